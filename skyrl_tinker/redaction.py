@@ -1,4 +1,7 @@
-"""Secrets out of messages: API keys, JWTs and signatures of URLs, wherever a client put them by mistake."""
+"""Secrets out of messages: API keys, JWTs and signatures of URLs, wherever a client put them by mistake.
+
+Also the server's paths, out of what clients get.
+"""
 
 import logging
 import re
@@ -8,10 +11,20 @@ _SECRETS = re.compile(
     r"|eyJ[\w-]{8,}(?:\.[\w-]*){0,2}"
     r"|(?<=signature=)[0-9a-fA-F]{8,}"
 )
+_PATHS = re.compile(
+    r"(?P<quote>['\"])/(?:(?!(?P=quote)).)*/(?P<quoted>(?:(?!(?P=quote))[^/])+)/*(?P=quote)"
+    r"|(?<![\w./:~…-])/(?:[^\s/:;,'\"()]+/)+(?P<bare>[^\s/:;,'\"()]+)/*"
+)
+"""Absolute paths, which may have spaces where they are quoted; not URLs, nor tinker:// paths."""
 
 
 def redact(text: str) -> str:
     return _SECRETS.sub("[secret]", text)
+
+
+def without_paths(text: str) -> str:
+    """Shorten absolute paths to their last part: where this server's files lie is no client's business."""
+    return _PATHS.sub(lambda found: f"…/{found['quoted'] or found['bare']}", text)
 
 
 def log_to_stderr() -> None:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from skyrl_tinker.errors import NotFoundError, OverloadedError
-from skyrl_tinker.redaction import RedactingFormatter, redact
+from skyrl_tinker.redaction import RedactingFormatter, redact, without_paths
 
 KEY = "tml-" + "aB3_-" * 8 + "xyz"
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJpc3MiOiJwYXNzcG9ydCJ9.c2lnbmF0dXJl-_"
@@ -52,3 +52,24 @@ def test_log_lines_and_tracebacks_are_without_secrets() -> None:
     text = RedactingFormatter("%(message)s").format(record)
     assert text.startswith("told [secret]\nTraceback")
     assert text.endswith("ValueError: [secret]")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (
+            "checkpoint /srv/h/checkpoints/20/s~124: lora_A: found None",
+            "checkpoint …/s~124: lora_A: found None",
+        ),
+        ("[Errno 2] No such file: '/srv/my home/a/b.json'", "[Errno 2] No such file: …/b.json"),
+        ("gone from /dev/shm/x/17: save them again", "gone from …/17: save them again"),
+        (
+            "http://127.0.0.1:80/v1/models and s3://bucket/a/b",
+            "http://127.0.0.1:80/v1/models and s3://bucket/a/b",
+        ),
+        ("tinker://run:train:0/weights/a exists", "tinker://run:train:0/weights/a exists"),
+        ("0.5 GB/s, 3/4 of 'a', and/or 'b'", "0.5 GB/s, 3/4 of 'a', and/or 'b'"),
+    ],
+)
+def test_absolute_paths_are_shortened_to_their_last_part(text: str, shown: str) -> None:
+    assert without_paths(text) == shown

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 
 from skyrl_tinker.errors import DatabaseError, OverloadedError, SkyrlTinkerError
 from skyrl_tinker.protocol.schemas.base import describe
-from skyrl_tinker.redaction import redact
+from skyrl_tinker.redaction import redact, without_paths
 
 EXPECTED = (SkyrlTinkerError, OperationalError, DataError)
 """What `refusal` answers; the database may be full, busy or away, or a text have a NUL."""
@@ -47,10 +47,12 @@ def refusal(request: Request, error: SkyrlTinkerError | DBAPIError) -> JSONRespo
         if isinstance(error, DataError):
             return JSONResponse({"detail": f"the database cannot store this: {redact(cause)}"}, 400)
         error = DatabaseError(f"the database failed, send this again: {redact(cause)}", RETRY_S)
+    detail = str(error)
     if error.status >= 500 and not isinstance(error, OverloadedError):  # which may come by the thousand
         _log.error("%s %s: %s", request.method, request.url.path, error)
+        detail = without_paths(detail)
     headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, OverloadedError) else None
-    return JSONResponse({"detail": str(error)}, error.status, headers)
+    return JSONResponse({"detail": detail}, error.status, headers)
 
 
 async def _no_route(request: Request, _: Exception) -> JSONResponse:

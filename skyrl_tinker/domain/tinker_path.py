@@ -29,7 +29,7 @@ class TinkerPath:
 def parse(text: str) -> TinkerPath:
     """Read a tinker:// path. Raises UserError that names the format."""
     run, slash, checkpoint = text.removeprefix(SCHEME).partition("/")
-    if not text.startswith(SCHEME) or not run or not slash:
+    if not text.startswith(SCHEME) or not run or not slash or "\0" in run:
         raise UserError(f"{text!r} is not a checkpoint path: expected {_FORMAT}")
     return parse_checkpoint_id(ModelId(run), checkpoint)
 

@@ -178,6 +178,9 @@ class Failure:
     message: str
     category: Category
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", self.message.replace("\0", "\\0"))
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:

@@ -14,6 +14,7 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import DiskFullError, SkyrlTinkerError
+from skyrl_tinker.redaction import redact, without_paths
 from skyrl_tinker.store import stability_records
 from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.doorbell import Doorbell
@@ -45,11 +46,17 @@ def json_answer(value: Mapping[str, Any]) -> FutureResult:
 
 
 def failure_of(error: Exception) -> Failure:
-    """Return what the client of a request gets that raised this error; unexpected errors are logged."""
+    """Return what the client of a request gets that raised this error, without paths and secrets.
+
+    Unexpected errors are logged, and those that name a path.
+    """
     if isinstance(error, SkyrlTinkerError):
-        return Failure(str(error), error.category)
+        message = without_paths(str(error))
+        if message != str(error):
+            _log.warning("a request failed: %s", error)
+        return Failure(message, error.category)
     _log.error("a request failed unexpectedly", exc_info=error)
-    return Failure(f"{type(error).__name__}: {error}", "server")
+    return Failure(without_paths(redact(f"{type(error).__name__}: {error}")), "server")
 
 
 class Outbox:

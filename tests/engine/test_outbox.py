@@ -317,3 +317,18 @@ def test_an_unexpected_error_is_the_server_s_and_logged(
 ) -> None:
     assert failure_of(error) == failure
     assert bool(caplog.records) == logged
+
+
+@pytest.mark.parametrize(
+    "error", [StateLostError("gone from /srv/h/17"), UserError("/srv/h/17"), OSError(2, "no", "/srv/h/17")]
+)
+def test_clients_get_no_paths_of_the_server_and_the_log_has_them(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert "/srv" not in failure_of(error).message
+    assert "…/17" in failure_of(error).message
+    assert "/srv/h/17" in caplog.text
+
+
+def test_an_unexpected_error_shows_no_secret() -> None:
+    assert failure_of(ValueError("tml-" + 20 * "a")).message == "ValueError: [secret]"

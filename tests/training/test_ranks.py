@@ -52,6 +52,10 @@ async def _train(group: TrainerGroup) -> Trained:
             outputs += [output for output in found if isinstance(output, PassOutput)]
         steps = await group.optim_step([StepItem(RequestId("s"), model, ADAM) for model in SPECS])
         metrics += [dict(output.metrics) for output in steps]
+    await group.run_pass(group.prepare(_units(0)[0]))  # the ranks' shares differ, their answer must not
+    steps = [StepItem(RequestId("s"), model, AdamParams(3e38)) for model in SPECS]
+    for refused in await group.optim_step(steps):
+        assert "would push weight beyond float32" in str(refused.error)
     adapters = {model: await published_weights(group, model) for model, spec in SPECS.items() if spec.rank}
     return outputs, metrics, adapters
 

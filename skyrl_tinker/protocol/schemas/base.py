@@ -1,10 +1,11 @@
 """Base of all messages, and types of their fields."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -30,7 +31,35 @@ SessionSeqId = Annotated[int, Strict(), Field(ge=0, le=MAX_INT64)]
 """model_seq_id and sampling_session_seq_id: per session from 0."""
 SampleSeqId = Annotated[int, Strict(), Field(ge=0, le=MAX_INT64)]
 """Dedupe key of a sample; clones of a sampling client use numbers up to 1e18."""
-NullableDict = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts of a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield key
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
+def _refuse_nul(value: T) -> T:
+    if wrong := next((text for text in _texts(value) if "\0" in text), None):
+        raise ValueError(f"{shorten(wrong)} has the character NUL, expected text without it")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_refuse_nul)]
+"""Text that the database stores or compares: PostgreSQL's has no NUL."""
+TextDict = Annotated[dict[str, str], AfterValidator(_refuse_nul)]
+NullableDict = Annotated[
+    dict[str, Any],
+    BeforeValidator(lambda value: {} if value is None else value),
+    AfterValidator(_refuse_nul),
+]
 """SDKs up to 0.16 send explicit nulls."""
 
 

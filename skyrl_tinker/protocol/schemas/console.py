@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from skyrl_tinker.domain.values import Way
-from skyrl_tinker.protocol.schemas.base import MAX_INT64, Message, StrictMessage, StrictRequest
+from skyrl_tinker.protocol.schemas.base import MAX_INT64, Message, StrictMessage, StrictRequest, Text
 
 MOST_S = 10 * 366 * 86400
 """Longest duration that a key may be given."""
@@ -239,7 +239,7 @@ class AdminResponse(Message):
 
 
 class CreateKeyRequest(StrictRequest):
-    name: str
+    name: Text
     admin: bool = False
     expires_in_s: float | None = Field(None, gt=0, le=MOST_S)
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from skyrl_tinker.errors import Category
-from skyrl_tinker.protocol.schemas.base import MAX_INT64, Items, Message
+from skyrl_tinker.protocol.schemas.base import MAX_INT64, Items, Message, Text
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
@@ -21,7 +21,7 @@ class AcceptedFuture(Message):
 class RetrieveFutureRequest(Message):
     """`allow_metadata_only` is absent before SDK 0.14; this server never answers metadata-only."""
 
-    request_id: str
+    request_id: Text
     allow_metadata_only: bool = False
 
 
@@ -42,14 +42,14 @@ class FailedResponse(Message):
 
 
 class CancelFutureRequest(Message):
-    request_id: str
+    request_id: Text
 
 
 class FuturesTarget(Message):
     """One sampling client: `cloned_sampler_id` is its seq_id // 10^9, 0 for the original."""
 
     type: Literal["sampling_session"] = "sampling_session"
-    sampling_session_id: str
+    sampling_session_id: Text
     cloned_sampler_id: Annotated[int, Field(ge=0, le=MAX_INT64 // 1_000_000_000)] = 0
 
 
@@ -62,7 +62,7 @@ class RetrieveFuturesRequest(Message):
     target: FuturesTarget
     prev_cursor: Annotated[int, Field(ge=0, le=MAX_INT64)] = 0
     timeout: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    retrieved_request_ids: Items[str] = Field(default_factory=list)
+    retrieved_request_ids: Items[Text] = Field(default_factory=list)
 
 
 class CompletedFuture(Message):

@@ -4,7 +4,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from skyrl_tinker.protocol.schemas.base import Items, Message, SessionSeqId, StrictMessage, StrictRequest
+from skyrl_tinker.protocol.schemas.base import (
+    Items,
+    Message,
+    SessionSeqId,
+    StrictMessage,
+    StrictRequest,
+    Text,
+)
 
 
 class CustomLossInput(StrictMessage):
@@ -32,9 +39,9 @@ class CustomLossGraph(StrictMessage):
 
 
 class CreateCustomLossRequest(StrictRequest):
-    session_id: str
+    session_id: Text
     custom_loss_seq_id: SessionSeqId
-    name: str
+    name: Text
     inputs: Items[CustomLossInput]
     graph: CustomLossGraph
 

@@ -11,6 +11,7 @@ from skyrl_tinker.protocol.schemas.base import (
     SessionSeqId,
     StrictInt,
     StrictMessage,
+    Text,
 )
 
 AccessScope = Literal["owned", "accessible"]
@@ -103,9 +104,9 @@ class SetTtlRequest(StrictMessage):
 class CopyWeightsRequest(StrictMessage):
     """Copy to a project, where a new session is made, or to a live session as its run of this number."""
 
-    source_path: str
-    destination_project_id: str | None = None
-    session_id: str | None = None
+    source_path: Text
+    destination_project_id: Text | None = None
+    session_id: Text | None = None
     model_seq_id: SessionSeqId | None = None
     ttl_seconds: StrictInt | None = None
     weights_access_token: str | None = None
@@ -116,7 +117,7 @@ class CopyWeightsResponse(Message):
 
 
 class WeightsInfoRequest(Message):
-    tinker_path: str
+    tinker_path: Text
 
 
 class WeightsInfoResponse(Message):

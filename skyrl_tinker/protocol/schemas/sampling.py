@@ -13,6 +13,7 @@ from skyrl_tinker.protocol.schemas.base import (
     StrictInt,
     StrictMessage,
     StrictRequest,
+    Text,
 )
 
 TEXT = "encoded_text"
@@ -22,10 +23,10 @@ NoneAsZero = BeforeValidator(lambda value: 0 if value is None else value)
 
 
 class CreateSamplingSessionRequest(StrictRequest):
-    session_id: str
+    session_id: Text
     sampling_session_seq_id: SessionSeqId
-    base_model: str | None = None
-    model_path: str | None = None
+    base_model: Text | None = None
+    model_path: Text | None = None
 
 
 class CreateSamplingSessionResponse(Message):
@@ -90,7 +91,7 @@ class TensorJson(StrictMessage):
 
 
 class AsampleRequest(StrictRequest):
-    sampling_session_id: str | None = None
+    sampling_session_id: Text | None = None
     seq_id: SampleSeqId | None = None
     base_model: str | None = None
     model_path: str | None = None
@@ -107,7 +108,7 @@ class AsampleRequest(StrictRequest):
 
 
 class JoinSamplingSessionRequest(StrictRequest):
-    sampling_session_id: str
+    sampling_session_id: Text
 
 
 class JoinSamplingSessionResponse(Message):

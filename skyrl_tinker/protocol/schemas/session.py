@@ -4,12 +4,12 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from skyrl_tinker.protocol.schemas.base import Items, Message, NullableDict
+from skyrl_tinker.protocol.schemas.base import Items, Message, NullableDict, Text
 
 DETAIL_CHARACTERS = 16_384
-KeptDetail = Annotated[str, AfterValidator(lambda text: text[:DETAIL_CHARACTERS])]
-"""As much as is kept of what a client says about its end, such as a traceback."""
-NullableTags = Annotated[Items[str], BeforeValidator(lambda value: [] if value is None else value)]
+KeptDetail = Annotated[str, AfterValidator(lambda text: text[:DETAIL_CHARACTERS].replace("\0", "\\0"))]
+"""As much as is kept of what a client says about its end, such as a traceback, which must not be refused."""
+NullableTags = Annotated[Items[Text], BeforeValidator(lambda value: [] if value is None else value)]
 
 
 class ClientConfigRequest(Message):
@@ -48,9 +48,9 @@ class DynamicConfigResponse(Message):
 class CreateSessionRequest(Message):
     tags: NullableTags = Field(default_factory=list)
     user_metadata: NullableDict = Field(default_factory=dict)
-    sdk_version: str = ""
-    project_id: str | None = None
-    display_name: str | None = None
+    sdk_version: Text = ""
+    project_id: Text | None = None
+    display_name: Text | None = None
 
 
 class CreateSessionResponse(Message):
@@ -62,7 +62,7 @@ class CreateSessionResponse(Message):
 
 
 class HeartbeatRequest(Message):
-    session_id: str
+    session_id: Text
 
 
 class HeartbeatResponse(Message):

@@ -5,11 +5,11 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field, StringConstraints
 
-from skyrl_tinker.protocol.schemas.base import Items, Message, StrictMessage
+from skyrl_tinker.protocol.schemas.base import Items, Message, StrictMessage, Text, TextDict
 from skyrl_tinker.protocol.schemas.runs import AccessScope, Paging
 
 FinishedBy = Literal["success", "errored", "interrupted"]
-ShortText = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+ShortText = Annotated[Text, StringConstraints(min_length=1, max_length=512)]
 
 
 class SessionQuery(StrictMessage):
@@ -45,7 +45,7 @@ class SearchOwner(StrictMessage):
     """Owner to search for. `owner_urns` belongs to the type `user`."""
 
     type: Literal["own", "accessible", "user"] = "own"
-    owner_urns: Items[str] = Field(default_factory=list, max_length=10)
+    owner_urns: Items[Text] = Field(default_factory=list, max_length=10)
 
 
 class StatusQuery(StrictMessage):
@@ -57,15 +57,15 @@ class StatusQuery(StrictMessage):
 
 class SearchCursor(StrictMessage):
     last_created_at: AwareDatetime
-    last_session_id: str
+    last_session_id: Text
 
 
 class SessionSearchRequest(StrictMessage):
     """Search filters. All that are given must match, but only one of `session_id` and `display_name`."""
 
-    session_id: str | None = None
-    project_ids: Items[str] | None = Field(None, max_length=100)
-    user_metadata: dict[str, str] = Field(default_factory=dict, max_length=32)
+    session_id: Text | None = None
+    project_ids: Items[Text] | None = Field(None, max_length=100)
+    user_metadata: TextDict = Field(default_factory=dict, max_length=32)
     display_name: ShortText | None = None
     owner: SearchOwner = SearchOwner()
     statuses: Items[StatusQuery] | None = Field(None, min_length=1, max_length=16)

@@ -12,6 +12,8 @@ from skyrl_tinker.protocol.schemas.base import (
     StrictInt,
     StrictMessage,
     StrictRequest,
+    Text,
+    TextDict,
     TrainingSeqId,
 )
 
@@ -19,7 +21,7 @@ from skyrl_tinker.protocol.schemas.base import (
 class TrainingEnvelope(Message):
     """Fields needed to accept a training request and, if the rest is wrong, to fail its future."""
 
-    model_id: str = Field(min_length=1)
+    model_id: Text = Field(min_length=1)
     seq_id: TrainingSeqId
 
 
@@ -36,9 +38,9 @@ class LoraConfig(StrictMessage):
 
 
 class CreateModelRequest(StrictRequest):
-    session_id: str
+    session_id: Text
     model_seq_id: SessionSeqId
-    base_model: str
+    base_model: Text
     user_metadata: NullableDict = Field(default_factory=dict)
     lora_config: LoraConfig | None = None
     optimizer_config: dict[str, Any] | None = None
@@ -52,11 +54,11 @@ class CreateModelResult(Message):
 class CreateViaLoadRequest(StrictRequest):
     """load_weights without model_id: a new model from a checkpoint, with the LoRA config of that."""
 
-    session_id: str
+    session_id: Text
     model_seq_id: SessionSeqId
     path: str
     optimizer: bool = False
-    base_model: str | None = None
+    base_model: Text | None = None
     user_metadata: NullableDict = Field(default_factory=dict)
     optimizer_config: dict[str, Any] | None = None
     weights_access_token: str | None = None
@@ -91,7 +93,7 @@ class SaveWeightsRequest(TrainingRequest):
     path: str
     ttl_seconds: StrictInt | None = None
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: TextDict | None = None
 
 
 class SaveWeightsResult(Message):
@@ -118,7 +120,7 @@ class SaveSamplerRequest(TrainingRequest):
     sampling_session_seq_id: SessionSeqId | None = None
     kind: str = "snapshot"
     ttl_seconds: StrictInt | None = None
-    user_metadata: dict[str, str] | None = None
+    user_metadata: TextDict | None = None
 
 
 class SaveSamplerResult(Message):
@@ -130,7 +132,7 @@ class SaveSamplerResult(Message):
 
 
 class GetInfoRequest(Message):
-    model_id: str
+    model_id: Text
 
 
 class ModelData(Message):
@@ -152,7 +154,7 @@ class GetInfoResponse(Message):
 
 
 class UnloadModelRequest(StrictRequest):
-    model_id: str
+    model_id: Text
 
 
 class UnloadModelResult(Message):

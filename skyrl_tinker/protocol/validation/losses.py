@@ -36,7 +36,7 @@ def check_config(config: Mapping[str, float | str], spec: LossSpec) -> None:
 
 def _check_loss_id(config: Mapping[str, float | str]) -> None:
     loss_id = config.get("loss_id")
-    if not isinstance(loss_id, str) or not loss_id:
+    if not isinstance(loss_id, str) or not loss_id or "\0" in loss_id:
         raise UserError(
             f"loss_fn_config['loss_id'] is {'missing' if loss_id is None else repr(loss_id)}, "
             "expected the id of a loss made with create_custom_loss: send it with forward_backward_custom"

@@ -26,8 +26,9 @@ def check_tiling(spans: Sequence[ProvenanceSpan], field: str, expected: int, til
 
 
 def _check_span(span: ProvenanceSpan, field: str) -> None:
-    if not span.sequence_id:
-        raise UserError(f"{field}.sequence_id is empty, expected the sequence_id of a sampled sequence")
+    if not span.sequence_id or "\0" in span.sequence_id:
+        found = repr(span.sequence_id) if span.sequence_id else "empty"
+        raise UserError(f"{field}.sequence_id is {found}, expected the sequence_id of a sampled sequence")
     for name, value in (("offset", span.offset), ("length", span.length)):
         if value < 0:
             raise UserError(f"{field}.{name} is {value}, expected at least 0")

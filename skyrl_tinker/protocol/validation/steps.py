@@ -28,6 +28,8 @@ from skyrl_tinker.protocol.validation.limits import Limits, validate_base_model
 from skyrl_tinker.protocol.validation.models import validate_optimizer_config
 
 _MOST = sys.float_info.max
+_MOST_FLOAT32 = 3.4028234663852886e38
+"""Weights and moments are float32, where larger values are infinite."""
 _LEAST_EPS = 1e-37
 """Smaller values are 0 in float32, and a weight without a gradient (A of a new adapter) becomes 0 / 0."""
 _TTL = (3600, 10 * 365 * 86400)  # one hour to ten years
@@ -35,15 +37,15 @@ _Ranges = Mapping[str, tuple[float, float]]
 """Key: lowest, highest (excluded)."""
 
 _ADAM: _Ranges = {
-    "learning_rate": (0.0, _MOST),
+    "learning_rate": (0.0, _MOST_FLOAT32),
     "beta1": (0.0, 1.0),
     "beta2": (0.0, 1.0),
-    "eps": (_LEAST_EPS, _MOST),
-    "weight_decay": (0.0, _MOST),
+    "eps": (_LEAST_EPS, _MOST_FLOAT32),
+    "weight_decay": (0.0, _MOST_FLOAT32),
     "grad_clip_norm": (0.0, _MOST),
 }
 _DIMUON: _Ranges = {
-    "learning_rate": (0.0, _MOST),
+    "learning_rate": (0.0, _MOST_FLOAT32),
     "beta1": (0.0, 1.0),
     "grad_clip_norm": (-_MOST, _MOST),
 }
@@ -95,9 +97,10 @@ def _number(field: str, value: Any, low: float, high: float) -> float:
 
 
 def _expected(low: float, high: float) -> str:
-    if high < _MOST:
+    if high < _MOST_FLOAT32:
         return f"a number in [{low:g}, {high:g})"
-    return "a finite number" if low == -_MOST else f"a finite number >= {low:g}"
+    expected = "a finite number" if low == -_MOST else f"a finite number >= {low:g}"
+    return expected if high == _MOST else f"{expected} in float32"
 
 
 def validate_ttl(ttl_seconds: int | None) -> int | None:

@@ -201,7 +201,9 @@ def _has_status(status: SessionStatus) -> ColumnElement[bool]:
 def _has_metadata(conn: Connection, key: str, value: str) -> ColumnElement[bool]:
     """Compare a value, which may be any JSON, in its displayed form."""
     if conn.dialect.name == "postgresql":
-        pair = func.json_each_text(Session.user_metadata).table_valued("key", "value")
+        text = cast(Session.user_metadata, String)
+        readable = case((func.strpos(text, r"\u0000") == 0, Session.user_metadata))  # else it would raise
+        pair = func.json_each_text(readable).table_valued("key", "value")
         return (
             select(pair.c.key).where(pair.c.key == key, func.coalesce(pair.c.value, "null") == value).exists()
         )

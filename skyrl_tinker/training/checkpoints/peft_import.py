@@ -118,7 +118,7 @@ def convert(adapter: ForeignAdapter, base_model: str) -> LoraModel:
     shapes = model.shapes()
     for key, tensor in adapter.tensors.items():
         _require_fit(adapter, key, shapes)
-        model.write(Part.WEIGHT, key, tensor * adapter.factor if _is_b(key) else tensor)
+        model.write(Part.WEIGHT, key, _scaled(key, tensor, adapter.factor) if _is_b(key) else tensor)
     return model
 
 
@@ -177,6 +177,15 @@ def _checked(key: str, tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.isfinite().all():
         raise UserError(f"{ADAPTER_FILE}: {key} has values that are not finite")
     return tensor.float()
+
+
+def _scaled(key: str, tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    scaled = tensor * factor
+    if not scaled.isfinite().all():
+        raise UserError(
+            f"{ADAPTER_FILE}: {key} times {factor:g}, which fits lora_alpha to ours, is beyond float32"
+        )
+    return scaled
 
 
 def _spec(adapter: ForeignAdapter, targets: tuple[AdaptedLayer, ...]) -> LoraSpec:

@@ -82,10 +82,13 @@ class FullModel(TrainableModel):
 
     def reduced_gradients(self, ranks: Ranks) -> tuple[list[torch.Tensor], torch.Tensor]:
         gradients = [_local(parameter.grad) for parameter in self._parameters.values()]
-        norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients])
+        return gradients, self._global_norm(gradients, ranks)
+
+    def _global_norm(self, tensors: list[torch.Tensor], ranks: Ranks) -> torch.Tensor:
+        norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors])
         square = norms.square().sum()
         ranks.sum_(square)
-        return gradients, square.sqrt()
+        return square.sqrt()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return dict(self._shapes)

@@ -197,7 +197,11 @@ class LoraModel(TrainableModel):
 
     def reduced_gradients(self, ranks: Ranks) -> tuple[list[torch.Tensor], torch.Tensor]:
         ranks.sum_(self._gradients)
-        return [self._gradients], torch.linalg.vector_norm(self._gradients, dtype=torch.float64)
+        return [self._gradients], self._global_norm([self._gradients], ranks)
+
+    def _global_norm(self, tensors: list[torch.Tensor], ranks: Ranks) -> torch.Tensor:
+        norm: torch.Tensor = torch.linalg.vector_norm(tensors[0], dtype=torch.float64)  # whole on every rank
+        return norm
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {key: slot.shape for key, slot in self._slots.items()}

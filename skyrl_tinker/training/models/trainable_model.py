@@ -66,6 +66,8 @@ class TrainableModel(ABC):
         self.step = 0
         self.has_gradients = False
         self._in_pass = False
+        self.bounds: Mapping[Part, float] | None = None
+        """Upper bounds of the magnitudes of weights and moments, the same on all ranks. None: not known."""
         self._moments: dict[Part, list[torch.Tensor]] = {}
 
     @property
@@ -93,7 +95,14 @@ class TrainableModel(ABC):
 
     def reset_optimizer(self) -> None:
         self.step = 0
+        self.bounds = None
         self._moments.clear()
+
+    def measure_bounds(self, ranks: Ranks) -> dict[Part, float]:
+        """Return the global L2 norms of weights and moments. Every rank must call it."""
+        parts = (Part.WEIGHT, *self.moments)
+        norms = torch.stack([self._global_norm(self.local(part), ranks) for part in parts])
+        return dict(zip(parts, norms.tolist(), strict=True))
 
     def begin(self) -> None:
         """Keep the gradients, to undo a pass with `rollback`."""
@@ -147,6 +156,10 @@ class TrainableModel(ABC):
     def _restore_gradients(self) -> None: ...
 
     @abstractmethod
+    def _global_norm(self, tensors: list[torch.Tensor], ranks: Ranks) -> torch.Tensor:
+        """Return the L2 norm, float64 scalar, of tensors of which each rank has its share."""
+
+    @abstractmethod
     def _join_gradients(self) -> None: ...
 
     @abstractmethod
@@ -185,6 +198,7 @@ class TrainableModel(ABC):
 
     def write(self, part: Part, name: str, tensor: torch.Tensor) -> None:
         """Set a whole tensor; every rank is given the same one."""
+        self.bounds = None
         self.share(part, name).copy_(self.shard(name, tensor))
 
     def host_copies(

@@ -19,6 +19,7 @@ learning_rate / sqrt(features). Embedding rows without gradient in a step stay, 
 An untied head is a matrix.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
@@ -27,17 +28,28 @@ import torch
 from skyrl_tinker.domain.values import DimuonParams
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.models.trainable_model import Kind, Part, TrainableModel
+from skyrl_tinker.training.optimizers.float_range import LARGEST, Bounds, doubtful_parts
 
 _STEPS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _TINY = 1e-12
 """Norms below this are not scaled up to unit length: zero stays zero."""
+_LONGEST = 2.0
+"""No entry of a direction is larger: its singular values are at most 1.3."""
 _BATCH = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Most entries of matrices that are multiplied at once, unless one has more: what a CPU's cache holds."""
 
 
-def apply(model: TrainableModel, gradients: list[torch.Tensor], params: DimuonParams, ranks: Ranks) -> None:
-    """Update the weights by this rank's gradients, summed over ranks and clipped. Every rank must call it."""
+def apply(
+    model: TrainableModel, gradients: list[torch.Tensor], norm: float, params: DimuonParams, ranks: Ranks
+) -> list[Part]:
+    """Update the weights by this rank's gradients, summed over ranks and clipped to the global `norm`.
+
+    Changes nothing where values would leave float32's range: returns the parts that would. Every rank must
+    call it.
+    """
+    if doubtful := doubtful_parts(model, lambda bounds: _bounds_after(bounds, norm, params), ranks):
+        return doubtful
     weights, momenta = model.local(Part.WEIGHT), model.local(Part.MOMENTUM)
     torch._foreach_lerp_(momenta, gradients, 1 - params.beta1)
 
@@ -56,6 +68,16 @@ def apply(model: TrainableModel, gradients: list[torch.Tensor], params: DimuonPa
                 matrices[name] = shape
     for name, sign in _signs(model, matrices, momenta, ranks):
         add(name, sign)
+    return []
+
+
+def _bounds_after(bounds: Bounds, norm: float, params: DimuonParams) -> Bounds:
+    """Return bounds after a step: of weights' entries, and of the momentum's norm, whose square is taken."""
+    momentum = max(bounds[Part.MOMENTUM], norm)
+    return {
+        Part.WEIGHT: bounds[Part.WEIGHT] + _LONGEST * params.learning_rate,
+        Part.MOMENTUM: momentum if momentum * momentum <= LARGEST else math.inf,
+    }
 
 
 def _signs(

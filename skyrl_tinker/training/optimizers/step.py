@@ -1,13 +1,15 @@
 """One optimizer step of one model, by the optimizer that the model was created with."""
 
 import math
+from dataclasses import asdict
 
 import torch
 
 from skyrl_tinker.domain.values import AdamParams, DimuonParams, StepItem, StepOutput
 from skyrl_tinker.training.distributed import Ranks
-from skyrl_tinker.training.models.trainable_model import TrainableModel
+from skyrl_tinker.training.models.trainable_model import Part, TrainableModel
 from skyrl_tinker.training.optimizers import adamw, dimuon
+from skyrl_tinker.training.optimizers.float_range import LARGEST
 
 
 def optim_step(model: TrainableModel, item: StepItem, ranks: Ranks) -> StepOutput:
@@ -22,32 +24,52 @@ def optim_step(model: TrainableModel, item: StepItem, ranks: Ranks) -> StepOutpu
         return StepOutput(item.request_id, _metrics(model, item, 0.0) | {"no_gradients": 1.0})
     gradients, reduced = model.reduced_gradients(ranks)
     norm = float(reduced)
-    error = None
-    if math.isfinite(norm):
-        _clip(gradients, norm, item.params.grad_clip_norm)
-        _apply(model, gradients, item.params, ranks)
+    error = _apply(model, gradients, item.params, norm, ranks)
+    if error is None:
         model.step += 1
-    else:
-        error = f"the gradients are not finite (global norm {norm}): the step was refused, they were dropped"
     model.clear_gradients()
     return StepOutput(item.request_id, _metrics(model, item, norm), error)
 
 
 def _apply(
-    model: TrainableModel, gradients: list[torch.Tensor], params: AdamParams | DimuonParams, ranks: Ranks
-) -> None:
+    model: TrainableModel,
+    gradients: list[torch.Tensor],
+    params: AdamParams | DimuonParams,
+    norm: float,
+    ranks: Ranks,
+) -> str | None:
+    """Make the step; return an error instead, with nothing but the gradients changed."""
+    if not math.isfinite(norm):
+        return f"the gradients are not finite (global norm {norm}): the step was refused, they were dropped"
+    clipped = _clip(gradients, norm, params.grad_clip_norm)
     match params:
         case AdamParams():
-            adamw.apply(model, gradients, params)
+            beyond = adamw.apply(model, gradients, clipped, params, ranks)
         case DimuonParams():
-            dimuon.apply(model, gradients, params, ranks)
+            beyond = dimuon.apply(model, gradients, clipped, params, ranks)
+    return _out_of_range(beyond, clipped, params) if beyond else None
 
 
-def _clip(gradients: list[torch.Tensor], norm: float, limit: float) -> None:
-    """Clip by the model's global `norm`, as clip_grad_norm_ of torch, 1e-6 included. Off for limit <= 0."""
+def _clip(gradients: list[torch.Tensor], norm: float, limit: float) -> float:
+    """Clip by the model's global `norm`, as clip_grad_norm_ of torch, 1e-6 included. Off for limit <= 0.
+
+    Return the norm after clipping.
+    """
     factor = limit / (norm + 1e-6)
-    if limit > 0 and factor < 1:
-        torch._foreach_mul_(gradients, factor)
+    if not (limit > 0 and factor < 1):
+        return norm
+    torch._foreach_mul_(gradients, factor)
+    return norm * factor
+
+
+def _out_of_range(beyond: list[Part], norm: float, params: AdamParams | DimuonParams) -> str:
+    values = {key: value for key, value in asdict(params).items() if key != "grad_clip_norm"}
+    return (
+        f"the step would push {' and '.join(beyond)} beyond float32 (at most {LARGEST:.3g}), with a global "
+        f"norm of {norm:.3g} of the gradients after clipping and "
+        f"{', '.join(f'{key} {value:g}' for key, value in values.items())}: expected smaller values "
+        "(grad_clip_norm bounds the norm); the step was refused, the gradients were dropped"
+    )
 
 
 def _mismatch(model: TrainableModel, params: AdamParams | DimuonParams) -> str:

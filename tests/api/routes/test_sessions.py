@@ -61,3 +61,45 @@ async def test_an_unknown_session_is_404(world: World) -> None:
     assert (await world.post("sessions/no/finish", {})).status_code == 404
     model = {"session_id": "no", "model_seq_id": 0, "base_model": BASE, "lora_config": {}}
     assert (await world.post("create_model", model)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("route", "field", "wrong"),
+    [
+        ("create_session", "tags.1", {"tags": ["a", "a\0b"]}),
+        ("create_session", "user_metadata", {"user_metadata": {"k": ["x", {"y": "a\0b"}]}}),
+        ("create_session", "user_metadata", {"user_metadata": {"a\0b": 1}}),
+        ("create_session", "display_name", {"display_name": "a\0b"}),
+        ("create_session", "project_id", {"project_id": "a\0b"}),
+        ("create_session", "sdk_version", {"sdk_version": "a\0b"}),
+        ("create_model", "base_model", {"base_model": "a\0b"}),
+        ("create_model", "user_metadata", {"user_metadata": {"k": "a\0b"}}),
+        ("sessions/search", "user_metadata", {"user_metadata": {"k": "a\0b"}}),
+        ("session_heartbeat", "session_id", {"session_id": "a\0b"}),
+    ],
+)
+async def test_a_nul_is_refused_by_the_name_of_its_field(
+    world: World, route: str, field: str, wrong: dict[str, Any]
+) -> None:
+    """On SQLite too, which could store it: so clients see one server."""
+    needed = {"session_id": await world.session(), "model_seq_id": 0, "base_model": BASE}
+    answer = await world.post(route, (needed if route == "create_model" else {}) | wrong)
+    assert answer.status_code == 400
+    assert answer.json()["detail"].startswith(rf"{field}: 'a\x00b' has the character NUL, expected text")
+
+
+async def test_metadata_of_a_save_with_a_nul_fails_the_save_alone(world: World) -> None:
+    model = await world.model()
+    save = {"model_id": model, "seq_id": 1, "path": "a", "user_metadata": {"k": "a\0b"}}
+    for route in ("save_weights", "save_weights_for_sampler"):
+        request = (await world.ok(route, save))["request_id"]
+        assert r"user_metadata: 'a\x00b' has the character NUL" in await world.failure(request)
+        save["seq_id"] = 2
+
+
+async def test_a_detail_with_a_nul_does_not_keep_a_session_open(world: World) -> None:
+    session = await world.session()
+    finish = {"reason": {"type": "errored"}, "detail": "a\0b"}
+    assert (await world.post(f"sessions/{session}/finish", finish)).status_code == 200
+    found = await world.ok("sessions/search", {"session_id": session})
+    assert found["sessions"][0]["status"]["detail"] == r"a\0b"

@@ -75,6 +75,9 @@ def test_an_optim_step_of_the_sdk_arrives_as_it_was_built() -> None:
         ({"learning_rate": float("nan")}, "learning_rate is nan, expected a finite number >= 0"),
         ({"learning_rate": float("inf")}, "learning_rate is inf"),
         ({"learning_rate": 10**400}, "learning_rate is 1"),
+        ({"learning_rate": 1e39}, r"learning_rate is 1e\+39, expected a finite number >= 0 in float32"),
+        ({"weight_decay": 3.5e38}, r"weight_decay is 3.5e\+38, expected a finite number >= 0 in float32"),
+        ({"eps": 1e300}, r"eps is 1e\+300, expected a finite number >= 1e-37 in float32"),
         ({"learning_rate": "fast"}, "learning_rate is 'fast'"),
         ({"learning_rate": True}, "learning_rate is True"),
         ({"beta1": 1.0}, r"adam_params.beta1 is 1.0, expected a number in \[0, 1\)"),
@@ -105,6 +108,7 @@ def test_a_dimuon_step_keeps_what_the_sdk_sent() -> None:
     ("change", "message"),
     [
         ({"learning_rate": -1}, "optimizer_params.learning_rate is -1, expected a finite number >= 0"),
+        ({"learning_rate": 1e39}, "optimizer_params.learning_rate is 1e"),
         ({"learning_rate": None}, "optimizer_params.learning_rate is null"),
         ({"beta1": 1.0}, r"optimizer_params.beta1 is 1.0, expected a number in \[0, 1\)"),
         (

@@ -95,6 +95,7 @@ def adapter(untied_model: str, tmp_path: Path) -> Path:
         ({"r": 2.5}, "r is 2.5, expected a whole number"),
         ({"r": 8}, r"lora_A.weight has shape \(4, 64\), the base model expects \(8, 64\)"),
         ({"lora_alpha": None}, "lora_alpha is None"),
+        ({"lora_alpha": 1e300}, r"lora_B.weight times .*, which fits lora_alpha to ours, is beyond float32"),
     ],
 )
 def test_what_plain_lora_cannot_equal_is_refused(

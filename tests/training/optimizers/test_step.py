@@ -3,9 +3,12 @@
 import math
 
 import pytest
+import torch
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import AdamParams, DimuonParams, LoraSpec
+from skyrl_tinker.training.models.lora import LoraModel
+from skyrl_tinker.training.models.trainable_model import Part
 from skyrl_tinker.training.worker import Worker
 from tests.training.support.passes import (
     assert_close,
@@ -125,3 +128,91 @@ def test_zeroed_gradients_are_gone(worker: Worker) -> None:
     run_one(worker, make_item(1, make_data((30,), 1)))
     worker.zero_gradients([MODEL])
     assert step(worker, 1).metrics["no_gradients"] == 1.0
+
+
+FULL = LoraSpec(0, 0)
+
+
+def _state(worker: Worker) -> dict[str, torch.Tensor]:
+    model = worker._models[MODEL]
+    return {
+        f"{part}:{name}": model.read(part, name).clone()
+        for part in (Part.WEIGHT, *model.moments)
+        for name in model.shapes()
+    }
+
+
+def _set_gradients(worker: Worker, value: float, entries: int) -> None:
+    for gradient in worker._models[MODEL].reduced_gradients(worker._ranks)[0]:
+        gradient.view(-1)[:entries] = value
+
+
+@pytest.mark.parametrize("spec", [LoraSpec(8, 3), FULL], ids=["adapter", "full"])
+@pytest.mark.parametrize(
+    ("good", "bad", "gradient", "parts"),
+    [
+        (AdamParams(1e-2), AdamParams(1e-2), 1e25, "exp_avg_sq"),
+        (AdamParams(1e-2), AdamParams(3e38), 1.0, "weight"),
+        (AdamParams(1e-2), AdamParams(1e3, weight_decay=3e38), 1.0, "weight"),
+        (AdamParams(1e-2), AdamParams(1e25, eps=1e-37), 1e25, "weight and exp_avg_sq"),
+        (DimuonParams(1e-2), DimuonParams(1e-2), 1e25, "momentum"),
+        (DimuonParams(1e-2), DimuonParams(3e38), 1.0, "weight"),
+    ],
+)
+def test_a_step_that_would_leave_float32_is_refused_and_changes_nothing(
+    worker: Worker, spec: LoraSpec, good: Params, bad: Params, gradient: float, parts: str
+) -> None:
+    worker.create_model(MODEL, spec, good.family)
+    for number in range(2):
+        run_one(worker, make_item(1, make_data((30,), number)))
+        step(worker, 1, good)
+    before = _state(worker)
+    run_one(worker, make_item(1, make_data((30,), 3)))
+    _set_gradients(worker, gradient, 8)
+    output = step(worker, 1, bad)
+    assert output.error is not None
+    assert f"would push {parts} beyond float32" in output.error
+    assert f"learning_rate {bad.learning_rate:g}" in output.error
+    assert output.metrics["optimizer_step"] == 2.0
+    assert_equal(_state(worker), before)
+    run_one(worker, make_item(1, make_data((30,), 3)))
+    assert step(worker, 1, good).metrics["optimizer_step"] == 3.0
+    after = _state(worker)
+    assert all(tensor.isfinite().all() for tensor in after.values())
+    assert any(not torch.equal(after[name], before[name]) for name in before if name.startswith("weight"))
+
+
+def test_what_float32_holds_is_not_refused_whatever_the_norm_is(worker: Worker) -> None:
+    """The squares of 1e19 fit, that of the norm of eight of them does not; clipped, any gradient fits."""
+    worker.create_model(MODEL, LoraSpec(8, 3))
+    for value, params in ((1e19, AdamParams(1e-2)), (1e30, AdamParams(1e-2, grad_clip_norm=1.0))):
+        run_one(worker, make_item(1, make_data((30,), 1)))
+        _set_gradients(worker, value, 8)
+        assert step(worker, 1, params).error is None
+    assert all(tensor.isfinite().all() for tensor in _state(worker).values())
+
+
+def test_values_beyond_float32_that_were_loaded_are_named(worker: Worker) -> None:
+    _create(worker, AdamParams())
+    run_one(worker, make_item(1, make_data((30,), 1)))
+    step(worker, 1, AdamParams(1e-2))
+    name, shape = next(iter(worker._models[MODEL].shapes().items()))
+    worker._models[MODEL].write(Part.EXP_AVG_SQ, name, torch.full(shape, math.inf))
+    run_one(worker, make_item(1, make_data((30,), 1)))
+    assert "would push exp_avg_sq beyond" in str(step(worker, 1, AdamParams(1e-2)).error)
+
+
+@both
+def test_ordinary_steps_look_at_the_gradients_alone(
+    worker: Worker, params: Params, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and moments are measured before the first step, and where bounds no longer show enough."""
+    measured = []
+    measure = LoraModel.measure_bounds
+    monkeypatch.setattr(LoraModel, "measure_bounds", lambda *args: measured.append(number) or measure(*args))
+    _create(worker, params)
+    for number in range(5):
+        run_one(worker, make_item(1, make_data((30,), number)))
+        _set_gradients(worker, 1e12, 8)
+        assert step(worker, 1, params).error is None
+    assert measured == [0]
