@@ -7,7 +7,7 @@ from skyrl_tinker.domain.values import SampleOutput, SampleRequest
 from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
 from skyrl_tinker.engine.sampler.lease import Leases
 from skyrl_tinker.inference.client.data_plane import DataPlane
-from skyrl_tinker.inference.client.vllm_requests import remainder, split
+from skyrl_tinker.inference.client.vllm_requests import remainder, scores_prompt, split
 from skyrl_tinker.inference.client.vllm_responses import GeneratedSequence, VllmResponse, join, resumable
 from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES
 
@@ -64,12 +64,22 @@ class SampleCall:
         )
         return replace(response, sequences=tuple(sequences))
 
-    async def _send(self, request: SampleRequest) -> VllmResponse:
-        """Make one request; again as a whole while it is aborted before its prompt is scored."""
+    async def _send(self, request: SampleRequest, *, interruptible: bool = True) -> VllmResponse:
+        """Make one request; again as a whole while it is aborted before its prompt is scored.
+
+        What would have to start over may not be interrupted for others: it might never end.
+        """
+        interruptible &= request.params.seed is None and not scores_prompt(request)
         while True:
             async with self.leases.open(self.source) as model:
                 response = await self.data.sample(
-                    model, request, self.session_key, self.eos, self.context, self.tag
+                    model,
+                    request,
+                    self.session_key,
+                    self.eos,
+                    self.context,
+                    self.tag,
+                    interruptible=interruptible,
                 )
             if response.replica is not None:
                 self.replicas.add(response.replica)
@@ -80,13 +90,15 @@ class SampleCall:
     async def _resume(
         self, request: SampleRequest, index: int, sequence: GeneratedSequence, switched: bool
     ) -> GeneratedSequence:
+        known = 0
         while sequence.finish == "abort":
             await asyncio.sleep(ABORT_PAUSE_S)
             kept = await resumable(request, sequence, switched=switched, text_of=self._text_of)
             rest = remainder(request, index, kept.tokens, context=self.context)
             if rest is None:  # it was aborted with its last token already there
                 return replace(kept, finish="length")
-            response = await self._send(rest)
+            response = await self._send(rest, interruptible=len(kept.tokens) > known)
+            known = len(kept.tokens)
             sequence, switched = kept.then(response.sequences[0]), response.switched
         return sequence
 

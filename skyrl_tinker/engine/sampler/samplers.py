@@ -12,7 +12,7 @@ from pathlib import Path
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, SampleRequest, WeightVersion
-from skyrl_tinker.engine.sampler.adapter_cache import AdapterCache
+from skyrl_tinker.engine.sampler.adapter_cache import AdapterCache, AdapterLimits
 from skyrl_tinker.engine.sampler.affinity import Affinity
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.full_weights import FullWeights
@@ -38,11 +38,10 @@ class Samplers:
         fleet: Fleet,
         transport: WeightTransport,
         facts: BaseModelFacts,
-        adapters: int,
+        adapters: AdapterLimits,
         metrics: Metrics,
         storage: Storage = LOCAL_DISK,
     ) -> None:
-        """`adapters`: how many are loaded at once."""
         self.storage = storage
         self._fleet = fleet
         self._facts = facts

@@ -44,15 +44,18 @@ class DataPlane:
         eos: tuple[int, ...],
         context: int,
         tag: str | None,
+        *,
+        interruptible: bool = False,
     ) -> VllmResponse:
         """Make one vLLM request, for at most `most_sequences` samples (vllm_requests.split).
 
         `eos` ends sequences unless request.params.stop is (); `context` bounds max_tokens None. Sequences
-        come back as `abort` when samplers are paused, or ControlPlane.abort(tag) is called, in the middle.
+        come back as `abort` when samplers are paused, or ControlPlane.abort(tag) is called, in the middle;
+        those that are `interruptible` also when ControlPlane.interrupt(model) is.
         NotFoundError: no such adapter (load it again).
         """
         body = vllm_requests.body(model, request, eos=eos, context=context)
-        with self.in_flight.attempt(tag) as attempt:
+        with self.in_flight.attempt(tag, model if interruptible else None) as attempt:
             body["request_id"] = attempt.id
             # vLLM prefers the header, which a router may set.
             headers = {"X-Session-ID": session_key, "X-Request-Id": attempt.id}

@@ -9,6 +9,7 @@ import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.values import SampleRequest, SamplingParams, WeightVersion
+from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget
 from skyrl_tinker.engine.sampler.samplers import Samplers
@@ -47,7 +48,7 @@ class Replica:
 def samplers_of(replica: Replica) -> Samplers:
     client = RemoteInferenceClient("http://replica", ("http://replica",))
     client.data.http = client.control.http = cast(Any, replica)
-    return Samplers(Fleet(cast(Any, None), client), cast(Any, None), FACTS, 8, Metrics())
+    return Samplers(Fleet(cast(Any, None), client), cast(Any, None), FACTS, AdapterLimits(8, 8), Metrics())
 
 
 def adapter(number: int, directory: Path) -> WeightVersion:
