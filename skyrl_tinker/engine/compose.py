@@ -123,7 +123,7 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
         driver,
         sampler_driver,
         Intake(store, env.bell, driver, sampler_driver, metrics),
-        Cleanup(store, driver, training.creation, versions, settings, samplers.storage),
+        Cleanup(store, driver, sampler_driver, training.creation, versions, settings, samplers.storage),
         Deadlines(
             metrics,
             driver,

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -258,7 +259,8 @@ async def test_what_is_being_loaded_stays_though_it_is_replaced_and_swept(
     (tmp_path / "memory").mkdir()
     settings = Settings(home=tmp_path)
     versions = EphemeralVersions(world.store, nobody, nobody, overflow, settings)
-    keeper = Cleanup(world.store, world.driver, world.creation, versions, settings)
+    idle: Any = SimpleNamespace(sessions=set)
+    keeper = Cleanup(world.store, world.driver, idle, world.creation, versions, settings)
     await keeper.sweep()
     assert len(_directories(world)) == 2
     world.workers.go_on.set()
