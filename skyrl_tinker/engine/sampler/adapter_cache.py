@@ -22,7 +22,7 @@ TURN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """How many adapters vLLM keeps in memory, and how many it takes into one batch."""
+    """Numbers of adapters that vLLM keeps in memory, and that it takes into one batch."""
 
     loaded: int
     running: int
