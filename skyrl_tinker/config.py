@@ -186,7 +186,9 @@ class Settings(BaseSettings):
     weight_chunk_mb: int = Field(
         256, ge=1, description="Weights sent at once; each rank that sends takes twice so much memory"
     )
-    max_loras: int = Field(8, ge=1, description="Adapters that a replica uses in one batch")
+    max_loras: int = Field(
+        8, ge=1, description="Adapters that run at once, in the batches of the replicas; more take turns"
+    )
     max_cpu_loras: int = Field(32, ge=1, description="Adapters that a replica holds in the host's memory")
     sample_concurrency: int | None = Field(
         None,

@@ -46,6 +46,7 @@ from skyrl_tinker.engine.colocation.placement import SEPARATE
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler import launch
+from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
@@ -160,7 +161,7 @@ async def engine(replicas: int, answer_s: float) -> AsyncIterator[Engine]:
         for end in to_end:
             stack.push_async_callback(end)
         metrics = Metrics()
-        samplers = Samplers(fleet, cast(Any, None), FACTS, 8, metrics)
+        samplers = Samplers(fleet, cast(Any, None), FACTS, AdapterLimits(8, 8), metrics)
         driver = SamplerDriver(store, samplers, Outbox(store, bell, metrics), PER_CORE, metrics)
         intake = Intake(store, bell, cast(Any, None), driver, metrics)  # no training arrives
         session = await journal.new_session(store)

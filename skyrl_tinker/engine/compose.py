@@ -25,6 +25,7 @@ from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.parity.probe import allowed_gap
 from skyrl_tinker.engine.ray_cluster import RayCluster
+from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import CONCURRENCY, SamplerDriver
@@ -123,7 +124,7 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
         driver,
         sampler_driver,
         Intake(store, env.bell, driver, sampler_driver, metrics),
-        Cleanup(store, driver, training.creation, versions, settings, samplers.storage),
+        Cleanup(store, driver, sampler_driver, training.creation, versions, settings, samplers.storage),
         Deadlines(
             metrics,
             driver,
@@ -182,7 +183,8 @@ def make_samplers(
     chunk_bytes = settings.weight_chunk_mb * MiB
     transport = make_transport(_transport_name(settings), trainer, chunk_bytes, host)
     storage = open_storage(settings.checkpoint_root, settings.checkpoint_url)
-    return Samplers(fleet, transport, facts, settings.max_cpu_loras, metrics, storage)
+    adapters = AdapterLimits(settings.max_cpu_loras, settings.max_loras)
+    return Samplers(fleet, transport, facts, adapters, metrics, storage)
 
 
 def make_tmpfs_spill(settings: Settings) -> TmpfsSpill:

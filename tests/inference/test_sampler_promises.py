@@ -12,6 +12,7 @@ import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, VersionSpan, WeightVersion
+from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.inflight_targets import newest
 from skyrl_tinker.engine.sampler.samplers import Samplers
@@ -43,7 +44,7 @@ async def samplers(served: Served | str, facts: BaseModelFacts) -> AsyncIterator
         return
     async with connected(served if isinstance(served, Served) else None, facts) as sampler:
         fleet = Fleet(cast(Any, None), sampler.client)
-        made = Samplers(fleet, SharedMemoryTransport(1 << 20), sampler.facts, 8, Metrics())
+        made = Samplers(fleet, SharedMemoryTransport(1 << 20), sampler.facts, AdapterLimits(8, 8), Metrics())
         yield made
         for name in await sampler.client.control.adapters():
             await sampler.client.control.unload_adapter(name)

@@ -18,6 +18,7 @@ from skyrl_tinker.domain.values import (
     WeightVersion,
 )
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, InflightTargets, SampleSource, newest
+from skyrl_tinker.engine.scheduling.priorities import Share
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.protocol.queue_views import ReplicaView, SamplingView
@@ -56,7 +57,7 @@ class ScriptedSamplers:
         self._names = names
         self._targets = InflightTargets()
 
-    async def sample(self, source: SampleSource, request: SampleRequest) -> SampleOutput:
+    async def sample(self, source: SampleSource, request: SampleRequest, share: Share = None) -> SampleOutput:
         self.drawn.append(request.prompt)
         self.sources.append(source)
         try:

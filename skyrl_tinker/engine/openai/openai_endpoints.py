@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -12,7 +12,7 @@ import orjson
 from aiohttp import web
 
 from skyrl_tinker.domain import tinker_path
-from skyrl_tinker.domain.ids import CheckpointKind, OwnerId
+from skyrl_tinker.domain.ids import CheckpointKind, OwnerId, openai_session
 from skyrl_tinker.domain.values import BaseModelFacts, Usage, WeightVersion
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.engine.openai.openai_requests import (
@@ -27,6 +27,7 @@ from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.scheduling.priorities import share_of
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError, SamplerError, SkyrlTinkerError
 from skyrl_tinker.inference.constants import BASE_MODEL
@@ -173,23 +174,23 @@ class OpenAIServer:
     # To vLLM and back
 
     async def _complete(self, call: _OpenAICall) -> web.Response:
-        async with self._turn(call):
-            response = await self._with_retry(lambda: self._send(call))
+        async with self._turn(call) as priority:
+            response = await self._with_retry(lambda: self._send(call, priority))
         self._count(call, response["usage"])
         return web.Response(body=call.renamed(response), content_type="application/json")
 
-    async def _send(self, call: _OpenAICall) -> Any:
+    async def _send(self, call: _OpenAICall, priority: int) -> Any:
         data = self._fleet.client.data
         chat = isinstance(call.request, ChatCompletionRequest)
         async with self._samplers.leases.open(call.version) as name:
             send = data.chat_completion if chat else data.completion
             with self._headers(call) as headers:
-                return await send(call.body | {"model": name}, headers=headers)
+                return await send(call.body | {"model": name, "priority": priority}, headers=headers)
 
     async def _stream(self, http: web.Request, call: _OpenAICall) -> web.StreamResponse:
         async with AsyncExitStack() as upstream:
-            await upstream.enter_async_context(self._turn(call))
-            chunks = await self._with_retry(lambda: self._open(call, upstream))
+            priority = await upstream.enter_async_context(self._turn(call))
+            chunks = await self._with_retry(lambda: self._open(call, priority, upstream))
             response = web.StreamResponse(
                 headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
             )
@@ -205,11 +206,11 @@ class OpenAIServer:
             await response.write_eof()
         return response
 
-    async def _open(self, call: _OpenAICall, upstream: AsyncExitStack) -> AsyncIterator[Chunk]:
+    async def _open(self, call: _OpenAICall, priority: int, upstream: AsyncExitStack) -> AsyncIterator[Chunk]:
         """Open a stream; returns once the first chunk is here: until then another replica may take over."""
         async with AsyncExitStack() as stack:
             name = await stack.enter_async_context(self._samplers.leases.open(call.version))
-            body = call.body | {"model": name}
+            body = call.body | {"model": name, "priority": priority}
             headers = stack.enter_context(self._headers(call))
             stream = self._fleet.client.data.stream(call.path, body, headers=headers)
             chunks = self._counted(call, _chunks(await stack.enter_async_context(stream)))
@@ -242,8 +243,13 @@ class OpenAIServer:
         with self._samplers.affinity.key(call.version, prompt, call.sequences) as key:
             yield {"X-Session-ID": key}
 
-    def _turn(self, call: _OpenAICall) -> AbstractAsyncContextManager[None]:
-        return self._sampler_driver.turn(call.owner, call.tokens, call.sequences)
+    @asynccontextmanager
+    async def _turn(self, call: _OpenAICall) -> AsyncIterator[int]:
+        """Have a turn among the samples, and the priority in vLLM that goes with it."""
+        share = share_of(call.owner, openai_session(call.owner))
+        async with self._sampler_driver.turn(call.owner, call.tokens, call.sequences):
+            with self._samplers.priorities.take(share, call.tokens) as priority:
+                yield priority
 
     def _count(self, call: _OpenAICall, usage: dict[str, Any]) -> None:
         """Count the tokens of an answer, as those of asample are; no client waits for it, or loses by it."""

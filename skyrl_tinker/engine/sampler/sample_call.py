@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 from skyrl_tinker.domain.values import SampleOutput, SampleRequest
 from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
 from skyrl_tinker.engine.sampler.lease import Leases
+from skyrl_tinker.engine.scheduling.priorities import Priorities, Share
 from skyrl_tinker.inference.client.data_plane import DataPlane
-from skyrl_tinker.inference.client.vllm_requests import remainder, split
+from skyrl_tinker.inference.client.vllm_requests import max_tokens, remainder, scores_prompt, split
 from skyrl_tinker.inference.client.vllm_responses import GeneratedSequence, VllmResponse, join, resumable
 from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES
 
@@ -26,6 +27,8 @@ class SampleCall:
     eos: tuple[int, ...]
     context: int
     tag: str | None = None
+    share: Share = None
+    priorities: Priorities = field(default_factory=Priorities)
     replicas: set[str] = field(default_factory=set)
     """Those that answered, so far."""
 
@@ -36,12 +39,12 @@ class SampleCall:
     async def _execute(self, request: SampleRequest) -> SampleOutput:
         parts = split(request, context=self.context, most=self.data.most_sequences)
         if len(parts) == 1:
-            return join(request, [await self._complete(parts[0])])
+            return join(request, [await self._in_order(parts[0])])
         at_once = asyncio.Semaphore(MAX_SEQUENCES // max(part.num_samples for part in parts))
 
         async def complete(part: SampleRequest) -> VllmResponse:
             async with at_once:
-                return await self._complete(part)
+                return await self._in_order(part)
 
         tasks = [asyncio.create_task(complete(part)) for part in parts]
         try:
@@ -51,25 +54,43 @@ class SampleCall:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _complete(self, request: SampleRequest) -> VllmResponse:
+    async def _in_order(self, part: SampleRequest) -> VllmResponse:
+        tokens = len(part.prompt) + part.num_samples * max_tokens(part, self.context)
+        with self.priorities.take(self.share, tokens) as priority:
+            return await self._complete(part, priority)
+
+    async def _complete(self, request: SampleRequest, priority: int) -> VllmResponse:
         """Send the request and resume its aborted sequences until each has ended."""
-        response = await self._send(request)
+        response = await self._send(request, priority)
         if all(sequence.finish != "abort" for sequence in response.sequences):
             return response
         sequences = await asyncio.gather(
             *(
-                self._resume(request, index, sequence, response.switched)
+                self._resume(request, priority, index, sequence, response.switched)
                 for index, sequence in enumerate(response.sequences)
             )
         )
         return replace(response, sequences=tuple(sequences))
 
-    async def _send(self, request: SampleRequest) -> VllmResponse:
-        """Make one request; again as a whole while it is aborted before its prompt is scored."""
+    async def _send(
+        self, request: SampleRequest, priority: int, *, interruptible: bool = True
+    ) -> VllmResponse:
+        """Make one request; again as a whole while it is aborted before its prompt is scored.
+
+        What would have to start over may not be interrupted for others: it might never end.
+        """
+        interruptible &= request.params.seed is None and not scores_prompt(request)
         while True:
             async with self.leases.open(self.source) as model:
                 response = await self.data.sample(
-                    model, request, self.session_key, self.eos, self.context, self.tag
+                    model,
+                    request,
+                    self.session_key,
+                    self.eos,
+                    self.context,
+                    self.tag,
+                    interruptible=interruptible,
+                    priority=priority,
                 )
             if response.replica is not None:
                 self.replicas.add(response.replica)
@@ -78,15 +99,22 @@ class SampleCall:
             await asyncio.sleep(ABORT_PAUSE_S)
 
     async def _resume(
-        self, request: SampleRequest, index: int, sequence: GeneratedSequence, switched: bool
+        self,
+        request: SampleRequest,
+        priority: int,
+        index: int,
+        sequence: GeneratedSequence,
+        switched: bool,
     ) -> GeneratedSequence:
+        known = 0
         while sequence.finish == "abort":
             await asyncio.sleep(ABORT_PAUSE_S)
             kept = await resumable(request, sequence, switched=switched, text_of=self._text_of)
             rest = remainder(request, index, kept.tokens, context=self.context)
             if rest is None:  # it was aborted with its last token already there
                 return replace(kept, finish="length")
-            response = await self._send(rest)
+            response = await self._send(rest, priority, interruptible=len(kept.tokens) > known)
+            known = len(kept.tokens)
             sequence, switched = kept.then(response.sequences[0]), response.switched
         return sequence
 

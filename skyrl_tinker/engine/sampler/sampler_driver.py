@@ -15,6 +15,7 @@ from sqlalchemy import Connection
 from skyrl_tinker.domain.ids import (
     ModelKey,
     OwnerId,
+    RequestKind,
     SamplingSessionId,
     SessionId,
     openai_session,
@@ -32,6 +33,7 @@ from skyrl_tinker.engine.outbox import (
 )
 from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
 from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.scheduling.priorities import share_of
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
 from skyrl_tinker.engine.scheduling.slots import Slots
 from skyrl_tinker.engine.scheduling.throughput import EndRate
@@ -143,6 +145,17 @@ class SamplerDriver:
             task.cancel()  # its connection is closed, and vLLM aborts what it was for
         await self._outbox.send([*failures.items(), *also.items()])
 
+    def sessions(self) -> set[SessionId]:
+        """Return those with samples that have no result."""
+        return {row.session_id for row in self._metrics.pending() if row.kind is RequestKind.SAMPLE}
+
+    async def end_sessions(self, reasons: Mapping[SessionId, str]) -> None:
+        """Fail all samples of these sessions, which are finished for these reasons."""
+        rows = (row for row in self._metrics.pending() if row.kind is RequestKind.SAMPLE)
+        over = [(row.id, row.session_id) for row in rows if row.session_id in reasons]
+        if over:
+            await self.end({future_id: _finished(session, reasons[session]) for future_id, session in over})
+
     def view(self) -> SamplingView:
         """Return the queues and the rate at which samples end."""
         queues, stride = self._queued.view()
@@ -222,7 +235,7 @@ class SamplerDriver:
             assert row.sampling_session_id is not None
             source = self._source(row.sampling_session_id)
             request = self._read(body)
-            output = await self._samplers.sample(source, request)
+            output = await self._samplers.sample(source, request, share_of(row.owner_id, row.session_id))
             replicas.extend(output.replicas)
             self._metrics.sampled(output, row.owner_id)
             records = _records(row, request, output) if request.record_stability_info else ()
@@ -252,6 +265,10 @@ class SamplerDriver:
             else:
                 self._sources[session] = version
         return self._sources[session]
+
+
+def _finished(session: SessionId, reason: str) -> Failure:
+    return Failure(f"this sample was stopped: session {session} is finished ({reason})", "user")
 
 
 def _records(row: QueuedRow, request: SampleRequest, output: SampleOutput) -> tuple[SequenceRecord, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, SampleRequest, WeightVersion
-from skyrl_tinker.engine.sampler.adapter_cache import AdapterCache
+from skyrl_tinker.engine.sampler.adapter_cache import AdapterCache, AdapterLimits
 from skyrl_tinker.engine.sampler.affinity import Affinity
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.full_weights import FullWeights
@@ -21,6 +21,7 @@ from skyrl_tinker.engine.sampler.lease import Leases
 from skyrl_tinker.engine.sampler.sample_call import SampleCall
 from skyrl_tinker.engine.sampler.version_files import has_files
 from skyrl_tinker.engine.sampler.weight_swaps import WeightSwaps
+from skyrl_tinker.engine.scheduling.priorities import Priorities, Share
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
@@ -38,11 +39,10 @@ class Samplers:
         fleet: Fleet,
         transport: WeightTransport,
         facts: BaseModelFacts,
-        adapters: int,
+        adapters: AdapterLimits,
         metrics: Metrics,
         storage: Storage = LOCAL_DISK,
     ) -> None:
-        """`adapters`: how many are loaded at once."""
         self.storage = storage
         self._fleet = fleet
         self._facts = facts
@@ -50,6 +50,7 @@ class Samplers:
         self._full_weights = FullWeights(self._swaps)
         self._adapters = AdapterCache(fleet, adapters)
         self.affinity = Affinity(lambda: self.replicas)
+        self.priorities = Priorities()
         self.leases = Leases(fleet.placement, self._full_weights, self._adapters)
         self._targets = InflightTargets()
         self._users: Counter[VersionId] = Counter()
@@ -58,11 +59,11 @@ class Samplers:
         self._restored = asyncio.Event()
         self._restored.set()
 
-    async def sample(self, source: SampleSource, request: SampleRequest) -> SampleOutput:
+    async def sample(self, source: SampleSource, request: SampleRequest, share: Share = None) -> SampleOutput:
         """Sample, again where vLLM died meanwhile; an inflight target is followed to its newest version."""
         with self._counted(source):  # also between the requests that one sample may take
             await self._await_files(source)
-            return await self._fleet.with_retry(lambda: self._sample(source, request))
+            return await self._fleet.with_retry(lambda: self._sample(source, request, share))
 
     @property
     def replicas(self) -> int:
@@ -194,7 +195,7 @@ class Samplers:
         if not await asyncio.to_thread(has_files, newest(source)):
             await self._restored.wait()
 
-    async def _sample(self, source: SampleSource, request: SampleRequest) -> SampleOutput:
+    async def _sample(self, source: SampleSource, request: SampleRequest, share: Share) -> SampleOutput:
         with self.affinity.key(source, array("q", request.prompt).tobytes(), request.sequences) as key:
             call = SampleCall(
                 self._fleet.client.data,
@@ -204,6 +205,8 @@ class Samplers:
                 self._facts.eos_token_ids,
                 self._facts.context_length,
                 source.tag if isinstance(source, InflightTarget) else None,
+                share,
+                self.priorities,
             )
             try:
                 return await call.execute(request)

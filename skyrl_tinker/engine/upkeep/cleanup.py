@@ -1,4 +1,4 @@
-"""Clean-up: models of sessions that are over, unused weights, deleted checkpoints, old rows."""
+"""Clean-up: models and samples of sessions that are over, unused weights, deleted checkpoints, old rows."""
 
 import asyncio
 import logging
@@ -16,6 +16,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
+from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.trainer.model_creation import ModelCreation
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.upkeep.purge import Purge
@@ -40,6 +41,7 @@ class Cleanup:
         self,
         store: Store,
         trainer: TrainerDriver,
+        sampler: SamplerDriver,
         creation: ModelCreation,
         versions: EphemeralVersions,
         settings: Settings,
@@ -47,6 +49,7 @@ class Cleanup:
     ) -> None:
         self._store = store
         self._trainer = trainer
+        self._sampler = sampler
         self._creation = creation
         self._versions = versions
         self._storage = storage
@@ -55,6 +58,7 @@ class Cleanup:
         self._clock_offset_s = _clock_offset_s()
         self._steps: tuple[Step, ...] = (
             self._end_expired_sessions,
+            self._end_samples,
             versions.sweep,
             self._remove_checkpoints,
             Purge(store, settings).run_when_due,
@@ -95,6 +99,12 @@ class Cleanup:
         models = await self._store.write(lambda conn: _finish(conn, session, detail))
         for model in models:
             self._trainer.release(model.key)
+
+    async def _end_samples(self) -> None:
+        """Stop samples of finished sessions, for which nobody asks: they may take minutes."""
+        if sessions := self._sampler.sessions():
+            reasons = await self._store.fetch(lambda conn: session_records.finish_reasons(conn, sessions))
+            await self._sampler.end_sessions(reasons)
 
     async def _remove_checkpoints(self) -> None:
         now = time.time()

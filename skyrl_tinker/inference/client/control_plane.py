@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
-from skyrl_tinker.inference.client.in_flight import InFlight
+from skyrl_tinker.inference.client.in_flight import Attempt, InFlight
 from skyrl_tinker.inference.constants import BASE_MODEL
 
 ABORT_POLL_S = 0.02
@@ -107,8 +107,14 @@ class ControlPlane:
 
         Returns when all of them ended, on whatever replica. Those that begin meanwhile are left alone.
         """
-        attempts = self.in_flight.switch(tag)
-        while left := self.in_flight.still(attempts, tag):
+        await self._end(self.in_flight.switch(tag))
+
+    async def interrupt(self, model: str) -> None:
+        """Interrupt the interruptible requests of a model, as `abort` does, under the same weights."""
+        await self._end(self.in_flight.interruptible(model))
+
+    async def _end(self, attempts: list[Attempt]) -> None:
+        while left := self.in_flight.still(attempts):
             ids = [attempt.vllm_id for attempt in left]  # some may not have reached vLLM yet
             await asyncio.gather(*(self._abort(url, ids) for url in self.server_urls))
             await asyncio.sleep(ABORT_POLL_S)

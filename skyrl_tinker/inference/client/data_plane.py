@@ -44,16 +44,21 @@ class DataPlane:
         eos: tuple[int, ...],
         context: int,
         tag: str | None,
+        *,
+        interruptible: bool = False,
+        priority: int = 0,
     ) -> VllmResponse:
         """Make one vLLM request, for at most `most_sequences` samples (vllm_requests.split).
 
-        `eos` ends sequences unless request.params.stop is (); `context` bounds max_tokens None. Sequences
-        come back as `abort` when samplers are paused, or ControlPlane.abort(tag) is called, in the middle.
+        `eos` ends sequences unless request.params.stop is (); `context` bounds max_tokens None. The lowest
+        `priority` goes first (Priorities). Sequences
+        come back as `abort` when samplers are paused, or ControlPlane.abort(tag) is called, in the middle;
+        those that are `interruptible` also when ControlPlane.interrupt(model) is.
         NotFoundError: no such adapter (load it again).
         """
         body = vllm_requests.body(model, request, eos=eos, context=context)
-        with self.in_flight.attempt(tag) as attempt:
-            body["request_id"] = attempt.id
+        with self.in_flight.attempt(tag, model if interruptible else None) as attempt:
+            body |= {"request_id": attempt.id, "priority": priority}
             # vLLM prefers the header, which a router may set.
             headers = {"X-Session-ID": session_key, "X-Request-Id": attempt.id}
             answer = await self._answer("/inference/v1/generate", body, headers)

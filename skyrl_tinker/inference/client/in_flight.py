@@ -1,6 +1,5 @@
-"""Requests under way, by tag, so that those of one tag can be aborted."""
+"""Requests under way, so that those of one tag or one model can be aborted."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,8 +8,13 @@ from uuid import uuid4
 
 @dataclass(eq=False)
 class Attempt:
-    """One HTTP request. `switched`: its tag was aborted, so that it goes on under other weights."""
+    """One HTTP request. `switched`: its tag was aborted, so that it goes on under other weights.
 
+    `model`: of one that may be interrupted for others at any time.
+    """
+
+    tag: str | None = None
+    model: str | None = None
     id: str = field(default_factory=lambda: uuid4().hex)
     switched: bool = False
 
@@ -24,34 +28,35 @@ class InFlight:
     """Registry of attempts, oldest first. Picklable: a copy starts empty."""
 
     def __init__(self) -> None:
-        self._attempts: defaultdict[str | None, dict[str, Attempt]] = defaultdict(dict)
+        self._attempts: dict[str, Attempt] = {}
 
     def __reduce__(self) -> tuple[type["InFlight"], tuple[()]]:
         return InFlight, ()
 
     @contextmanager
-    def attempt(self, tag: str | None) -> Iterator[Attempt]:
-        attempt = Attempt()
-        self._attempts[tag][attempt.id] = attempt
+    def attempt(self, tag: str | None, model: str | None = None) -> Iterator[Attempt]:
+        attempt = Attempt(tag, model)
+        self._attempts[attempt.id] = attempt
         try:
             yield attempt
         finally:
-            del self._attempts[tag][attempt.id]
-            if not self._attempts[tag]:
-                del self._attempts[tag]
+            del self._attempts[attempt.id]
 
     def tags(self) -> list[str]:
         """List the tags with requests under way."""
-        return [tag for tag in self._attempts if tag is not None]
+        return list(dict.fromkeys(each.tag for each in self._attempts.values() if each.tag is not None))
 
     def switch(self, tag: str) -> list[Attempt]:
         """Mark all that are under way with this tag as switched and return them."""
-        attempts = list(self._attempts.get(tag, {}).values())
+        attempts = [each for each in self._attempts.values() if each.tag == tag]
         for attempt in attempts:
             attempt.switched = True
         return attempts
 
-    def still(self, attempts: list[Attempt], tag: str) -> list[Attempt]:
+    def interruptible(self, model: str) -> list[Attempt]:
+        """Return those of this model that may be interrupted."""
+        return [each for each in self._attempts.values() if each.model == model]
+
+    def still(self, attempts: list[Attempt]) -> list[Attempt]:
         """Return those of them that have not ended."""
-        under_way = self._attempts.get(tag, {})
-        return [attempt for attempt in attempts if attempt.id in under_way]
+        return [attempt for attempt in attempts if attempt.id in self._attempts]

@@ -27,8 +27,11 @@ from skyrl_tinker.inference.constants import MAX_SEQUENCES
 
 SEEDS = 1 << 63
 """Seeds are taken modulo this."""
-PART_TOKENS = 1 << 15
-"""Most generated tokens in one answer of vLLM, which takes it about half a second to build."""
+PART_TOKENS = 1 << 12
+"""Most generated tokens in one answer of vLLM, unless a sequence has more: they share one priority.
+
+For 1 << 15 it takes vLLM about half a second to build the answer.
+"""
 SCORES_KEY = "skyrl_tinker_scores"
 Int32 = npt.NDArray[np.int32]
 
@@ -36,8 +39,8 @@ Int32 = npt.NDArray[np.int32]
 def split(request: SampleRequest, *, context: int, most: int = MAX_SEQUENCES) -> list[SampleRequest]:
     """Split into requests that vLLM can serve, with consecutive seeds: at `most` and where seeds wrap.
 
-    And at PART_TOKENS: while vLLM builds an answer, it answers nobody else, not even that it is alive. The
-    experts of the prompt come with each sequence.
+    And at PART_TOKENS: a part takes KV cache as a whole, and while vLLM builds its answer, it answers nobody
+    else, not even that it is alive. The experts of the prompt come with each sequence.
 
     At temperature 0 all samples are the same, so one is requested. The first part alone scores the prompt,
     with one sample: vLLM would score it again for each.

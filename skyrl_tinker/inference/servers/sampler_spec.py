@@ -125,6 +125,7 @@ def _fixed(spec: SamplerSpec, port: int, host: str) -> Arguments:
         "enable-scale-out": True,
         "enable-lora": True,
         "enable-prompt-tokens-details": True,
+        "scheduling-policy": "priority",  # those of engine.scheduling.priorities
     }
     guard = {"middleware": GUARD} if spec.token else {}
     parser = {"reasoning-parser": spec.reasoning_parser} if spec.reasoning_parser else {}

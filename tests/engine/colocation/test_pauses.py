@@ -10,6 +10,7 @@ import pytest
 from skyrl_tinker.domain.ids import VersionId
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
+from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.throughput import EndRate, UnitTimes
@@ -25,7 +26,9 @@ NOTHING = cast(Any, None)
 
 def samplers_on(*urls: str, placement: Placement = SEPARATE) -> Samplers:
     client = RemoteInferenceClient(urls[0] if urls else "", urls)
-    return Samplers(Fleet(NOTHING, client, placement=placement), NOTHING, FACTS, 8, Metrics())
+    return Samplers(
+        Fleet(NOTHING, client, placement=placement), NOTHING, FACTS, AdapterLimits(8, 8), Metrics()
+    )
 
 
 def test_nobody_serves() -> None:

@@ -18,6 +18,7 @@ from skyrl_tinker import config
 from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, SampleRequest, WeightVersion
 from skyrl_tinker.engine.colocation.placement import SEPARATE
+from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.launch import assemble
 from skyrl_tinker.engine.sampler.samplers import Samplers
@@ -164,7 +165,7 @@ async def _assert_interrupted_while_paused(fleet: Fleet, base: PreTrainedModel) 
 
 async def _assert_followed(fleet: Fleet, facts: BaseModelFacts, root: Path) -> None:
     """New full parameters reach a model's running requests, which are interrupted for them and go on."""
-    samplers = Samplers(fleet, SharedMemoryTransport(1 << 20), facts, 8, Metrics())
+    samplers = Samplers(fleet, SharedMemoryTransport(1 << 20), facts, AdapterLimits(8, 8), Metrics())
     directories = [
         write_model(root / f"full{number}", tied=False, seed=number).directory for number in (8, 9)
     ]

@@ -10,6 +10,7 @@ import pytest
 
 from skyrl_tinker.domain.values import SampleOutput
 from skyrl_tinker.engine.sampler import fleet as fleet_module
+from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Equip, Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.status import EngineStatus
@@ -224,7 +225,7 @@ async def test_whoever_is_equipped_joins_the_weight_transport_anew(
 ) -> None:
     """A server that was started again at its old address knows nothing of the group that it had joined."""
     transport = SharedMemoryTransport(1 << 20)
-    samplers = Samplers(fleet, transport, servers["tied"].facts, 8, Metrics())
+    samplers = Samplers(fleet, transport, servers["tied"].facts, AdapterLimits(8, 8), Metrics())
     transport.members = fleet.client.server_urls
     await fleet.adopt(samplers.equip)
     assert transport.members != fleet.client.server_urls

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.values import SampleRequest, SamplingParams, WeightVersion
+from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget
 from skyrl_tinker.engine.sampler.samplers import Samplers
@@ -16,6 +18,7 @@ from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError, StateLostError
 from skyrl_tinker.inference.client.http_connection import HttpAnswer
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.client.vllm_requests import PART_TOKENS
 from tests.engine.sampler.test_sampler_driver import FACTS
 
 REQUEST = SampleRequest((1, 2), 1, SamplingParams(max_tokens=4, stop=()))
@@ -28,6 +31,7 @@ class Replica:
         self.script = list(script)
         self.meanwhile = meanwhile
         self.models: list[str] = []
+        self.priorities: list[int] = []
         self.loads: list[str] = []
 
     async def request(self, method: str, url: str, *, json: Any = None, **options: object) -> HttpAnswer:
@@ -35,6 +39,8 @@ class Replica:
             self.loads.append(json["lora_name"])
             return HttpAnswer(None, {})
         self.models.append(json["model"])
+        self.priorities.append(json["priority"])
+        await asyncio.sleep(0)
         self.meanwhile()
         answer = self.script.pop(0)
         if isinstance(answer, Exception):
@@ -47,7 +53,7 @@ class Replica:
 def samplers_of(replica: Replica) -> Samplers:
     client = RemoteInferenceClient("http://replica", ("http://replica",))
     client.data.http = client.control.http = cast(Any, replica)
-    return Samplers(Fleet(cast(Any, None), client), cast(Any, None), FACTS, 8, Metrics())
+    return Samplers(Fleet(cast(Any, None), client), cast(Any, None), FACTS, AdapterLimits(8, 8), Metrics())
 
 
 def adapter(number: int, directory: Path) -> WeightVersion:
@@ -70,6 +76,14 @@ async def test_an_aborted_sequence_goes_on_with_the_weights_of_its_source_by_the
         ("v2", 2, 4),
     ]
     assert_nothing_held(samplers, new)
+
+
+async def test_parts_of_a_large_sample_have_priorities_by_their_tokens(tmp_path: Path) -> None:
+    replica = Replica(*["stop"] * 3)
+    large = replace(REQUEST, num_samples=3, params=replace(REQUEST.params, max_tokens=PART_TOKENS))
+    await samplers_of(replica).sample(None, large)
+    size = len(REQUEST.prompt) + PART_TOKENS
+    assert replica.priorities == [0, size, 2 * size]
 
 
 async def test_an_adapter_that_a_sampler_has_lost_is_loaded_again(tmp_path: Path) -> None:

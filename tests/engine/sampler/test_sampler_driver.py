@@ -10,6 +10,7 @@ from skyrl_tinker.domain.ids import FutureStatus, SessionId
 from skyrl_tinker.domain.values import BaseModelFacts, Failure, SampleRequest, SamplingParams
 from skyrl_tinker.engine import intake
 from skyrl_tinker.engine.outbox import Outbox
+from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
@@ -48,7 +49,7 @@ def make_driver(store: Store, bell: Doorbell, cores: tuple[int, ...] = ()) -> tu
     urls = tuple(f"http://{index}" for index in range(len(cores)))
     fleet = Fleet(nothing, RemoteInferenceClient("", urls), cores=cores)
     metrics = Metrics()
-    samplers = Samplers(fleet, nothing, FACTS, 8, Metrics())
+    samplers = Samplers(fleet, nothing, FACTS, AdapterLimits(8, 8), Metrics())
     return SamplerDriver(store, samplers, Outbox(store, bell, metrics), 8, metrics), metrics
 
 

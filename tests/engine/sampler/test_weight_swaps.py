@@ -10,6 +10,7 @@ import pytest
 
 from skyrl_tinker.domain.ids import VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, WeightVersion
+from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.weight_swaps import WeightSwaps
@@ -90,7 +91,7 @@ async def test_replicas_that_an_update_spoiled_are_replaced_and_given_the_old_we
 ) -> None:
     old, new = weights(tmp_path, 1), weights(tmp_path, 2)
     transport = Unstaged()
-    samplers = Samplers(fleet, transport, facts, 8, Metrics())
+    samplers = Samplers(fleet, transport, facts, AdapterLimits(8, 8), Metrics())
     (before,) = fleet.client.server_urls
 
     async def sample(version: WeightVersion) -> SampleOutput:
@@ -115,7 +116,7 @@ async def test_a_replica_whose_core_is_stuck_is_replaced_and_its_samples_are_not
     fleet: Fleet, facts: BaseModelFacts, store: Store, bell: Doorbell
 ) -> None:
     """It waits for a member of a group that never comes, for a minute."""
-    samplers = Samplers(fleet, SharedMemoryTransport(CHUNK_BYTES), facts, 8, Metrics())
+    samplers = Samplers(fleet, SharedMemoryTransport(CHUNK_BYTES), facts, AdapterLimits(8, 8), Metrics())
     (before,) = fleet.client.server_urls
     meeting = GlooSender(0)
     address = {"meeting": meeting.prepare(), "rank_offset": 1, "world_size": 2}

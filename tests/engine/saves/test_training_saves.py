@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -314,7 +315,8 @@ async def test_what_is_being_loaded_stays_though_it_is_replaced_and_swept(
     (tmp_path / "memory").mkdir()
     settings = Settings(home=tmp_path)
     versions = EphemeralVersions(world.store, nobody, nobody, overflow, settings)
-    keeper = Cleanup(world.store, world.driver, world.creation, versions, settings)
+    idle: Any = SimpleNamespace(sessions=set)
+    keeper = Cleanup(world.store, world.driver, idle, world.creation, versions, settings)
     await keeper.sweep()
     assert len(_directories(world)) == 2
     world.workers.go_on.set()

@@ -1,8 +1,10 @@
 """Clean-up removes what clients leave behind, but nothing that is still in use. The samplers are scripted."""
 
+import asyncio
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,18 +15,25 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import CheckpointKind, SamplingSessionId, SessionId
 from skyrl_tinker.domain.values import LoraSpec, WeightVersion
+from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
+from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.upkeep.cleanup import SUSPENDED_S, Cleanup
 from skyrl_tinker.engine.upkeep.purge import Purge
 from skyrl_tinker.errors import GoneError, StorageError
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, LocalDisk, Storage
 from skyrl_tinker.store import checkpoint_records, sampling_sessions, session_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
-from skyrl_tinker.store.futures import sample_submission
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import queue, sample_submission
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
+from tests.engine.sampler.test_sampler_driver import submit_sample
 from tests.engine.support import journal
+from tests.support.scripted_samplers import ScriptedSamplers
+from tests.support.waiting import until
 
 
 class Parts:
@@ -49,6 +58,9 @@ class Parts:
     def forget_sources(self) -> None:
         pass
 
+    def sessions(self) -> set[SessionId]:
+        return set()
+
     def release(self, model: int) -> None:
         pass
 
@@ -62,14 +74,19 @@ def parts() -> Parts:
 
 
 def cleanup_of(
-    store: Store, parts: Parts, root: Path, timeout_s: float = 600.0, storage: Storage = LOCAL_DISK
+    store: Store,
+    parts: Parts,
+    root: Path,
+    timeout_s: float = 600.0,
+    storage: Storage = LOCAL_DISK,
+    sampler: SamplerDriver | None = None,
 ) -> Cleanup:
     any_part = cast(Any, parts)
     spill = TmpfsSpill(root / "memory", root / "disk")
     (root / "memory").mkdir(exist_ok=True)
     settings = Settings(home=root, session_timeout_s=timeout_s, ephemeral_keep=2, ephemeral_idle_s=60.0)
     versions = EphemeralVersions(store, any_part, any_part, spill, settings)
-    return Cleanup(store, any_part, any_part, versions, settings, storage)
+    return Cleanup(store, any_part, sampler or any_part, any_part, versions, settings, storage)
 
 
 async def new_model(store: Store, session: SessionId) -> ModelRow:
@@ -141,6 +158,41 @@ async def test_a_silent_session_that_only_samples_is_ended(
     await cleanup.sweep()
     with pytest.raises(GoneError, match="expired"):
         await store.write(lambda conn: session_records.heartbeat(conn, session))
+
+
+async def test_samples_of_sessions_that_are_finished_are_stopped_and_no_others(
+    store: Store, bell: Doorbell, parts: Parts, tmp_path: Path, pass_time: Callable[[float], None]
+) -> None:
+    """Went silent, or was ended: nobody asks for what may take the samplers minutes."""
+    silent, ended, live = [await journal.new_session(store) for _ in range(3)]
+    samplers, metrics = ScriptedSamplers(), Metrics()
+    samplers.go_on.clear()
+    driver = SamplerDriver(store, cast(Any, samplers), Outbox(store, bell, metrics), 8, metrics)
+    accepted = {
+        session: await submit_sample(store, session, "tiny", 1, (number, 1))
+        for number, session in enumerate((silent, ended, live))
+    }
+    with store.read() as conn:
+        rows = queue.queued_after(conn, 0)
+    metrics.arrived(rows)
+    driver.submit(rows)
+    running = asyncio.create_task(driver.run())
+    await until(lambda: len(samplers.drawn) == 3)
+    cleanup = cleanup_of(store, parts, tmp_path, timeout_s=SUSPENDED_S / 3, sampler=driver)
+    pass_time(SUSPENDED_S / 2)
+    await store.write(lambda conn: session_records.heartbeat(conn, live))
+    await store.write(lambda conn: session_records.finish(conn, ended, "error", None))
+    await cleanup.sweep()
+    for session, reason in ((silent, "expired"), (ended, "error")):
+        failure = await journal.error_of(store, accepted[session])
+        assert failure.message == f"this sample was stopped: session {session} is finished ({reason})"
+    assert sorted(samplers.stopped) == [(0, 1), (1, 1)]
+    assert driver.in_flight() == 1
+    samplers.go_on.set()
+    await until(lambda: driver.in_flight() == 0)
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
 
 
 async def test_after_the_machine_was_suspended_clients_get_their_time_again(
@@ -290,7 +342,7 @@ async def test_when_memory_is_low_all_but_the_newest_ephemeral_weights_move(
         spill = TmpfsSpill(Path(memory), tmp_path / "disk", spare=1.0)
         any_part = cast(Any, parts)
         ephemeral = EphemeralVersions(store, any_part, any_part, spill, Settings(home=tmp_path))
-        cleanup = Cleanup(store, any_part, any_part, ephemeral, Settings(home=tmp_path))
+        cleanup = Cleanup(store, any_part, any_part, any_part, ephemeral, Settings(home=tmp_path))
         await cleanup.sweep()
         assert sorted(names(tmp_path / "disk")) == [version.name for version in versions[:-1]]
         assert all(exists(version) for version in versions)

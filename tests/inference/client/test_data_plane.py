@@ -82,11 +82,11 @@ def test_running_requests_are_known_by_their_tag_until_they_end() -> None:
         assert switched == [first, second]
         with running.attempt("a") as third:
             assert not third.switched
-            assert running.still(switched, "a") == switched
+            assert running.still(switched) == switched
             assert pickle.loads(pickle.dumps(running)).switch("a") == []
     assert first.switched
     assert second.switched
-    assert running.still(switched, "a") == []
+    assert running.still(switched) == []
     assert running.switch("a") == []
 
 

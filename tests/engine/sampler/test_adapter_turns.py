@@ -1,0 +1,150 @@
+"""More versions than fit vLLM's batch take turns in it, however busy some of them are."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import pytest
+
+from skyrl_tinker.domain.ids import VersionId
+from skyrl_tinker.domain.values import SampleRequest, SamplingParams, WeightVersion
+from skyrl_tinker.engine.sampler import adapter_cache
+from skyrl_tinker.engine.sampler.adapter_cache import TURN_S, AdapterLimits
+from skyrl_tinker.engine.sampler.fleet import Fleet
+from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.inference.client.http_connection import HttpAnswer
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from tests.engine.sampler.test_sampler_driver import FACTS
+from tests.engine.support.simulation import now, simulated
+from tests.support.scripted_replica import ScriptedReplica
+
+TOKEN_S = 0.01
+POLL_S = 0.001
+
+
+class Batch(ScriptedReplica):
+    """Replica with one adapter in its batch: like vLLM it passes over requests of others meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = lambda directory: str(directory)
+        self.keep = lambda drawn: drawn // 4
+        self.batch: list[str] = []
+        self.asked: list[tuple[str, int]] = []
+
+    async def request(
+        self, method: str, url: str, *, json: Any = None, params: Any = None, **_: object
+    ) -> HttpAnswer:
+        path = urlsplit(url).path
+        if not path.endswith("/generate"):
+            return HttpAnswer(await self.answer(path, json or {}, params or {}), {})
+        self.asked.append((json["model"], json["sampling_params"]["max_tokens"]))
+        while self.batch and json["model"] not in self.batch:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+        return HttpAnswer(await self._compute(json), {})
+
+    async def _compute(self, body: Mapping[str, Any]) -> Any:
+        self.batch.append(body["model"])
+        self.answer_s = body["sampling_params"]["max_tokens"] * TOKEN_S
+        try:
+            return await self.answer("/inference/v1/generate", body, {})
+        finally:
+            self.batch.remove(body["model"])
+
+
+async def inline(function: Any, *given: Any) -> Any:
+    return function(*given)
+
+
+@pytest.fixture(autouse=True)
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads take time that the simulated loop does not see."""
+    monkeypatch.setattr(adapter_cache.asyncio, "to_thread", inline)
+
+
+def samplers_of(replica: Batch) -> Samplers:
+    client = RemoteInferenceClient("http://replica", ("http://replica",))
+    client.data.http = client.control.http = cast(Any, replica)
+    fleet = Fleet(cast(Any, None), client)
+    return Samplers(fleet, cast(Any, None), FACTS, AdapterLimits(4, 1), Metrics())
+
+
+def adapters(directory: Path) -> tuple[WeightVersion, WeightVersion]:
+    return tuple(WeightVersion(VersionId(number), "lora", str(directory)) for number in (1, 2))  # type: ignore[return-value]
+
+
+def ask(tokens: int, *, sequences: int = 1, seed: int | None = None, scored: bool = False) -> SampleRequest:
+    params = SamplingParams(max_tokens=tokens, stop=(), seed=seed)
+    return SampleRequest((1, 2), sequences, params, prompt_logprobs=scored)
+
+
+async def duration(samplers: Samplers, version: WeightVersion, request: SampleRequest) -> float:
+    began = now()
+    output = await samplers.sample(version, request)
+    assert [len(each.tokens) for each in output.sequences] == [request.params.max_tokens] * request.sequences
+    return now() - began
+
+
+@simulated
+async def test_a_small_sample_beside_streams_of_another_adapter_waits_for_a_turn_only(tmp_path: Path) -> None:
+    samplers, (busy, small), finished = samplers_of(Batch()), adapters(tmp_path), list[float]()
+
+    async def stream() -> None:
+        while True:
+            finished.append(await duration(samplers, busy, ask(700, sequences=4)))
+
+    async with asyncio.TaskGroup() as tasks:
+        streams = [tasks.create_task(stream()) for _ in range(3)]
+        waits = []
+        for _ in range(20):
+            await asyncio.sleep(0.7)
+            waits.append(await duration(samplers, small, ask(3)))
+        for each in streams:
+            each.cancel()
+    assert max(waits) < TURN_S + 0.1
+    assert finished, "what was interrupted goes on"
+    assert not samplers.in_use(busy)
+    assert not samplers.in_use(small)
+
+
+@pytest.mark.parametrize("given", [{"seed": 5}, {"scored": True}])
+def test_what_would_have_to_start_over_ends_first(tmp_path: Path, given: dict[str, Any]) -> None:
+    @simulated
+    async def story() -> None:
+        replica, (first, second) = Batch(), adapters(tmp_path)
+        samplers = samplers_of(replica)
+        async with asyncio.TaskGroup() as tasks:
+            whole = tasks.create_task(duration(samplers, first, ask(500, **given)))
+            await asyncio.sleep(TOKEN_S)
+            await samplers.sample(second, ask(3))
+        assert await whole == pytest.approx(500 * TOKEN_S)
+        assert replica.asked == [("v1", 500), ("v2", 3)]
+
+    story()
+
+
+@simulated
+async def test_what_an_interruption_left_nothing_of_is_not_interrupted_again(tmp_path: Path) -> None:
+    replica, (first, second) = Batch(), adapters(tmp_path)
+    replica.keep = lambda drawn: 0
+    samplers = samplers_of(replica)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(samplers.sample(first, ask(500)))
+        await asyncio.sleep(TOKEN_S)
+        for _ in range(3):
+            await samplers.sample(second, ask(3))
+            await asyncio.sleep(TURN_S / 10)
+    assert [asked for asked in replica.asked if asked[0] == "v1"] == [("v1", 500)] * 2
+
+
+@simulated
+async def test_what_waits_for_one_adapter_runs_together_in_its_turn(tmp_path: Path) -> None:
+    samplers, versions = samplers_of(Batch()), adapters(tmp_path)
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(20):
+            for version in versions:
+                tasks.create_task(samplers.sample(version, ask(50)))
+    assert now() < 3 * 50 * TOKEN_S

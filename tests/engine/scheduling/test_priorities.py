@@ -1,0 +1,53 @@
+"""Who has little in vLLM goes before who has much, and nobody falls behind for good."""
+
+from contextlib import ExitStack
+
+from skyrl_tinker.domain.ids import OwnerId, SessionId
+from skyrl_tinker.engine.scheduling.priorities import KEPT, Priorities, share_of
+
+FLOOD, OTHER = SessionId("flood"), SessionId("other")
+
+
+def test_a_small_one_is_ahead_of_all_but_the_first_of_a_flood() -> None:
+    priorities = Priorities()
+    with ExitStack() as under_way:
+        flood = [under_way.enter_context(priorities.take(FLOOD, 30_000)) for _ in range(4)]
+        assert flood == [0, 30_000, 60_000, 90_000]
+        for number in range(3):
+            with priorities.take(OTHER, 5) as small:
+                assert small == 5 * number
+
+
+def test_a_flood_is_ahead_of_whatever_comes_once_its_first_part_has_ended() -> None:
+    """Whose tag is the lowest stays the first: those that come later, of anyone, start there or behind."""
+    priorities = Priorities()
+    with ExitStack() as under_way:
+        first = priorities.take(FLOOD, 30_000)
+        first.__enter__()
+        under_way.enter_context(priorities.take(FLOOD, 30_000))
+        first.__exit__(None, None, None)
+        newcomers = [under_way.enter_context(priorities.take(SessionId(f"{n}"), 5)) for n in range(100)]
+        assert newcomers == [30_000] * 100
+
+
+def test_who_had_what_is_forgotten_once_nothing_is_under_way() -> None:
+    priorities = Priorities()
+    for _ in range(2):
+        with priorities.take(FLOOD, 30_000) as tag:
+            assert tag == 0
+
+
+def test_what_is_remembered_of_shares_is_bounded() -> None:
+    priorities = Priorities()
+    with priorities.take(FLOOD, 1), priorities.take(FLOOD, 1):
+        with priorities.take(FLOOD, 1):
+            pass
+        for number in range(10 * KEPT):
+            with priorities.take(SessionId(f"{number}"), 0):
+                pass
+    assert len(priorities._ends) <= KEPT + 5
+
+
+def test_sessions_of_one_owner_are_one_share() -> None:
+    assert share_of(OwnerId(3), FLOOD) == share_of(OwnerId(3), OTHER)
+    assert share_of(None, FLOOD) != share_of(None, OTHER)
