@@ -138,6 +138,26 @@ def test_token_ids_and_texts_stop_a_completion_and_are_not_in_its_text(
     assert until.choices[0].text == text[: text.index(text[3:5])]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_text_of_a_special_token_stops_a_completion(
+    oai: openai.OpenAI, client: Client, stream: bool
+) -> None:
+    sampler = client.base_sampler()
+    special = sampler.get_tokenizer().convert_tokens_to_ids("<|im_start|>")
+    asked = types.SamplingParams(max_tokens=60, seed=100)
+    free = sampler.sample(prompt(PROMPT), 128, asked).result().sequences
+    index, tokens = next((i, s.tokens) for i, s in enumerate(free) if special in s.tokens)
+    fields: Any = {"model": client.model, "prompt": PROMPT, "max_tokens": 60, "seed": 100 + index}
+    fields |= {"stream_options": {"include_usage": True}} if stream else {}
+    answer = oai.completions.create(**fields, stop="<|im_start|>", stream=stream)
+    *_, end, last = answer if stream else (answer, answer)
+    assert end.choices[0].finish_reason == "stop"
+    assert last.usage.completion_tokens == tokens.index(special) + 1
+    with pytest.raises(openai.BadRequestError, match="has the special token") as refused:
+        oai.completions.create(**fields, stop=["<|im_start|>user"], stream=stream)
+    assert refused.value.param == "stop"
+
+
 def test_logprobs_true_lists_the_sampled_tokens_of_a_completion(oai: openai.OpenAI, client: Client) -> None:
     asked: Any = {"model": client.model, "prompt": PROMPT, "max_tokens": 5, "temperature": 0}
     flagged = oai.completions.create(**asked, extra_body={"logprobs": True}).choices[0].logprobs

@@ -105,7 +105,7 @@ def upstream_body(
     """
     body = request.model_dump(include=_FORWARDED, exclude_none=True)
     body["max_tokens"] = _max_tokens(request, prompt_tokens, facts.context_length)
-    body |= _stop(request, facts)
+    body |= _stop(request, facts, abilities)
     if isinstance(request, ChatCompletionRequest):
         abilities.require_separation(request.separate_reasoning)
         body |= _template_variables(request, abilities)
@@ -114,12 +114,13 @@ def upstream_body(
     return body
 
 
-def _stop(request: OpenAIRequest, facts: BaseModelFacts) -> dict[str, Any]:
+def _stop(request: OpenAIRequest, facts: BaseModelFacts, abilities: ChatAbilities) -> dict[str, Any]:
     """List all that ends a sequence. vLLM knows one EOS at most: all are given here, as for samples."""
     ids = [item for item in request.stop if isinstance(item, int)]
     _require_known(ids, "stop", facts)
     texts = [item for item in request.stop if isinstance(item, str)]
-    return {"ignore_eos": True, "stop_token_ids": [*facts.eos_token_ids, *ids], "stop": texts}
+    ids = [*facts.eos_token_ids, *ids, *abilities.stop_tokens(texts)]
+    return {"ignore_eos": True, "stop_token_ids": ids, "stop": texts}
 
 
 def _template_variables(request: ChatCompletionRequest, abilities: ChatAbilities) -> dict[str, Any]:

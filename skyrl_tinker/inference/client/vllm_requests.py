@@ -102,13 +102,18 @@ def max_tokens(request: SampleRequest, context: int) -> int:
 
 
 def _stop(stop: tuple[str, ...] | tuple[int, ...] | None, eos: Sequence[int]) -> dict[str, Any]:
-    """List the tokens and texts that end a sequence. vLLM's own EOS is off, so the list is complete."""
+    """List the tokens and texts that end a sequence. vLLM's own EOS is off, so the list is complete.
+
+    Texts are looked for among all tokens, special ones included, as tokenizers decode by default.
+    """
     if stop == ():
         return {"ignore_eos": True}
     ids = [item for item in stop or () if isinstance(item, int)]
     texts = stop_strings(stop)
     fields: dict[str, Any] = {"ignore_eos": True, "stop_token_ids": [*eos, *ids]}
-    return fields | {"stop": list(texts), "detokenize": True} if texts else fields
+    if not texts:
+        return fields
+    return fields | {"stop": list(texts), "detokenize": True, "skip_special_tokens": False}
 
 
 def stop_strings(stop: tuple[str, ...] | tuple[int, ...] | None) -> tuple[str, ...]:
