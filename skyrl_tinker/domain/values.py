@@ -179,6 +179,10 @@ class Failure:
     category: Category
 
 
+SEEDS = 2**63
+"""Number of seeds; a larger or negative one is reduced modulo this."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """`stop`: None = EOS, () = never stop, ints = token ids (and EOS), strings = stop strings."""

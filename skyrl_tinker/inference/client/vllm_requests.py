@@ -21,12 +21,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from skyrl_tinker.domain.values import SampleRequest, SamplingParams
+from skyrl_tinker.domain.values import SEEDS, SampleRequest, SamplingParams
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.inference.constants import MAX_SEQUENCES
 
-SEEDS = 1 << 63
-"""Seeds are taken modulo this."""
 PART_TOKENS = 1 << 15
 """Most generated tokens in one answer of vLLM, which takes it about half a second to build."""
 SCORES_KEY = "skyrl_tinker_scores"

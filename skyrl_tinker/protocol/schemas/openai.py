@@ -19,12 +19,19 @@ from pydantic import (
 )
 
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
-from skyrl_tinker.protocol.schemas.base import MAX_INT32, MAX_INT64, Items, Message, StrictInt, describe
+from skyrl_tinker.protocol.schemas.base import Items, Message, StrictInt, describe
+from skyrl_tinker.protocol.schemas.sampling_rules import (
+    MaxTokens,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    check_stops,
+)
 
 MAX_CHOICES = 128
 MAX_TEXTS = 1024
 """Most completions of one request: prompts x n."""
-MAX_STOPS = 64
 MAX_TOP_LOGPROBS = 20
 OWNER_HEADER = "X-Skyrl-Tinker-Owner"
 """Set by the API for the engine: the owner whose checkpoints the request may name. Clients cannot set it."""
@@ -111,10 +118,7 @@ def _stop(value: Any) -> Any:
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, bool) or not isinstance(item, str | int) for item in items):
         raise ValueError("expected text, a token id, or a list of those")
-    if len(items) > MAX_STOPS:
-        raise ValueError(f"{len(items)} stops, expected at most {MAX_STOPS}")
-    if "" in items:
-        raise ValueError("an empty text, expected at least one character")
+    check_stops(items)
     return items
 
 
@@ -180,13 +184,12 @@ class OpenAIRequest(OpenAIMessage):
 
     model: str = Field(description="A base model's name, or tinker://<run>/sampler_weights/<name>")
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] = 1
-    max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    seed: Annotated[StrictInt, Field(ge=0, le=MAX_INT64 - MAX_CHOICES)] | None = None
-    top_k: Annotated[StrictInt, Field(ge=-1, le=MAX_INT32)] = Field(-1, description="-1 or 0: no limit")
+    seed: Seed | None = None
+    top_k: TopK = -1
     stop: Annotated[Stops, BeforeValidator(_stop, json_schema_input_type=str | int | Stops)] = Field(
         (), description="Texts and token ids that end a sequence, as does the end of text"
     )
@@ -212,6 +215,7 @@ class CompletionRequest(OpenAIRequest):
 
     prompt: Annotated[str | Items[str] | Tokens | Items[Tokens], BeforeValidator(_prompt)]
     echo: StrictBool = False
+    max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
     best_of: StrictInt | None = None
     logprobs: (
         Annotated[
@@ -249,7 +253,8 @@ class ChatCompletionRequest(OpenAIRequest):
     neutral: ClassVar[Neutral] = {**NEUTRAL, **NEUTRAL_IN_CHATS}
 
     messages: Annotated[Items[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_arguments)] | None = Field(
@@ -262,8 +267,6 @@ class ChatCompletionRequest(OpenAIRequest):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "ChatCompletionRequest":
-        if self.max_tokens == 0:
-            raise ValueError("max_tokens is 0, expected at least 1")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) == 2:
             raise ValueError("max_tokens and max_completion_tokens: expected one of them")

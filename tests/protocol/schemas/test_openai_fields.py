@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from skyrl_tinker.protocol.schemas.openai import (
-    MAX_STOPS,
     NEUTRAL,
     NEUTRAL_IN_CHATS,
     NEUTRAL_IN_COMPLETIONS,
@@ -14,6 +13,7 @@ from skyrl_tinker.protocol.schemas.openai import (
     FieldError,
     parse_openai,
 )
+from skyrl_tinker.protocol.schemas.sampling_rules import MAX_STOPS
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "a"}
