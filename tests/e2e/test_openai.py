@@ -263,6 +263,26 @@ def test_a_chat_completion(oai: openai.OpenAI, client: Client) -> None:
     assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
 
 
+def test_a_dialogue_goes_on_after_an_answer_without_text(oai: openai.OpenAI, client: Client) -> None:
+    """As an answer cut within its reasoning is, when the client sends it back."""
+    asked: Any = {"model": client.model, "max_tokens": 8, "temperature": 0}
+    empty, null, absent = (
+        oai.chat.completions.create(**asked, messages=[*CHAT, {"role": "assistant", **said}, CHAT[1]])
+        for said in ({"content": ""}, {"content": None}, {})
+    )
+    assert empty.choices[0].message == null.choices[0].message == absent.choices[0].message
+    assert empty.usage == null.usage == absent.usage
+
+
+def test_a_developer_speaks_as_the_system(oai: openai.OpenAI, client: Client) -> None:
+    asked: Any = {"model": client.model, "max_tokens": 8, "temperature": 0}
+    system, developer = (
+        oai.chat.completions.create(**asked, messages=[CHAT[0] | {"role": role}, CHAT[1]])
+        for role in ("system", "developer")
+    )
+    assert (system.choices[0].message, system.usage) == (developer.choices[0].message, developer.usage)
+
+
 def test_a_streamed_chat_says_the_same_as_a_whole_one(oai: openai.OpenAI, client: Client) -> None:
     asked: dict[str, Any] = {"model": client.model, "messages": CHAT, "max_tokens": 12, "temperature": 0}
     whole = oai.chat.completions.create(**asked)

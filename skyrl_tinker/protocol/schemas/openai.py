@@ -41,6 +41,8 @@ StrictBool = Annotated[bool, Strict()]
 StrictText = Annotated[str, Strict()]
 Tokens = Items[StrictInt]
 Stops = tuple[StrictText | StrictInt, ...]
+Unread = Annotated[Any, Field(exclude=True)]
+"""Field that changes no answer."""
 Neutral = Mapping[str, tuple[Any, ...]]
 """By field: the values that ask for nothing."""
 
@@ -105,6 +107,11 @@ def _prompt(value: Any) -> Any:
     raise ValueError("expected text, a list of texts, a list of token ids, or a list of such lists")
 
 
+def _role(value: Any) -> Any:
+    """Read OpenAI's newer name of the system."""
+    return "system" if value == "developer" else value
+
+
 def _content(value: Any) -> Any:
     parts = value if isinstance(value, list) else []
     kinds = [part.get("type") if isinstance(part, dict) else part for part in parts]
@@ -163,18 +170,29 @@ class StreamOptions(OpenAIMessage):
 class TextPart(OpenAIMessage):
     type: Literal["text"]
     text: str
+    cache_control: Unread = None
 
 
 class ChatMessage(OpenAIMessage):
-    """Message of a chat. `reasoning`, of earlier answers: for templates that show it to the model again."""
+    """Message of a chat. `reasoning`, of earlier answers: for templates that show it to the model again.
+
+    An assistant's content may be null or absent: that is an answer cut within its reasoning.
+    """
 
     neutral: ClassVar[Neutral] = NEUTRAL_IN_MESSAGES
 
-    role: Literal["system", "user", "assistant"]
-    content: Annotated[str | Items[TextPart], BeforeValidator(_content)]
+    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_role)]
+    content: Annotated[str | Items[TextPart], BeforeValidator(_content)] = ""
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    cache_control: Unread = None
+
+    @model_validator(mode="after")
+    def _only_an_assistant_says_nothing(self) -> "ChatMessage":
+        if self.role != "assistant" and "content" not in self.model_fields_set:
+            raise ValueError("content is missing")
+        return self
 
 
 class OpenAIRequest(OpenAIMessage):
