@@ -11,8 +11,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from skyrl_tinker.domain import tinker_path
-from skyrl_tinker.domain.ids import CheckpointKind, OwnerId
+from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.domain.values import BaseModelFacts, Usage, WeightVersion
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.engine.openai.openai_requests import (
@@ -35,11 +34,10 @@ from skyrl_tinker.protocol.schemas.openai import (
     OWNER_HEADER,
     ChatCompletionRequest,
     CompletionRequest,
-    FieldError,
     error_body,
     parse_openai,
 )
-from skyrl_tinker.store import checkpoint_records, checkpoint_rules, sampling_sessions, usage_records
+from skyrl_tinker.store import openai_models, usage_records
 from skyrl_tinker.store.store import Store
 
 PREFIX = "/oai/api/v1"
@@ -143,26 +141,10 @@ class OpenAIServer:
         return _OpenAICall(request, owner, version, prompts, body)
 
     def _version(self, model: str, owner: OwnerId | None) -> WeightVersion | None:
-        """Return the version that a model name means, None for the base model.
-
-        Raises NotFoundError, and FieldError for another kind of checkpoint.
-        """
-        if model in self._facts.names:
-            return None
-        if not model.startswith(tinker_path.SCHEME):
-            raise NotFoundError(f"no model {model!r}: expected {self._facts.name}, or a tinker:// path")
-        path = tinker_path.parse(model)
-        if path.kind is not CheckpointKind.SAMPLER_WEIGHTS:
-            raise FieldError(str(checkpoint_rules.no_sampler_weights(model)), "model")
+        """Return the version that a model name means, None for the base model. Raises as the store does."""
         with self._store.read() as conn:
-            row = checkpoint_records.find(conn, owner, path.model_id, path.kind, path.name)
-            version = (
-                sampling_sessions.published_version(conn, row.version_id) if row and row.version_id else None
-            )
-        if row is None or version is None:
-            raise checkpoint_rules.not_found(model)
-        checkpoint_rules.require_served(row, self._facts.names)
-        return version
+            found = openai_models.find(conn, owner, model, self._facts)
+        return None if found is None else found[1]
 
     async def _count_tokens(self, text: dict[str, Any]) -> int:
         """Count the tokens of a prompt. Every version has the tokenizer of the base model."""
