@@ -26,8 +26,9 @@ from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
-from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics, OutcomeLabel
 from skyrl_tinker.errors import NotFoundError, SamplerError, SkyrlTinkerError
+from skyrl_tinker.inference.client.data_plane import refusal
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.openai import (
@@ -116,14 +117,17 @@ class OpenAIServer:
             data = await http.read()
             request = await off_loop(len(data), lambda: parse_openai(model, orjson.loads(data)))
             call = await self._prepare(request, len(data), owner)
-            response = await (self._stream(http, call) if call.request.stream else self._complete(call))
+            if call.request.stream:
+                response, outcome = await self._stream(http, call)
+            else:
+                response, outcome = await self._complete(call), "ok"
         except SkyrlTinkerError as error:
             self._metrics.counted(kind, error.category, owner)
             return web.json_response(error_body(error), status=error.status)
         except (asyncio.CancelledError, ConnectionResetError):  # the client is gone
             self._metrics.counted(kind, "cancelled", owner)
             raise
-        self._metrics.counted(kind, "ok", owner)
+        self._metrics.counted(kind, outcome, owner)
         return response
 
     # From the client's request to vLLM's
@@ -168,7 +172,9 @@ class OpenAIServer:
             with self._headers(call) as headers:
                 return await send(call.body | {"model": name}, headers=headers)
 
-    async def _stream(self, http: web.Request, call: _OpenAICall) -> web.StreamResponse:
+    async def _stream(self, http: web.Request, call: _OpenAICall) -> tuple[web.StreamResponse, OutcomeLabel]:
+        """Stream the answer; returns it with its outcome."""
+        outcome: OutcomeLabel = "ok"
         async with AsyncExitStack() as upstream:
             await upstream.enter_async_context(self._turn(call))
             chunks = await self._with_retry(lambda: self._open(call, upstream))
@@ -182,10 +188,11 @@ class OpenAIServer:
                         if forwarded := _forwarded(call, chunk):
                             await response.write(_PREFIX + forwarded + _SUFFIX)
                 await response.write(_PREFIX + _END + _SUFFIX)
-            except SamplerError as error:  # too late for a status
+            except SkyrlTinkerError as error:  # too late for a status
+                outcome = error.category
                 await response.write(_PREFIX + orjson.dumps(error_body(error)) + _SUFFIX)
             await response.write_eof()
-        return response
+        return response, outcome
 
     async def _open(self, call: _OpenAICall, upstream: AsyncExitStack) -> AsyncIterator[Chunk]:
         """Open a stream; returns once the first chunk is here: until then another replica may take over."""
@@ -263,7 +270,10 @@ def _owner(http: web.Request) -> OwnerId | None:
 
 
 async def _chunks(pieces: AsyncIterator[bytes]) -> AsyncIterator[Chunk]:
-    """Yield what a stream of events says. Raises SamplerError when it breaks off."""
+    """Yield what a stream of events says.
+
+    Raises SamplerError when it breaks off, and the error that vLLM reports in it.
+    """
     rest = b""
     try:
         async for piece in pieces:
@@ -271,7 +281,10 @@ async def _chunks(pieces: AsyncIterator[bytes]) -> AsyncIterator[Chunk]:
             for event in events:
                 if (said := event.removeprefix(_PREFIX)) == _END:
                     return
-                yield orjson.loads(said)
+                chunk = orjson.loads(said)
+                if error := chunk.get("error"):
+                    raise refusal(error["code"], error["message"])
+                yield chunk
     except aiohttp.ClientError as error:
         raise SamplerError(f"the sampler closed the stream early: {error!r}") from error
     raise SamplerError("the sampler closed the stream early")
