@@ -74,8 +74,9 @@ async def _relay(request: Request, deps: Services, model: type[OpenAIRequest]) -
     parsed = await off_loop(len(body), lambda: parse_openai(model, json_object(body)))
     caller = caller_of(request)
     caller.limits.require_stop(stop_bytes(parsed.stop))
+    if refusal := deps.backpressure.full():
+        raise refusal
     try:
-        deps.backpressure.admit()
         async with deps.backlogs.held(caller):
             deps.backpressure.accepted()
             return await deps.engine.relay(request)
