@@ -21,7 +21,7 @@ from skyrl_tinker.protocol.schemas.openai import (
     parse_openai,
 )
 from skyrl_tinker.protocol.validation.sampling import stop_bytes
-from skyrl_tinker.store import openai_models
+from skyrl_tinker.store.reports import openai_models
 
 RETRY_AFTER_S = 5
 CLIENT_GONE = 499  # nginx's status for a closed connection

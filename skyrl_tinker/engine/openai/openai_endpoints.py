@@ -38,7 +38,8 @@ from skyrl_tinker.protocol.schemas.openai import (
     error_body,
     parse_openai,
 )
-from skyrl_tinker.store import openai_models, usage_records
+from skyrl_tinker.store import usage_records
+from skyrl_tinker.store.reports import openai_models
 from skyrl_tinker.store.store import Store
 
 PREFIX = "/oai/api/v1"
