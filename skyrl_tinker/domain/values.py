@@ -182,6 +182,10 @@ class Failure:
         object.__setattr__(self, "message", self.message.replace("\0", "\\0"))
 
 
+SEEDS = 2**63
+"""Number of seeds; a larger or negative one is reduced modulo this."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """`stop`: None = EOS, () = never stop, ints = token ids (and EOS), strings = stop strings."""

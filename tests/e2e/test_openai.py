@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+import tinker
 from tinker import types
 
 from skyrl_tinker import config
@@ -138,6 +139,25 @@ def test_token_ids_and_texts_stop_a_completion_and_are_not_in_its_text(
     assert until.choices[0].text == text[: text.index(text[3:5])]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_text_of_a_special_token_stops_a_completion(
+    oai: openai.OpenAI, client: Client, stream: bool
+) -> None:
+    special = 1
+    asked = types.SamplingParams(max_tokens=60, seed=100)
+    free = client.base_sampler().sample(prompt(PROMPT), 128, asked).result().sequences
+    index, tokens = next((i, s.tokens) for i, s in enumerate(free) if special in s.tokens)
+    fields: Any = {"model": client.model, "prompt": PROMPT, "max_tokens": 60, "seed": 100 + index}
+    fields |= {"stream_options": {"include_usage": True}} if stream else {}
+    answer = oai.completions.create(**fields, stop="<|im_start|>", stream=stream)
+    *_, end, last = answer if stream else (answer, answer)
+    assert end.choices[0].finish_reason == "stop"
+    assert last.usage.completion_tokens == tokens.index(special) + 1
+    with pytest.raises(openai.BadRequestError, match="has the special token") as refused:
+        oai.completions.create(**fields, stop=["<|im_start|>user"], stream=stream)
+    assert refused.value.param == "stop"
+
+
 def test_logprobs_true_lists_the_sampled_tokens_of_a_completion(oai: openai.OpenAI, client: Client) -> None:
     asked: Any = {"model": client.model, "prompt": PROMPT, "max_tokens": 5, "temperature": 0}
     flagged = oai.completions.create(**asked, extra_body={"logprobs": True}).choices[0].logprobs
@@ -145,6 +165,32 @@ def test_logprobs_true_lists_the_sampled_tokens_of_a_completion(oai: openai.Open
     assert flagged == oai.completions.create(**asked, logprobs=0).choices[0].logprobs
     assert len(flagged.token_logprobs or ()) == 5
     assert oai.completions.create(**asked, extra_body={"logprobs": False}).choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("temperature", [0.001, -0.1])
+def test_a_temperature_is_refused_as_for_a_sample(
+    oai: openai.OpenAI, client: Client, temperature: float
+) -> None:
+    """vLLM would sample at 0.01 instead of the first, and say nothing."""
+    params = types.SamplingParams(max_tokens=1, temperature=temperature)
+    with pytest.raises(tinker.BadRequestError, match=r"temperature: .*found") as refused:
+        client.base_sampler().sample(prompt(PROMPT), 1, params).result()
+    said = str(refused.value).partition("temperature: ")[2].rstrip("'}")
+    asked: Any = {"model": client.model, "max_tokens": 1, "temperature": temperature}
+    with pytest.raises(openai.BadRequestError, match="temperature") as completion:
+        oai.completions.create(**asked, prompt=PROMPT)
+    with pytest.raises(openai.BadRequestError, match="temperature") as chat:
+        oai.chat.completions.create(**asked, messages=CHAT)
+    assert said in completion.value.message
+    assert said in chat.value.message
+    assert completion.value.param == chat.value.param == "temperature"
+
+
+def test_a_seed_below_zero_is_that_of_a_sample(oai: openai.OpenAI, client: Client) -> None:
+    asked: Any = {"model": client.model, "prompt": PROMPT, "max_tokens": 12, "seed": -1}
+    first, second = oai.completions.create(**asked, n=2).choices
+    same = oai.completions.create(**asked | {"seed": 2**63 - 1}).choices[0]
+    assert (first.text, first.text == second.text) == (same.text, False)
 
 
 def test_top_k_1_is_greedy_in_both_routes(oai: openai.OpenAI, client: Client) -> None:
@@ -217,6 +263,26 @@ def test_a_chat_completion(oai: openai.OpenAI, client: Client) -> None:
     assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
 
 
+def test_a_dialogue_goes_on_after_an_answer_without_text(oai: openai.OpenAI, client: Client) -> None:
+    """As an answer cut within its reasoning is, when the client sends it back."""
+    asked: Any = {"model": client.model, "max_tokens": 8, "temperature": 0}
+    empty, null, absent = (
+        oai.chat.completions.create(**asked, messages=[*CHAT, {"role": "assistant", **said}, CHAT[1]])
+        for said in ({"content": ""}, {"content": None}, {})
+    )
+    assert empty.choices[0].message == null.choices[0].message == absent.choices[0].message
+    assert empty.usage == null.usage == absent.usage
+
+
+def test_a_developer_speaks_as_the_system(oai: openai.OpenAI, client: Client) -> None:
+    asked: Any = {"model": client.model, "max_tokens": 8, "temperature": 0}
+    system, developer = (
+        oai.chat.completions.create(**asked, messages=[CHAT[0] | {"role": role}, CHAT[1]])
+        for role in ("system", "developer")
+    )
+    assert (system.choices[0].message, system.usage) == (developer.choices[0].message, developer.usage)
+
+
 def test_a_streamed_chat_says_the_same_as_a_whole_one(oai: openai.OpenAI, client: Client) -> None:
     asked: dict[str, Any] = {"model": client.model, "messages": CHAT, "max_tokens": 12, "temperature": 0}
     whole = oai.chat.completions.create(**asked)
@@ -239,11 +305,11 @@ def test_usage_comes_only_when_asked_for(oai: openai.OpenAI, trained: tuple[str,
     [
         ({"max_tokens": 100_000}, r"12 prompt tokens \+ 100000 max_tokens > \d+"),
         ({"prompt": "a" * 5_000_000}, "prompt: 5000000 characters, expected at most 4194304 for 4096 tokens"),
-        ({"prompt": [100_000]}, "found token 100000"),
+        ({"prompt": [100_000]}, r"prompt\[0\] is 100000, expected a token id"),
         ({"n": 0}, "n: "),
         ({"best_of": 2}, "best_of: .*expected the value of n, found 2"),
         ({"extra_body": {"min_p": 0.5}}, "min_p is not supported"),
-        ({"extra_body": {"stop": [5000]}}, "stop: found token 5000"),
+        ({"extra_body": {"stop": [5000]}}, r"stop\[0\] is 5000, expected a token id"),
         ({"model": "tinker://nobody:train:0/weights/x"}, "no weights for sampling"),
     ],
 )

@@ -8,6 +8,7 @@ from tinker import types
 from tests.e2e.support.client import Client, datum, prompt, random_tokens, train
 
 START = random_tokens(10, seed=11)
+IM_START = 1
 
 
 def sample(sampler: tinker.SamplingClient, count: int = 1, **params: object) -> list[types.SampledSequence]:
@@ -47,6 +48,15 @@ def test_a_stop_token_stays_in_the_output_with_its_logprob(client: Client) -> No
     stopped = sample(sampler, 1, seed=9, stop=[stop], max_tokens=30)[0]
     assert stopped.stop_reason == "stop"
     assert stopped.tokens == free.tokens[: free.tokens.index(stop) + 1]
+
+
+def test_the_text_of_a_special_token_stops_a_sequence(client: Client) -> None:
+    sampler = client.base_sampler()
+    free = sample(sampler, 128, seed=100, max_tokens=60)
+    index, tokens = next((i, s.tokens) for i, s in enumerate(free) if IM_START in s.tokens)
+    for stop in (["<|im_start|>"], ["zzz", "im_start|>"]):
+        (stopped,) = sample(sampler, 1, seed=100 + index, stop=stop, max_tokens=60)
+        assert (stopped.tokens, stopped.stop_reason) == (tokens[: tokens.index(IM_START) + 1], "stop")
 
 
 def test_a_group_larger_than_the_samplers_batch_comes_back_whole(client: Client) -> None:

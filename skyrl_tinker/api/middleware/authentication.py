@@ -5,11 +5,10 @@ from collections.abc import Iterable
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from skyrl_tinker.api.error_responses import not_allowed, shaped
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.tokens import InvalidTokenError
 from skyrl_tinker.errors import UnauthenticatedError
-from skyrl_tinker.protocol.schemas.openai import error_body
-from skyrl_tinker.redaction import redact
 
 METRICS = "/metrics"
 OPEN = frozenset(
@@ -27,7 +26,6 @@ OPEN = frozenset(
 OPEN_BELOW = ("/dashboard/", "/docs/", "/download/")
 """Prefixes of the pages of dashboard and documentation, and of downloads, whose URLs are signed."""
 _READING = ("GET", "HEAD")
-_OPENAI = "/oai/"
 _BEARER = b"bearer "
 
 
@@ -45,7 +43,8 @@ class AuthMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._is_open(scope["path"]):
             if scope["method"] not in _READING:
-                await _not_allowed(scope)(scope, receive, send)
+                answer = not_allowed(scope["path"], scope["method"], ", ".join(_READING))
+                await answer(scope, receive, send)
                 return
         elif scope["type"] == "http":
             keys: KeyRing = scope["app"].state.services.keys
@@ -59,11 +58,6 @@ class AuthMiddleware:
 
     def _is_open(self, path: str) -> bool:
         return path in self._open or path.startswith(OPEN_BELOW)
-
-
-def _not_allowed(scope: Scope) -> JSONResponse:
-    detail = f"{redact(scope['path'])}: found {scope['method']}, expected {' or '.join(_READING)}"
-    return JSONResponse({"detail": detail}, 405, {"Allow": ", ".join(_READING)})
 
 
 def address(scope: Scope) -> str:
@@ -85,6 +79,5 @@ def credential(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
 
 def _refusal(path: str, error: UnauthenticatedError) -> JSONResponse:
     """Build the 401. `invalid_token` (RFC 6750) makes the SDK fetch a new JWT and retry once."""
-    body = error_body(error) if path.startswith(_OPENAI) else {"detail": str(error)}
     challenge = 'Bearer error="invalid_token"' if isinstance(error, InvalidTokenError) else "Bearer"
-    return JSONResponse(body, error.status, {"WWW-Authenticate": challenge})
+    return shaped(path, error, headers={"WWW-Authenticate": challenge})

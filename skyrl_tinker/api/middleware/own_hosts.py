@@ -11,10 +11,11 @@ import socket
 from collections.abc import Collection, Mapping
 from urllib.parse import urlsplit
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from skyrl_tinker.api.error_responses import shaped
 from skyrl_tinker.api.security.keyring import KeyRing
+from skyrl_tinker.errors import ForbiddenError
 from skyrl_tinker.redaction import redact
 
 ANY = "*"
@@ -34,7 +35,7 @@ class OwnHostsMiddleware:
         if scope["type"] == "http" and ANY not in self._allowed:
             keys: KeyRing = scope["app"].state.services.keys
             if not keys.locked and (why := self._objection(scope["method"], dict(scope["headers"]))):
-                await JSONResponse({"detail": why}, 403)(scope, receive, send)
+                await shaped(scope["path"], ForbiddenError(why))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

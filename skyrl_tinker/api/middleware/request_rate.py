@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sqlalchemy.exc import OperationalError
-from starlette.responses import JSONResponse
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from skyrl_tinker.api.error_responses import refusal
 from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import OverloadedError
-from skyrl_tinker.protocol.schemas.openai import error_body
 from skyrl_tinker.store.cluster import token_buckets
 from skyrl_tinker.store.store import Store
 
@@ -126,11 +126,6 @@ class RequestRateMiddleware:
             try:
                 await rates.admit(caller)
             except OverloadedError as error:
-                await _refusal(scope["path"], error)(scope, receive, send)
+                await refusal(Request(scope), error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-
-def _refusal(path: str, error: OverloadedError) -> JSONResponse:
-    body = error_body(error) if path.startswith("/oai/") else {"detail": str(error)}
-    return JSONResponse(body, error.status, {"Retry-After": str(error.retry_after_s)})

@@ -65,6 +65,7 @@ def checkpoint(row: CheckpointRow) -> Checkpoint:
         public=row.public,
         user_metadata=as_strings(row.user_metadata),
         expires_at=None if row.expires_at is None else utc(row.expires_at),
+        base_model=row.base_model,
     )
 
 

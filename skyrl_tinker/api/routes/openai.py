@@ -1,14 +1,16 @@
 """OpenAI-compatible routes: requests are validated here and answered by the engine."""
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
+from sqlalchemy import Connection
 from starlette.requests import ClientDisconnect
 
+from skyrl_tinker.api.error_responses import shaped
 from skyrl_tinker.api.openapi.documents import OPENAI_ERRORS, answers, takes
 from skyrl_tinker.api.requests.request_body import json_object
-from skyrl_tinker.api.services import Deps, Services, caller_of
+from skyrl_tinker.api.services import Deps, Owner, Services, caller_of
 from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError, engine_state
-from skyrl_tinker.errors import OverloadedError, SamplerError, UserError
+from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.openai import (
     ChatCompletionRequest,
@@ -16,10 +18,10 @@ from skyrl_tinker.protocol.schemas.openai import (
     ListedModel,
     ModelList,
     OpenAIRequest,
-    error_body,
     parse_openai,
 )
 from skyrl_tinker.protocol.validation.sampling import stop_bytes
+from skyrl_tinker.store.reports import openai_models
 
 RETRY_AFTER_S = 5
 CLIENT_GONE = 499  # nginx's status for a closed connection
@@ -34,6 +36,15 @@ _ANSWER = answers(
 @router.get("/models", summary="Base models; any tinker://…/sampler_weights/… path is a model, too")
 async def models(deps: Deps) -> ModelList:
     return ModelList(data=[ListedModel(id=deps.facts.name)])
+
+
+@router.get("/models/{model:path}", summary="A base model, or weights for sampling")
+async def retrieve_model(model: str, deps: Deps, owner: Owner) -> ListedModel:
+    def find(conn: Connection) -> int:
+        found = openai_models.find(conn, owner, model, deps.facts)
+        return 0 if found is None else int(found[0].created_at)
+
+    return ListedModel(id=model, created=await deps.store.fetch(find))
 
 
 @router.post(
@@ -60,22 +71,18 @@ async def chat_completions(request: Request, deps: Deps) -> Response:
 
 async def _relay(request: Request, deps: Services, model: type[OpenAIRequest]) -> Response:
     body = await request.body()
+    parsed = await off_loop(len(body), lambda: parse_openai(model, json_object(body)))
+    caller = caller_of(request)
+    caller.limits.require_stop(stop_bytes(parsed.stop))
+    if refusal := deps.backpressure.full():
+        raise refusal
     try:
-        parsed = await off_loop(len(body), lambda: parse_openai(model, json_object(body)))
-        caller = caller_of(request)
-        caller.limits.require_stop(stop_bytes(parsed.stop))
-        deps.backpressure.admit()
         async with deps.backlogs.held(caller):
             deps.backpressure.accepted()
             return await deps.engine.relay(request)
-    except OverloadedError as error:
-        later = {"Retry-After": str(error.retry_after_s)}
-        return JSONResponse(error_body(error), error.status, headers=later)
-    except UserError as error:
-        return JSONResponse(error_body(error), error.status)
     except EngineUnavailableError:
         engine = engine_state(deps.store)
         unavailable = SamplerError(f"the engine is {engine.state}: {engine.detail}; try again")
-        return JSONResponse(error_body(unavailable), 503, headers={"Retry-After": str(RETRY_AFTER_S)})
+        return shaped(request.url.path, unavailable, 503, {"Retry-After": str(RETRY_AFTER_S)})
     except ClientDisconnect:
         return Response(status_code=CLIENT_GONE)

@@ -13,7 +13,7 @@ from skyrl_tinker.api.requests.submission import announce
 from skyrl_tinker.api.services import Deps, Owner, Reached, caller_of
 from skyrl_tinker.domain.ids import OwnerId, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.domain.key_limits import KeyLimits
-from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError
+from skyrl_tinker.errors import NotFoundError, NotSupportedError, OverloadedError, UserError
 from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
@@ -112,17 +112,19 @@ async def join_sampling_session(request: Request, deps: Deps, owner: Owner) -> J
     openapi_extra=takes(AsampleRequest),
 )
 async def asample(request: Request, deps: Deps) -> AcceptedFuture:
-    deps.backpressure.admit()
     caller = caller_of(request)
-    if refusal := await deps.backlogs.full(caller):
-        raise refusal
+    refusal = deps.backpressure.full() or await deps.backlogs.full(caller)
     body = await request.body()
     sample = await off_loop(len(body), lambda: _read_sample(body, deps.limits, caller.limits))
     owner = caller.owner
-    accepted = await deps.store.write(
-        lambda conn: sample.submit(conn, owner), deps.wake_engine, len(sample.body)
-    )
-    deps.backpressure.accepted()
+    if refusal is not None:  # but not of a sample that was accepted before, and its answer lost
+        accepted = await deps.store.fetch(lambda conn: sample.submit(conn, owner, refusal))
+    else:
+        accepted = await deps.store.write(
+            lambda conn: sample.submit(conn, owner), deps.wake_engine, len(sample.body)
+        )
+    if accepted.created:
+        deps.backpressure.accepted()
     return announce(deps, owner, accepted, pending=True)
 
 
@@ -135,7 +137,9 @@ class _Sample:
     tokens: int
     sequences: int
 
-    def submit(self, conn: Connection, owner: OwnerId | None) -> Accepted:
+    def submit(
+        self, conn: Connection, owner: OwnerId | None, refusal: OverloadedError | None = None
+    ) -> Accepted:
         return sample_submission.submit_sample(
             conn,
             self.session_id,
@@ -146,6 +150,7 @@ class _Sample:
             num_samples=self.num_samples,
             tokens=self.tokens,
             sequences=self.sequences,
+            refusal=refusal,
         )
 
 

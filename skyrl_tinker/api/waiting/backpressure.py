@@ -13,15 +13,16 @@ class Backpressure:
         self._queues = queues
         self._backlog = backlog
 
-    def admit(self) -> None:
-        """Raise OverloadedError while too many samples wait."""
+    def full(self) -> OverloadedError | None:
+        """Return the refusal of one more sample, None while there is room."""
         waiting = self._queues.samples_waiting()
-        if waiting >= self._backlog:
-            raise OverloadedError(
-                f"{waiting} samples are waiting, and the server accepts {self._backlog} "
-                "(setting sample_backlog): send this request again later",
-                self._retry_after(waiting),
-            )
+        if waiting < self._backlog:
+            return None
+        return OverloadedError(
+            f"{waiting} samples are waiting, and the server accepts {self._backlog} "
+            "(setting sample_backlog): send this request again later",
+            self._retry_after(waiting),
+        )
 
     def accepted(self) -> None:
         """Count one more waiting sample."""

@@ -23,7 +23,7 @@ from skyrl_tinker.store import server_state
 from skyrl_tinker.store.cluster.signing_secrets import ENGINE_HEADER, SigningSecrets
 from skyrl_tinker.store.store import Store
 
-EVENTS = "text/event-stream"
+EVENTS, JSON = "text/event-stream", "application/json"
 GET_S = 5.0
 _KEEPALIVE = {
     socket.TCP_KEEPIDLE: 5,
@@ -101,7 +101,8 @@ class EngineClient:
     async def relay(self, request: Request) -> Response:
         """Return the engine's answer to this request, streamed if it is a stream.
 
-        Raises EngineUnavailableError if none begins, ClientDisconnect when the client leaves first.
+        Raises EngineUnavailableError if none begins, ClientDisconnect when the client leaves first,
+        SamplerError for one that says nothing.
         """
         try:
             return await _while_connected(request, self._relay(request))
@@ -109,7 +110,7 @@ class EngineClient:
             raise EngineUnavailableError from error
 
     async def _relay(self, request: Request) -> Response:
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": JSON}
         if (owner := request.scope.get("owner")) is not None:
             headers[OWNER_HEADER] = str(owner)
         way, body = self._way(), await request.body()
@@ -120,6 +121,8 @@ class EngineClient:
         if answer.content_type == EVENTS:
             return StreamingResponse(_pieces(answer), answer.status, media_type=EVENTS)
         async with answer:
+            if answer.content_type != JSON:  # the engine failed in a way that it does not know
+                raise SamplerError(f"the engine failed with status {answer.status}; see the server's log")
             return Response(await answer.read(), answer.status, media_type=answer.content_type)
 
     def _way(self) -> _Way:

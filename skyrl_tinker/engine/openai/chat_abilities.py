@@ -1,21 +1,26 @@
-"""Abilities of the served model in chats: what its chat template reads, whether reasoning is separated."""
+"""Abilities of the served model on the OpenAI routes: its template, its special tokens, reasoning apart."""
 
-import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from skyrl_tinker.protocol.schemas.openai import FieldError
 
 
 @dataclass(frozen=True, slots=True)
 class ChatAbilities:
-    """`words`: all words of the template's text, so a superset of the variables that it reads."""
+    """`words`: all words of the template's text, so a superset of the variables that it reads.
+
+    `special_tokens`: the ids by their texts, which answers do not show.
+    """
 
     words: frozenset[str]
     reasoning_parser: str | None = None
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the variables that the template may read: no other can change what it writes."""
@@ -37,6 +42,24 @@ class ChatAbilities:
             )
         return known
 
+    def stop_tokens(self, texts: Sequence[str]) -> list[int]:
+        """Return the ids of stops that are special tokens: vLLM looks for texts in the answer's text only.
+
+        Raises FieldError for a longer text with such a token in it, which no answer would ever show.
+        """
+        ids = []
+        for text in texts:
+            hidden = next((token for token in self.special_tokens if token in text), None)
+            if text in self.special_tokens:
+                ids.append(self.special_tokens[text])
+            elif hidden is not None:
+                raise FieldError(
+                    f"stop: {text!r} has the special token {hidden}, which is not in the text of answers: "
+                    "expected that token alone, or a text without it",
+                    "stop",
+                )
+        return ids
+
     def require_separation(self, separate: bool | None) -> None:
         """Raise FieldError when `separate_reasoning` asks for another form than this server's."""
         if separate is None or separate == bool(self.reasoning_parser):
@@ -50,7 +73,19 @@ class ChatAbilities:
 
 def chat_abilities(directory: Path, reasoning_parser: str | None) -> ChatAbilities:
     """Read the template of the model in `directory`."""
-    return ChatAbilities(frozenset(re.findall(r"\w+", _template(directory))), reasoning_parser)
+    words = frozenset(re.findall(r"\w+", _template(directory)))
+    return ChatAbilities(words, reasoning_parser, _special_tokens(directory))
+
+
+def _special_tokens(directory: Path) -> dict[str, int]:
+    """Read those of a fast tokenizer's file, else of the slow one's configuration."""
+    file, config = directory / "tokenizer.json", directory / "tokenizer_config.json"
+    if file.is_file():
+        added = orjson.loads(file.read_bytes()).get("added_tokens", [])
+    else:
+        slow = orjson.loads(config.read_bytes()).get("added_tokens_decoder", {}) if config.is_file() else {}
+        added = [token | {"id": int(number)} for number, token in slow.items()]
+    return {token["content"]: token["id"] for token in added if token.get("special") and token["content"]}
 
 
 def _template(directory: Path) -> str:
@@ -58,6 +93,6 @@ def _template(directory: Path) -> str:
     file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if file.is_file():
         return file.read_text()
-    found = json.loads(config.read_text()).get("chat_template") if config.is_file() else None
+    found = orjson.loads(config.read_bytes()).get("chat_template") if config.is_file() else None
     named = found if isinstance(found, list) else [{"template": found or ""}]
     return "\n".join(each["template"] for each in named)

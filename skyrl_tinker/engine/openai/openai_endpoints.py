@@ -11,8 +11,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from skyrl_tinker.domain import tinker_path
-from skyrl_tinker.domain.ids import CheckpointKind, OwnerId, openai_session
+from skyrl_tinker.domain.ids import OwnerId, openai_session
 from skyrl_tinker.domain.values import BaseModelFacts, Usage, WeightVersion
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.engine.openai.openai_requests import (
@@ -28,19 +27,20 @@ from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.priorities import share_of
-from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics, OutcomeLabel
 from skyrl_tinker.errors import NotFoundError, SamplerError, SkyrlTinkerError
+from skyrl_tinker.inference.client.data_plane import refusal
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.openai import (
     OWNER_HEADER,
     ChatCompletionRequest,
     CompletionRequest,
-    FieldError,
     error_body,
     parse_openai,
 )
-from skyrl_tinker.store import checkpoint_records, checkpoint_rules, sampling_sessions, usage_records
+from skyrl_tinker.store import usage_records
+from skyrl_tinker.store.reports import openai_models
 from skyrl_tinker.store.store import Store
 
 PREFIX = "/oai/api/v1"
@@ -119,14 +119,17 @@ class OpenAIServer:
             data = await http.read()
             request = await off_loop(len(data), lambda: parse_openai(model, orjson.loads(data)))
             call = await self._prepare(request, len(data), owner)
-            response = await (self._stream(http, call) if call.request.stream else self._complete(call))
+            if call.request.stream:
+                response, outcome = await self._stream(http, call)
+            else:
+                response, outcome = await self._complete(call), "ok"
         except SkyrlTinkerError as error:
             self._metrics.counted(kind, error.category, owner)
             return web.json_response(error_body(error), status=error.status)
         except (asyncio.CancelledError, ConnectionResetError):  # the client is gone
             self._metrics.counted(kind, "cancelled", owner)
             raise
-        self._metrics.counted(kind, "ok", owner)
+        self._metrics.counted(kind, outcome, owner)
         return response
 
     # From the client's request to vLLM's
@@ -144,26 +147,10 @@ class OpenAIServer:
         return _OpenAICall(request, owner, version, prompts, body)
 
     def _version(self, model: str, owner: OwnerId | None) -> WeightVersion | None:
-        """Return the version that a model name means, None for the base model.
-
-        Raises NotFoundError, and FieldError for another kind of checkpoint.
-        """
-        if model in self._facts.names:
-            return None
-        if not model.startswith(tinker_path.SCHEME):
-            raise NotFoundError(f"no model {model!r}: expected {self._facts.name}, or a tinker:// path")
-        path = tinker_path.parse(model)
-        if path.kind is not CheckpointKind.SAMPLER_WEIGHTS:
-            raise FieldError(str(checkpoint_rules.no_sampler_weights(model)), "model")
+        """Return the version that a model name means, None for the base model. Raises as the store does."""
         with self._store.read() as conn:
-            row = checkpoint_records.find(conn, owner, path.model_id, path.kind, path.name)
-            version = (
-                sampling_sessions.published_version(conn, row.version_id) if row and row.version_id else None
-            )
-        if row is None or version is None:
-            raise checkpoint_rules.not_found(model)
-        checkpoint_rules.require_served(row, self._facts.names)
-        return version
+            found = openai_models.find(conn, owner, model, self._facts)
+        return None if found is None else found[1]
 
     async def _count_tokens(self, text: dict[str, Any]) -> int:
         """Count the tokens of a prompt. Every version has the tokenizer of the base model."""
@@ -187,7 +174,9 @@ class OpenAIServer:
             with self._headers(call) as headers:
                 return await send(call.body | {"model": name, "priority": priority}, headers=headers)
 
-    async def _stream(self, http: web.Request, call: _OpenAICall) -> web.StreamResponse:
+    async def _stream(self, http: web.Request, call: _OpenAICall) -> tuple[web.StreamResponse, OutcomeLabel]:
+        """Stream the answer; returns it with its outcome."""
+        outcome: OutcomeLabel = "ok"
         async with AsyncExitStack() as upstream:
             priority = await upstream.enter_async_context(self._turn(call))
             chunks = await self._with_retry(lambda: self._open(call, priority, upstream))
@@ -201,10 +190,11 @@ class OpenAIServer:
                         if forwarded := _forwarded(call, chunk):
                             await response.write(_PREFIX + forwarded + _SUFFIX)
                 await response.write(_PREFIX + _END + _SUFFIX)
-            except SamplerError as error:  # too late for a status
+            except SkyrlTinkerError as error:  # too late for a status
+                outcome = error.category
                 await response.write(_PREFIX + orjson.dumps(error_body(error)) + _SUFFIX)
             await response.write_eof()
-        return response
+        return response, outcome
 
     async def _open(self, call: _OpenAICall, priority: int, upstream: AsyncExitStack) -> AsyncIterator[Chunk]:
         """Open a stream; returns once the first chunk is here: until then another replica may take over."""
@@ -287,7 +277,10 @@ def _owner(http: web.Request) -> OwnerId | None:
 
 
 async def _chunks(pieces: AsyncIterator[bytes]) -> AsyncIterator[Chunk]:
-    """Yield what a stream of events says. Raises SamplerError when it breaks off."""
+    """Yield what a stream of events says.
+
+    Raises SamplerError when it breaks off, and the error that vLLM reports in it.
+    """
     rest = b""
     try:
         async for piece in pieces:
@@ -295,7 +288,10 @@ async def _chunks(pieces: AsyncIterator[bytes]) -> AsyncIterator[Chunk]:
             for event in events:
                 if (said := event.removeprefix(_PREFIX)) == _END:
                     return
-                yield orjson.loads(said)
+                chunk = orjson.loads(said)
+                if error := chunk.get("error"):
+                    raise refusal(error["code"], error["message"])
+                yield chunk
     except aiohttp.ClientError as error:
         raise SamplerError(f"the sampler closed the stream early: {error!r}") from error
     raise SamplerError("the sampler closed the stream early")

@@ -1,18 +1,21 @@
 """OpenAI's requests as vLLM's, with end-of-sequence tokens and lengths set here, and its answers. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
+from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas.openai import (
     COMPLETION_MAX_TOKENS,
     ChatCompletionRequest,
     CompletionRequest,
     FieldError,
 )
+from skyrl_tinker.protocol.schemas.sampling_rules import overflow
+from skyrl_tinker.protocol.validation.limits import check_ids
 
 OpenAIRequest = CompletionRequest | ChatCompletionRequest
 _FORWARDED = {
@@ -83,10 +86,11 @@ def prompt_lengths(request: OpenAIRequest, counts: Sequence[int], facts: BaseMod
     return [*counts, *map(len, lists)]
 
 
-def _require_known(tokens: Iterable[int], field: str, facts: BaseModelFacts) -> None:
-    for token in tokens:
-        if not 0 <= token < facts.vocab_size:
-            raise FieldError(f"{field}: found token {token}, expected 0 .. {facts.vocab_size - 1}", field)
+def _require_known(tokens: Sequence[int], field: str, facts: BaseModelFacts) -> None:
+    try:
+        check_ids(tokens, field, facts.vocab_size)
+    except UserError as error:
+        raise FieldError(str(error), field) from error
 
 
 def _token_lists(request: OpenAIRequest) -> list[list[int]]:
@@ -105,7 +109,7 @@ def upstream_body(
     """
     body = request.model_dump(include=_FORWARDED, exclude_none=True)
     body["max_tokens"] = _max_tokens(request, prompt_tokens, facts.context_length)
-    body |= _stop(request, facts)
+    body |= _stop(request, facts, abilities)
     if isinstance(request, ChatCompletionRequest):
         abilities.require_separation(request.separate_reasoning)
         body |= _template_variables(request, abilities)
@@ -114,12 +118,13 @@ def upstream_body(
     return body
 
 
-def _stop(request: OpenAIRequest, facts: BaseModelFacts) -> dict[str, Any]:
+def _stop(request: OpenAIRequest, facts: BaseModelFacts, abilities: ChatAbilities) -> dict[str, Any]:
     """List all that ends a sequence. vLLM knows one EOS at most: all are given here, as for samples."""
     ids = [item for item in request.stop if isinstance(item, int)]
     _require_known(ids, "stop", facts)
     texts = [item for item in request.stop if isinstance(item, str)]
-    return {"ignore_eos": True, "stop_token_ids": [*facts.eos_token_ids, *ids], "stop": texts}
+    ids = [*facts.eos_token_ids, *ids, *abilities.stop_tokens(texts)]
+    return {"ignore_eos": True, "stop_token_ids": ids, "stop": texts}
 
 
 def _template_variables(request: ChatCompletionRequest, abilities: ChatAbilities) -> dict[str, Any]:
@@ -138,10 +143,7 @@ def _max_tokens(request: OpenAIRequest, prompt_tokens: int, context: int) -> int
         limit = COMPLETION_MAX_TOKENS
     if prompt_tokens + limit > context:
         field = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
-        message = (
-            f"{prompt_tokens} prompt tokens + {limit} max_tokens > {context}, the server's context_length"
-        )
-        raise FieldError(message, field, "context_length_exceeded")
+        raise FieldError(overflow(prompt_tokens, limit, context), field, "context_length_exceeded")
     return limit
 
 

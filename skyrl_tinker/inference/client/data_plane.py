@@ -106,7 +106,7 @@ class DataPlane:
             async with self.http.stream(self.proxy_url + path, json=body, headers=headers) as chunks:
                 yield chunks
         except HttpStatusError as error:
-            raise _refusal(error) from error
+            raise refusal(error.status, error.message) from error
 
     async def _post(self, path: str, body: Json, headers: Headers | None = None) -> Any:
         return (await self._answer(path, body, headers)).content
@@ -115,14 +115,15 @@ class DataPlane:
         try:
             return await self.http.request("POST", self.proxy_url + path, json=body, headers=headers)
         except HttpStatusError as error:
-            raise _refusal(error) from error
+            raise refusal(error.status, error.message) from error
 
 
-def _refusal(error: HttpStatusError) -> UserError | SamplerError:
-    if error.status == 404:
-        return NotFoundError(error.message)
-    if "not JSON compliant" in error.message:  # vLLM's words for NaN in its answer
+def refusal(status: int, message: str) -> UserError | SamplerError:
+    """Return the error that an error status of vLLM means."""
+    if status == 404:
+        return NotFoundError(message)
+    if "not JSON compliant" in message:  # vLLM's words for NaN in its answer
         return vllm_responses.diverged()
-    if error.status in (400, 422):
-        return UserError(error.message)
-    return SamplerError(f"the sampler answered {error}")
+    if status in (400, 422):
+        return UserError(message)
+    return SamplerError(f"the sampler answered {status}: {message}")

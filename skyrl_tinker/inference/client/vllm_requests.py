@@ -21,12 +21,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from skyrl_tinker.domain.values import SampleRequest, SamplingParams
+from skyrl_tinker.domain.values import SEEDS, SampleRequest, SamplingParams
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.inference.constants import MAX_SEQUENCES
 
-SEEDS = 1 << 63
-"""Seeds are taken modulo this."""
 PART_TOKENS = 1 << 12
 """Most generated tokens in one answer of vLLM, unless a sequence has more: they share one priority.
 
@@ -105,13 +103,18 @@ def max_tokens(request: SampleRequest, context: int) -> int:
 
 
 def _stop(stop: tuple[str, ...] | tuple[int, ...] | None, eos: Sequence[int]) -> dict[str, Any]:
-    """List the tokens and texts that end a sequence. vLLM's own EOS is off, so the list is complete."""
+    """List the tokens and texts that end a sequence. vLLM's own EOS is off, so the list is complete.
+
+    Texts are looked for among all tokens, special ones included, as tokenizers decode by default.
+    """
     if stop == ():
         return {"ignore_eos": True}
     ids = [item for item in stop or () if isinstance(item, int)]
     texts = stop_strings(stop)
     fields: dict[str, Any] = {"ignore_eos": True, "stop_token_ids": [*eos, *ids]}
-    return fields | {"stop": list(texts), "detokenize": True} if texts else fields
+    if not texts:
+        return fields
+    return fields | {"stop": list(texts), "detokenize": True, "skip_special_tokens": False}
 
 
 def stop_strings(stop: tuple[str, ...] | tuple[int, ...] | None) -> tuple[str, ...]:

@@ -99,6 +99,21 @@ class StrictRequest(StrictMessage):
     type: str | None = None
 
 
+class StrictQuery(StrictMessage):
+    """Base of queries: an unknown filter is refused, for without it others' rows would come.
+
+    One that is empty or false asks for nothing: newer SDKs may send it.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_asks_for_nothing(cls, payload: Any) -> Any:
+        if not isinstance(payload, Mapping):
+            return payload
+        known = {field.alias or name for name, field in cls.__pydantic_fields__.items()}
+        return {key: value for key, value in payload.items() if key in known or value not in ("", "false")}
+
+
 M = TypeVar("M", bound=Message)
 
 

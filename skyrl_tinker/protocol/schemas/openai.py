@@ -19,12 +19,19 @@ from pydantic import (
 )
 
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
-from skyrl_tinker.protocol.schemas.base import MAX_INT32, MAX_INT64, Items, Message, StrictInt, describe
+from skyrl_tinker.protocol.schemas.base import Items, Message, StrictInt, describe
+from skyrl_tinker.protocol.schemas.sampling_rules import (
+    MaxTokens,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    check_stops,
+)
 
 MAX_CHOICES = 128
 MAX_TEXTS = 1024
 """Most completions of one request: prompts x n."""
-MAX_STOPS = 64
 MAX_TOP_LOGPROBS = 20
 OWNER_HEADER = "X-Skyrl-Tinker-Owner"
 """Set by the API for the engine: the owner whose checkpoints the request may name. Clients cannot set it."""
@@ -34,6 +41,8 @@ StrictBool = Annotated[bool, Strict()]
 StrictText = Annotated[str, Strict()]
 Tokens = Items[StrictInt]
 Stops = tuple[StrictText | StrictInt, ...]
+Unread = Annotated[Any, Field(exclude=True)]
+"""Field that changes no answer."""
 Neutral = Mapping[str, tuple[Any, ...]]
 """By field: the values that ask for nothing."""
 
@@ -98,6 +107,11 @@ def _prompt(value: Any) -> Any:
     raise ValueError("expected text, a list of texts, a list of token ids, or a list of such lists")
 
 
+def _role(value: Any) -> Any:
+    """Read OpenAI's newer name of the system."""
+    return "system" if value == "developer" else value
+
+
 def _content(value: Any) -> Any:
     parts = value if isinstance(value, list) else []
     kinds = [part.get("type") if isinstance(part, dict) else part for part in parts]
@@ -111,10 +125,7 @@ def _stop(value: Any) -> Any:
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, bool) or not isinstance(item, str | int) for item in items):
         raise ValueError("expected text, a token id, or a list of those")
-    if len(items) > MAX_STOPS:
-        raise ValueError(f"{len(items)} stops, expected at most {MAX_STOPS}")
-    if "" in items:
-        raise ValueError("an empty text, expected at least one character")
+    check_stops(items)
     return items
 
 
@@ -159,18 +170,29 @@ class StreamOptions(OpenAIMessage):
 class TextPart(OpenAIMessage):
     type: Literal["text"]
     text: str
+    cache_control: Unread = None
 
 
 class ChatMessage(OpenAIMessage):
-    """Message of a chat. `reasoning`, of earlier answers: for templates that show it to the model again."""
+    """Message of a chat. `reasoning`, of earlier answers: for templates that show it to the model again.
+
+    An assistant's content may be null or absent: that is an answer cut within its reasoning.
+    """
 
     neutral: ClassVar[Neutral] = NEUTRAL_IN_MESSAGES
 
-    role: Literal["system", "user", "assistant"]
-    content: Annotated[str | Items[TextPart], BeforeValidator(_content)]
+    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_role)]
+    content: Annotated[str | Items[TextPart], BeforeValidator(_content)] = ""
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    cache_control: Unread = None
+
+    @model_validator(mode="after")
+    def _only_an_assistant_says_nothing(self) -> "ChatMessage":
+        if self.role != "assistant" and "content" not in self.model_fields_set:
+            raise ValueError("content is missing")
+        return self
 
 
 class OpenAIRequest(OpenAIMessage):
@@ -180,13 +202,12 @@ class OpenAIRequest(OpenAIMessage):
 
     model: str = Field(description="A base model's name, or tinker://<run>/sampler_weights/<name>")
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] = 1
-    max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    seed: Annotated[StrictInt, Field(ge=0, le=MAX_INT64 - MAX_CHOICES)] | None = None
-    top_k: Annotated[StrictInt, Field(ge=-1, le=MAX_INT32)] = Field(-1, description="-1 or 0: no limit")
+    seed: Seed | None = None
+    top_k: TopK = -1
     stop: Annotated[Stops, BeforeValidator(_stop, json_schema_input_type=str | int | Stops)] = Field(
         (), description="Texts and token ids that end a sequence, as does the end of text"
     )
@@ -212,6 +233,7 @@ class CompletionRequest(OpenAIRequest):
 
     prompt: Annotated[str | Items[str] | Tokens | Items[Tokens], BeforeValidator(_prompt)]
     echo: StrictBool = False
+    max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
     best_of: StrictInt | None = None
     logprobs: (
         Annotated[
@@ -249,7 +271,8 @@ class ChatCompletionRequest(OpenAIRequest):
     neutral: ClassVar[Neutral] = {**NEUTRAL, **NEUTRAL_IN_CHATS}
 
     messages: Annotated[Items[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_arguments)] | None = Field(
@@ -262,8 +285,6 @@ class ChatCompletionRequest(OpenAIRequest):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "ChatCompletionRequest":
-        if self.max_tokens == 0:
-            raise ValueError("max_tokens is 0, expected at least 1")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) == 2:
             raise ValueError("max_tokens and max_completion_tokens: expected one of them")
@@ -302,8 +323,8 @@ def parse_openai(model: type[R], payload: Any) -> R:
         raise FieldError("; ".join(describe(problem) for problem in problems), field) from error
 
 
-def error_body(error: SkyrlTinkerError) -> dict[str, Any]:
-    """Return an error in the form that OpenAI's clients read."""
+def error_body(error: SkyrlTinkerError, text: str = "") -> dict[str, Any]:
+    """Return an error in the form that OpenAI's clients read. `text`: default its own."""
     param: str | None = None
     code: str | None = None
     if isinstance(error, FieldError):
@@ -311,4 +332,4 @@ def error_body(error: SkyrlTinkerError) -> dict[str, Any]:
     elif isinstance(error, NotFoundError):
         param, code = "model", "model_not_found"
     kind = "invalid_request_error" if error.category == "user" else "server_error"
-    return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+    return {"error": {"message": text or str(error), "type": kind, "param": param, "code": code}}

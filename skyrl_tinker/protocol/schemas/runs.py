@@ -11,13 +11,14 @@ from skyrl_tinker.protocol.schemas.base import (
     SessionSeqId,
     StrictInt,
     StrictMessage,
+    StrictQuery,
     Text,
 )
 
 AccessScope = Literal["owned", "accessible"]
 
 
-class Paging(StrictMessage):
+class Paging(StrictQuery):
     """Query parameters of every list."""
 
     limit: int = Field(100, ge=1, le=10_000, description="most items in the response")
@@ -43,6 +44,7 @@ class Checkpoint(Message):
     public: bool = False
     user_metadata: dict[str, str] | None = None
     expires_at: datetime | None = None
+    base_model: str
 
 
 class TrainingRun(Message):
@@ -60,7 +62,7 @@ class TrainingRun(Message):
     user_metadata: dict[str, str] | None = None
 
 
-class TrainingRunQuery(StrictMessage):
+class TrainingRunQuery(StrictQuery):
     access_scope: AccessScope = Field(
         "owned", description="accessible: also others' runs with published checkpoints"
     )

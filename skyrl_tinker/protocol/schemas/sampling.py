@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Strict, model_validator
+from pydantic import AfterValidator, BeforeValidator, Strict, model_validator
 
 from skyrl_tinker.protocol.schemas.base import (
     Items,
@@ -14,6 +14,14 @@ from skyrl_tinker.protocol.schemas.base import (
     StrictMessage,
     StrictRequest,
     Text,
+)
+from skyrl_tinker.protocol.schemas.sampling_rules import (
+    MaxTokens,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    check_stops,
 )
 
 TEXT = "encoded_text"
@@ -69,15 +77,22 @@ class ModelInput(StrictMessage):
     chunks: Items[Chunk]
 
 
-class WireSamplingParams(StrictMessage):
-    """Sampling parameters. `stop` absent means EOS, [] means never."""
+def _checked_stop(stop: str | list[str] | list[int] | None) -> str | list[str] | list[int] | None:
+    check_stops([stop] if isinstance(stop, str) else stop or [])
+    return stop
 
-    max_tokens: StrictInt | None = None
-    seed: StrictInt | None = None
-    stop: str | Items[Annotated[str, Strict()]] | Items[StrictInt] | None = None
-    temperature: float = 1.0
-    top_k: StrictInt = -1
-    top_p: float = 1.0
+
+class WireSamplingParams(StrictMessage):
+    """Sampling parameters. `stop` absent means EOS, [] means never, a bare string is one stop string."""
+
+    max_tokens: MaxTokens | None = None
+    seed: Seed | None = None
+    stop: Annotated[
+        str | Items[Annotated[str, Strict()]] | Items[StrictInt] | None, AfterValidator(_checked_stop)
+    ] = None
+    temperature: Temperature = 1.0
+    top_k: TopK = -1
+    top_p: TopP = 1.0
 
 
 class TensorJson(StrictMessage):

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from skyrl_tinker.protocol.schemas.base import Items, Message, NullableDict, Text
 
@@ -70,7 +70,9 @@ class HeartbeatResponse(Message):
 
 
 class FinishReason(Message):
-    type: Literal["success", "errored", "interrupted"] = "success"
+    """Reason of an end. One of a newer SDK is kept as it is, and in lists its session has no status."""
+
+    type: Annotated[str, StringConstraints(min_length=1, max_length=64)] = "success"
 
 
 class FinishSessionRequest(Message):

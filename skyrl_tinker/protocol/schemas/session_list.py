@@ -5,14 +5,14 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field, StringConstraints
 
-from skyrl_tinker.protocol.schemas.base import Items, Message, StrictMessage, Text, TextDict
+from skyrl_tinker.protocol.schemas.base import Items, Message, StrictMessage, StrictQuery, Text, TextDict
 from skyrl_tinker.protocol.schemas.runs import AccessScope, Paging
 
 FinishedBy = Literal["success", "errored", "interrupted"]
 ShortText = Annotated[Text, StringConstraints(min_length=1, max_length=512)]
 
 
-class SessionQuery(StrictMessage):
+class SessionQuery(StrictQuery):
     access_scope: AccessScope = Field(
         "owned", description="both are the same here: others' sessions are never visible"
     )

@@ -5,10 +5,10 @@ from typing import Any, Literal
 
 from pydantic import AwareDatetime, Field
 
-from skyrl_tinker.protocol.schemas.base import Message, StrictMessage
+from skyrl_tinker.protocol.schemas.base import Message, StrictQuery
 
 
-class AuditQuery(StrictMessage):
+class AuditQuery(StrictQuery):
     event_type: Literal["all", "checkpoints", "projects", "teams", "organizations"] = "all"
     day: date | None = Field(None, description="YYYY-MM-DD in UTC; default: today")
 
@@ -30,7 +30,7 @@ class AuditResponse(Message):
     entries: list[AuditEntry]
 
 
-class UsageQuery(StrictMessage):
+class UsageQuery(StrictQuery):
     starting_on: AwareDatetime = Field(description="first hour, as in 2026-07-13T00:00:00Z")
     ending_before: AwareDatetime = Field(description="end of the last hour, at most 14 days later")
 
@@ -102,7 +102,7 @@ class UsageResponse(Message):
     cost_data_through: None = None
 
 
-class StorageQuery(StrictMessage):
+class StorageQuery(StrictQuery):
     project_id: str | None = Field(None, description="only checkpoints of sessions in this project")
 
 

@@ -5,9 +5,6 @@ from dataclasses import dataclass
 
 from skyrl_tinker.errors import UserError
 
-SEEDS = 2**63
-"""Number of seeds; a larger or negative one is reduced modulo this."""
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:

@@ -4,10 +4,10 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.domain.values import SEEDS, LoraSpec
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.schemas.training import LoraConfig
-from skyrl_tinker.protocol.validation.limits import SEEDS, Limits
+from skyrl_tinker.protocol.validation.limits import Limits
 
 _OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {"adamw": {}, "dimuon": {"version": 1}}
 """By family: the keys of optimizer_config beside `type`, each with the one supported value."""

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from skyrl_tinker.domain.values import SampleRequest, SamplingParams
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.schemas.sampling import AsampleRequest, ModelInput, WireSamplingParams
-from skyrl_tinker.protocol.validation.limits import SEEDS, Limits, check_ids
+from skyrl_tinker.protocol.schemas.sampling_rules import overflow
+from skyrl_tinker.protocol.validation.limits import Limits, check_ids
 from skyrl_tinker.protocol.validation.scores import (
     check_sampled_cells,
     check_scores,
@@ -13,10 +14,6 @@ from skyrl_tinker.protocol.validation.scores import (
     scores_prompt,
 )
 
-_LOWEST_TEMPERATURE = 0.01  # vLLM would silently sample at this one instead
-_HIGHEST_TEMPERATURE = 2.0  # vLLM refuses more
-MAX_STOPS = 1024
-"""Most stop strings or tokens: the sampler looks for each of them after every token."""
 MAX_SAMPLES = 4096
 """Most samples of one request: each is a sequence of its own on the sampler."""
 
@@ -24,8 +21,7 @@ MAX_SAMPLES = 4096
 def validate_sample(request: AsampleRequest, limits: Limits) -> SampleRequest:
     """Return the checked request. `max_tokens` absent stays None: the sampler fills the remaining context.
 
-    Seeds of any size are taken modulo 2^63, signed ones, too: -1 is 2^63 - 1. Raises UserError, or
-    NotSupportedError for what is not implemented yet.
+    Raises UserError, or NotSupportedError for what is not implemented yet.
     """
     if not 1 <= request.num_samples <= MAX_SAMPLES:
         raise UserError(f"num_samples is {request.num_samples}, expected 1 to {MAX_SAMPLES}")
@@ -67,23 +63,9 @@ def _prompt(prompt: ModelInput, vocab_size: int) -> tuple[int, ...]:
 
 
 def _params(params: WireSamplingParams, vocab_size: int) -> SamplingParams:
-    if params.max_tokens is not None and params.max_tokens < 1:
-        raise UserError(f"max_tokens is {params.max_tokens}, expected at least 1")
-    if not 0.0 <= params.temperature <= _HIGHEST_TEMPERATURE:
-        raise UserError(
-            f"temperature is {params.temperature}, expected a number in [0, {_HIGHEST_TEMPERATURE}]"
-        )
-    if 0.0 < params.temperature < _LOWEST_TEMPERATURE:
-        raise UserError(
-            f"temperature is {params.temperature}, expected 0 (greedy) or at least {_LOWEST_TEMPERATURE}"
-        )
-    if not 0.0 < params.top_p <= 1.0:
-        raise UserError(f"top_p is {params.top_p}, expected a number in (0, 1]")
-    if params.top_k != -1 and params.top_k < 1:
-        raise UserError(f"top_k is {params.top_k}, expected -1 (no limit) or at least 1")
     return SamplingParams(
         max_tokens=params.max_tokens,
-        seed=None if params.seed is None else params.seed % SEEDS,
+        seed=params.seed,
         stop=_stop(params.stop, vocab_size),
         temperature=params.temperature,
         top_k=params.top_k,
@@ -100,20 +82,16 @@ def stop_bytes(stop: str | Sequence[str | int] | None) -> int:
 def _stop(
     stop: str | list[str] | list[int] | None, vocab_size: int
 ) -> tuple[str, ...] | tuple[int, ...] | None:
-    """Return stop strings or ids. A bare string is one stop string; [] stays empty: never stop."""
+    """Return stop strings or ids; [] stays empty: never stop."""
     if stop is None:
         return None
-    if not isinstance(stop, str) and len(stop) > MAX_STOPS:
-        raise UserError(f"stop has {len(stop)} entries, expected at most {MAX_STOPS}")
-    strings = [stop] if isinstance(stop, str) else [item for item in stop if isinstance(item, str)]
-    if "" in strings:
-        raise UserError("stop holds an empty string, expected strings of at least one character")
-    if strings:
-        return tuple(strings)
-    ids = [item for item in stop if isinstance(item, int)]
-    if ids:
-        check_ids(ids, "stop", vocab_size)
-    return tuple(ids)
+    if isinstance(stop, str):
+        return (stop,)
+    if strings := tuple(item for item in stop if isinstance(item, str)):
+        return strings
+    ids = tuple(item for item in stop if isinstance(item, int))
+    check_ids(ids, "stop", vocab_size)
+    return ids
 
 
 def _check_length(sample: SampleRequest, context: int) -> None:
@@ -122,8 +100,6 @@ def _check_length(sample: SampleRequest, context: int) -> None:
     generated = 1 if max_tokens is None else max_tokens
     spare = 1 if scores_prompt(sample) and max_tokens == 1 else 0
     if length + generated > context + spare:
-        raise UserError(
-            f"{length} prompt tokens + {generated} max_tokens > {context} (the setting context_length)"
-        )
+        raise UserError(overflow(length, generated, context))
     if sample.topk_sample_logprobs:
         check_sampled_cells(sample, context - length if max_tokens is None else generated)

@@ -13,7 +13,7 @@ from skyrl_tinker.domain.ids import (
     SamplingSessionId,
     sequence_ids,
 )
-from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.errors import NotFoundError, OverloadedError
 from skyrl_tinker.store import session_records
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.tables import Future, SamplingSession, Session
@@ -82,10 +82,12 @@ def submit_sample(
     num_samples: int,
     tokens: int,
     sequences: int,
+    refusal: OverloadedError | None = None,
 ) -> Accepted:
     """Submit a sample; `sequence_ids` of the answer has one id per sample.
 
-    `tokens`: the most that it computes, in so many `sequences`.
+    `tokens`: the most that it computes, in so many `sequences`. `refusal` is raised for a new request, and
+    nothing is written then.
 
     Raises SeqIdReusedError, NotFoundError (no sampling session), GoneError (session finished).
     """
@@ -94,14 +96,17 @@ def submit_sample(
     ids = sequence_ids(request_id, num_samples)
     key = {"sampling_session_id": sampling_session_id, "seq_id": seq_id, "owner": owner}
     new = {"request_id": request_id, "digest": digest, "sequence_ids": ids, "now": time.time()}
-    row = _INSERT.row(conn, {**key, **new, "tokens": tokens, "sequences": sequences})
+    values = {**key, **new, "tokens": tokens, "sequences": sequences}
+    row = None if refusal else _INSERT.row(conn, values)
     if row is None:
-        return _answer_refused(conn, key, digest)
+        return _answer_refused(conn, key, digest, refusal)
     insert_body(conn, row.id, body)
     return Accepted(request_id, ids, None, created=True)
 
 
-def _answer_refused(conn: Connection, key: dict[str, object], digest: bytes) -> Accepted:
+def _answer_refused(
+    conn: Connection, key: dict[str, object], digest: bytes, refusal: OverloadedError | None
+) -> Accepted:
     """Return the answer to the first request of this key, or raise the reason why there is none."""
     sampling_session_id = key["sampling_session_id"]
     row = conn.execute(_FIRST_OF_KEY, key).one_or_none()
@@ -109,6 +114,8 @@ def _answer_refused(conn: Connection, key: dict[str, object], digest: bytes) -> 
         raise NotFoundError(f"no sampling session {sampling_session_id}")
     if row.request_id is None:
         session_records.check_live(row)
+        assert refusal is not None, "a live session without this request would have got it"
+        raise refusal
     name = f"seq_id {key['seq_id']} of sampling session {sampling_session_id}"
     require_same(row, RequestKind.SAMPLE, digest, name)
     return existing_answer(row, None)

@@ -44,6 +44,7 @@ async def test_a_run_s_checkpoints_are_listed_in_the_order_of_their_saves(world:
     assert (first["size_bytes"], first["public"], first["user_metadata"]) == (10, False, {"step": "3"})
     assert datetime.fromisoformat(first["expires_at"]).timestamp() == 4e9
     assert (second["checkpoint_type"], second["expires_at"]) == ("sampler", None)
+    assert [each["base_model"] for each in page["checkpoints"]] == [BASE] * 2
 
 
 async def test_a_run_without_checkpoints_is_not_an_unknown_run(world: World) -> None:

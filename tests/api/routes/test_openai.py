@@ -2,11 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
+import openai
 import pytest
 from aiohttp import web
+from sqlalchemy.exc import OperationalError
 
+from skyrl_tinker.domain.ids import CheckpointKind
 from tests.api.support.engine_socket import engine
 from tests.api.support.world import BASE, World
 
@@ -24,6 +28,92 @@ async def http(world: World) -> AsyncIterator[httpx.AsyncClient]:
 async def test_models_need_no_engine(http: httpx.AsyncClient) -> None:
     listed = (await http.get("/oai/api/v1/models")).json()
     assert [model["id"] for model in listed["data"]] == [BASE]
+
+
+@pytest.fixture
+async def oai(http: httpx.AsyncClient) -> openai.AsyncOpenAI:
+    url = "http://api/oai/api/v1"
+    return openai.AsyncOpenAI(base_url=url, api_key="any", http_client=http, max_retries=0)
+
+
+async def test_a_model_is_retrieved_by_each_name_that_can_be_used(
+    world: World, oai: openai.AsyncOpenAI
+) -> None:
+    path = await world.checkpoint(await world.model(), CheckpointKind.SAMPLER_WEIGHTS, "one")
+    for name in (BASE, "/models/tiny", path):
+        assert (await oai.models.retrieve(name)).id == name
+    assert (await oai.models.retrieve(path)).created > 0
+
+
+@pytest.mark.parametrize("name", ["no/such", "tinker://no:train:0/sampler_weights/one"])
+async def test_another_model_is_not_found(oai: openai.AsyncOpenAI, name: str) -> None:
+    with pytest.raises(openai.NotFoundError, match="not found: no ") as refused:
+        await oai.models.retrieve(name)
+    assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
+
+
+async def test_weights_for_training_are_no_model(world: World, oai: openai.AsyncOpenAI) -> None:
+    path = await world.checkpoint(await world.model(), CheckpointKind.WEIGHTS, "one")
+    with pytest.raises(openai.BadRequestError, match="no weights for sampling"):
+        await oai.models.retrieve(path)
+
+
+async def test_every_refusal_has_the_form_of_openai(
+    world: World, oai: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one by the layers around the route, of which clients read the message only in that form."""
+
+    async def refused(
+        kind: type[openai.APIStatusError], message: str, **options: Any
+    ) -> openai.APIStatusError:
+        with pytest.raises(kind, match=message) as raised:
+            await oai.completions.create(model=BASE, prompt="a", **options)
+        assert isinstance(raised.value.body, dict)
+        assert raised.value.body.keys() == {"message", "type", "param", "code"}
+        return raised.value
+
+    large = await refused(
+        openai.APIStatusError,
+        "request body: found .* expected at most",
+        extra_body={"user": "a" * (17 << 20)},
+    )
+    assert large.status_code == 413
+    await refused(openai.PermissionDeniedError, "Host: found", extra_headers={"Host": "evil.example"})
+    await refused(openai.BadRequestError, "Content-Encoding", extra_headers={"Content-Encoding": "br"})
+    with pytest.raises(openai.NotFoundError, match="no route POST /oai/api/v1/embeddings") as unknown:
+        await oai.embeddings.create(model=BASE, input="a")
+    assert unknown.value.code == "unknown_url"
+    with pytest.raises(openai.APIStatusError, match="found DELETE, expected GET") as method:
+        await oai.models.delete(BASE)
+    assert method.value.status_code == 405
+    assert method.value.response.headers["Allow"] == "GET"
+
+    async def away(*_: object) -> None:
+        raise OperationalError("SELECT", {}, Exception("the database is locked"))
+
+    monkeypatch.setattr(world.services.backlogs, "full", away)
+    busy = await refused(openai.InternalServerError, "the database failed, send this again")
+    assert (busy.status_code, busy.response.headers["Retry-After"]) == (503, "2")
+
+    async def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(world.services.backlogs, "full", broken)
+    transport = httpx.ASGITransport(world.app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport) as quiet:
+        oai = oai.with_options(http_client=quiet)
+        assert (await refused(openai.InternalServerError, "internal error: ZeroDivision")).status_code == 500
+
+
+async def test_an_engine_that_fails_beyond_its_own_words_is_a_server_error(
+    world: World, oai: openai.AsyncOpenAI
+) -> None:
+    async def handler(_: web.Request) -> web.Response:
+        raise ZeroDivisionError
+
+    async with engine(world, web.post("/oai/api/v1/completions", handler)):
+        with pytest.raises(openai.InternalServerError, match="the engine failed with status 500"):
+            await oai.completions.create(model=BASE, prompt="a")
 
 
 async def test_without_an_engine_the_reason_is_told_and_when_to_try_again(

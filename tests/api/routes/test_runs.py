@@ -93,16 +93,19 @@ async def test_others_see_a_run_by_what_it_has_published_alone(world: World) -> 
     assert datetime.fromisoformat(seen["last_request_time"]).tzinfo
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "training_runs",
-        "checkpoints",
-        "sessions",
-        "audit",
-        "billing/usage/checkpoints/current",
-    ],
-)
+LISTS = ["training_runs", "checkpoints", "sessions", "audit", "billing/usage/checkpoints/current"]
+
+
+@pytest.mark.parametrize("path", LISTS)
+@pytest.mark.parametrize("nothing", ["", "false"])
+async def test_an_unknown_option_that_asks_for_nothing_is_taken(
+    world: World, path: str, nothing: str
+) -> None:
+    answer = await world.http.get(path, params={"include_archived": nothing})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("path", LISTS)
 async def test_an_unknown_filter_is_refused_by_name(world: World, path: str) -> None:
     """Ignored, it would list what was filtered out."""
     answer = await world.http.get(path, params={"model_name": "a"})

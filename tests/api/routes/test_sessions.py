@@ -56,6 +56,15 @@ async def test_finishing_again_is_fine(world: World) -> None:
         assert answer.status_code == 200
 
 
+async def test_the_reason_of_a_newer_sdk_ends_a_session_too(world: World) -> None:
+    session = await world.session()
+    await world.ok(f"sessions/{session}/finish", {"reason": {"type": "abandoned", "by": "x"}, "detail": "d"})
+    beat = await world.post("session_heartbeat", {"session_id": session})
+    assert (beat.status_code, "finished (abandoned)" in beat.json()["detail"]) == (410, True)
+    (found,) = (await world.ok("sessions/search", {"session_id": session}))["sessions"]
+    assert found["status"] is None
+
+
 async def test_an_unknown_session_is_404(world: World) -> None:
     assert (await world.post("session_heartbeat", {"session_id": "no"})).status_code == 404
     assert (await world.post("sessions/no/finish", {})).status_code == 404

@@ -187,6 +187,8 @@ async def test_a_backlog_is_the_keys_own_and_its_429_says_when_to_come_again(
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
     assert "key_backlog: found 3" in answer.json()["error"]["message"]
     assert await world.ok("optim_step", step(model, 1))  # a repetition gets its first answer
+    assert await world.ok("asample", sample(sampler, 0)) == first
+    assert (await world.post("asample", sample(sampler, 0, num_samples=2))).status_code == 422
     key = world.http.headers["X-API-Key"]
     speak_as(world, await new_user(world, "bob"))
     await world.ok("asample", sample(await world.sampler(), 0))

@@ -102,6 +102,7 @@ def copy(path: str, session: str) -> Json:
 
 CHECKPOINT = "training_runs/{model}/checkpoints/weights/a"
 CASES: dict[tuple[str, str], list[Case]] = {
+    ("GET", "/oai/api/v1/models/{model:path}"): [lambda t, o: Ask(f"/oai/api/v1/models/{t.sampler_weights}")],
     ("POST", "/api/v1/session_heartbeat"): [
         post("session_heartbeat", lambda t, o: {"session_id": t.session})
     ],

@@ -10,11 +10,12 @@ from typing import Any
 import httpx
 import numpy as np
 from fastapi import FastAPI
+from sqlalchemy import Connection
 
 from skyrl_tinker.api.app import create_app
 from skyrl_tinker.api.services import Services
 from skyrl_tinker.config import Settings
-from skyrl_tinker.domain.ids import CheckpointKind, ModelId, RequestId
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, RequestId, VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, Failure, PassOutput, SampledSequence, SampleOutput
 from skyrl_tinker.protocol.protobuf import pass_results, sample_results
 from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions, server_state
@@ -143,9 +144,13 @@ class World:
         assert model is not None
         key = model.key
         if kind is CheckpointKind.SAMPLER_WEIGHTS:
-            changes["version_id"] = await self.store.write(
-                lambda conn: sampling_sessions.insert_version(conn, key, "lora", durable=True)
-            )
+
+            def publish(conn: Connection) -> VersionId:
+                version = sampling_sessions.insert_version(conn, key, "lora", durable=True)
+                sampling_sessions.publish_version(conn, version, "/nowhere")
+                return version
+
+            changes["version_id"] = await self.store.write(publish)
         fields: dict[str, Any] = {
             "directory": "/nowhere",
             "base_model": model.base_model,

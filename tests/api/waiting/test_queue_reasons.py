@@ -130,6 +130,10 @@ async def test_above_the_backlog_asample_is_to_come_again(with_little_room: Wait
     accepted, refused = await _fill(with_little_room, sampler)
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) >= 1
+    waiting = with_little_room.api.services.queues.samples_waiting()
+    repeated = await with_little_room.api.post("asample", sample(sampler, 0))  # as after a lost answer
+    assert repeated.status_code == 200, repeated.text
+    assert with_little_room.api.services.queues.samples_waiting() <= waiting
     assert BACKLOG <= 2 * accepted <= 2 * BACKLOG
     found = re.match(
         rf"(\d+) samples are waiting, and the server accepts {BACKLOG} \(setting sample_backlog\)",

@@ -50,8 +50,35 @@ def test_stops_go_on_as_texts_and_token_ids_beside_the_end_of_text() -> None:
 
 def test_a_stop_beyond_the_vocabulary_is_refused() -> None:
     request = parse_openai(CompletionRequest, {"model": "m", "prompt": [5], "stop": [512]})
-    with pytest.raises(FieldError, match=r"stop: found token 512, expected 0 \.\. 511"):
+    with pytest.raises(FieldError, match=r"stop\[0\] is 512, expected a token id in \[0, 512\)"):
         upstream_body(request, 1, FACTS, PLAIN)
+
+
+SPECIAL = ChatAbilities(PLAIN.words, special_tokens={"<|im_end|>": 7, "</s>": 9})
+
+
+def test_the_text_of_a_special_token_stops_as_its_id_because_no_answer_shows_it() -> None:
+    request = parse_openai(CompletionRequest, {"model": "m", "prompt": [5], "stop": ["</s>", "x", "im_end"]})
+    assert upstream_body(request, 1, FACTS, SPECIAL)["stop_token_ids"] == [*EOS, 9]
+    assert chat(SPECIAL, stop="<|im_end|>")["stop_token_ids"] == [*EOS, 7]
+
+
+def test_a_stop_with_a_special_token_among_other_text_is_refused_by_name() -> None:
+    with pytest.raises(FieldError, match=r"stop: '</s>\\n' has the special token </s>, .* that token alone"):
+        chat(SPECIAL, stop="</s>\n")
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_special_tokens_are_read_where_the_tokenizer_keeps_them(fast: bool, tmp_path: Path) -> None:
+    tokens = {7: {"content": "<|im_end|>", "special": True}, 8: {"content": "<think>", "special": False}}
+    added = [{"id": number, **token} for number, token in tokens.items()]
+    file, content = (
+        ("tokenizer.json", {"added_tokens": added})
+        if fast
+        else ("tokenizer_config.json", {"added_tokens_decoder": tokens})
+    )
+    (tmp_path / file).write_text(json.dumps(content))
+    assert chat_abilities(tmp_path, None).special_tokens == {"<|im_end|>": 7}
 
 
 def test_what_changes_no_answer_is_not_handed_on() -> None:

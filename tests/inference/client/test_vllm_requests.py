@@ -30,6 +30,11 @@ def test_which_tokens_end_a_sequence_is_said_in_full() -> None:
     assert all(sampling_params(stop)["ignore_eos"] for stop in (None, (), (7,), ("end",)))
 
 
+def test_stop_texts_are_looked_for_in_special_tokens_too() -> None:
+    """vLLM leaves those out of a text by default: `<|im_end|>` would never match."""
+    assert sampling_params(("<|im_end|>",))["skip_special_tokens"] is False
+
+
 def test_an_absent_seed_stays_unset() -> None:
     params = body("base", ask((5,)), eos=EOS, context=100)["sampling_params"]
     assert "seed" not in params

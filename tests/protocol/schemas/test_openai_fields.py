@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from skyrl_tinker.protocol.schemas.openai import (
-    MAX_STOPS,
     NEUTRAL,
     NEUTRAL_IN_CHATS,
     NEUTRAL_IN_COMPLETIONS,
@@ -14,6 +13,7 @@ from skyrl_tinker.protocol.schemas.openai import (
     FieldError,
     parse_openai,
 )
+from skyrl_tinker.protocol.schemas.sampling_rules import MAX_STOPS
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "a"}
@@ -80,6 +80,30 @@ def test_every_neutral_value_changes_nothing() -> None:
 )
 def test_what_clients_send_without_asking_for_anything_is_accepted(fields: dict[str, Any]) -> None:
     chat(**fields)
+
+
+@pytest.mark.parametrize("said", [{"content": None}, {}, {"content": ""}])
+def test_an_assistant_may_have_said_nothing(said: dict[str, Any]) -> None:
+    read = chat(messages=[*CHAT["messages"], {"role": "assistant", **said}]).messages[1]
+    assert read.model_dump(exclude_none=True) == {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize("role", ["user", "system", "developer"])
+def test_all_others_have_to_say_something(role: str) -> None:
+    for said in ({}, {"content": None}):
+        with pytest.raises(FieldError, match=r"messages.0: content is missing"):
+            chat(messages=[{"role": role, **said}])
+
+
+def test_a_developer_is_the_system_under_openais_newer_name() -> None:
+    assert chat(messages=[{"role": "developer", "content": "a"}]).messages[0].role == "system"
+
+
+def test_marks_of_other_providers_caches_are_not_read() -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    part = {"type": "text", "text": "a"}
+    marked = chat(messages=[{"role": "user", "content": [part | mark], **mark}])
+    assert marked.model_dump() == chat(messages=[{"role": "user", "content": [part]}]).model_dump()
 
 
 def test_an_answer_can_be_sent_back_as_the_sdk_dumps_it() -> None:

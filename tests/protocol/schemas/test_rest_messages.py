@@ -9,10 +9,12 @@ import tinker.types as sdk
 from skyrl_tinker.protocol.schemas import runs, session_list, usage
 from skyrl_tinker.protocol.schemas.base import Message
 from skyrl_tinker.protocol.schemas.runs import Checkpoint, TrainingRun
+from tests.protocol.support.messages import read_by_the_sdk
 
 NOW = datetime(2026, 1, 2, 3, tzinfo=UTC)
 CURSOR = runs.Cursor(offset=0, limit=1, total_count=2)
 CHECKPOINT = Checkpoint(
+    base_model="b",
     checkpoint_id="external_weights/a",
     checkpoint_type="external",
     time=NOW,
@@ -110,7 +112,7 @@ RESPONSES: list[tuple[Message, Any]] = [
 
 @pytest.mark.parametrize(("ours", "theirs"), RESPONSES, ids=[type(ours).__name__ for ours, _ in RESPONSES])
 def test_the_sdk_reads_what_we_say(ours: Message, theirs: Any) -> None:
-    said = ours.model_dump(mode="json")
+    said = read_by_the_sdk(ours.model_dump(mode="json"))
     assert within(said, theirs.model_validate(said).model_dump(mode="json"))
 
 

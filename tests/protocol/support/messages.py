@@ -1,6 +1,7 @@
 """forward_backward messages of three tokens per datum, and changes to their datum 1."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -91,3 +92,13 @@ def config(**values: float | str) -> Change:
             setattr(message.loss_fn_config_v2[key], "text" if isinstance(value, str) else "number", value)
 
     return change
+
+
+def read_by_the_sdk(said: Any) -> Any:
+    """Leave out what only SDKs from 0.39 on read: `base_model` of a checkpoint."""
+    if isinstance(said, list):
+        return [read_by_the_sdk(each) for each in said]
+    if not isinstance(said, dict):
+        return said
+    newer = {"base_model"} if "checkpoint_id" in said else set()
+    return {key: read_by_the_sdk(value) for key, value in said.items() if key not in newer}

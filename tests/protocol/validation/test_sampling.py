@@ -10,6 +10,13 @@ from hypothesis import strategies as st
 from skyrl_tinker.domain.values import SampleRequest, SamplingParams, TargetTokens
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.schemas.base import parse
+from skyrl_tinker.protocol.schemas.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    FieldError,
+    OpenAIRequest,
+    parse_openai,
+)
 from skyrl_tinker.protocol.schemas.sampling import AsampleRequest
 from skyrl_tinker.protocol.stored_requests import sample_body, sample_from_body
 from skyrl_tinker.protocol.validation.limits import Limits
@@ -83,32 +90,73 @@ def test_seeds_are_reduced_to_63_bits(seed: int | None, stored: int | None) -> N
         ({"num_samples": 10**9}, "num_samples is 1000000000, expected 1 to 4096"),
         ({"seq_id": -1}, "seq_id: .*found -1"),
         ({"seq_id": 2**63}, "seq_id: "),
-        ({"params": {"max_tokens": 0}}, "max_tokens is 0, expected at least 1"),
+        ({"params": {"max_tokens": 0}}, "sampling_params.max_tokens: .*greater than or equal to 1, found 0"),
         (
             {"params": {"max_tokens": 6}},
             r"6 max_tokens > 8 \(the setting context_length\)$",
         ),
         ({"prompt": [{"tokens": [1] * 8}]}, r"^8 prompt tokens \+ 1 max_tokens > 8"),
-        ({"params": {"temperature": -0.1}}, r"temperature is -0.1, expected a number in \[0, 2.0\]"),
-        ({"params": {"temperature": 2.1}}, r"temperature is 2.1, expected a number in \[0, 2.0\]"),
-        ({"params": {"temperature": 0.001}}, r"temperature is 0.001, expected 0 \(greedy\) or at least 0.01"),
-        ({"params": {"temperature": float("inf")}}, "temperature is inf, expected a number in"),
-        ({"params": {"temperature": float("nan")}}, "temperature is nan, expected a number in"),
-        ({"params": {"top_p": 0.0}}, r"top_p is 0.0, expected a number in \(0, 1\]"),
-        ({"params": {"top_p": 1.1}}, r"top_p is 1.1, expected a number in \(0, 1\]"),
-        ({"params": {"top_k": 0}}, r"top_k is 0, expected -1 \(no limit\) or at least 1"),
-        ({"params": {"top_k": -2}}, "top_k is -2"),
-        ({"params": {"stop": ""}}, "stop holds an empty string"),
-        ({"params": {"stop": ["a", ""]}}, "stop holds an empty string"),
-        ({"params": {"stop": ["a"] * 1025}}, "stop has 1025 entries, expected at most 1024"),
+        ({"params": {"stop": ""}}, "sampling_params.stop: an empty text, expected at least one character"),
+        ({"params": {"stop": ["a", ""]}}, "sampling_params.stop: an empty text"),
+        ({"params": {"stop": ["a"] * 1025}}, "sampling_params.stop: 1025 entries, expected at most 1024"),
         ({"params": {"stop": [10]}}, r"stop\[0\] is 10, expected a token id in \[0, 10\)"),
         ({"params": {"stop": ["a", 1]}}, "sampling_params.stop"),
-        ({"params": {"seed": "x"}}, "sampling_params.seed: .*found 'x'"),
     ],
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         validate(**fields)
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("temperature", -0.1, "Input should be greater than or equal to 0, found -0.1"),
+    ("temperature", 2.1, "Input should be less than or equal to 2, found 2.1"),
+    ("temperature", 0.001, r"expected 0 \(greedy\) or at least 0.01, found 0.001"),
+    ("temperature", float("inf"), "Input should be less than or equal to 2, found inf"),
+    ("temperature", float("nan"), "Input should be less than or equal to 2, found nan"),
+    ("top_p", 0.0, "Input should be greater than 0, found 0.0"),
+    ("top_p", 1.1, "Input should be less than or equal to 1, found 1.1"),
+    ("top_k", -2, "Input should be greater than or equal to -1, found -2"),
+    ("top_k", 2**31, "Input should be less than or equal to 2147483647, found 2147483648"),
+    ("top_k", 1.5, "Input should be a valid integer, found 1.5"),
+    ("seed", "x", "Input should be a valid integer, found 'x'"),
+    ("max_tokens", -1, "Input should be greater than or equal to [01], found -1"),
+    ("stop", ["a"] * 1025, "1025 entries, expected at most 1024, found"),
+    ("stop", ["a", ""], "an empty text, expected at least one character, found"),
+]
+OPENAI: list[tuple[type[OpenAIRequest], dict[str, Any]]] = [
+    (CompletionRequest, {"model": "m", "prompt": "a"}),
+    (ChatCompletionRequest, {"model": "m", "messages": [{"role": "user", "content": "a"}]}),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "message"), WRONG)
+def test_the_sdk_and_openais_clients_get_the_same_refusal(field: str, value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=f"^sampling_params.{field}: {message}"):
+        validate(params={field: value})
+    for model, body in OPENAI:
+        with pytest.raises(FieldError, match=f"^{field}: {message}") as refused:
+            parse_openai(model, {**body, field: value})
+        assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "read"),
+    [
+        ("seed", -1, 2**63 - 1),
+        ("seed", 2**64, 0),
+        ("seed", 2**63 - 1, 2**63 - 1),
+        ("top_k", 0, -1),
+        ("top_k", 2**31 - 1, 2**31 - 1),
+        ("temperature", 0.01, 0.01),
+        ("temperature", 0, 0),
+    ],
+)
+def test_the_sdk_and_openais_clients_mean_the_same_by_a_value(field: str, value: Any, read: Any) -> None:
+    assert getattr(validate(params={field: value}).params, field) == read
+    assert [getattr(parse_openai(model, {**body, field: value}), field) for model, body in OPENAI] == [
+        read
+    ] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,33 @@
+"""Models of the OpenAI routes: the base model, and every checkpoint of sampler weights by its path."""
+
+from sqlalchemy import Connection
+
+from skyrl_tinker.domain import tinker_path
+from skyrl_tinker.domain.ids import CheckpointKind, Reach
+from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
+from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.protocol.schemas.openai import FieldError
+from skyrl_tinker.store import checkpoint_records, checkpoint_rules, sampling_sessions
+from skyrl_tinker.store.checkpoint_records import CheckpointRow
+
+
+def find(
+    conn: Connection, reach: Reach, model: str, facts: BaseModelFacts
+) -> tuple[CheckpointRow, WeightVersion] | None:
+    """Return what a model name means, None for the base model.
+
+    Raises NotFoundError, and FieldError for another kind of checkpoint.
+    """
+    if model in facts.names:
+        return None
+    if not model.startswith(tinker_path.SCHEME):
+        raise NotFoundError(f"no model {model!r}: expected {facts.name}, or a tinker:// path")
+    path = tinker_path.parse(model)
+    if path.kind is not CheckpointKind.SAMPLER_WEIGHTS:
+        raise FieldError(str(checkpoint_rules.no_sampler_weights(model)), "model")
+    row = checkpoint_records.find(conn, reach, path.model_id, path.kind, path.name)
+    version = sampling_sessions.published_version(conn, row.version_id) if row and row.version_id else None
+    if row is None or version is None:
+        raise checkpoint_rules.not_found(model)
+    checkpoint_rules.require_served(row, facts.names)
+    return row, version
