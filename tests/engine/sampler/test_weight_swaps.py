@@ -37,8 +37,6 @@ from tests.inference.support.samplers import (
 from tests.weight_sync.conftest import CHUNK_BYTES
 from tests.weight_sync.test_pause import URL, Calls
 
-pytestmark = pytest.mark.long
-
 PROMPT = prompt_of(20)
 STEP_S = 4.0
 
@@ -86,6 +84,7 @@ def weights(root: Path, number: int) -> WeightVersion:
     return WeightVersion(VersionId(number), "full", str(root / f"v{number}"))
 
 
+@pytest.mark.long
 async def test_replicas_that_an_update_spoiled_are_replaced_and_given_the_old_weights_first(
     fleet: Fleet, facts: BaseModelFacts, store: Store, bell: Doorbell, tmp_path: Path
 ) -> None:
@@ -112,6 +111,7 @@ async def test_replicas_that_an_update_spoiled_are_replaced_and_given_the_old_we
         await fleet.adopt(samplers.equip)
 
 
+@pytest.mark.long
 async def test_a_replica_whose_core_is_stuck_is_replaced_and_its_samples_are_not_lost(
     fleet: Fleet, facts: BaseModelFacts, store: Store, bell: Doorbell
 ) -> None:
@@ -170,7 +170,8 @@ async def test_a_version_comes_from_the_ranks_while_they_lend_it_and_from_its_fi
     swapping = asyncio.create_task(swaps.swap(version))
     await transport.asked.wait()
     ending = asyncio.create_task(swaps.end_loan(version))
-    await asyncio.sleep(0.05)
+    for _ in range(100):
+        await asyncio.sleep(0)
     assert not ending.done(), "they are being sent"
     transport.may_open.set()
     await asyncio.gather(swapping, ending)
