@@ -24,6 +24,7 @@ def work(config: dict[str, Any], world: int) -> int:
         with trainer._mode, FlopCounterMode(display=False) as counter:
             model = FullModel(ModelKey(1), LoraSpec(0, 0), trainer.network, ranks, "dimuon")
             gradients = [torch.zeros_like(weight) for weight in model.local(Part.WEIGHT)]
+            model.bounds = dict.fromkeys((Part.WEIGHT, Part.MOMENTUM), 1.0)  # fake tensors have no values
             dimuon.apply(model, gradients, 0.0, DimuonParams(0.02), ranks)
     return counter.get_total_flops()
 
