@@ -23,8 +23,8 @@ class Shape(NamedTuple):
         bounds = torch.tensor([0, *self.lengths], device=device).cumsum(0).to(torch.int32)
         return Segments(tuple((1, length) for length in self.lengths), bounds, max(self.lengths))
 
-    def of_a_model(self) -> attention.Shape:
-        return attention.Shape(self.heads, self.key_heads, self.size)
+    def of_a_model(self) -> attention.HeadShape:
+        return attention.HeadShape(self.heads, self.key_heads, self.size)
 
 
 SHAPE = Shape((1, 7, 129, 4096), 32, 8, 128)

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from skyrl_tinker.training.batching.packed_row import Segments
 from skyrl_tinker.training.models.fused import flash_attention
-from skyrl_tinker.training.models.fused.flash_attention import Shape
+from skyrl_tinker.training.models.fused.flash_attention import HeadShape
 
 IMPLEMENTATION = "skyrl_tinker_packed"
 """Name by which transformers finds the chosen kernel; it builds no mask for names that it does not know."""
@@ -62,9 +62,9 @@ def register_planned(device: str, dtype: torch.dtype) -> None:
     AttentionInterface.register(PLANNED, partial(_attend, kernel, choose_for_sinks(device, dtype)))
 
 
-def shape_of(config: PreTrainedConfig) -> Shape:
+def shape_of(config: PreTrainedConfig) -> HeadShape:
     heads = config.num_attention_heads
-    return Shape(
+    return HeadShape(
         heads,
         getattr(config, "num_key_value_heads", None) or heads,
         getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -72,7 +72,7 @@ def shape_of(config: PreTrainedConfig) -> Shape:
     )
 
 
-def choose_newest(device: str, dtype: torch.dtype, shape: Shape) -> tuple[str, Kernel]:
+def choose_newest(device: str, dtype: torch.dtype, shape: HeadShape) -> tuple[str, Kernel]:
     """Choose a kernel; torch's own if it can run FlashAttention 3 or 4, which this process then does."""
     name, kernel = choose(device, dtype)
     varlen = _varlen_kernel() if device == "cuda" and dtype in _HALF else None

@@ -28,7 +28,7 @@ _PACKAGES = (
 _Kernel = Callable[..., torch.Tensor]
 
 
-class Shape(NamedTuple):
+class HeadShape(NamedTuple):
     """Attention of a model: its heads, those of keys and values, and their size."""
 
     heads: int
@@ -37,7 +37,7 @@ class Shape(NamedTuple):
     sinks: bool = False
 
 
-def activate(kernel: _Kernel, device: str, shape: Shape) -> str | None:
+def activate(kernel: _Kernel, device: str, shape: HeadShape) -> str | None:
     """Let torch run the first that is installed, is for this GPU and agrees with FlashAttention 2 here.
 
     `kernel`: that of attention which runs torch's, for a model of this shape. Return the name, or None:
@@ -59,7 +59,7 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _agrees(package: _Package, kernel: _Kernel, device: str, shape: Shape) -> bool:
+def _agrees(package: _Package, kernel: _Kernel, device: str, shape: HeadShape) -> bool:
     """Try it out, forward and backward; log why it is not used."""
     expected = _results(kernel, device, shape)
     try:
@@ -76,7 +76,7 @@ def _agrees(package: _Package, kernel: _Kernel, device: str, shape: Shape) -> bo
     return False
 
 
-def _results(kernel: _Kernel, device: str, shape: Shape) -> list[torch.Tensor]:
+def _results(kernel: _Kernel, device: str, shape: HeadShape) -> list[torch.Tensor]:
     """Return outputs and gradients, with a sliding window and without."""
     generator = torch.Generator().manual_seed(0)
     tokens, bounds = sum(_LENGTHS), torch.tensor([0, *_LENGTHS]).cumsum(0).to(device, torch.int32)

@@ -18,9 +18,9 @@ from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig
 
 from skyrl_tinker.training.models.attention import choose, shape_of
 from skyrl_tinker.training.models.fused import flash_attention
-from skyrl_tinker.training.models.fused.flash_attention import Shape
+from skyrl_tinker.training.models.fused.flash_attention import HeadShape
 
-SHAPE = Shape(4, 2, 64)
+SHAPE = HeadShape(4, 2, 64)
 
 
 class Handle:
@@ -133,5 +133,5 @@ def test_the_shape_of_the_model_is_tried() -> None:
     assert flash_attention.activate(run, "cpu", shape_of(gemma)) is None
     assert seen == {(8, 4, 256)}
     assert flash_attention.activate(run, "cpu", shape_of(LlamaConfig(hidden_size=256))) == "FA3"
-    assert shape_of(LlamaConfig(hidden_size=256)) == Shape(32, 32, 8)
+    assert shape_of(LlamaConfig(hidden_size=256)) == HeadShape(32, 32, 8)
     assert shape_of(GptOssConfig()).sinks
