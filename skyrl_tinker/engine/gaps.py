@@ -11,20 +11,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from sqlalchemy import Connection
+from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.scheduling.lanes import Gap
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
-from skyrl_tinker.store import session_records
+from skyrl_tinker.store import server_state, session_records
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import expected_requests
 from skyrl_tinker.store.futures.missing import fail_missing
 from skyrl_tinker.store.store import Store
 
-QUIET_S = 3.0
+QUIET_S = 2.0
 """Time after which a missing request that is not on its way is not sent any more, if its client is there."""
+NOTED_S = 1.0
+"""Time from a write that succeeded, in which API processes, too, have noted what they could not before."""
 MOST = 4096
 """Most numbers of a gap that are failed; a larger one is no client's that counts, and ends its model."""
 _log = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ class Gaps:
         self._trainer = trainer
         self._gap_s = gap_s
         self._seen: dict[ModelKey, tuple[Gap, float]] = {}  # by this process's clock: hosts' may differ
+        self._written: dict[ModelKey, float] = {}  # when the database took a write, late in the wait
 
     async def close(self, now: float) -> None:
         """Fail the numbers that never come. `now`: seconds since the epoch."""
@@ -60,21 +63,26 @@ class Gaps:
             for model, (gap, since) in self._seen.items()
             if now - since >= quiet_s
         }
-        if due:
-            await self._close(due, now)
+        self._written = {model: at for model, at in self._written.items() if model in due}
+        try:
+            if due.keys() - self._written:
+                await self._store.write(lambda conn: server_state.put(conn, server_state.GAPS, now))
+                self._written |= dict.fromkeys(due.keys() - self._written, now)
+            if noted := {model: due[model] for model, at in self._written.items() if now - at >= NOTED_S}:
+                await self._close(noted, now)
+        except OperationalError:  # nobody else could note what is on its way: it has its time again
+            self._seen, self._written = {}, {}
 
     async def _close(self, due: Mapping[ModelKey, _Due], now: float) -> None:
-        never = await persistently(lambda: self._store.fetch(lambda conn: self._never(conn, due, now)))
+        never = await self._store.fetch(lambda conn: self._never(conn, due, now))
         large = {model: each for model, each in never.items() if len(each.gap.seq_ids) > MOST}
         if large:
             await self._trainer.give_up({model: _too_large(each.gap) for model, each in large.items()})
         small = {model: each for model, each in never.items() if model not in large}
         if small:
-            await persistently(
-                lambda: self._store.write(
-                    lambda conn: self._fail(conn, self._never(conn, small, now)),
-                    lambda: self._bell.ring("engine"),
-                )
+            await self._store.write(
+                lambda conn: self._fail(conn, self._never(conn, small, now)),
+                lambda: self._bell.ring("engine"),
             )
 
     def _never(self, conn: Connection, due: Mapping[ModelKey, _Due], now: float) -> dict[ModelKey, _Due]:

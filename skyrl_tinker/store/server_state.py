@@ -22,6 +22,8 @@ SETTINGS = "settings"
 """Key of the server's settings, which API processes on other hosts take over."""
 EXPECTED = "expected"
 """Key of which training requests are on their way, see store.futures.expected_requests."""
+GAPS = "gaps"
+"""Key of when the engine last wrote that it looks at missing requests: that the database takes writes."""
 SERVER = "server"
 """Key of `serve` itself: its pid, and when it was started."""
 

@@ -27,7 +27,8 @@ from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.store.database.opening import open_database
 from skyrl_tinker.store.doorbell import Doorbell, Role
-from skyrl_tinker.store.store import Store
+from skyrl_tinker.store.futures import expected_requests
+from skyrl_tinker.store.store import Store, write_once
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from tests.simulation.backends import Ranks, Replicas
 from tests.simulation.faults import Faults, disk_full, fault, point, travel
@@ -136,6 +137,8 @@ class Server:
                 loop.call_later(self.faults.random.random() * MOMENT_S, self._strike, process)
             await process.died
             self._bells.pop(kind, None)
+            if kind == "api" and not self.faults.ended:
+                write_once(self._settings.store_url, expected_requests.note_outage)  # as `serve` does
             await travel(1.0)
 
     def _strike(self, process: Process) -> None:

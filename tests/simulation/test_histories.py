@@ -15,13 +15,15 @@ from tests.support.postgres import programs
 SIMULATE = Path(__file__).parents[2] / "scripts" / "simulate"
 HISTORIES = 60
 MANY = 10_000
-MENDED = (55, 93, 170, 1117, 2449, 4475)
+MENDED = (55, 93, 170, 1117, 2449, 4475, 20208, 20331, 20616)
 """Seeds that found faults of the server; where its code runs otherwise now, they are other histories.
 
 A look at the queues during a step lost the refusal of a pass behind it (55). A save that two engines died of
 failed (93), and one left files behind (170). After a reboot a sample did not wait for weights that the replay
 was writing (1117), and behind a load weights were lost (2449). A save failed of a disk that was full between
 its rename and its fsync (4475).
+A number that was sent again and again to a full disk was taken for one that never comes (20208, 20331,
+20616).
 """
 
 

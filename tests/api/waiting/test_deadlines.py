@@ -15,7 +15,7 @@ from skyrl_tinker.domain.ids import ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine import gaps
 from skyrl_tinker.engine.colocation.placement import Separate
-from skyrl_tinker.engine.gaps import QUIET_S
+from skyrl_tinker.engine.gaps import NOTED_S, QUIET_S
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database.tables import Session
 from skyrl_tinker.store.futures import expected_requests
@@ -58,8 +58,8 @@ async def parked(made: Waiting, model: str, seq_id: int) -> str:
 
 async def closes(made: Waiting, now: float, quiet_s: float = QUIET_S) -> None:
     """Let so much time pass without a request, from `now` on."""
-    await made.deadlines.enforce(now)
-    await made.deadlines.enforce(now + quiet_s)
+    for passed_s in (0.0, quiet_s, quiet_s + NOTED_S):
+        await made.deadlines.enforce(now + passed_s)
 
 
 async def test_a_number_that_never_comes_is_a_failed_request_and_its_model_goes_on(made: Waiting) -> None:
