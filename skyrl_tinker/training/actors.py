@@ -24,6 +24,8 @@ from skyrl_tinker.processes import gc_paused
 from skyrl_tinker.training.rank_placement import RankPlacement
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 
+START_S = 600.0
+"""Limit for a rank's process to start and import, which takes minutes from a cold network disk."""
 STRAGGLERS_S = 2.0
 """Time that the other ranks get to report their own errors after one rank failed."""
 CONCURRENCY = {"ctl": 1, "sync": 2, "checkpoints": 1, "sampler_weights": 1, "files": 1}
@@ -143,7 +145,8 @@ class Actors:
     async def join(self) -> None:
         """Wait until every rank has joined the process group and loaded the base model.
 
-        Raises NoPlaceError where the cluster has no room for them.
+        Raises NoPlaceError where the cluster has no room for them. Loading takes what it takes: a rank whose
+        disk is slow keeps its peers in no collective.
         """
         places = await self._placement.reserve()
         options: dict[str, Any] = {"concurrency_groups": CONCURRENCY}  # which Ray's types do not know
@@ -151,9 +154,14 @@ class Actors:
         self._actors = tuple(
             make.options(**place).remote(self._spec, rank) for rank, place in enumerate(places)
         )
-        await self.ping()
+        try:
+            async with asyncio.timeout(START_S):
+                await self.ping()
+        except TimeoutError as error:
+            raise TrainerError(f"the trainer's processes did not start within {START_S:.0f} s") from error
         meeting = (await self.call(0, "meeting_place", self._placement.hosts)).value
         await self.call_all("join", meeting)
+        await self.call_all("measure")
         for rank in self._placement.far_hosts:
             await self.file_call(rank, "drop_leftovers")
 

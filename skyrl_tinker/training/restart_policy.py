@@ -1,4 +1,4 @@
-"""Restart policy: give up after QUICK_DEATHS deaths, each within QUICK_S of a start, without work between."""
+"""Restart policy: give up after QUICK_DEATHS deaths before or soon after a start, without work between."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class RestartPolicy:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._born = clock()
+        self._born: float | None = clock()  # None: they have not come up since they died
         self._quick = 0
 
     def born(self) -> None:
@@ -32,9 +32,10 @@ class RestartPolicy:
 
     def died(self, cause: TrainerError) -> None:
         """Record a death. Raises TrainerLostError if there were too many."""
-        quick = self._clock() - self._born < QUICK_S
+        quick = self._born is None or self._clock() - self._born < QUICK_S
+        self._born = None
         self._quick = self._quick + 1 if quick else 1
         if self._quick >= QUICK_DEATHS:
             raise TrainerLostError(
-                f"{cause}; that was the {QUICK_DEATHS}rd time, less than {QUICK_S:.0f} s after the start"
+                f"{cause}; that was the {QUICK_DEATHS}rd time, before or within {QUICK_S:.0f} s of a start"
             ) from cause

@@ -276,9 +276,12 @@ class TrainerGroup:
     async def watch(self, patience_s: float) -> None:
         """Check the ranks once; they are broken if one is dead or has not answered for `patience_s`.
 
-        A unit that waits for a hanging rank ends then with TrainerError.
+        A unit that waits for a hanging rank ends then with TrainerError. Ranks that have never answered are
+        left to `restart`: on a busy host a process may take long to start.
         """
         ranks = self._ranks
+        if not ranks.pids:
+            return
         try:
             async with asyncio.timeout(patience_s):
                 await ranks.ping()

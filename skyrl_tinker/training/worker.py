@@ -61,15 +61,24 @@ class Worker:
         return distributed.meeting_place(hosts, self._address)
 
     def join(self, place: MeetingPlace) -> None:
+        """Form the group, then load the base model without another collective; `measure` follows."""
         spec = self.spec
         interface = spec.network_interface or interface_of(self._address)
         ranks = distributed.join(place, self.rank, spec.ranks, spec.device, spec.timeout_s, interface)
-        self.attach(ranks)
+        self._load(ranks)
 
     def attach(self, ranks: Ranks, causal_lm: Any = None) -> None:
         """Load the base model, sharded over `ranks`; or take `causal_lm`, which calls our attention."""
+        self._load(ranks, causal_lm)
+        self.measure()
+
+    def _load(self, ranks: Ranks, causal_lm: Any = None) -> None:
         self._ranks = ranks
         self._base = frozen_network(self.spec, ranks.mesh, causal_lm)
+
+    def measure(self) -> None:
+        """Find out what rows take, with two short passes; then units can run."""
+        ranks = self._ranks
         activations = ActivationMemory.measure(self._base, self.spec.gradient_checkpointing, ranks)
         self._runner = PassRunner(self._base, self._models, ranks, activations.recomputed)
         freeze_gc()
