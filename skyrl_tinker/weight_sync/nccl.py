@@ -6,7 +6,8 @@ unpacking.
 
 import base64
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +32,9 @@ class NcclSender(BroadcastSender):
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
-        self._stream: Any = (
-            None  # its own: a broadcast and the training that is queued do not wait for each other
-        )
+        # Its own: a broadcast and the training that is queued do not wait for each other.
+        self._stream: Any = None
+        self._waiting: Future[Any] = Future()  # for NCCL
 
     def prepare(self) -> str:
         """Return the id by which the members find each other, in base64. It needs no free port."""
@@ -57,7 +58,7 @@ class NcclSender(BroadcastSender):
                     base64.b64decode(address), rank=0, world_size=world, device=device
                 )
 
-        self._group = in_time(join, TIMEOUT_S)
+        self._group = self._in_time(join)
 
     def broadcast(self, packed: "torch.Tensor") -> None:
         import torch
@@ -70,12 +71,34 @@ class NcclSender(BroadcastSender):
                 group.broadcast(packed, src=0, stream=stream)
                 stream.synchronize()
 
-        in_time(send, TIMEOUT_S)  # `leave` aborts one that timed out
+        self._in_time(send)  # `leave` aborts one that timed out
 
     def leave(self) -> None:
         group, self._group = self._group, None
+        _settle(self._waiting, SamplerError("the trainer left the group"))
         if group is not None:
             group.destroy()
+
+    def _in_time(self, work: Callable[[], Any]) -> Any:
+        """Return the result of `work`, which NCCL may keep for ever: its thread is then abandoned.
+
+        SamplerError when it takes longer than TIMEOUT_S, or on `leave`.
+        """
+        self._waiting = waiting = Future()
+
+        def run() -> None:
+            try:
+                _settle(waiting, work())
+            except BaseException as error:
+                _settle(waiting, error)
+
+        Thread(target=run, daemon=True, name="nccl").start()
+        try:
+            return waiting.result(TIMEOUT_S)
+        except TimeoutError as error:
+            if waiting.done():  # its own
+                raise
+            raise SamplerError(f"not all samplers took part in NCCL within {TIMEOUT_S:.0f} s") from error
 
 
 class NcclTransport(BroadcastTransport):
@@ -100,20 +123,9 @@ class NcclTransport(BroadcastTransport):
         return {"names": chunk.names, "dtype_names": chunk.dtypes, "shapes": chunk.shapes}
 
 
-def in_time(work: Callable[[], Any], seconds: float) -> Any:
-    """Return the result of `work`. SamplerError when it takes longer: its thread is then abandoned."""
-    result: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:
-            result.set_exception(error)
-
-    Thread(target=run, daemon=True, name="nccl").start()
-    try:
-        return result.result(seconds)
-    except TimeoutError as error:
-        if result.done():  # its own
-            raise
-        raise SamplerError(f"not all samplers took part in NCCL within {seconds:.0f} s") from error
+def _settle(waiting: Future[Any], result: Any) -> None:
+    with suppress(InvalidStateError):  # it is settled already
+        if isinstance(result, BaseException):
+            waiting.set_exception(result)
+        else:
+            waiting.set_result(result)

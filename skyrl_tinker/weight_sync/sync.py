@@ -25,7 +25,7 @@ from skyrl_tinker.weight_sync.transport import (
 PATIENCE_S = 300.0
 """Limit for one answer of one replica: loading large weights may take minutes."""
 STRAGGLERS_S = 5.0
-"""Limit for calls after a failure: for the trainer to leave, and for replicas that are lost in any case."""
+"""Limit for calls after a failure: for the trainer to leave, and for replicas that cannot go on anyway."""
 PARTIAL = "partial"
 """Version of a replica that holds part of an update. It outlives this process."""
 DISCARD: Message = {"discard": True}
@@ -79,6 +79,8 @@ class _Update:
         self._first: Sequence[str] = ()  # of the failures
         self._paused_at: float | None = None
         self._spoiled = False  # replicas may hold part of the new weights
+        self._joining = False  # a group that a replica cannot leave before all are there
+        self._stuck: Sequence[str] = ()  # in such a group
 
     async def run(self, source: WeightSource, version: str) -> Synced:
         began = time.monotonic()
@@ -109,6 +111,8 @@ class _Update:
         await self._leave()
         if self._spoiled:
             return tuple(self._replicas)
+        if self._stuck:
+            return tuple(self._stuck)
         await _try_all(replica.update_weights(DISCARD) for replica in self._replicas.values())
         if self._paused_at is None:
             return ()
@@ -132,11 +136,13 @@ class _Update:
             return
         workers = await self._call_all("init", self._leave_former_group)
         messages = dict(zip(self._replicas, await self._transport.form(workers), strict=True))
+        self._joining = not self._transport.staged
         await self._call_all(
             "init",
             lambda url: self._replicas[url].init_weight_transfer_engine(messages[url]),
             self._transport.meet(),
         )
+        self._joining = False
         self._transport.members = tuple(self._replicas)
 
     async def _leave_former_group(self, url: str) -> int:
@@ -196,7 +202,8 @@ class _Update:
         """Make the same call to every replica at once, while the trainer does its part.
 
         At the first failure the trainer leaves, so that nobody waits for those that failed. Then all run to
-        their end, so that none changes things later; replicas that are lost are not waited for.
+        their end, so that none changes things later; replicas that are lost are not waited for. Those that
+        still wait in NCCL, which knows no end, for one that cannot come are lost.
         """
         self._phase = phase
         calls = {url: asyncio.ensure_future(_answer(call(url))) for url in self._replicas}
@@ -208,16 +215,20 @@ class _Update:
         finally:
             self._first = tuple(_failures(calls))
             if not all(task.done() and not task.exception() for task in tasks):
-                await self._break_off(tasks)
+                await self._break_off(calls, tasks)
         self._failures = _failures(calls)
         errors = _failures(dict(enumerate(reversed(tasks))))  # the trainer's explains those of the replicas
         if errors:
             raise next(iter(errors.values()))
         return [task.result() for task in calls.values()]
 
-    async def _break_off(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
+    async def _break_off(
+        self, calls: Mapping[str, asyncio.Future[Any]], tasks: Sequence[asyncio.Future[Any]]
+    ) -> None:
         await self._leave()
-        await asyncio.wait(tasks, timeout=STRAGGLERS_S if self._spoiled else None)
+        await asyncio.wait(tasks, timeout=STRAGGLERS_S if self._spoiled or self._joining else None)
+        if self._joining:
+            self._stuck = [url for url, call in calls.items() if not call.done()]
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)

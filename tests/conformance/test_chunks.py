@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,13 @@ from torch import Tensor
 
 from skyrl_tinker.errors import SamplerError, StartupError
 from skyrl_tinker.training.checkpoints.tensor_files import write_tensors
+from skyrl_tinker.weight_sync import nccl
 from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
 from skyrl_tinker.weight_sync.captured_chunks import CapturedSource
 from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer, ChunkSource, FileSource
 from skyrl_tinker.weight_sync.chunks import read_chunks
 from skyrl_tinker.weight_sync.factory import TransportName, backend_of, choose, make_transport, ways_of
-from skyrl_tinker.weight_sync.nccl import in_time
+from skyrl_tinker.weight_sync.nccl import NcclSender
 from tests.conformance.support.ends import HeldByThreads, Tensors, ThreadSenders, carry, ends, size_of
 from tests.support.shards import write_index
 from tests.support.waiting import PATIENCE_S, until
@@ -197,10 +199,19 @@ async def test_each_replicas_workers_have_ranks_of_their_own(name: str) -> None:
     await transport.leave()
 
 
-def test_nccl_is_not_waited_for_for_ever() -> None:
-    assert in_time(lambda: 7, PATIENCE_S) == 7
+def test_nccl_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a member is missing it never returns, and cannot be told to."""
+    sender, in_nccl = NcclSender(0), threading.Event()
+    assert sender._in_time(lambda: 7) == 7
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(sender._in_time, lambda: (in_nccl.set(), threading.Event().wait()))
+        assert in_nccl.wait(PATIENCE_S)
+        sender.leave()
+        with pytest.raises(SamplerError, match="the trainer left the group"):
+            waiting.result(PATIENCE_S)
+    monkeypatch.setattr(nccl, "TIMEOUT_S", 0.01)
     with pytest.raises(SamplerError, match="not all samplers took part in NCCL within 0 s"):
-        in_time(threading.Event().wait, 0.01)
+        sender._in_time(threading.Event().wait)
 
 
 def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
