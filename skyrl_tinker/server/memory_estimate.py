@@ -144,11 +144,17 @@ class MemoryEstimate:
 
     @property
     def arriving(self) -> float:
-        """Bytes of new full parameters that a GPU holds beside vLLM's: thrice the largest chunk."""
+        """Bytes of new full parameters that a GPU holds beside vLLM's.
+
+        Thrice the largest chunk or layer of vLLM's: a chunk, parts that wait for the layer's rest, and the
+        layer that vLLM makes of them.
+        """
         if not self.demand.full:
             return 0
-        embedding = _BFLOAT16 * self.facts.vocab_size * self.facts.hidden_size  # a chunk by itself
-        return 3 * max(self.demand.chunk_bytes, embedding)
+        facts = self.facts
+        inner = 3 * facts.experts * facts.intermediate_size or 2 * facts.intermediate_size
+        layer = _BFLOAT16 * facts.hidden_size * max(facts.vocab_size, inner)
+        return 3 * max(self.demand.chunk_bytes, layer)
 
     @property
     def beside_vllm(self) -> float:

@@ -5,7 +5,6 @@ Run on CPU, over gloo. Not run on a GPU, where the ranks pass chunks on over NCC
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Protocol
 
 import torch
@@ -84,12 +83,12 @@ class CapturedSource:
 
 
 def captured_chunks(dealt: Sequence[Shapes], dtype: torch.dtype, limit: int) -> list[CapturedChunk]:
-    """Return the chunks of all ranks in turn, so that each has time to pack its next one."""
-    by_owner = [
-        [CapturedChunk(group, owner) for group in cut(_entries(shapes, dtype), limit)]
+    """Return the chunks of one rank after the other: of few layers at a time parts have come, not all."""
+    return [
+        CapturedChunk(group, owner)
         for owner, shapes in enumerate(dealt)
+        for group in cut(_entries(shapes, dtype), limit)
     ]
-    return [chunk for chunks in zip_longest(*by_owner) for chunk in chunks if chunk is not None]
 
 
 def _entries(shapes: Shapes, dtype: torch.dtype) -> list[TensorEntry]:

@@ -168,6 +168,9 @@ def test_new_weights_must_fit_beside_vllm_as_they_arrive() -> None:
     assert line.bytes == 3 * 2 * FACTS.vocab_size * FACTS.hidden_size
     chunked = make_plan(replace(full, chunk_bytes=2 * GB), FACTS, full_costs)
     assert [line.bytes for line in chunked.lines if "arrive" in line.name] == [6 * GB]
+    mixture = replace(FACTS, hidden_size=2048, intermediate_size=768, experts=128, experts_per_token=8)
+    experts = make_plan(full, mixture, full_costs)  # of a layer, which are one to vLLM
+    assert [line.bytes for line in experts.lines if "arrive" in line.name] == [3 * 2 * 128 * 3 * 2048 * 768]
     adapters = make_plan(replace(DEMAND, sampler_share=0.85), FACTS, costs)
     assert not any("arrive" in line.name for line in adapters.lines)
 

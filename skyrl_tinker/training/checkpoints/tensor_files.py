@@ -14,17 +14,21 @@ _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def deal(sizes: Mapping[str, int], shares: int) -> list[list[str]]:
-    """Return the names of each share, about equal in size: the largest first, each to the smallest share.
+    """Return the names of each share, about equal in size and in the order of the layers.
 
-    Within a share names keep their order. There are fewer shares than asked for when names are too few.
+    Layers stay whole but at the borders: samplers hold the parts of one until the last has come. There are
+    fewer shares than asked for when names are too few.
     """
-    dealt: list[set[str]] = [set() for _ in range(min(shares, len(sizes)))]
-    loads = [0] * len(dealt)
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
-        least = loads.index(min(loads))
-        dealt[least].add(name)
-        loads[least] += sizes[name]
-    return [[name for name in sizes if name in share] for share in dealt]
+    dealt: list[list[str]] = [[] for _ in range(min(shares, len(sizes)))]
+    total, before, share = sum(sizes.values()), 0, 0
+    for place, (name, size) in enumerate(sizes.items()):
+        after = len(dealt) - share - 1  # each needs a name
+        full = before + size / 2 >= total * (share + 1) / len(dealt)
+        if after and dealt[share] and (full or len(sizes) - place <= after):
+            share += 1
+        dealt[share].append(name)
+        before += size
+    return dealt
 
 
 def shard_name(stem: str, index: int, count: int) -> str:
