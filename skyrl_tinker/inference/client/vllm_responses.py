@@ -31,9 +31,9 @@ VLLM_LEAST_LOGPROB = -9999.0
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """How the tokenizer writes the first bytes of a character whose others are missing."""
 LONGEST_INCOMPLETE = 3  # bytes, and so tokens at most
+BYTES = LONGEST_INCOMPLETE + 1
 CONTEXT_TOKENS = 8
-"""Prompt tokens before the kept ones that are detokenized with them: some tokenizers write a first token
-differently."""
+"""Tokens before others that are detokenized with them: some tokenizers write a first token differently."""
 TRIAL = {
     "token_ids": [0, 0],  # of one token, vLLM's ExampleConnector dies
     "sampling_params": {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 2},
@@ -317,16 +317,28 @@ async def resumable(
     if not stops:
         return aborted
     before = request.prompt[-CONTEXT_TOKENS:]
-    skipped = len(await text_of(before))
+    most = max(map(len, stops))
     count = len(aborted.tokens)
-    while count and _ends_in_stop(await text_of(before + aborted.tokens[:count]), skipped, stops):
+    while count and _ends_in_stop(await _ending(before, aborted.tokens[:count], most, text_of), stops):
         count -= 1
     return aborted.first(count)
 
 
-def _ends_in_stop(text: str, skipped: int, stops: tuple[str, ...]) -> bool:
-    """Return whether a stop string may have begun at the end of text[skipped:]."""
-    generated = text[skipped:]
+async def _ending(before: tuple[int, ...], tokens: tuple[int, ...], most: int, text_of: TextOf) -> str:
+    """Return the text of `tokens`, which follow `before`, or of a long one its last `most` characters."""
+    characters = most + CONTEXT_TOKENS  # where it is cut, they may differ
+    count = BYTES * characters
+    while True:
+        behind = min(count, len(tokens))
+        tail = (before + tokens)[-(CONTEXT_TOKENS + behind) :]
+        text = (await text_of(tail))[len(await text_of(tail[:-behind])) :]
+        if len(text) >= characters or behind == len(tokens):
+            return text
+        count *= BYTES  # there are tokens without text
+
+
+def _ends_in_stop(generated: str, stops: tuple[str, ...]) -> bool:
+    """Return whether a stop string may have begun at the end of the text."""
     ending = len(generated) - len(generated.rstrip(REPLACEMENT))
     if 0 < ending <= LONGEST_INCOMPLETE and not all(stop.isascii() for stop in stops):
         return True
