@@ -27,18 +27,22 @@ class Affinity:
     def __init__(self, replicas: Callable[[], int]) -> None:
         self._replicas = replicas
         self._sequences: Counter[str] = Counter()  # in flight, by key
+        self._total = 0  # of them
 
     @contextmanager
     def key(self, source: SampleSource, prompt: bytes, sequences: int) -> Iterator[str]:
         """Choose a key for a request, which counts under it meanwhile."""
-        most = max(LEAST, self._sequences.total() / (2 * self._replicas()))
+        most = max(LEAST, self._total / (2 * self._replicas()))
         key = next(key for key in _keys(source, prompt) if self._sequences[key] < most)
-        load = Counter({key: sequences})
-        self._sequences += load
+        self._sequences[key] += sequences
+        self._total += sequences
         try:
             yield key
         finally:
-            self._sequences -= load  # drops zeros
+            self._total -= sequences
+            self._sequences[key] -= sequences
+            if not self._sequences[key]:
+                del self._sequences[key]
 
 
 def _keys(source: SampleSource, prompt: bytes) -> Iterator[str]:

@@ -177,13 +177,17 @@ class Samplers:
 
     @contextmanager
     def _counted(self, source: SampleSource) -> Iterator[None]:
-        users = Counter([source.id] if isinstance(source, WeightVersion) else [])
-        self._users += users
+        if not isinstance(source, WeightVersion):
+            yield
+            return
+        self._users[source.id] += 1
         try:
             yield
         finally:
-            self._users -= users  # drops zeros
-            self._used_at.update(dict.fromkeys(users, time.monotonic()))
+            self._users[source.id] -= 1
+            if not self._users[source.id]:
+                del self._users[source.id]
+            self._used_at[source.id] = time.monotonic()
 
     async def _await_files(self, source: SampleSource) -> None:
         if source is None:

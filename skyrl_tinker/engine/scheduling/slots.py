@@ -55,7 +55,10 @@ class Slots:
         """End a turn; one that is not in flight is ignored."""
         turn = self._shared.end(turn_id) or self._reserve.end(turn_id)
         if turn is not None:
-            self._of_session -= Counter([(turn.owner_id, turn.session_id)])  # drops zeros
+            session = turn.owner_id, turn.session_id
+            self._of_session[session] -= 1
+            if not self._of_session[session]:
+                del self._of_session[session]
 
     def _begin(self, turn: SampleTurn, places: "_Places") -> bool:
         places.begin(turn)

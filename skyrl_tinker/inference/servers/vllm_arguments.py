@@ -37,7 +37,7 @@ OURS = frozenset(
         *("load-format", "config-format", "generation-config", "tokenizer", "tokenizer-mode"),
         *("skip-tokenizer-init", "tokens-only", "runner", "convert"),
         *("enable-lora", "enable-scale-out", "enable-prompt-tokens-details", "max-logprobs"),
-        "scheduling-policy",
+        *("scheduling-policy", "lora-target-modules"),
     }
 )
 """Arguments on which skyrl-tinker relies."""

@@ -96,7 +96,15 @@ def test_what_every_server_needs_cannot_be_given() -> None:
         for name in ours:
             with pytest.raises(StartupError, match=f"vllm_args: {name} cannot be given"):
                 check({name: 1})
-    for name in ("weight-transfer-config.backend", "por", "no-enable-lora", "max_model_len", "--host", "O 3"):
+    for name in (
+        "weight-transfer-config.backend",
+        "por",
+        "lora-target-modules",
+        "no-enable-lora",
+        "max_model_len",
+        "--host",
+        "O 3",
+    ):
         with pytest.raises(StartupError, match=f"vllm_args: .*{name}"):
             check({name: 1})
     check({name: True for name in defaults if not name.startswith("no-")})
