@@ -44,7 +44,7 @@ BODIES, BODY_DATUMS, BODY_TOKENS = 208, 160, 1031
 """3.3 MB each."""
 PIECE, UPLOAD, UPLOADS = 1 << 18, 60_000_000, 8
 CONNECTIONS = 300
-START_S, STOP_S, UPLOAD_S = 120.0, 60.0, 0.5
+START_S, STOP_S, UPLOAD_S = 600.0, 600.0, 0.5
 ERROR_S = 0.05
 """Pause after an error: a client that is refused asks no more often."""
 
