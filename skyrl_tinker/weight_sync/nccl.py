@@ -84,7 +84,8 @@ class NcclSender(BroadcastSender):
 
         SamplerError when it takes longer than TIMEOUT_S, or on `leave`.
         """
-        self._waiting = waiting = Future()
+        waiting: Future[Any] = Future()
+        self._waiting = waiting
 
         def run() -> None:
             try:
