@@ -160,7 +160,7 @@ def process_lines(now: Facts) -> Iterator[str]:
 
 
 def run_lines(runs: Facts) -> Iterator[str]:
-    """Yield the runs, and the reasons of those that failed or are lost."""
+    """Yield the runs, and the reasons of those that failed, are lost or parked."""
     rows = [
         (
             run["run_id"],
@@ -178,7 +178,7 @@ def run_lines(runs: Facts) -> Iterator[str]:
     if len(rows) < runs["total"]:
         yield f"and {runs['total'] - len(rows)} before"
     for run in runs["runs"]:
-        if run["state"] in ("failed", "lost"):
+        if run["state"] in ("failed", "lost", "parked"):
             yield f"{run['run_id']} is {run['state']}: {run['state_reason']}"
 
 

@@ -65,7 +65,9 @@ async def _look_up(settings: Settings, path: str) -> tuple[CheckpointRow, ModelR
     with store.read() as conn:
         row = checkpoint_records.find(conn, None, where.model_id, where.kind, where.name)
         model = model_records.by_id(conn, where.model_id)
-        assert not session_records.list_expired(conn, 1e18, 0.0), "nothing that a server would have to end"
+        assert not session_records.list_expired(conn, 1e18, 0.0, 0.0), (
+            "nothing that a server would have to end"
+        )
     await store.close()
     assert row is not None
     assert model is not None
