@@ -48,9 +48,14 @@ def remove(directories: Iterable[Path]) -> None:
 
 
 def list_saves(root: Path) -> dict[Path, tuple[ModelKey, int]]:
-    """Return the directories of saves, each with its model and the future id of the save."""
+    """Return the directories of saves on this host, as `saves_of`."""
+    return saves_of(root.glob("*/*/*"))
+
+
+def saves_of(directories: Iterable[Path]) -> dict[Path, tuple[ModelKey, int]]:
+    """Return those directories that are of saves, each with its model and the future id of the save."""
     found: dict[Path, tuple[ModelKey, int]] = {}
-    for path in root.glob("*/*/*"):
+    for path in directories:
         name, model = _OF_SAVE.fullmatch(path.name), path.parent.parent.name
         if name is not None and model.isdecimal():
             found[path] = ModelKey(int(model)), int(name[1])
