@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from skyrl_tinker.atomic_directory import fsync, storage_errors
+from skyrl_tinker.atomic_directory import storage_errors, write_file
 from skyrl_tinker.errors import StorageError
 
 FILE_NAME = ".database"
@@ -27,11 +27,8 @@ class LocalPlace:
             return self._file.read_text().strip() if self._file.exists() else None
 
     def write_mark(self, mark: str) -> None:
-        staging = self._file.with_name(f"{FILE_NAME}.tmp")
         with storage_errors(f"cannot write {self._file}"):
-            staging.write_text(mark)
-            fsync(staging)
-            staging.rename(self._file)
+            write_file(self._file, mark)
 
 
 def claim(place: MarkedPlace, owner: str, lacks_files: Callable[[], bool]) -> None:

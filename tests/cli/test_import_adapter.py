@@ -3,6 +3,8 @@
 import asyncio
 import json
 import resource
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -163,3 +165,17 @@ def test_a_full_disk_leaves_nothing(settings: Settings, base: str, tmp_path: Pat
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "could not be written: File too large" in line
     assert list(settings.checkpoint_root.glob("*/*/*")) == [Path(kept.directory)]
+
+
+def test_a_directory_that_is_no_adapter_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    code = (
+        "import sys; from skyrl_tinker.cli.commands import app\n"
+        "try: app()\nfinally: assert 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, "import-adapter", str(tmp_path), "--home", str(tmp_path / "home")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    told = f"skyrl-tinker: {tmp_path}: found no adapter_model.safetensors, expected the directory of a PEFT"
+    assert ran.stderr.startswith(told)
+    assert not (tmp_path / "home").exists()
