@@ -1,4 +1,4 @@
-"""What commands that ask a server say where none answers, or it refuses; tests/e2e/test_status.py has more."""
+"""Commands that ask a server, where none answers or it refuses; tests/e2e/test_status.py has the rest."""
 
 import json
 from collections.abc import Iterator
