@@ -1,4 +1,4 @@
-"""Directories that appear complete or not at all, also after a power cut."""
+"""Directories and files that appear complete or not at all, also after a power cut."""
 
 import errno
 import os
@@ -53,6 +53,15 @@ def make_durable(directory: Path) -> int:
     """Make the name of a published directory durable; returns its size in bytes. Raises OSError."""
     fsync(directory.parent)
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def write_file(path: Path, text: str) -> None:
+    """Replace a small file. Raises OSError."""
+    staging = path.with_name(f".{path.name}.tmp")
+    staging.write_text(text)
+    fsync(staging)
+    staging.rename(path)
+    fsync(path.parent)
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from skyrl_tinker.atomic_directory import write_file
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05
@@ -198,9 +200,7 @@ def identities(processes: Iterable[psutil.Process]) -> set[Identity]:
 
 def write_pid_file(path: Path, running: Iterable[Identity]) -> None:
     rows = sorted([identity.pid, identity.created] for identity in running)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(rows))
-    temporary.rename(path)
+    write_file(path, json.dumps(rows))
 
 
 def read_pid_file(path: Path) -> list[Identity]:

@@ -69,7 +69,7 @@ def relocate(
     A home that was moved as a whole needs none of this: what lies below it is recorded relative to it. For
     example, for a server with `--checkpoints /disk/checkpoints`:
 
-    \\b
+    \b
       mv /disk/checkpoints /large/checkpoints
       skyrl-tinker db relocate /disk/checkpoints /large/checkpoints
       skyrl-tinker serve --checkpoints /large/checkpoints

@@ -11,6 +11,7 @@ from skyrl_tinker.atomic_directory import staging_of, storage_errors
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import CheckpointKind, ModelState, OwnerId
+from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from skyrl_tinker.domain.tinker_path import TinkerPath, validate_checkpoint_name
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import StartupError, UserError
@@ -67,6 +68,7 @@ def import_adapter(
         checkpoint = validate_checkpoint_name(name or source.absolute().name)
     except UserError as error:
         raise error if name else UserError(f"{error} (of the directory; --name gives another)") from None
+    _require_files(source)
     base = _base(settings, served)
     owner = _owner(settings, key)
     directory = (
@@ -82,6 +84,15 @@ def import_adapter(
         storage.discard(directory)
         shutil.rmtree(directory.parent.parent, ignore_errors=True)
         raise
+
+
+def _require_files(source: Path) -> None:
+    """Refuse a directory that is no adapter, before torch is imported."""
+    for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE):
+        if not (source / name).is_file():
+            raise UserError(
+                f"{source}: found no {name}, expected the directory of a PEFT adapter, which has one"
+            )
 
 
 def _base(settings: Settings, served: str | None) -> ServedBase:

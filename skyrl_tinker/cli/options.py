@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from pydantic import ValidationError
+from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import SkyrlTinkerError
@@ -25,7 +26,17 @@ def option(setting: str) -> Any:
         name = setting.replace("_", "-")
         return typer.Option(f"--{name}/--no-{name}" if field.default else f"--{name}", help=field.description)
     default = "" if field.default in (None, (), {}) else f" [default: {field.default}]"
-    return typer.Option(help=field.description + default)
+    return typer.Option(help=field.description + default, metavar=_values(field.annotation))
+
+
+def _values(annotation: Any) -> str | None:
+    """Return the values of a closed set, as the help shows them."""
+    choices = [each for part in (annotation, *get_args(annotation)) for each in _choices(part)]
+    return "|".join(choices) or None
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
 def with_options(*settings: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -61,7 +72,10 @@ Config = Annotated[
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End on an error that we raise with one line on stderr and exit code 1; bugs keep their traceback."""
+    """End with one line on stderr and exit code 1 on an error that we raise, of a file, or of the database.
+
+    Bugs keep their traceback.
+    """
     try:
         yield
     except ValidationError as error:
@@ -70,6 +84,12 @@ def one_line_errors() -> Iterator[None]:
         _fail(f"--config: not a TOML file: {error}")
     except SkyrlTinkerError as error:
         _fail(str(error))
+    except OperationalError as error:
+        _fail(f"the database failed: {error.orig}")
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _fail(f"{error.filename}: {error.strerror}")
 
 
 def _problem(found: Any) -> str:

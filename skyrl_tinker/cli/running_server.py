@@ -70,19 +70,31 @@ class RunningServer:
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise StartupError(f"{self.url} needs an API key that it knows: set TINKER_API_KEY")
         if answer.is_error:
-            raise StartupError(f"{self.url}{path} answered {answer.status_code}: {answer.text[:200]}")
+            raise StartupError(f"{self.url}: {_detail(answer)}")
         found: Facts = answer.json()
         return found
 
 
 def _of_home(settings: Settings) -> Settings:
+    """Return where the server of a home listens, of any version."""
     file = Directories(settings).settings_file
     try:
-        return Settings.model_validate(json.loads(file.read_text()))
+        found = json.loads(file.read_text())
+        return Settings.model_validate({name: found[name] for name in ("host", "port", "tls_cert")})
     except FileNotFoundError as error:
         raise StartupError(
             f"no server has run with --home {settings.home}: give --url, TINKER_BASE_URL or another --home"
         ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise StartupError(f"{file} is damaged: give --url, or start the server again") from error
+
+
+def _detail(answer: httpx.Response) -> str:
+    """Return why a request was refused."""
+    try:
+        return str(answer.json()["detail"])
+    except (ValueError, KeyError, TypeError):  # a proxy's answer
+        return f"answered {answer.status_code}: {answer.text[:200]}"
 
 
 def watch(server: RunningServer, interval_s: float, times: int | None, *, as_json: bool) -> None:
@@ -160,7 +172,7 @@ def process_lines(now: Facts) -> Iterator[str]:
 
 
 def run_lines(runs: Facts) -> Iterator[str]:
-    """Yield the runs, and the reasons of those that failed or are lost."""
+    """Yield the runs, and the reasons of those that failed, are lost or parked."""
     rows = [
         (
             run["run_id"],
@@ -178,7 +190,7 @@ def run_lines(runs: Facts) -> Iterator[str]:
     if len(rows) < runs["total"]:
         yield f"and {runs['total'] - len(rows)} before"
     for run in runs["runs"]:
-        if run["state"] in ("failed", "lost"):
+        if run["state"] in ("failed", "lost", "parked"):
             yield f"{run['run_id']} is {run['state']}: {run['state_reason']}"
 
 

@@ -95,8 +95,9 @@ class Effect(StrEnum):
 class ModelState(StrEnum):
     CREATING = "creating"
     READY = "ready"
+    PARKED = "parked"  # not on the ranks, with all that brings it back; another start may
     FAILED = "failed"
-    LOST = "lost"
+    LOST = "lost"  # by a database's update (0007)
     RELEASED = "released"
 
 

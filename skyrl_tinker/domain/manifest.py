@@ -20,6 +20,9 @@ class FileEntry:
     sha256: str
     size: int  # bytes
 
+    def __str__(self) -> str:
+        return f"{self.size} bytes with SHA-256 {self.sha256[:16]}…"
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -122,4 +125,7 @@ def verify_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> N
         path, expected = directory / name, manifest.files[name]
         entry = entry_of(path) if path.is_file() else None
         if entry != expected:
-            raise UserError(f"checkpoint {directory} is damaged: {name}: expected {expected}, found {entry}")
+            raise UserError(
+                f"checkpoint {directory} is damaged: {name}: found {entry or 'none'}, expected {expected}; "
+                "bring that file back from a copy, or use another checkpoint"
+            )

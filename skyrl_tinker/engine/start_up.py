@@ -22,7 +22,7 @@ from skyrl_tinker.engine.compose import (
 from skyrl_tinker.engine.outbox import persistently, read_persistently
 from skyrl_tinker.engine.parity import startup_check
 from skyrl_tinker.engine.parity.probe import allowed_gap
-from skyrl_tinker.engine.recovery import leftovers
+from skyrl_tinker.engine.recovery import leftovers, parking
 from skyrl_tinker.engine.sampler.launch import ToEnd, assemble, launch_servers, sampler_gpus
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.errors import StartupError
@@ -81,7 +81,7 @@ class StartUp:
         return Backends(trainer, fleet, samplers, placement)
 
     async def tidy_up(self) -> None:
-        """Remove what an earlier engine had half written, and give up models of another base model.
+        """Remove what an earlier engine had half written, and park models of other base models.
 
         Waits while the database fails, as on a full disk.
         """
@@ -101,10 +101,10 @@ class StartUp:
         await in_disk_thread(spill.sweep, {version.name for version in versions})
         for version in versions:
             await spill.restore(version)
-        fingerprint = await in_disk_thread(leftovers.fingerprint, Path(self._facts.directory))
-        lost = await self._write(partial(leftovers.give_up_foreign_models, fingerprint=fingerprint))
-        if lost:
-            _log.warning("%d models of another base model are lost", lost)
+        fingerprint = await in_disk_thread(parking.fingerprint, Path(self._facts.directory))
+        sort = partial(parking.sort_models, fingerprint=fingerprint, names=self._facts.names)
+        if parked := await self._write(sort):
+            _log.warning("%d models wait, parked, until their base models are served again", parked)
 
     async def _write(self, op: Op[T]) -> T:
         return await persistently(lambda: self._env.store.write(op))

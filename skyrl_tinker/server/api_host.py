@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
+from skyrl_tinker.atomic_directory import write_file
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.errors import StartupError
@@ -102,7 +103,7 @@ def _listen(settings: Settings, files_home: Path, ready: Report) -> None:
 
     with preflight.listen(settings.host, settings.port) as listener:
         settings = settings.model_copy(update={"port": listener.getsockname()[1], "api_processes": 1})
-        Directories(settings).settings_file.write_text(settings.model_dump_json())
+        write_file(Directories(settings).settings_file, settings.model_dump_json())
         ready(READY + client_url(settings))
         api_process.prepare()
         uvloop.run(api_process.run(settings, listener, files_home))

@@ -5,19 +5,26 @@ import os
 import shutil
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import StartupError, StorageError
 from skyrl_tinker.inference.servers.vllm_arguments import check, workers
-from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
-from skyrl_tinker.store import api_keys, server_state
+from skyrl_tinker.storage import owner_mark
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, CheckpointStorage, Storage, open_storage
+from skyrl_tinker.storage.owner_mark import LocalPlace
+from skyrl_tinker.store import api_keys, checkpoint_records, server_state
 from skyrl_tinker.store.database.opening import file_of
+from skyrl_tinker.store.replay import snapshot_records
 from skyrl_tinker.store.store import write_once
 from skyrl_tinker.weight_sync.factory import choose
 
@@ -26,6 +33,7 @@ START_BYTES = 16 * MiB
 _URL_SETTINGS = ("sampler_urls", "prefill_urls", "decode_urls")
 _RAY_S = 5.0  # for its head to answer
 _BACKLOG = 4096  # thousands of long polls may connect at once
+_ASKED = 20  # directories that are looked for in object storage
 
 
 def check_settings(settings: Settings) -> None:
@@ -68,24 +76,50 @@ def check_placement(settings: Settings) -> None:
 
 def check_storage(settings: Settings) -> None:
     """Refuse object storage that cannot be written to."""
-    _each_storage(settings, CheckpointStorage.probe)
+    for name, url in (("checkpoints", settings.checkpoint_url), ("snapshots", settings.snapshot_url)):
+        if url is not None:
+            with _refusals(name, url):
+                CheckpointStorage(settings.root, url, pauses_s=()).probe()
 
 
 def claim_storage(settings: Settings) -> None:
-    """Refuse object storage that belongs to another database, whose files it would overwrite."""
-    if settings.checkpoint_url or settings.snapshot_url:
-        identity = write_once(settings.store_url, server_state.identity)
-        _each_storage(settings, lambda storage: storage.claim(identity))
+    """Refuse places of files that belong to another database, or lack what this one has recorded there."""
+    owner, checkpoints, snapshots = write_once(settings.store_url, _recorded, settings.root)
+    snapshot_dir = Directories(settings).snapshot_dir
+    for name, root, url, part, recorded in (
+        ("checkpoints", settings.checkpoint_root, settings.checkpoint_url, "", checkpoints),
+        ("snapshots", snapshot_dir, settings.snapshot_url, "models", snapshots),
+    ):
+        with _refusals(name, url or str(root)):
+            storage = open_storage(root, url, part, pauses_s=())
+            place = LocalPlace(root) if url is None else CheckpointStorage(settings.root, url, pauses_s=())
+            at_home = url is None and root.is_relative_to(settings.root) and file_of(settings.store_url)
+            expected = [] if at_home else recorded  # a disk that has the database has its files
+            owner_mark.claim(place, owner, partial(_lacks, expected, root, storage))
 
 
-def _each_storage(settings: Settings, check: Callable[[CheckpointStorage], None]) -> None:
-    for name, url in (("checkpoints", settings.checkpoint_url), ("snapshots", settings.snapshot_url)):
-        if url is None:
-            continue
-        try:
-            check(CheckpointStorage(settings.root, url, pauses_s=()))
-        except (ImportError, ValueError, StorageError) as error:
-            raise StartupError(f"--{name} {url}: {error}{_storage_hint(url, error)}") from error
+def _recorded(conn: Connection) -> tuple[str, list[Path], list[Path]]:
+    """Return the database's identity, and the directories of its checkpoints and snapshots."""
+    checkpoints = checkpoint_records.list_directories(conn).items()
+    snapshots = snapshot_records.all_directories(conn).values()
+    kept = [Path(directory) for directory, removed in checkpoints if not removed]
+    return server_state.identity(conn), kept, [Path(directory) for directory in snapshots]
+
+
+def _lacks(recorded: Sequence[Path], root: Path, storage: Storage) -> bool:
+    """Return whether none of the directories is there that are recorded below this root."""
+    below = [directory for directory in recorded if directory.is_relative_to(root)]
+    asked = below[-_ASKED:] if storage is not LOCAL_DISK else []
+    return bool(below) and not any(each.is_dir() for each in below) and not any(map(storage.has, asked))
+
+
+@contextmanager
+def _refusals(name: str, place: str) -> Iterator[None]:
+    """Turn what is wrong with a place of files into a StartupError that names its setting."""
+    try:
+        yield
+    except (ImportError, ValueError, StorageError) as error:
+        raise StartupError(f"--{name} {place}: {error}{_storage_hint(place, error)}") from error
 
 
 def _storage_hint(url: str, error: Exception) -> str:

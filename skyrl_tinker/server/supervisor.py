@@ -18,6 +18,7 @@ import psutil
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker import processes
+from skyrl_tinker.atomic_directory import write_file
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.units import MiB
@@ -75,7 +76,7 @@ def serve(settings: Settings, ready: Report, progress: Report, warn: Report) -> 
             preflight.check_host(settings)
             with preflight.listen(settings.host, settings.port) as listener:
                 settings = settings.model_copy(update={"port": listener.getsockname()[1]})
-                directories.settings_file.write_text(settings.model_dump_json())
+                write_file(directories.settings_file, settings.model_dump_json())
                 supervisor = _Supervisor(settings, directories, facts, listener, lease, ready, progress, warn)
                 asyncio.run(supervisor.run())
 

@@ -11,7 +11,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -23,18 +23,18 @@ from skyrl_tinker.domain.manifest import FILE_NAME, entry_of, read_listing
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import SkyrlTinkerError, StorageAwayError, StorageError
 from skyrl_tinker.off_loop import in_disk_thread
+from skyrl_tinker.storage import owner_mark
 
 T = TypeVar("T")
 TRIES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses before a call is repeated."""
-OWNER_FILE = ".database"
 FILES_AT_ONCE = 8
 READ_BYTES = 4 * MiB
 """Bytes that are read ahead of a file that stays in storage."""
 AWAY_S = 5.0
 """Pause before that is tried again which was acknowledged, or without which a server cannot go on."""
-HALF_STORED_S = 86_400.0
-"""Age from which a directory without manifest is one that a dead host left."""
+LEFT_S = 86_400.0
+"""Age from which a directory without manifest, or without a row, is one that a dead host left."""
 UNUSED_S = 3600.0
 """Time without use after which a directory of this host may go: nobody still reads it."""
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Storage(Protocol):
     def discard(self, directory: Path) -> None: ...
     def has(self, directory: Path) -> bool: ...
     def listed(self, pattern: str, below: Path | None = None) -> Sequence[Path]: ...
-    def discard_half_stored(self, pattern: str) -> None: ...
+    def discard_old(self, pattern: str, unneeded: Collection[Path]) -> None: ...
     def evict(self, limit: float) -> None: ...
 
 
@@ -85,8 +85,8 @@ class LocalDisk:
         """Return nothing: who sweeps sees the directories."""
         return ()
 
-    def discard_half_stored(self, pattern: str) -> None:
-        """Do nothing: directories appear whole."""
+    def discard_old(self, pattern: str, unneeded: Collection[Path]) -> None:
+        """Do nothing: directories appear whole, and who sweeps sees them."""
 
     def evict(self, limit: float) -> None:
         """Do nothing: this is no cache."""
@@ -126,20 +126,18 @@ class CheckpointStorage:
 
         self._try("write, read and delete a file below", self._base, probe)
 
-    def claim(self, owner: str) -> None:
-        """Mark it as one database's. Raises StorageError where it is another's."""
-        place = f"{self._base}/{OWNER_FILE}"
+    def read_mark(self) -> str | None:
+        """Return the mark of the database that it belongs to, None if there is none."""
+        place = f"{self._base}/{owner_mark.FILE_NAME}"
 
-        def claim() -> str:
-            if not self._files.exists(place):
-                self._files.pipe_file(place, owner.encode())
-            return str(self._files.cat_file(place).decode())
+        def read() -> str | None:
+            return self._files.cat_file(place).decode().strip() if self._files.exists(place) else None
 
-        if self._try("write and read", place, claim) != owner:
-            raise StorageError(
-                f"{self._url} has the files of another database, expected a place of its own; "
-                f"delete {self._name(place)} if that database is gone"
-            )
+        return self._try("read", place, read)
+
+    def write_mark(self, mark: str) -> None:
+        place = f"{self._base}/{owner_mark.FILE_NAME}"
+        self._try("write", place, lambda: self._files.pipe_file(place, mark.encode()))
 
     def store(self, directory: Path) -> None:
         """Store a directory with a manifest; nothing of it stays there after StorageError."""
@@ -257,16 +255,19 @@ class CheckpointStorage:
             _log.warning("files may stay that nobody needs: %s", error)
             return ()
 
-    def discard_half_stored(self, pattern: str) -> None:
-        """Remove what has had no manifest for a day: its host died while it stored or removed it."""
+    def discard_old(self, pattern: str, unneeded: Collection[Path]) -> None:
+        """Remove the `unneeded` directories, and those without manifest, if they are older than a day.
+
+        The host of these died while it stored or removed them, or before it recorded them.
+        """
         for directory, files in self._stored(pattern, self._root).items():
-            if FILE_NAME in files:
+            if FILE_NAME in files and directory not in unneeded:
                 continue
             place = self._place(directory)
             written = [
                 self._try("look at", place, partial(self._written_at, f"{place}/{name}")) for name in files
             ]
-            if time.time() - max(written) > HALF_STORED_S:
+            if time.time() - max(written) > LEFT_S:
                 self.discard(directory)
 
     def _written_at(self, place: str) -> float:
@@ -325,9 +326,11 @@ class CheckpointStorage:
         raise AssertionError("the last try returns or raises")
 
 
-def open_storage(root: Path, url: str | None, part: str = "") -> Storage:
+def open_storage(
+    root: Path, url: str | None, part: str = "", pauses_s: tuple[float, ...] = TRIES_S
+) -> Storage:
     """`part`: a path below the URL."""
-    return LOCAL_DISK if url is None else CheckpointStorage(root, f"{url.rstrip('/')}/{part}")
+    return LOCAL_DISK if url is None else CheckpointStorage(root, f"{url.rstrip('/')}/{part}", pauses_s)
 
 
 async def fetched(storage: Storage, directory: Path) -> None:

@@ -18,7 +18,7 @@ DEFAULT_OPTIMIZER: Mapping[str, Any] = {"type": "adamw"}
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """Recorded model. Times are seconds since the epoch."""
+    """Recorded model. Times are seconds since the epoch. `trained_on`: see `note_base`."""
 
     key: ModelKey
     model_id: ModelId
@@ -32,6 +32,7 @@ class ModelRow:
     state_reason: str | None
     created_at: float
     last_request_at: float
+    trained_on: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,12 @@ def set_state(conn: Connection, key: ModelKey, state: ModelState, reason: str | 
     conn.execute(update(Model).where(Model.key == key).values(state=state, state_reason=reason))
 
 
+def note_base(conn: Connection, fingerprint: str) -> None:
+    """Note the base model of the models that have a state and were made since the last note."""
+    unknown = Model.trained_on.is_(None), Model.state.in_((ModelState.READY, ModelState.PARKED))
+    conn.execute(update(Model).where(*unknown).values(trained_on=fingerprint))
+
+
 def set_spec(
     conn: Connection, key: ModelKey, spec: LoraSpec, base_model: str, optimizer_config: Mapping[str, Any]
 ) -> None:
@@ -144,4 +151,5 @@ def _model(row: AnyRow) -> ModelRow:
         state_reason=row.state_reason,
         created_at=row.created_at,
         last_request_at=row.last_request_at,
+        trained_on=row.trained_on,
     )

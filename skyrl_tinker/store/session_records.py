@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import ColumnElement, Connection, insert, select, update
+from sqlalchemy import ColumnElement, Connection, insert, or_, select, update
 
 from skyrl_tinker.domain.ids import ModelState, OwnerId, SessionId
 from skyrl_tinker.errors import GoneError, NotFoundError
@@ -14,8 +14,8 @@ from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.database.tables import Future, Model, SamplingSession, Session
 
-HELD = (ModelState.CREATING, ModelState.READY)
-"""States of models that may be on the trainer's ranks."""
+HELD = (ModelState.CREATING, ModelState.READY, ModelState.PARKED)
+"""States of models that have a state to release."""
 BEAT_S = 10.0
 """Time between two heartbeats of the SDK."""
 MOST_BEATS = 2.5
@@ -99,14 +99,19 @@ def check_live(row: AnyRow) -> None:
         raise GoneError(f"session {row.session_id} is finished ({row.finish_reason}): create a new one")
 
 
-def list_expired(conn: Connection, now: float, timeout_s: float) -> list[SessionId]:
+def list_expired(conn: Connection, now: float, timeout_s: float, parked_s: float) -> list[SessionId]:
     """Return the sessions to end: silent for `timeout_s`, or finished with models that are not released.
 
-    Silent: without heartbeat, training request and sample.
+    Silent: without heartbeat, training request and sample. With a parked model a session may be silent for
+    `parked_s`: its client has nothing to do meanwhile.
     """
     since = now - timeout_s
     silent = select(Session.session_id).where(
-        Session.finished_at.is_(None), Session.last_heartbeat_at < since, ~_trains(since), ~_samples(since)
+        Session.finished_at.is_(None),
+        Session.last_heartbeat_at < since,
+        or_(Session.last_heartbeat_at < now - parked_s, ~_is_parked()),
+        ~_trains(since),
+        ~_samples(since),
     )
     left = (
         select(Session.session_id)
@@ -122,6 +127,12 @@ def finish_reasons(conn: Connection, sessions: Collection[SessionId]) -> dict[Se
     query = select(Session.session_id, Session.finish_reason).where(Session.finished_at.is_not(None))
     rows = conn.execute(query.where(Session.session_id.in_(sessions)))
     return {SessionId(row.session_id): row.finish_reason for row in rows}
+
+
+def _is_parked() -> ColumnElement[bool]:
+    """Return SQL: a model of the session is parked."""
+    of_session = Model.session_id == Session.session_id
+    return select(Model.key).where(of_session, Model.state == ModelState.PARKED).exists()
 
 
 def _trains(since: float) -> ColumnElement[bool]:

@@ -1,5 +1,6 @@
 """Output of the command line: help, and errors of mistyped settings."""
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 from skyrl_tinker import __version__, config
 from skyrl_tinker.cli.commands import app
+from skyrl_tinker.store.database.migrate import migrate
 
 
 def test_help_names_the_defaults() -> None:
@@ -108,3 +110,49 @@ def test_the_engine_alone_wants_a_settings_file(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["engine", str(tmp_path / "none.json")])
     assert result.exit_code == 2
     assert "does not exist" in result.stderr
+
+
+def one_line(*arguments: str | Path) -> str:
+    """The line with which a command fails."""
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1), result.output
+    return result.stderr
+
+
+@pytest.mark.parametrize("damage", ["it is something else", "its pages are broken"])
+@pytest.mark.parametrize("command", [("keys", "list"), ("keys", "create", "--name", "a"), ("serve",)])
+def test_a_damaged_database_is_named(tmp_path: Path, command: tuple[str, ...], damage: str) -> None:
+    file = tmp_path / "skyrl-tinker.db"
+    migrate(f"sqlite+aiosqlite:///{file}")
+    pages = file.read_bytes()
+    kept = b"" if damage == "it is something else" else pages[:4096]
+    file.write_bytes(kept + b"\x7f" * (len(pages) - len(kept)))
+    told = one_line(*command, "--home", tmp_path)
+    assert f"the database {file} is damaged (" in told
+    assert "put a copy in its place" in told
+
+
+def test_a_disk_that_is_full_under_the_database_is_told(tmp_path: Path) -> None:
+    migrate(config.load(home=tmp_path).store_url)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        told = one_line("keys", "create", "--name", "a", "--home", tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert told.startswith("skyrl-tinker: ")
+
+
+def test_a_file_where_a_directory_has_to_be_is_named() -> None:
+    assert one_line("make-model", "/dev/null/x") == "skyrl-tinker: /dev/null/x: Not a directory\n"
+
+
+def test_help_names_the_values_of_a_closed_set() -> None:
+    shown = " ".join(CliRunner().invoke(app, ["serve", "--help"]).stdout.split())
+    for values in ("--device cpu|cuda", "--placement auto|separate|colocated"):
+        assert values in shown
+
+
+def test_an_example_in_help_keeps_its_lines() -> None:
+    shown = CliRunner().invoke(app, ["db", "relocate", "--help"]).stdout
+    assert "\n    mv /disk/checkpoints /large/checkpoints\n    skyrl-tinker db relocate" in shown

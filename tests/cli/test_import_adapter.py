@@ -3,6 +3,8 @@
 import asyncio
 import json
 import resource
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -65,7 +67,9 @@ async def _look_up(settings: Settings, path: str) -> tuple[CheckpointRow, ModelR
     with store.read() as conn:
         row = checkpoint_records.find(conn, None, where.model_id, where.kind, where.name)
         model = model_records.by_id(conn, where.model_id)
-        assert not session_records.list_expired(conn, 1e18, 0.0), "nothing that a server would have to end"
+        assert not session_records.list_expired(conn, 1e18, 0.0, 0.0), (
+            "nothing that a server would have to end"
+        )
     await store.close()
     assert row is not None
     assert model is not None
@@ -161,3 +165,17 @@ def test_a_full_disk_leaves_nothing(settings: Settings, base: str, tmp_path: Pat
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "could not be written: File too large" in line
     assert list(settings.checkpoint_root.glob("*/*/*")) == [Path(kept.directory)]
+
+
+def test_a_directory_that_is_no_adapter_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    code = (
+        "import sys; from skyrl_tinker.cli.commands import app\n"
+        "try: app()\nfinally: assert 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, "import-adapter", str(tmp_path), "--home", str(tmp_path / "home")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    told = f"skyrl-tinker: {tmp_path}: found no adapter_model.safetensors, expected the directory of a PEFT"
+    assert ran.stderr.startswith(told)
+    assert not (tmp_path / "home").exists()

@@ -12,7 +12,7 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.compose import Environment
-from skyrl_tinker.engine.recovery import leftovers
+from skyrl_tinker.engine.recovery import parking
 from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
@@ -51,15 +51,15 @@ async def test_weights_in_memory_are_looked_for_where_this_home_has_them(
 async def test_a_full_disk_delays_a_start(
     store: Store, bell: Doorbell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = leftovers.give_up_foreign_models
+    write = parking.sort_models
     failures = [OperationalError("UPDATE", None, OSError("disk full"))] * 2
 
-    def fails(conn: Connection, fingerprint: str) -> int:
+    def fails(conn: Connection, fingerprint: str, names: tuple[str, ...]) -> int:
         if failures:
             raise failures.pop()
-        return write(conn, fingerprint)
+        return write(conn, fingerprint, names)
 
-    monkeypatch.setattr(leftovers, "give_up_foreign_models", fails)
+    monkeypatch.setattr(parking, "sort_models", fails)
     monkeypatch.setattr(outbox, "RETRY_S", 0.01)
     starting, _ = start_up(store, bell, tmp_path / "home")
     await starting.tidy_up()

@@ -11,11 +11,18 @@ import pytest
 from skyrl_tinker import config
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.ids import CheckpointKind, ModelState
+from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.process_lock import process_lock
 from skyrl_tinker.server import preflight
-from skyrl_tinker.store import api_keys
+from skyrl_tinker.storage.owner_mark import FILE_NAME
+from skyrl_tinker.store import api_keys, checkpoint_records, model_records, session_records
+from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.model_records import NewModel
+from skyrl_tinker.store.replay import snapshot_records
+from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
 from skyrl_tinker.store.store import write_once
 from skyrl_tinker.user_directory import make_private, user_directory
 from tests.support.certificates import write_certificate
@@ -263,3 +270,69 @@ def test_a_full_disk_is_refused_before_anything_is_written(
         StartupError, match=r"MiB are free at .*/home, .* nothing that was acknowledged is lost"
     ):
         preflight.check_room(tmp_path / "home")
+
+
+def with_rows(home: Path, checkpoints: Path) -> Settings:
+    """A home whose database has a checkpoint and a snapshot."""
+    settings = config.load(
+        home=home, checkpoints=str(checkpoints), snapshots=str(checkpoints.parent / "live")
+    )
+    Directories(settings).make()
+    migrate(settings.store_url)
+    session = write_once(
+        settings.store_url, lambda conn: session_records.create(conn, owner=None, sdk_version="0.38.0")
+    )
+    run = NewModel(session, 0, "tiny", LoraSpec(8, 1), {"type": "adamw"}, {})
+    key = write_once(settings.store_url, lambda conn: model_records.add(conn, run, ModelState.READY, None))
+    saved = settings.checkpoint_root / str(key) / "weights" / "a~2.0a1b2c3d"
+    snapshot = Directories(settings).snapshot_dir / str(key) / "6.0a1b2c3d"
+    new = NewCheckpoint(key, CheckpointKind.WEIGHTS, "a", str(saved), "tiny", LoraSpec(8, 1), 1)
+    write_once(settings.store_url, lambda conn: checkpoint_records.add(conn, new, replace=False))
+    row = SnapshotRow(6, str(snapshot), optimizer=True)
+    write_once(settings.store_url, lambda conn: snapshot_records.put(conn, key, row))
+    for directory in (saved, snapshot):
+        directory.mkdir(parents=True)
+    return settings
+
+
+@pytest.mark.parametrize(("name", "disk"), [("checkpoints", "saved"), ("snapshots", "live")])
+def test_a_start_without_the_disk_of_what_is_recorded_is_refused_and_harms_nothing(
+    tmp_path: Path, name: str, disk: str
+) -> None:
+    settings = with_rows(tmp_path / "home", tmp_path / "saved")
+    for _ in range(2):  # the first one from before there were marks
+        preflight.claim_storage(settings)
+    (tmp_path / disk).rename(tmp_path / "unmounted")
+    Directories(settings).make()
+    with pytest.raises(
+        StartupError, match=f"^--{name} {tmp_path}/.* found none of the files .* mount"
+    ) as refused:
+        preflight.claim_storage(settings)
+    (tmp_path / disk).rename(tmp_path / "empty")
+    (tmp_path / "unmounted").rename(tmp_path / disk)
+    preflight.claim_storage(settings)
+    (tmp_path / disk).rename(tmp_path / "burnt")
+    Directories(settings).make()
+    root = settings.checkpoint_root if name == "checkpoints" else Directories(settings).snapshot_dir
+    line = str(refused.value).partition("write the line ")[2].split()[0]
+    (root / FILE_NAME).write_text(f"{line}\n")
+    preflight.claim_storage(settings)
+
+
+def test_a_restored_database_needs_no_directory_below_its_home(tmp_path: Path) -> None:
+    settings = with_rows(tmp_path / "home", tmp_path / "home" / "checkpoints")
+    for each in ("checkpoints", "live"):
+        shutil.rmtree(tmp_path / "home" / each)
+    Directories(settings).make()
+    preflight.claim_storage(settings)
+
+
+def test_directories_of_another_database_are_refused(tmp_path: Path) -> None:
+    """Its models have the same numbers, and so the same places."""
+    first = with_rows(tmp_path / "first", tmp_path / "saved")
+    preflight.claim_storage(first)
+    second = config.load(home=tmp_path / "second", checkpoints=first.checkpoints)
+    Directories(second).make()
+    migrate(second.store_url)
+    with pytest.raises(StartupError, match=f"^--checkpoints {tmp_path}/saved: found the files of another"):
+        preflight.claim_storage(second)

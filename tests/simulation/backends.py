@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import Failure, PassItem, PassOutput, StepItem, StepOutput
-from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.errors import SamplerError, StorageError
 from skyrl_tinker.inference.client.http_connection import HttpAnswer
 from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.protocol.queue_views import QueuesView
@@ -74,6 +75,11 @@ class Ranks(ScriptedTrainer):
         outputs = await super().optim_step(steps)
         await self._after()
         return outputs
+
+    async def load_state(self, model: ModelKey, directory: str, *, optimizer: bool) -> None:
+        if "weights" not in Path(directory).parts and fault("a snapshot cannot be read"):
+            raise StorageError(f"checkpoint {directory} cannot be read: Stale file handle")
+        await super().load_state(model, directory, optimizer=optimizer)
 
     def _too_large(self, items: Sequence[PassItem], budget: int) -> bool:
         return budget == self.spec.token_budget and len(items) >= CROWD

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from random import Random
 
+from skyrl_tinker.engine.trainer.replay import READS
 from tests.simulation.virtual_loop import PROCESS, Crash, VirtualLoop
 
 FULL_S = 8.0
@@ -18,7 +19,9 @@ CRASHES = (
     "before a removal",
     "after a removal",
 )
-POINTS = (
+DISKS = ("a snapshot cannot be read", "the directories have another path")
+"""In an eighth of the histories, beside others."""
+OFTEN = (
     *(f"engine: {point}" for point in CRASHES),
     "engine: before a call of the ranks",
     "engine: after a call of the ranks",
@@ -41,6 +44,7 @@ POINTS = (
     "a request comes twice",
     "a ring is lost",
 )
+POINTS = (*OFTEN, *DISKS)
 """`engine: …` and `api: …`: that process dies there."""
 ANYWHERE, PASSED = frozenset({"the machine starts again", "the disk is full"}), 200
 """Faults that may come at every point of the engine and the API, and how many a history passes about."""
@@ -50,7 +54,7 @@ DEATHS_OF_RANKS = frozenset(point for point in POINTS if point.startswith("the r
 class Faults:
     """Plan of a history: which points are faults at which of their passages. `hit`: those that came about."""
 
-    def __init__(self, seed: Random, most: int, deaths: int) -> None:
+    def __init__(self, seed: Random, most: int, deaths: int, *, disks: bool) -> None:
         """`deaths`: of the ranks, at most; the server lets a unit kill them four times, then gives it up."""
         self.random = seed
         self._deaths = deaths
@@ -59,7 +63,11 @@ class Faults:
         self.disk_full_until = 0.0
         self._left: dict[str, list[int]] = {}
         for _ in range(seed.randint(0, most)):
-            self._plan(seed.choice(POINTS))
+            self._plan(seed.choice(OFTEN))
+        if disks:
+            self._left["a snapshot cannot be read"] = [1] * seed.randint(1, READS - 1)
+            self._left["the directories have another path"] = [seed.randint(1, 3)]
+            self._left.setdefault("engine: after a call of the ranks", []).append(seed.randint(3, 30))
 
     def _plan(self, point: str) -> None:
         deaths = sum(len(left) for each, left in self._left.items() if each in DEATHS_OF_RANKS)

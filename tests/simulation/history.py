@@ -148,7 +148,7 @@ class History:
             write_once(url, lambda conn: conn.execute(text(f"TRUNCATE {names} RESTART IDENTITY")))
         self._facts = replace(FACTS, directory=str(template))
         self._deadly = self._random.random() < 0.1
-        self.faults = Faults(self._random, FAULTS, deaths=1 if self._deadly else 2)
+        self.faults = Faults(self._random, FAULTS, deaths=1 if self._deadly else 2, disks=seed % 8 == 4)
 
     def run(self) -> int:
         """Return a digest of all that happened. Raises AssertionError when the outcome is not the truth."""
@@ -333,13 +333,15 @@ class History:
             key = _rows(conn, "SELECT key FROM models WHERE model_id = :of", model.model_id)[0][0]
             found = _rows(conn, "SELECT name, directory FROM checkpoints WHERE model_key = :of", key)
             ((futures,),) = _rows(conn, "SELECT count(*) FROM futures WHERE model_key = :of", key)
-        saved = {name: self._home / at for name, at in found}
+        saved = {name: (self._home / at).resolve() for name, at in found}
         exported = saved.pop(EXPORT)
         trained = self._server.ranks.trained[key]
         assert (trained.steps, trained.gradients) == (truth.steps, truth.gradients)
         assert {name: json.loads((at / STEPS_FILE).read_text()) for name, at in saved.items()} == truth.saves
         written = (self._settings.checkpoint_root / str(key)).glob("weights/[!.]*")
-        assert set(written) == set(saved.values()), "nothing is left of saves that were repeated"
+        assert {each.resolve() for each in written} == set(saved.values()), (
+            "nothing is left of saves that were repeated"
+        )
         assert list(exported.parent.iterdir()) == [exported]
         assert (exported / ADAPTER_FILE).is_file()
         assert futures == last + 1

@@ -82,6 +82,7 @@ class Server:
             self._writing = database.connect()
         self._directories = Directories(settings)
         self._directories.run_dir.mkdir()
+        self._by_another_path = _links(self._directories)
         self._app = _app()
         self._transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
         lives = {"api": self._run_api, "engine": self._run_engine}
@@ -171,6 +172,9 @@ class Server:
     async def _run_engine(self, store: Store) -> None:
         bell = cast(Doorbell, Bell(self._bells, "engine"))
         self.ranks, self.replicas = Ranks(), Replicas(self.rollout_s)
+        if fault("the directories have another path"):
+            self._settings = self._settings.model_copy(update=self._by_another_path)
+            self._directories = Directories(self._settings)
         trainer = cast(TrainerGroup, self.ranks)
         status = EngineStatus(store, bell)
         env = Environment(self._settings, self._directories, cast(Any, None), store, bell, status, Metrics())
@@ -181,6 +185,20 @@ class Server:
         samplers = make_samplers(self._settings, self._facts, trainer, fleet, env.metrics)
         backends = Backends(trainer, fleet, samplers, SEPARATE)
         await Engine(env)._serve(compose(env, self._facts, backends), backends)
+
+
+def _links(directories: Directories) -> dict[str, str]:
+    """Make links to the directories of files; returns the settings that name those."""
+    links = directories.home / "links"
+    for name, directory in (
+        ("checkpoints", directories.checkpoint_root),
+        ("snapshots/models", directories.snapshot_dir),
+        ("snapshots/unnamed", directories.overflow_dir),
+    ):
+        directory.mkdir()
+        (links / name).parent.mkdir(parents=True, exist_ok=True)
+        (links / name).symlink_to(directory)
+    return {"checkpoints": str(links / "checkpoints"), "snapshots": str(links / "snapshots")}
 
 
 @cache

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_tinker.config import load
+from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.manifest import FILE_NAME, Manifest, entry_of, write_manifest
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import StartupError, StorageError
@@ -163,15 +164,14 @@ def test_storage_that_cannot_be_written_to_is_refused_at_the_start(
 def test_storage_of_another_database_is_refused(s3: ObjectStorage, tmp_path: Path) -> None:
     """Its models have the same numbers, and so the same places."""
     url = f"s3://{BUCKET}/owned"
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
     first = load(home=tmp_path / "first", checkpoints=url)
     second = load(home=tmp_path / "second", snapshots=url)
     for settings in (first, second):
+        Directories(settings).make()
         migrate(settings.store_url)
     for _ in range(2):  # starts
         preflight.claim_storage(first)
-    with pytest.raises(StartupError, match=f"^--snapshots {url}: {url} has the files of another database"):
+    with pytest.raises(StartupError, match=f"^--snapshots {url}: found the files of another database"):
         preflight.claim_storage(second)
     preflight.claim_storage(second.model_copy(update={"snapshots": f"{url}/other"}))
 
@@ -185,10 +185,10 @@ def test_what_a_dead_host_half_stored_goes_after_a_day(
     storage.store(half)
     s3.client().delete_object(Bucket=BUCKET, Key=f"left/1/half/{FILE_NAME}")
     s3.client().put_object(Bucket=BUCKET, Key="left/notes/of/mine/a.txt", Body=b"of somebody else")
-    storage.discard_half_stored("[0-9]*/*")
+    storage.discard_old("[0-9]*/*", ())
     assert set(storage.listed("[0-9]*/*")) == {whole, half}
-    monkeypatch.setattr(checkpoint_storage, "HALF_STORED_S", -60.0)  # the clocks are two
-    storage.discard_half_stored("[0-9]*/*")
+    monkeypatch.setattr(checkpoint_storage, "LEFT_S", -60.0)  # the clocks are two
+    storage.discard_old("[0-9]*/*", ())
     assert storage.listed("[0-9]*/*", tmp_path / "local" / "1") == [whole]
     assert "left/notes/of/mine/a.txt" in s3.keys("left/")
 

@@ -23,11 +23,12 @@ from tests.store.support.rows import (
 )
 
 NOBODY = SessionId("nobody")
+PARKED_S = 86400.0
 
 
 async def expired(store: Store, after_s: float, timeout_s: float = 600) -> list[SessionId]:
     with store.read() as conn:
-        return session_records.list_expired(conn, time.time() + after_s, timeout_s)
+        return session_records.list_expired(conn, time.time() + after_s, timeout_s, PARKED_S)
 
 
 async def droppable(store: Store) -> list[WeightVersion]:
@@ -75,6 +76,16 @@ async def test_a_silent_session_expires_until_its_models_are_released(
         assert await expired(store, after_s=601) == []
 
 
+async def test_the_session_of_a_parked_model_may_be_silent_for_longer(
+    store: Store, session: SessionId, model: ModelRow
+) -> None:
+    await store.write(lambda conn: model_records.set_state(conn, model.key, ModelState.PARKED))
+    assert await expired(store, after_s=PARKED_S - 1) == []
+    assert await expired(store, after_s=PARKED_S + 1) == [session]
+    await finish_session(store, session)
+    assert await expired(store, after_s=0) == [session]
+
+
 async def test_a_silent_session_that_only_samples_expires_once(store: Store, session: SessionId) -> None:
     assert await expired(store, after_s=599) == []
     assert await expired(store, after_s=601) == [session]
@@ -86,7 +97,7 @@ async def test_a_heartbeat_keeps_a_session(store: Store, session: SessionId, mod
     asked = time.time() + 600
     await store.write(lambda conn: session_records.heartbeat(conn, session))
     with store.read() as conn:
-        assert session_records.list_expired(conn, asked, 600) == []
+        assert session_records.list_expired(conn, asked, 600, PARKED_S) == []
 
 
 async def test_work_keeps_a_session_that_sends_no_heartbeats(
@@ -99,7 +110,7 @@ async def test_work_keeps_a_session_that_sends_no_heartbeats(
         asked = time.time() + 600
         await submit()
         with store.read() as conn:
-            assert session_records.list_expired(conn, asked, 600) == [other]
+            assert session_records.list_expired(conn, asked, 600, PARKED_S) == [other]
         assert set(await expired(store, after_s=601)) == {session, other}
 
 

@@ -1,6 +1,5 @@
-"""Leftovers of a dead engine: half-written directories, and models that cannot return."""
+"""Leftovers of a dead engine: directories that were half written, or that nobody will record."""
 
-import hashlib
 import logging
 import re
 import shutil
@@ -10,17 +9,11 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.domain.ids import CheckpointKind, ModelKey, ModelState
-from skyrl_tinker.domain.tinker_path import TinkerPath
-from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.domain.weight_files import weight_files
-from skyrl_tinker.store import checkpoint_records, model_records, server_state
-from skyrl_tinker.store.futures import finish, queue
-from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.store import checkpoint_records
+from skyrl_tinker.store.futures import queue
 
 _log = logging.getLogger(__name__)
-_TRAINED = "trained_base_model"
-_HEAD_BYTES = 1 << 20
 _OF_SAVE = re.compile(r"[^.~][^~]*~(\d+)(?:\.\w+)?")
 PARTIAL = (".*.partial", ".*.tmp")  # directories that were being written
 OF_OTHERS = ("copy-*", "import-*")
@@ -41,10 +34,10 @@ def sweep_partial(directories: Iterable[Path]) -> None:
 
 def sweep_unrecorded(root: Path, recorded: Iterable[str]) -> None:
     """Remove copies and imports without a checkpoint: their writer died, or it was the last one in there."""
-    kept = {parent for directory in recorded for parent in Path(directory).parents}
+    kept = {parent.name for directory in recorded for parent in Path(directory).parents}
     patterns = (*OF_OTHERS, *OF_OTHERS_PARTIAL)
     for path in (path for pattern in patterns for path in root.glob(pattern)):
-        if path not in kept and path.stat().st_mtime < time.time() - UNRECORDED_S:
+        if path.name not in kept and path.stat().st_mtime < time.time() - UNRECORDED_S:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -55,9 +48,14 @@ def remove(directories: Iterable[Path]) -> None:
 
 
 def list_saves(root: Path) -> dict[Path, tuple[ModelKey, int]]:
-    """Return the directories of saves, each with its model and the future id of the save."""
+    """Return the directories of saves on this host, as `saves_of`."""
+    return saves_of(root.glob("*/*/*"))
+
+
+def saves_of(directories: Iterable[Path]) -> dict[Path, tuple[ModelKey, int]]:
+    """Return those directories that are of saves, each with its model and the future id of the save."""
     found: dict[Path, tuple[ModelKey, int]] = {}
-    for path in root.glob("*/*/*"):
+    for path in directories:
         name, model = _OF_SAVE.fullmatch(path.name), path.parent.parent.name
         if name is not None and model.isdecimal():
             found[path] = ModelKey(int(model)), int(name[1])
@@ -70,46 +68,16 @@ def list_abandoned(conn: Connection, saves: Mapping[Path, tuple[ModelKey, int]])
     Those of saves that this database does not know stay: it may be an older copy of the one that does. Call
     it in a write, after the directories were listed: an engine that was replaced meanwhile is refused.
     """
-    directories = checkpoint_records.list_directories(conn)
+    recorded = checkpoint_records.list_directories(conn).items()
+    directories = {_name(Path(directory)): removed for directory, removed in recorded}
     known = queue.saves_among(conn, [number for _, number in saves.values()])
     return [
         path
         for path, save in saves.items()
-        if (removed := directories.get(str(path))) or (removed is None and save in known)
+        if (removed := directories.get(_name(path))) or (removed is None and save in known)
     ]
 
 
-def fingerprint(base_model: Path) -> str:
-    """Return what tells base models apart: the configuration, and names and heads of the weights."""
-    digest = hashlib.sha256((base_model / "config.json").read_bytes())
-    for path in weight_files(base_model):
-        digest.update(f"{path.name} {path.stat().st_size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_HEAD_BYTES))
-    return digest.hexdigest()
-
-
-def give_up_foreign_models(conn: Connection, fingerprint: str) -> int:
-    """Mark models that were trained on another base model as lost. Returns how many."""
-    before = server_state.get(conn, _TRAINED)
-    server_state.put(conn, _TRAINED, fingerprint)
-    if before in (None, fingerprint):
-        return 0
-    foreign = model_records.list_in_states(conn, ModelState.READY)
-    for model in foreign:
-        reason = why_lost(conn, model, "the server was started with another base model")
-        model_records.set_state(conn, model.key, ModelState.LOST, reason)
-        for future_id in queue.pending_of(conn, model.key):
-            finish.fail(conn, future_id, Failure(reason, "server"))
-    return len(foreign)
-
-
-def why_lost(conn: Connection, model: ModelRow, cause: str) -> str:
-    """Return why a model is lost, and which checkpoint to resume from."""
-    last = checkpoint_records.latest_for_model(conn, model.key, CheckpointKind.WEIGHTS)
-    advice = "it had no checkpoint: create the model again"
-    if last is not None:
-        advice = (
-            f"its last checkpoint is {TinkerPath(model.model_id, last.kind, last.name)}: resume from there"
-        )
-    return f"the training state of model {model.model_id} is lost: {cause}; {advice}"
+def _name(directory: Path) -> tuple[str, ...]:
+    """Return the end of its path: the root may have several names."""
+    return directory.parts[-3:]

@@ -195,19 +195,22 @@ class SnapshotKeeper:
         return partial(snapshot_records.put, model=model, snapshot=row)
 
     async def sweep(self) -> None:
-        """Remove what an earlier engine left: files without a row, and all of models not in training."""
+        """Remove what an earlier engine left: files without a row, and all of models that have ended."""
 
         def kept(conn: Connection) -> tuple[set[ModelKey], dict[ModelKey, str]]:
             snapshots = snapshot_records.all_directories(conn)
-            live = {row.key for row in model_records.list_in_states(conn, ModelState.READY)}
+            alive = model_records.list_in_states(conn, ModelState.READY, ModelState.PARKED)
+            live = {row.key for row in alive}
             return {*snapshots, *unit_records.models_with_bodies(conn)} - live, snapshots
 
         found = await self._directories(self._root)  # first: what comes later is not ours to remove
         dead, snapshots = await self._store.fetch(kept)
         for model in dead:
             await self.forget(model)
-        for path in found - {Path(each) for each in snapshots.values()}:
-            await self._remove(path)
+        recorded = {_name(Path(each)) for each in snapshots.values()}
+        for path in found:
+            if _name(path) not in recorded:
+                await self._remove(path)
 
     async def remove_replaced(self, model: ModelKey) -> None:
         """Remove what the model's snapshot, which was committed, has made superfluous."""
@@ -215,10 +218,14 @@ class SnapshotKeeper:
         if row is not None:
             await self._forget_before(model, row)
 
-    async def forget(self, model: ModelKey) -> None:
-        """Remove all that was kept of a model that is no longer in training."""
-        await self._commits.drain()
+    def pause(self, model: ModelKey) -> None:
+        """Take none of a model that is no longer on the ranks."""
         self._progress.pop(model, None)
+
+    async def forget(self, model: ModelKey) -> None:
+        """Remove all that was kept of a model that has ended."""
+        await self._commits.drain()
+        self.pause(model)
         await persistently(lambda: self._store.write(lambda conn: snapshot_records.drop(conn, model)))
         await self._drop_bodies(model, ALL)
         await self._remove(self._root / str(model))
@@ -256,6 +263,11 @@ class SnapshotKeeper:
     def _new_directory(self, model: ModelKey, seq_id: int) -> Path:
         """Return a directory never used before: an earlier attempt may still be removed."""
         return self._root / str(model) / f"{seq_id}.{secrets.token_hex(4)}"
+
+
+def _name(directory: Path) -> tuple[str, ...]:
+    """Return the end of its path: the root may have several names."""
+    return directory.parts[-2:]
 
 
 def _seq_id_of(directory: Path) -> int:

@@ -62,6 +62,7 @@ class ModelCreation:
         return directory == self._loading
 
     async def create(self, model: ModelRow) -> Finished:
+        self._require_served(model.base_model)  # another may be served than when it was accepted
         await self._trainer.create_model(model.key, model.spec, optimizer_family(model.optimizer_config))
         answer = json_answer({"model_id": model.model_id, "type": "create_model"})
         return Finished(answer, (_set_ready(model),))

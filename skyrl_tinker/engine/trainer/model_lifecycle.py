@@ -1,4 +1,4 @@
-"""Life of the models in training: opened, created, then released, unloaded or lost."""
+"""Life of the models in training: opened, created, parked, released or unloaded."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from skyrl_tinker.domain.ids import ModelKey, ModelState
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.outbox import FutureOutcome, Outbox, json_answer, read_persistently
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
-from skyrl_tinker.engine.recovery.leftovers import why_lost
+from skyrl_tinker.engine.recovery import parking
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
 from skyrl_tinker.store import model_records
@@ -100,15 +100,20 @@ class ModelLifecycle:
             if not self._lanes.under_way(model):
                 await self._release(model, failure)
 
-    async def lose(self, model: ModelKey, cause: str) -> None:
-        """Close a model that cannot be brought back."""
+    async def park(self, model: ModelKey, cause: str) -> None:
+        """Close a model that cannot be brought back now. What could bring it back is kept."""
         await self._drift_monitor.forget(model)
         await self._trainer.release(model)
-        reason = await read_persistently(self._store, lambda conn: why_lost(conn, _row(conn, model), cause))
-        failures = self._close(model, Failure(reason, "server"))
-        await self._outbox.send(failures, _set_state(model, ModelState.LOST, reason))
+        self._snapshots.pause(model)
+        reason = await read_persistently(
+            self._store, lambda conn: parking.why_parked(conn, _row(conn, model), cause)
+        )
+        failure = Failure(reason, "server")
+        self._close(model, failure)
+        pending = await read_persistently(self._store, lambda conn: queue.pending_of(conn, model))
+        failures = [(future_id, failure) for future_id in pending]  # saves that had begun, too
+        await self._outbox.send(failures, _set_state(model, ModelState.PARKED, reason))
         self._lanes.forget(model)
-        await self._snapshots.forget(model)
 
     async def _release(self, model: ModelKey, failure: Failure) -> None:
         self._releasing.discard(model)
@@ -151,4 +156,4 @@ def _set_state(model: ModelKey, state: ModelState, reason: str) -> Op[Any]:
 def _failure_of(model: ModelRow) -> Failure:
     """Return what requests of a model that cannot be trained any more get."""
     reason = model.state_reason or f"model {model.model_id} is {model.state}"
-    return Failure(reason, "server" if model.state is ModelState.LOST else "user")
+    return Failure(reason, "server" if model.state in (ModelState.PARKED, ModelState.LOST) else "user")

@@ -26,7 +26,7 @@ from skyrl_tinker.engine.scheduling.planner import Pass
 from skyrl_tinker.engine.trainer.model_creation import optimizer_family
 from skyrl_tinker.engine.trainer.optim_steps import step_item
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator
-from skyrl_tinker.errors import SkyrlTinkerError, StorageAwayError, TrainerError
+from skyrl_tinker.errors import SkyrlTinkerError, StorageAwayError, StorageError, TrainerError
 from skyrl_tinker.protocol.protobuf import pass_results
 from skyrl_tinker.storage.checkpoint_storage import AWAY_S
 from skyrl_tinker.store import model_records
@@ -42,6 +42,8 @@ from skyrl_tinker.training.trainer_spec import retry_budget
 
 ATTEMPTS = 3
 """Times that a request may kill the ranks when replayed: first as it ran, then alone in smaller rows."""
+READS = 4
+"""Times that a snapshot is tried which a disk cannot read: one behind a network may fail for some seconds."""
 METRIC = "replay_differed"
 REPORT_S = 0.5
 TOLERANCE = 1e-4
@@ -56,15 +58,15 @@ Progress = Callable[[int, int], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class ReplayedModels:
-    """Models that there were, units replayed for them, and models that cannot be brought back, with why."""
+    """Models that there were, units replayed for them, and why some could not be brought back."""
 
     models: int
     units: int
     seconds: float
-    lost: Mapping[ModelKey, str]
+    failed: Mapping[ModelKey, str]
 
     def __str__(self) -> str:
-        back, units = self.models - len(self.lost), self.units
+        back, units = self.models - len(self.failed), self.units
         return (
             f"{back} model{'' if back == 1 else 's'} came back, with {units} replayed "
             f"unit{'' if units == 1 else 's'} of work, in {self.seconds:.1f} s"
@@ -93,7 +95,7 @@ class Replay:
         self._passes = passes
         self._snapshots = snapshots
         self._differed: set[ModelKey] = set()
-        self._lost: dict[ModelKey, str] = {}
+        self._failed: dict[ModelKey, str] = {}
         self._deaths = Counter[int]()  # of the ranks while a request was replayed, by the id of its future
         self.units = 0  # replayed so far
         self.differences = 0  # losses that were not those delivered
@@ -101,11 +103,11 @@ class Replay:
     async def run(self, repeat_saves: RepeatSaves, progress: Progress) -> ReplayedModels:
         """Bring back all models that are ready, on ranks without models.
 
-        Those of requests that kill the ranks each time are lost, too.
+        Those of requests that kill the ranks each time are not, either.
         Raises TrainerError when the ranks die meanwhile: call it again on fresh ones.
         """
         began = time.monotonic()
-        self._lost = {}
+        self._failed = {}
         self._snapshots.reset()
         histories = await persistently(lambda: self._store.fetch(_histories))
         for history in histories:
@@ -120,11 +122,11 @@ class Replay:
             if time.monotonic() - reported > REPORT_S:
                 reported = time.monotonic()
                 await progress(done, len(units))
-            rows = [row for row in units[unit] if model_of(row.row) not in self._lost]
+            rows = [row for row in units[unit] if model_of(row.row) not in self._failed]
             await self._replay(rows, repeat_saves)
             self.units += 1
         self._deaths.clear()
-        return ReplayedModels(len(histories), len(units), time.monotonic() - began, self._lost)
+        return ReplayedModels(len(histories), len(units), time.monotonic() - began, self._failed)
 
     def pop_difference(self, model: ModelKey) -> Mapping[str, float]:
         """Return, once, a metric for a model whose replay gave other losses than were delivered."""
@@ -144,14 +146,18 @@ class Replay:
         except TrainerError:
             raise
         except SkyrlTinkerError as error:
-            self._lost[model.key] = str(error)
+            self._failed[model.key] = str(error)
 
     async def _load(self, model: ModelKey, snapshot: SnapshotRow) -> None:
-        """Load it, and wait while another host has no room for it."""
+        """Load it. Waits while another host has no room for it, and READS times for a disk that fails."""
+        failed = 0
         while True:
             try:
                 await self._trainer.load_state(model, snapshot.directory, optimizer=snapshot.optimizer)
-            except StorageAwayError as error:
+            except StorageError as error:
+                failed += not isinstance(error, StorageAwayError)
+                if failed == READS:
+                    raise
                 _log.warning("tried again in %.0f s: %s", AWAY_S, error)
                 await asyncio.sleep(AWAY_S)
             else:
@@ -169,7 +175,7 @@ class Replay:
             if any(self._deaths[row.row.id] >= ATTEMPTS for row in part):
                 row = part[0].row
                 why = f"request {row.seq_id} kills the trainer's processes each time it is replayed"
-                self._lost[model_of(row)] = why
+                self._failed[model_of(row)] = why
                 continue
             try:
                 await self._replay_part(part, repeat_saves, apart=apart)
@@ -205,7 +211,7 @@ class Replay:
         for row, output in zip(rows, result.outputs, strict=True):
             model = model_of(row.row)
             if isinstance(output, Failure):
-                self._lost[model] = f"request {row.row.seq_id} could not be replayed: {output.message}"
+                self._failed[model] = f"request {row.row.seq_id} could not be replayed: {output.message}"
             else:
                 await self._compare(row.row, output)
 

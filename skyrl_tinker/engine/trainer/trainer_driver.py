@@ -26,6 +26,7 @@ from skyrl_tinker.engine.trainer.replay import Replay, ReplayedModels
 from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
 from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.protocol.queue_views import INCIDENTS, Incident, LaneView, TrainingView
+from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.store.futures import outcomes
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
@@ -288,9 +289,10 @@ class TrainerDriver:
                         self._execution.repeat_saves, partial(_progress, report)
                     )
         self._trainer.note_work()  # they did: what killed them before is not the ranks
-        for model, cause in replayed.lost.items():
+        for model, cause in replayed.failed.items():
             _log.error("model %s cannot be brought back: %s", model, cause)
-            await self._models.lose(model, cause)
+            again = "it is tried again when the server is started again"
+            await self._models.park(model, f"{without_paths(cause)}; {again}")
         if replayed.models:
             _log.info("%s", replayed)
             self._incidents.append(Incident(time.time(), str(replayed), mended=True))

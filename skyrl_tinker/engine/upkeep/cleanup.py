@@ -53,7 +53,7 @@ class Cleanup:
         self._creation = creation
         self._versions = versions
         self._storage = storage
-        self._timeout_s = settings.session_timeout_s
+        self._timeout_s, self._parked_s = settings.session_timeout_s, settings.history_ttl_s
         self._listening_since = time.time()
         self._clock_offset_s = _clock_offset_s()
         self._steps: tuple[Step, ...] = (
@@ -62,7 +62,7 @@ class Cleanup:
             versions.sweep,
             self._remove_checkpoints,
             Purge(store, settings).run_when_due,
-            StorageUpkeep(storage, settings.checkpoint_cache_gb).run_when_due,
+            StorageUpkeep(store, storage, settings.checkpoint_cache_gb).run_when_due,
         )
 
     async def run(self) -> None:
@@ -92,7 +92,9 @@ class Cleanup:
         self._clock_offset_s += advance_s
         listened = now - self._listening_since > self._timeout_s
         timeout_s = self._timeout_s if listened else now
-        return await self._store.fetch(lambda conn: session_records.list_expired(conn, now, timeout_s))
+        return await self._store.fetch(
+            lambda conn: session_records.list_expired(conn, now, timeout_s, self._parked_s)
+        )
 
     async def _end_session(self, session: SessionId) -> None:
         detail = f"no heartbeat for {self._timeout_s:.0f} s"

@@ -2,10 +2,13 @@
 
 import math
 import time
+from functools import partial
 
 from skyrl_tinker.domain.units import GB
+from skyrl_tinker.engine.recovery import leftovers
 from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.storage.checkpoint_storage import Storage
+from skyrl_tinker.store.store import Store
 
 EVICT_S = 300.0
 DISCARD_S = 86_400.0
@@ -14,8 +17,9 @@ CHECKPOINTS = "[0-9]*/*/*"
 
 
 class StorageUpkeep:
-    def __init__(self, storage: Storage, cache_gb: float | None) -> None:
+    def __init__(self, store: Store, storage: Storage, cache_gb: float | None) -> None:
         """`cache_gb`: what the cache may take; None: no bound."""
+        self._store = store
         self._storage = storage
         self._cache_bytes = math.inf if cache_gb is None else cache_gb * GB
         self._evicted_at = self._discarded_at = -math.inf
@@ -28,4 +32,10 @@ class StorageUpkeep:
             await in_disk_thread(self._storage.evict, self._cache_bytes)
         if now - self._discarded_at > DISCARD_S:
             self._discarded_at = now
-            await in_disk_thread(self._storage.discard_half_stored, CHECKPOINTS)
+            await self._discard_left()
+
+    async def _discard_left(self) -> None:
+        """Remove what dead hosts left half stored, and what they stored and did not record."""
+        saves = leftovers.saves_of(await in_disk_thread(self._storage.listed, CHECKPOINTS))
+        abandoned = await self._store.write(partial(leftovers.list_abandoned, saves=saves)) if saves else ()
+        await in_disk_thread(self._storage.discard_old, CHECKPOINTS, abandoned)

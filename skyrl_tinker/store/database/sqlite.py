@@ -6,13 +6,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, NullPool, create_engine
+from sqlalchemy import Connection, Engine, NullPool, create_engine, event
 from sqlalchemy.exc import OperationalError
 
+from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store.database.abstract_database import json_text
 
 BUSY_TIMEOUT_S = 30.0
 DRIVER = "sqlite+aiosqlite"
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 BEGIN_READ, BEGIN_WRITE = "BEGIN", "BEGIN IMMEDIATE"
 _PRAGMAS = (
     "PRAGMA journal_mode = WAL",
@@ -35,13 +37,15 @@ def engine(path: str, home: Path | None = None) -> Engine:
 
     `home`: what `file_paths` are relative to, by default the database's directory.
     """
-    return create_engine(
+    made = create_engine(
         "sqlite://",
         creator=lambda: connect(path),
         poolclass=NullPool,
         json_serializer=json_text,
-        execution_options={"home": home or Path(path).absolute().parent},
+        execution_options={"home": home or Path(path).absolute().parent, "file": path},
     )
+    event.listen(made, "handle_error", lambda context: _require_whole(path, context.original_exception))
+    return made
 
 
 def raw(conn: Connection) -> sqlite3.Connection:
@@ -69,8 +73,20 @@ def transaction(conn: Connection, begin: str = BEGIN_READ) -> Iterator[None]:
 
 
 def execute(conn: Connection, sql: str, parameters: Any = ()) -> sqlite3.Cursor:
-    """Run SQL in the driver. Raises SQLAlchemy's OperationalError."""
+    """Run SQL in the driver. Raises SQLAlchemy's OperationalError, and StartupError for a damaged file."""
     try:
         return raw(conn).execute(sql, parameters)
     except sqlite3.OperationalError as error:
         raise OperationalError(sql, None, error) from error
+    except sqlite3.DatabaseError as error:
+        _require_whole(conn.get_execution_options()["file"], error)
+        raise
+
+
+def _require_whole(path: str, error: BaseException) -> None:
+    """Raise StartupError if the driver raised this for a damaged file."""
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGED:
+        raise StartupError(
+            f"the database {path} is damaged ({error}): with the server stopped, put a copy in its place, as "
+            "`skyrl-tinker db backup` makes them, and delete the files beside it that end in -wal and -shm"
+        ) from error

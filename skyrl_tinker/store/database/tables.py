@@ -129,6 +129,7 @@ class Model(Base):
     state_reason: Mapped[str | None]
     created_at: Mapped[float]
     last_request_at: Mapped[float]
+    trained_on: Mapped[str | None]
 
 
 class AdapterVersion(Base):

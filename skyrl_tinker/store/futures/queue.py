@@ -123,8 +123,12 @@ def read_bodies(conn: Connection, ids: Sequence[int]) -> dict[int, bytes]:
 
 
 def pending_of(conn: Connection, model: ModelKey) -> list[int]:
-    """Return the ids of a model's requests that have not finished."""
-    query = select(Future.id).where(Future.model_key == model, Future.status == FutureStatus.PENDING)
+    """Return the ids of a model's requests that have not finished; it can be unloaded in any state."""
+    query = select(Future.id).where(
+        Future.model_key == model,
+        Future.status == FutureStatus.PENDING,
+        Future.kind != RequestKind.UNLOAD_MODEL,
+    )
     return list(conn.scalars(query))
 
 

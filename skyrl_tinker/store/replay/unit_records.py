@@ -107,8 +107,8 @@ def next_seq(conn: Connection, model: ModelKey) -> int:
 
 
 def next_unit(conn: Connection) -> int:
-    """Return a number above those of all units of models in training."""
-    live = conn.scalars(select(Model.key).where(Model.state == ModelState.READY))
+    """Return a number above those of all units that a replay may repeat."""
+    live = conn.scalars(select(Model.key).where(Model.state.in_((ModelState.READY, ModelState.PARKED))))
     last = [_last(conn, ModelKey(model), Future.unit.is_not(None)) for model in live]
     return max((row.unit + 1 for row in last if row is not None), default=0)
 

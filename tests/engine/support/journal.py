@@ -5,12 +5,12 @@ from typing import Any
 
 import orjson
 
-from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey, RequestKind, SessionId
+from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey, ModelState, RequestKind, SessionId
 from skyrl_tinker.domain.values import AdamParams, Failure, LoraSpec
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.stored_requests import CreateModelBody, OptimStepBody
 from skyrl_tinker.store import model_records, session_records
-from skyrl_tinker.store.futures import outcomes, training_submission
+from skyrl_tinker.store.futures import finish, outcomes, training_submission
 from skyrl_tinker.store.futures.outcomes import Outcome
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import ModelRow, NewModel
@@ -37,6 +37,16 @@ async def submit_create(
             conn, RequestKind.CREATE_MODEL, new, owner=None, body=body, digest=_digest()
         )
     )
+
+
+async def ready_model(store: Store) -> ModelId:
+    """Create a model as if there were an engine."""
+    accepted = await submit_create(store, await new_session(store))
+    assert accepted.model_id is not None
+    key, created = await key_of(store, accepted.model_id), await outcome(store, accepted)
+    await store.write(lambda conn: model_records.set_state(conn, key, ModelState.READY))
+    await store.write(lambda conn: finish.succeed(conn, created.future_id, "application/json", b"{}"))
+    return accepted.model_id
 
 
 async def submit(

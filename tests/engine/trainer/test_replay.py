@@ -15,15 +15,17 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure, PassItem
 from skyrl_tinker.engine import outbox
-from skyrl_tinker.engine.recovery import leftovers
+from skyrl_tinker.engine.recovery import leftovers, parking
 from skyrl_tinker.engine.trainer import replay, trainer_driver
-from skyrl_tinker.errors import StorageAwayError, TrainerError
+from skyrl_tinker.errors import StorageAwayError, StorageError, TrainerError
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import cancellation
 from skyrl_tinker.store.futures.record import Accepted
+from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.replay import snapshot_records, unit_records
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult
@@ -451,22 +453,138 @@ async def test_a_model_waits_for_room_on_the_host_of_a_rank(
     assert await steps_of(world, model) == expected(1, 3)
 
 
-async def test_a_model_whose_snapshot_is_damaged_is_lost_and_the_others_are_not(
-    world: World, new_engine: NewEngine
+async def with_snapshot(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[ModelId, Path]:
+    """A model that has run two steps, and the directory of its snapshot."""
+    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.02)
+    model = await world.model()
+    world.workers.busy_s = 0.0
+    await train_busily(world, model, 1, 2)
+    row = await world.until(
+        lambda: snapshot_of(world, model), lambda row: row is not None and row.seq_id == 6
+    )
+    monkeypatch.setattr(trainer_driver, "IDLE_S", 60.0)
+    return model, Path(row.directory)
+
+
+async def start(store: Store, base_model: str = "tiny") -> None:
+    """Do what a start does before its engine runs."""
+    sort = partial(parking.sort_models, fingerprint=base_model, names=(base_model,))
+    await store.write(sort)
+
+
+async def test_a_model_whose_snapshot_is_damaged_is_parked_until_it_is_mended(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, neighbour = await world.model(), await world.model()
-    await train(world, model, 1, 1)
+    await start(world.store)
+    model, snapshot = await with_snapshot(world, monkeypatch)
+    neighbour = await world.model()
     await train(world, neighbour, 1, 1)
-    row = snapshot_records.SnapshotRow(3, str(world.root / "gone"), optimizer=True)
-    key = await journal.key_of(world.store, model)
-    await world.store.write(lambda conn: snapshot_records.put(conn, key, row))
     after = new_engine(world)
-    after.workers.unreadable.add(row.directory)
-    failed = await journal.submit_step(world.store, model, 4)
+    after.workers.unreadable.add(str(snapshot))
+    failed = await journal.submit_pass(world.store, model, 7)
     await after.done(failed)
-    assert "is lost: checkpoint" in (await journal.error_of(world.store, failed)).message
+    message = (await journal.error_of(world.store, failed)).message
+    assert f"is parked: checkpoint …/{snapshot.name} is damaged; it is tried again" in message
+    assert "it has no checkpoint" in message
     await train(after, neighbour, 4, 1)
     assert await steps_of(after, neighbour) == expected(1, 2)
+    await start(world.store)
+    mended = new_engine(after)
+    await mended.done(await journal.submit_step(world.store, model, 8))  # of the window that failed
+    await train(mended, model, 9, 1)
+    assert await steps_of(mended, model) == [*expected(1, 2), [9, 10]]
+
+
+async def test_a_snapshot_stays_whose_root_has_another_name_now(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, snapshot = await with_snapshot(world, monkeypatch)
+    root = snapshot.parents[1]
+    root.rename(root.with_name("disk"))
+    root.symlink_to(root.with_name("disk"))
+    key = await journal.key_of(world.store, model)
+    row = snapshot_records.SnapshotRow(6, str(root.with_name("disk") / str(key) / snapshot.name), True)
+    await world.store.write(lambda conn: snapshot_records.put(conn, key, row))
+    after = new_engine(world)
+    await train(after, model, 7, 1)
+    assert await steps_of(after, model) == expected(1, 3)
+    assert snapshot.is_dir()
+
+
+async def test_a_disk_that_fails_for_some_seconds_delays_a_replay(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "AWAY_S", 0.01)
+    model, _ = await with_snapshot(world, monkeypatch)
+    after = new_engine(world)
+    after.workers.failing["load"] = StorageError("checkpoint 1/6 cannot be read: Input/output error")
+    await after.until(lambda: after.workers.names().count("load"), lambda tries: tries == 2)
+    after.workers.failing.clear()
+    await train(after, model, 7, 1)
+    assert await steps_of(after, model) == expected(1, 3)
+
+
+async def test_a_model_on_a_disk_that_fails_for_longer_is_parked_with_its_files(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "AWAY_S", 0.01)
+    await start(world.store)
+    model, snapshot = await with_snapshot(world, monkeypatch)
+    after = new_engine(world)
+    after.workers.failing["load"] = StorageError("checkpoint 1/6 cannot be read: Input/output error")
+    await after.until(lambda: journal.model_of(world.store, model), _is_parked)
+    assert after.workers.names().count("load") == replay.READS
+    assert snapshot.is_dir()
+    await start(world.store)
+    mended = new_engine(after)
+    await train(mended, model, 7, 1)
+    assert await steps_of(mended, model) == expected(1, 3)
+
+
+def _is_parked(row: ModelRow) -> bool:
+    return row.state is ModelState.PARKED
+
+
+async def test_a_model_trains_on_as_if_no_other_base_model_had_been_served(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request of meanwhile fails in its place, as any other may."""
+    await start(world.store)
+    model, _ = await with_snapshot(world, monkeypatch)
+    await train(world, model, 7, 1)
+    await start(world.store, "other")
+    other = new_engine(world)
+    stranger = await other.model()
+    await train(other, stranger, 1, 1)
+    failed = await journal.submit_pass(world.store, model, 10, forward_only=True)
+    await other.done(failed)
+    failure = await journal.error_of(world.store, failed)
+    assert "was trained on base model tiny, and this server serves other" in failure.message
+    await start(world.store)
+    after = new_engine(other)
+    await train(after, model, 11, 1)
+    assert await steps_of(after, model) == [*expected(1, 3), [11, 12]]
+    assert "was trained on" in ((await journal.model_of(world.store, stranger)).state_reason or "")
+
+
+@pytest.mark.parametrize("how", ["its session is over", "its client asks"])
+async def test_a_parked_model_can_be_released(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    await start(world.store)
+    model, snapshot = await with_snapshot(world, monkeypatch)
+    await start(world.store, "other")
+    other = new_engine(world)
+    if how == "its session is over":
+        other.driver.release(await journal.key_of(world.store, model))
+    else:
+        await all_done(
+            other, await world.store.write(lambda conn: cancellation.submit_unload(conn, None, model))
+        )
+    await other.until(lambda: journal.model_of(world.store, model), lambda row: row.state == "released")
+    await other.until(lambda: not snapshot.exists())
+    await start(world.store)
+    assert (await journal.model_of(world.store, model)).state is ModelState.RELEASED
 
 
 async def test_a_replay_with_another_loss_says_so_in_the_next_step(
@@ -499,9 +617,9 @@ async def test_a_replayed_request_that_kills_the_ranks_costs_its_own_model_only(
     await all_done(after, await journal.submit_step(world.store, model, 3))
     assert await steps_of(after, model) == [[1, 2]]
     assert after.workers.restarts == replay.ATTEMPTS
-    lost = await journal.model_of(world.store, deadly)
-    assert lost.state is ModelState.LOST
-    assert "request 1 kills the trainer's processes each time it is replayed" in (lost.state_reason or "")
+    parked = await journal.model_of(world.store, deadly)
+    assert parked.state is ModelState.PARKED
+    assert "request 1 kills the trainer's processes each time it is replayed" in (parked.state_reason or "")
 
 
 async def test_a_replayed_unit_for_which_there_is_no_memory_costs_the_large_request_only(
@@ -520,7 +638,7 @@ async def test_a_replayed_unit_for_which_there_is_no_memory_costs_the_large_requ
     after.workers.large = {await journal.key_of(world.store, large)}
     await all_done(after, await journal.submit_step(world.store, model, 3))
     assert await steps_of(after, model) == [[1, 2]]
-    assert (await journal.model_of(world.store, large)).state is ModelState.LOST
+    assert (await journal.model_of(world.store, large)).state is ModelState.PARKED
 
 
 async def test_a_pass_prepared_beside_one_that_dies_with_the_ranks_is_not_forgotten(

@@ -68,7 +68,7 @@ QUERIES: dict[str, Query] = {
     "clearing a session": lambda conn: session_purges.clear_session(conn, SessionId("s")),
     "forgetting a session": lambda conn: session_purges.forget_session(conn, SessionId("s")),
     "weights that are waited for": sampling_sessions.list_awaited_versions,
-    "sessions to end": lambda conn: session_records.list_expired(conn, time.time(), 600.0),
+    "sessions to end": lambda conn: session_records.list_expired(conn, time.time(), 600.0, 1e7),
 }
 
 
@@ -104,7 +104,7 @@ async def test_no_query_goes_through_all_futures(store: Store, sampler: Sampling
 
 
 SWEEPS: dict[str, Query] = {
-    "silent sessions": lambda conn: session_records.list_expired(conn, time.time(), 60.0),
+    "silent sessions": lambda conn: session_records.list_expired(conn, time.time(), 60.0, 1e7),
     "deleted checkpoints": lambda conn: checkpoint_records.list_garbage(conn, time.time()),
     "purge of dropped weights": lambda conn: row_purges.purge_versions(conn, time.time()),
     "purge of stability": lambda conn: row_purges.purge_stability(conn, time.time()),

@@ -1,0 +1,78 @@
+"""Models that are parked: their state is kept, and a later start may bring them back.
+
+Their requests fail with the reason, each in its place, as any request that fails.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from sqlalchemy import Connection
+
+from skyrl_tinker.domain.ids import CheckpointKind, ModelState
+from skyrl_tinker.domain.tinker_path import TinkerPath
+from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.domain.weight_files import weight_files
+from skyrl_tinker.store import checkpoint_records, model_records, server_state
+from skyrl_tinker.store.futures import finish, queue
+from skyrl_tinker.store.model_records import ModelRow
+
+_TRAINED = "trained_base_model"
+_HEAD_BYTES = 1 << 20
+
+
+def fingerprint(base_model: Path) -> str:
+    """Return what tells base models apart: the configuration, and names and heads of the weights."""
+    digest = hashlib.sha256((base_model / "config.json").read_bytes())
+    for path in weight_files(base_model):
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_HEAD_BYTES))
+    return digest.hexdigest()
+
+
+def sort_models(conn: Connection, fingerprint: str, names: Sequence[str]) -> int:
+    """Park the models of other base models than this one, and take up all of this one, parked or not.
+
+    `fingerprint`, `names`: of the base model that is served. Returns how many are of others.
+    """
+    before: str | None = server_state.get(conn, _TRAINED)
+    server_state.put(conn, _TRAINED, fingerprint)
+    model_records.note_base(conn, before or fingerprint)
+    parked = 0
+    for model in model_records.list_in_states(conn, ModelState.READY, ModelState.PARKED):
+        if model.trained_on == fingerprint:
+            model_records.set_state(conn, model.key, ModelState.READY)
+        else:
+            _park(conn, model, _of_another(model, names))
+            parked += 1
+    return parked
+
+
+def why_parked(conn: Connection, model: ModelRow, cause: str) -> str:
+    """Return why a model is parked, and which checkpoint another one could be made from."""
+    last = checkpoint_records.latest_for_model(conn, model.key, CheckpointKind.WEIGHTS)
+    advice = "it has no checkpoint"
+    if last is not None:
+        advice = f"its last checkpoint is {TinkerPath(model.model_id, last.kind, last.name)}"
+    return f"model {model.model_id} is parked: {cause}; {advice}"
+
+
+def _park(conn: Connection, model: ModelRow, cause: str) -> None:
+    reason = why_parked(conn, model, cause)
+    model_records.set_state(conn, model.key, ModelState.PARKED, reason)
+    for future_id in queue.pending_of(conn, model.key):
+        finish.fail(conn, future_id, Failure(reason, "server"))
+
+
+def _of_another(model: ModelRow, names: Sequence[str]) -> str:
+    """Return why a model of another base model cannot be trained here."""
+    if model.base_model in names:
+        return (
+            f"the files of base model {model.base_model} are others than those that it was trained on; its "
+            "training state is kept until they are served again"
+        )
+    return (
+        f"it was trained on base model {model.base_model}, and this server serves {names[0]}; its training "
+        "state is kept until its base model is served again"
+    )

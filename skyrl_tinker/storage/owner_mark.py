@@ -1,0 +1,51 @@
+"""Mark of the database that a place of checkpoints or snapshots belongs to: a file in the place itself."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from skyrl_tinker.atomic_directory import storage_errors, write_file
+from skyrl_tinker.errors import StorageError
+
+FILE_NAME = ".database"
+
+
+class MarkedPlace(Protocol):
+    """Place with a mark. Both raise StorageError."""
+
+    def read_mark(self) -> str | None: ...
+    def write_mark(self, mark: str) -> None: ...
+
+
+class LocalPlace:
+    def __init__(self, root: Path) -> None:
+        self._file = root / FILE_NAME
+
+    def read_mark(self) -> str | None:
+        """Return the mark, None if there is none."""
+        with storage_errors(f"cannot read {self._file}"):
+            return self._file.read_text().strip() if self._file.exists() else None
+
+    def write_mark(self, mark: str) -> None:
+        with storage_errors(f"cannot write {self._file}"):
+            write_file(self._file, mark)
+
+
+def claim(place: MarkedPlace, owner: str, lacks_files: Callable[[], bool]) -> None:
+    """Mark a place as the database's `owner`. `lacks_files`: asked where there is no mark.
+
+    Raises StorageError where the mark is another's, and where files are lacking, as of a disk not mounted.
+    """
+    if place.read_mark() is None:
+        if lacks_files():
+            raise StorageError(
+                f"found none of the files that the database has recorded there, and no {FILE_NAME}; expected "
+                "both: mount the place, or bring the files back. To start without them, write the line "
+                f"{owner} to {FILE_NAME} there"
+            )
+        place.write_mark(owner)
+    if place.read_mark() != owner:  # two may have marked it at once
+        raise StorageError(
+            f"found the files of another database, expected a place of its own; delete {FILE_NAME} there if "
+            "that database is gone"
+        )

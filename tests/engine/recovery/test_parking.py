@@ -1,0 +1,94 @@
+"""Models of other base models are parked at a start, and come back with theirs."""
+
+from functools import partial
+from pathlib import Path
+
+from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelState
+from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.engine.recovery import parking
+from skyrl_tinker.store import checkpoint_records, model_records
+from skyrl_tinker.store.checkpoint_records import NewCheckpoint
+from skyrl_tinker.store.futures import cancellation
+from skyrl_tinker.store.store import Store
+from tests.engine.support import journal
+
+
+async def start_with(store: Store, fingerprint: str, name: str = "tiny") -> int:
+    sort = partial(parking.sort_models, fingerprint=fingerprint, names=(name, f"/models/{name}"))
+    return await store.write(sort)
+
+
+async def test_models_of_another_base_model_are_parked_and_name_both_and_their_last_checkpoint(
+    store: Store,
+) -> None:
+    assert await start_with(store, "first") == 0
+    model = await journal.ready_model(store)
+    key = await journal.key_of(store, model)
+    new = NewCheckpoint(key, CheckpointKind.WEIGHTS, "0007", "/nowhere", "tiny", LoraSpec(8, 1), 1)
+    await store.write(lambda conn: checkpoint_records.add(conn, new, replace=False))
+    waiting = await journal.submit_step(store, model, 1)
+    assert await start_with(store, "first") == 0
+    assert await start_with(store, "second", "other") == 1
+    row = await journal.model_of(store, model)
+    assert row.state is ModelState.PARKED
+    failure = await journal.error_of(store, waiting)
+    assert failure.category == "server"
+    assert failure.message == row.state_reason
+    assert "it was trained on base model tiny, and this server serves other;" in failure.message
+    assert f"tinker://{model}/weights/0007" in failure.message
+
+
+async def test_models_come_back_with_their_base_model_whatever_was_served_meanwhile(store: Store) -> None:
+    await start_with(store, "first")
+    first = await journal.ready_model(store)
+    await start_with(store, "second", "other")
+    second = await journal.ready_model(store)
+    assert await start_with(store, "third", "another") == 2
+    assert await start_with(store, "first") == 1
+    rows = [await journal.model_of(store, model) for model in (first, second)]
+    assert [row.state for row in rows] == [ModelState.READY, ModelState.PARKED]
+    assert rows[0].state_reason is None
+
+
+async def test_a_model_that_could_not_be_read_is_tried_again_by_the_next_start_of_its_base_model(
+    store: Store,
+) -> None:
+    await start_with(store, "first")
+    model = await journal.ready_model(store)
+    key = await journal.key_of(store, model)
+    await store.write(lambda conn: model_records.set_state(conn, key, ModelState.PARKED, "unreadable"))
+    await start_with(store, "second", "other")
+    assert (await journal.model_of(store, model)).state is ModelState.PARKED
+    await start_with(store, "first")
+    assert (await journal.model_of(store, model)).state is ModelState.READY
+
+
+async def test_other_files_under_the_same_name_are_another_base_model(store: Store) -> None:
+    await start_with(store, "first")
+    model = await journal.ready_model(store)
+    await start_with(store, "second")
+    reason = (await journal.model_of(store, model)).state_reason or ""
+    assert "the files of base model tiny are others than those that it was trained on" in reason
+    assert "no checkpoint" in reason
+
+
+async def test_that_a_model_is_to_be_unloaded_outlives_another_base_model(store: Store) -> None:
+    await start_with(store, "first")
+    model = await journal.ready_model(store)
+    unload = await store.write(lambda conn: cancellation.submit_unload(conn, None, model))
+    await start_with(store, "second")
+    assert (await journal.outcome(store, unload)).status is FutureStatus.PENDING
+
+
+def test_base_models_differ_by_configuration_or_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    found = [parking.fingerprint(tmp_path)]
+    (tmp_path / "model.safetensors").write_bytes(b"a")
+    found.append(parking.fingerprint(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"b")
+    found.append(parking.fingerprint(tmp_path))
+    (tmp_path / "config.json").write_text("{ }")
+    found.append(parking.fingerprint(tmp_path))
+    assert len(set(found)) == 4
+    (tmp_path / "consolidated.safetensors").write_bytes(b"a")  # not served
+    assert parking.fingerprint(tmp_path) == found[-1]

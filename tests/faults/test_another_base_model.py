@@ -1,0 +1,52 @@
+"""Models wait, parked, while another base model is served, and train on as if it had not been."""
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+import tinker
+from tinker import types
+
+from skyrl_tinker.server.base_models import tiny_model
+from tests.e2e.support.client import Client, datum, random_tokens
+from tests.support.serve import HEAL_S, serving
+
+pytestmark = pytest.mark.long
+
+STEP = types.AdamParams(learning_rate=1e-2)
+
+
+def losses(training: tinker.TrainingClient, batches: range) -> list[float]:
+    """Train on these batches; the loss of each."""
+    found = []
+    for number in batches:
+        backward = training.forward_backward([datum(random_tokens(40, seed=number))], "cross_entropy")
+        training.optim_step(STEP).result(HEAL_S)
+        found.append(backward.result(HEAL_S).metrics["loss:sum"])
+    return found
+
+
+def test_models_come_back_with_their_base_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    first, second = (str(tmp_path / name) for name in ("first", "second"))
+    for seed, directory in enumerate((first, second)):
+        tiny_model.make_model(Path(directory), seed=seed)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    home = tmp_path / "home"
+    with serving(home, "--port", port, "--base-model", first) as server:
+        service = tinker.ServiceClient(base_url=server.url)
+        expected, training = (Client(server.url, service, first).new_lora() for _ in range(2))
+        truth = losses(expected, range(3))
+        assert losses(training, range(2)) == truth[:2]
+    with serving(home, "--port", port, "--base-model", second) as server:
+        forward = training.forward([datum(random_tokens(40, seed=0))], "cross_entropy")
+        told = f"it was trained on base model {first}, and this server serves {second}; "
+        with pytest.raises(tinker.RequestFailedError, match=re.escape(told)):
+            forward.result(HEAL_S)
+        other = Client(server.url, service, second).new_lora()
+        assert losses(other, range(1)) != truth[:1]
+    with serving(home, "--port", port, "--base-model", first), service:
+        assert losses(training, range(2, 3)) == truth[2:]
