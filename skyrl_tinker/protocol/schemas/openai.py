@@ -320,7 +320,7 @@ def parse_openai(model: type[R], payload: Any) -> R:
     except ValidationError as error:
         problems = error.errors(include_url=False)
         field = str(problems[0]["loc"][0]) if problems[0]["loc"] else ""
-        raise FieldError("; ".join(describe(problem) for problem in problems), field) from error
+        raise FieldError(describe(problems), field) from error
 
 
 def error_body(error: SkyrlTinkerError, text: str = "") -> dict[str, Any]:

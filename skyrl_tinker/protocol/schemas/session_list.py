@@ -9,7 +9,7 @@ from skyrl_tinker.protocol.schemas.base import Items, Message, StrictMessage, St
 from skyrl_tinker.protocol.schemas.runs import AccessScope, Paging
 
 FinishedBy = Literal["success", "errored", "interrupted"]
-ShortText = Annotated[Text, StringConstraints(min_length=1, max_length=512)]
+ShortText = Annotated[Text, StringConstraints(min_length=1)]
 
 
 class SessionQuery(StrictQuery):

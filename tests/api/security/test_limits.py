@@ -139,7 +139,6 @@ async def test_metadata_has_a_size(world: World) -> None:
         ("create_session", {**SESSION, **large}),
         ("create_session", {**SESSION, "tags": ["x" * 1100]}),
         ("create_session", {**SESSION, "sdk_version": "x" * 1100}),
-        ("copy_weights", {"source_path": "tinker://a/weights/b", "destination_project_id": "x" * 1100}),
         (
             "create_model",
             {"session_id": await world.session(), "model_seq_id": 0, "base_model": BASE, **large},
