@@ -112,7 +112,7 @@ def rotate(
         typer.Option(
             parser=_seconds,
             metavar="DURATION",
-            help="Time that the old secret stays valid, as in 15m; 0 for a secret that leaked",
+            help="Time that the old secret stays valid, as in 15m, at most 7d; 0 for one that leaked",
         ),
     ] = "1h",  # type: ignore[assignment]  # the parser reads the default, too
     expires_in: Duration = None,

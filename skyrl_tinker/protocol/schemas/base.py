@@ -66,7 +66,7 @@ NullableDict = Annotated[
 
 
 _UNKNOWN_KEY = "unknown_key"
-_MOST_PROBLEMS = 5
+MOST_PROBLEMS = 5
 _SHOWN = 80
 
 
@@ -134,8 +134,8 @@ def parse(model: type[M], payload: Any) -> M:
 
 def describe(problems: Sequence[Any]) -> str:
     """Word pydantic's error details for a user: the first few of them."""
-    more = len(problems) - _MOST_PROBLEMS
-    texts = [_describe(problem) for problem in problems[:_MOST_PROBLEMS]]
+    more = len(problems) - MOST_PROBLEMS
+    texts = [_describe(problem) for problem in problems[:MOST_PROBLEMS]]
     return "; ".join([*texts, f"and {more} more"] if more > 0 else texts)
 
 
