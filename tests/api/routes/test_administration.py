@@ -66,7 +66,7 @@ async def test_an_admin_sees_what_every_owner_has(world: World, alice: str) -> N
     assert (found["alice"]["owned"]["checkpoints"], found["alice"]["owned"]["stored_bytes"]) == (1, 10)
     assert found["root"]["owned"]["models"] == 0
     assert (found["root"]["admin"], found["alice"]["admin"], found["alice"]["live"]) == (True, False, True)
-    assert (await get(world, "console/admin"))["limits"]["metadata_kb"] == 256
+    assert (await get(world, "console/admin"))["limits"]["metadata_kb"] == 16
     assert alice not in str(found)
 
 
