@@ -8,8 +8,8 @@ from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.units import GB, KiB
 from skyrl_tinker.errors import KeyLimitError
 
-_OF_ONE: Mapping[str, float] = {"metadata_kb": 256}
-_OF_SEVERAL: Mapping[str, float] = {"sessions": 1000, "backlog": 10_000, "metadata_kb": 16}
+_OF_ONE: Mapping[str, Any] = {"metadata_kb": 256}
+_OF_SEVERAL: Mapping[str, Any] = {"sessions": 1000, "backlog": 10_000, "metadata_kb": 16}
 
 
 @dataclass(frozen=True, slots=True)

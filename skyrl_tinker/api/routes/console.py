@@ -57,7 +57,7 @@ async def now(deps: Deps, caller: CallerDep) -> NowResponse:
     "/runs", summary="Training runs with the measures of their last step", response_model=RunsResponse
 )
 async def list_runs(query: Annotated[Paging, Query()], deps: Deps, reach: Reached) -> Response:
-    """Of long metadata the beginning; `/console/runs/{run}` has all."""
+    """List of long metadata the beginning; `/console/runs/{run}` has all."""
 
     def read(conn: Connection) -> RunsResponse:
         page = training_runs.page(conn, reach, "owned", query.limit, query.offset)

@@ -59,7 +59,7 @@ async def index() -> FileResponse:
 
 @root.get("/docs", summary="Interactive documentation of this API")
 async def docs() -> FileResponse:
-    """Its scripts come from a package, so that it works offline; they set styles, with images in them."""
+    """Send the page, whose scripts come from a package, to work offline; they set styles with images."""
     return FileResponse(str(_FILES / "docs.html"), headers=_headers("'self' 'unsafe-inline'", "'self' data:"))
 
 
