@@ -18,7 +18,6 @@ from skyrl_tinker.api import error_responses
 from skyrl_tinker.api.middleware.route_traits import Trait, has
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.errors import NoRoomError
-from skyrl_tinker.off_loop import in_disk_thread
 
 LOOK_S = 1.0
 PATIENCE_S = 1.0
@@ -46,7 +45,7 @@ class DiskRoom:
         now = time.monotonic()
         if self._looking is None or (self._looking.done() and now - self._looked_at > LOOK_S):
             self._looked_at = now
-            self._looking = asyncio.ensure_future(in_disk_thread(self._look))
+            self._looking = asyncio.ensure_future(asyncio.to_thread(self._look))
             await asyncio.wait((self._looking,), timeout=PATIENCE_S)
         if self._looking.done():
             self._looking.result()
