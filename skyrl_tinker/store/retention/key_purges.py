@@ -1,5 +1,7 @@
 """Purge of what a key left behind, at an administrator's word."""
 
+from typing import Any
+
 from sqlalchemy import Connection, exists, select, update
 
 from skyrl_tinker.domain.ids import SessionId
@@ -30,7 +32,7 @@ def purge_key(conn: Connection, former: str) -> tuple[int, int]:
         checkpoint_records.delete(conn, checkpoint)
     of_owner = select(Session.session_id).where(owned_by(owner))
     models = select(Model.key).where(Model.session_id.in_(of_owner))
-    bare = {"user_metadata": {}}
+    bare: dict[str, Any] = {"user_metadata": {}}
     conn.execute(update(SavedCheckpoint).where(SavedCheckpoint.model_key.in_(models)).values(bare))
     conn.execute(update(Model).where(Model.session_id.in_(of_owner)).values(bare))
     conn.execute(update(Session).where(owned_by(owner)).values({**bare, "tags": []}))
