@@ -344,13 +344,13 @@ class Settings(BaseSettings):
         None, ge=0, description="Checkpoints of one API key; beyond it saves fail [default: any amount]"
     )
     key_sessions: int | None = Field(
-        None, ge=0, description="Open sessions of one API key [default: any number]"
+        None, ge=0, description="Open sessions of one API key [default: any number, with several keys 1000]"
     )
     key_backlog: int | None = Field(
         None,
         ge=1,
         description="Waiting requests of one API key; beyond it new ones are answered with 429 and the SDK "
-        "tries again [default: any number]",
+        "tries again [default: any number, with several keys 10000]",
     )
     key_requests_per_s: float | None = Field(
         None,
@@ -359,7 +359,9 @@ class Settings(BaseSettings):
         "wait for results; beyond it 429 [default: any number]",
     )
     key_metadata_kb: float | None = Field(
-        256, ge=0, description="Metadata, tags and names in one request, as JSON"
+        None,
+        ge=0,
+        description="Metadata, tags and names in one request, as JSON [default: 256, with several keys 16]",
     )
     key_stop_kb: float | None = Field(64, ge=0, description="Stop strings of one sample")
     trust_forwarded: bool = Field(
@@ -449,7 +451,7 @@ class Settings(BaseSettings):
 
     @property
     def key_limits(self) -> KeyLimits:
-        """Limits of every key that has none of its own."""
+        """Limits of every key that has none of its own, as they are set."""
         return KeyLimits(**{name: getattr(self, f"key_{name}") for name in NAMES})
 
     def api_share(self, value: int) -> int:

@@ -32,6 +32,13 @@ from typing import ClassVar, Literal
 from skyrl_tinker.redaction import redact
 
 Category = Literal["user", "server", "unknown"]
+MOST_CHARACTERS = 4096
+"""Characters of a text about a failure that are kept: part of it may be a client's, of any length."""
+
+
+def cut(text: str) -> str:
+    """Return the first MOST_CHARACTERS of a text, and how many there were."""
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}… ({len(text)} characters)"
 
 
 class SkyrlTinkerError(Exception):
@@ -47,6 +54,9 @@ class SkyrlTinkerError(Exception):
 class UserError(SkyrlTinkerError):
     status = 400
     category = "user"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(cut(message))
 
 
 class UnauthenticatedError(UserError):

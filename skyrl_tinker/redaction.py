@@ -1,4 +1,6 @@
-"""Secrets out of messages: API keys, JWTs and signatures of URLs, wherever a client put them by mistake.
+"""Secrets out of messages, wherever a client put them by mistake: keys, JWTs and signatures of URLs.
+
+Keys are ours, and those of Hugging Face, age and AWS.
 
 Also the server's paths, out of what clients get.
 """
@@ -10,6 +12,10 @@ _SECRETS = re.compile(
     r"tml-[\w-]{16,}"  # also the beginning of a shortened one
     r"|eyJ[\w-]{8,}(?:\.[\w-]*){0,2}"
     r"|(?<=signature=)[0-9a-fA-F]{8,}"
+    r"|hf_[A-Za-z0-9]{16,}"
+    r"|AGE-SECRET-KEY-[0-9A-Z-]{8,}"
+    r"|(?:AKIA|ASIA)[0-9A-Z]{16}"
+    r"|(?P<name>(?i:aws_secret_access_key|aws_session_token)['\"]?\s*[=:]\s*['\"]?)[A-Za-z0-9/+=]{16,}"
 )
 _PATHS = re.compile(
     r"(?P<quote>['\"])/(?:(?!(?P=quote)).)*/(?P<quoted>(?:(?!(?P=quote))[^/])+)/*(?P=quote)"
@@ -19,7 +25,7 @@ _PATHS = re.compile(
 
 
 def redact(text: str) -> str:
-    return _SECRETS.sub("[secret]", text)
+    return _SECRETS.sub(lambda found: f"{found['name'] or ''}[secret]", text)
 
 
 def without_paths(text: str) -> str:

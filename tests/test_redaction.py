@@ -21,6 +21,20 @@ def test_keys_and_tokens_are_left_out(secret: str, text: str) -> None:
     assert not any(part in said for part in secret.split("."))
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"token hf_{'aB3' * 11}x", "token [secret]"),
+        (f"found 'AGE-SECRET-KEY-1{'QPZRY9X8' * 7}'", "found '[secret]'"),
+        ("key AKIAIOSFODNN7EXAMPLE.", "key [secret]."),
+        ("AWS_SECRET_ACCESS_KEY=wJalrXUtnFEMI/K7MDENG/bPxRfi", "AWS_SECRET_ACCESS_KEY=[secret]"),
+        ("{'aws_session_token': 'FQoGZXIvYXdzEJr//////'}", "{'aws_session_token': '[secret]'}"),
+    ],
+)
+def test_keys_of_others_are_left_out(text: str, said: str) -> None:
+    assert redact(text) == said
+
+
 def test_signatures_of_urls_are_left_out() -> None:
     said = redact(f"GET /download/trace/s?expires=1&signature={SIGNATURE} HTTP/1.1")
     assert said == "GET /download/trace/s?expires=1&signature=[secret] HTTP/1.1"
@@ -33,6 +47,7 @@ def test_signatures_of_urls_are_left_out() -> None:
         "tinker://8d7f4f2e-7d5b-4c3a-9a51-000000000000:train:0/weights/a",
         "no key with the id '3': see `skyrl-tinker keys list`",
         "key eyJ",
+        "model hf_internal, and user_metadata.aws_secret_access_key: Input should be a valid string",
     ],
 )
 def test_other_text_stays(text: str) -> None:

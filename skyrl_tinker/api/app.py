@@ -32,7 +32,6 @@ from skyrl_tinker.api.routes import (
     checkpoints,
     client,
     console,
-    docs,
     download,
     external,
     futures,
@@ -100,11 +99,6 @@ RESOURCES = (
     administration,
 )
 
-NUMBERED = frozenset({"/api/v1/forward_backward"})
-"""Paths that consume a seq_id even when the body is refused: later requests would wait for a missing one."""
-POLLS = frozenset({"/api/v1/retrieve_future", "/api/v1/retrieve_futures"})
-"""Paths whose answers may take as long as a poll: their bodies are small."""
-
 
 def create_app(
     settings: Settings,
@@ -138,7 +132,11 @@ def make_services(
     metrics = ApiMetrics()
     keys = KeyRing(store, signing, settings.key_limits, clock)
     room = DiskRoom((settings.root, settings.checkpoint_root), settings.min_free_gb)
-    metrics.watch("disk_free_bytes", "Free bytes under home or for checkpoints, the fewer", room.free_bytes)
+    metrics.watch(
+        "disk_free_bytes",
+        "Free bytes under home or for checkpoints, the fewer",
+        lambda: room.free_bytes,
+    )
     metrics.watch(
         "disk_least_bytes",
         "Free bytes below which new work is refused (min_free_gb)",
@@ -181,7 +179,7 @@ def make_app(settings: Settings) -> FastAPI:
         title="skyrl-tinker",
         version=__version__,
         lifespan=_lifespan,
-        openapi_url=docs.OPENAPI_URL,
+        openapi_url=pages.OPENAPI_URL,
         responses=ERRORS,
         docs_url=None,
         redoc_url=None,
@@ -191,8 +189,6 @@ def make_app(settings: Settings) -> FastAPI:
         BodyLimitMiddleware,
         limits=_body_limits(settings),
         spool=Directories(settings).run_dir,
-        numbered=NUMBERED,
-        polls=POLLS,
     )
     app.add_middleware(DiskRoomMiddleware)
     app.add_middleware(RequestRateMiddleware)
@@ -202,9 +198,9 @@ def make_app(settings: Settings) -> FastAPI:
     app.add_middleware(RequestMetricsMiddleware, routes=app.routes)
     # added last, runs first
     error_responses.install(app)
-    app.mount(docs.ASSETS_URL, docs.assets())
+    app.mount(pages.DOCS_ASSETS_URL, pages.docs_assets())
     app.mount(pages.PAGES_URL, pages.pages())
-    for root in (pages.root, docs.root, health.root, auth.root, metrics.router, openai.router, download.root):
+    for root in (pages.root, health.root, auth.root, metrics.router, openai.router, download.root):
         app.include_router(root)
     for resource in RESOURCES:
         app.include_router(resource.router, prefix="/api/v1")

@@ -5,6 +5,7 @@ anybody could fill the memory with one, or hold thousands of connections with ha
 """
 
 import asyncio
+import ipaddress
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,17 @@ READ_BYTES = 64 * 1024
 _FIRST_REQUEST_S = 0.5
 """Time for a new connection's request to arrive at a process that ends."""
 _LINGER_S = 1.0  # what is closed while data arrives is reset, and its client sees no answer
+
+
+def source(address: str) -> str:
+    """Return what connections are counted by: an IPv4 address, of IPv6 the /64, which one host may have."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return address
+    return str(parsed.ipv4_mapped or ipaddress.ip_network((parsed, 64), strict=False))
 
 
 class ConnectionCaps:
@@ -126,7 +138,7 @@ class _Http(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._address = self.client[0] if self.client else ""
+        self._address = source(self.client[0]) if self.client else ""
         if (why := self._caps.admit(self._address)) is not None:
             self._refuse(503, why)
         else:

@@ -56,7 +56,7 @@ def shaped(
 async def _refuse_parameters(request: Request, error: Exception) -> JSONResponse:
     """Refuse query and path parameters, which FastAPI validates; bodies are validated by our own code."""
     assert isinstance(error, RequestValidationError)
-    return shaped(request.url.path, UserError("; ".join(describe(item) for item in error.errors())))
+    return shaped(request.url.path, UserError(describe(error.errors())))
 
 
 def refusal(request: Request, error: SkyrlTinkerError | DBAPIError) -> JSONResponse:

@@ -112,7 +112,7 @@ def rotate(
         typer.Option(
             parser=_seconds,
             metavar="DURATION",
-            help="Time that the old secret stays valid, as in 15m; 0 for a secret that leaked",
+            help="Time that the old secret stays valid, as in 15m, at most 7d; 0 for one that leaked",
         ),
     ] = "1h",  # type: ignore[assignment]  # the parser reads the default, too
     expires_in: Duration = None,
@@ -173,6 +173,30 @@ def adopt(
         count = _run(home, database_url, config_file, lambda conn: api_keys.adopt(conn, key, former))
     of = "made without a key" if former == api_keys.NO_KEY else f"of key {former}"
     print(f"adopted: {count} session(s) {of}")
+
+
+@app.command()
+def purge(
+    key: Annotated[str, typer.Argument(metavar="ID_OR_NAME", help="A revoked or expired key")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,
+    home: Home = None,
+    database_url: DatabaseUrl = None,
+    config_file: Config = None,
+) -> None:
+    """Delete what a revoked or expired key made: sessions, runs, checkpoints, metadata. There is no way back.
+
+    Also published checkpoints, which others use. Metadata goes at once, files and rows within minutes on a
+    running server; rows of checkpoints, and of models in training, as long after as those of others.
+    """
+    from skyrl_tinker.store.retention import key_purges
+
+    if not yes:
+        typer.confirm(f"delete all that key {key} made?", abort=True)
+    with one_line_errors():
+        sessions, checkpoints = _run(
+            home, database_url, config_file, lambda conn: key_purges.purge_key(conn, key)
+        )
+    print(f"purged: {sessions} session(s), {checkpoints} checkpoint(s)")
 
 
 @app.command()

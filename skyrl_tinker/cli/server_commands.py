@@ -61,7 +61,9 @@ def runs(
     url: Url = None,
     home: Home = None,
     config_file: Config = None,
-    most: Annotated[int, typer.Option("--lines", "-n", help="Runs, the last used first", min=1)] = 20,
+    most: Annotated[
+        int, typer.Option("--lines", "-n", help="Runs, the last used first", min=1, max=1000)
+    ] = 20,
     as_json: AsJson = False,
 ) -> None:
     """Show training runs, and why some failed: one's own, with an admin key those of all."""

@@ -75,7 +75,15 @@ async function open() {
   who.replaceChildren(...identity(now.caller));
   document.title = `${title} – skyrl-tinker`;
   main.replaceChildren();
-  stop = show(main, { now, path: rest.map(decodeURIComponent), failed, recovered }) ?? (() => {});
+  stop = show(main, { now, path: rest.map(decoded), failed, recovered }) ?? (() => {});
+}
+
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch { // a stray %: taken as it is
+    return part;
+  }
 }
 
 function identity(caller) {

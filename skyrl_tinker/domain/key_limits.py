@@ -8,6 +8,9 @@ from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.units import GB, KiB
 from skyrl_tinker.errors import KeyLimitError
 
+_OF_ONE: Mapping[str, Any] = {"metadata_kb": 256}
+_OF_SEVERAL: Mapping[str, Any] = {"sessions": 1000, "backlog": 10_000, "metadata_kb": 16}
+
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
@@ -21,6 +24,12 @@ class KeyLimits:
     requests_per_s: float | None = None
     metadata_kb: float | None = None
     stop_kb: float | None = None
+
+    def filled(self, *, several: bool) -> "KeyLimits":
+        """Return these, and where there is none the default; `several`: keys, which share the server."""
+        defaults = _OF_SEVERAL if several else _OF_ONE
+        unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return replace(self, **unset)
 
     def overridden(self, by: Mapping[str, Any]) -> "KeyLimits":
         return replace(self, **{name: value for name, value in by.items() if name in NAMES})

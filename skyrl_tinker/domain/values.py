@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skyrl_tinker.domain.ids import ModelId, ModelKey, RequestId, VersionId
-from skyrl_tinker.errors import Category
+from skyrl_tinker.errors import Category, cut
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -175,11 +175,13 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
+    """Failure of a request. `message`: kept as far as `errors.cut` does, without NUL."""
+
     message: str
     category: Category
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "message", self.message.replace("\0", "\\0"))
+        object.__setattr__(self, "message", cut(self.message).replace("\0", "\\0"))
 
 
 SEEDS = 2**63

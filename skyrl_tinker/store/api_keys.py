@@ -26,6 +26,8 @@ DEFAULT: Any = object()
 """Value of a limit that a key shall not have of its own."""
 NO_KEY = "none"
 """Names, as a former key, what was made without one."""
+MOST_OVERLAP_S = 7 * 86400
+"""Time for which a key may have two secrets: whoever rotated it could else act as its holder for years."""
 _BYTES = 32
 _ID = re.compile(r"[0-9]{1,18}", re.ASCII)
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._@+-]{0,63}", re.ASCII)
@@ -68,9 +70,17 @@ def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def create(conn: Connection, name: str, *, expires_at: float | None = None, admin: bool = False) -> str:
+def create(
+    conn: Connection,
+    name: str,
+    *,
+    expires_at: float | None = None,
+    admin: bool = False,
+    by: str | None = None,
+) -> str:
     """Create a key and return it: only its hash is stored.
 
+    `by`, here and below: the name of the key that asks, None: the command line does.
     Raises UserError for a name of another form, or the name of a live key.
     """
     if not _NAME.fullmatch(name):
@@ -82,29 +92,39 @@ def create(conn: Connection, name: str, *, expires_at: float | None = None, admi
     key = _new_key()
     row = {"name": name, "hash": digest(key), "created_at": time.time()}
     key_id = insert_id(conn, insert(ApiKey), {**row, "expires_at": expires_at, "admin": admin})
-    _note(conn, "key_create", key_id, admin=admin, expires_at=expires_at)
+    _note(conn, "key_create", key_id, by, admin=admin, expires_at=expires_at)
     return key
 
 
-def rotate(conn: Connection, id_or_name: str, overlap_s: float, *, expires_at: float | None = None) -> str:
+def rotate(
+    conn: Connection,
+    id_or_name: str,
+    overlap_s: float,
+    *,
+    expires_at: float | None = None,
+    by: str | None = None,
+) -> str:
     """Return a new secret for a live key; the one before is valid for `overlap_s`, older ones no longer.
 
-    `expires_at`: the key's new expiry, None: as it was. Raises NotFoundError.
+    `expires_at`: the key's new expiry, None: as it was. Raises NotFoundError, and UserError for an overlap
+    above MOST_OVERLAP_S.
     """
+    if overlap_s > MOST_OVERLAP_S:
+        raise UserError(f"overlap: found {overlap_s:.0f} s, expected at most {MOST_OVERLAP_S} s (7 days)")
     row = find_live(conn, id_or_name)
     key, until = _new_key(), time.time() + overlap_s
     changes = {"previous_hash": ApiKey.hash, "previous_until": until, "hash": digest(key)}
     expiry = row.expires_at if expires_at is None else expires_at
     conn.execute(update(ApiKey).where(ApiKey.id == row.id).values(**changes, expires_at=expiry))
-    _note(conn, "key_rotate", row.id, previous_until=until, expires_at=expiry)
+    _note(conn, "key_rotate", row.id, by, previous_until=until, expires_at=expiry)
     return key
 
 
-def revoke(conn: Connection, id_or_name: str) -> KeyRow:
+def revoke(conn: Connection, id_or_name: str, by: str | None = None) -> KeyRow:
     """Revoke a live key, given by id or name. Raises NotFoundError."""
     row = find_live(conn, id_or_name)
     conn.execute(update(ApiKey).where(ApiKey.id == row.id).values(revoked_at=time.time()))
-    _note(conn, "key_revoke", row.id)
+    _note(conn, "key_revoke", row.id, by)
     return row
 
 
@@ -115,10 +135,12 @@ def adopt(conn: Connection, heir: str, former: str) -> int:
     former key is live, or if several had the name.
     """
     row = find_live(conn, heir)
-    return _take_over(conn, row.id, None if former == NO_KEY else _find_dead(conn, former).id)
+    return _take_over(conn, row.id, None if former == NO_KEY else find_dead(conn, former).id)
 
 
-def limit(conn: Connection, id_or_name: str, changes: Mapping[str, Any]) -> Mapping[str, Any]:
+def limit(
+    conn: Connection, id_or_name: str, changes: Mapping[str, Any], by: str | None = None
+) -> Mapping[str, Any]:
     """Change the limits of a live key, by name, and return those that it has of its own.
 
     None: no limit, DEFAULT: again that of all keys. Raises NotFoundError.
@@ -127,7 +149,7 @@ def limit(conn: Connection, id_or_name: str, changes: Mapping[str, Any]) -> Mapp
     merged = {**(row.limits or {}), **changes}
     limits = {name: value for name, value in merged.items() if value is not DEFAULT}
     conn.execute(update(ApiKey).where(ApiKey.id == row.id).values(limits=limits))
-    _note(conn, "key_limit", row.id, limits=limits)
+    _note(conn, "key_limit", row.id, by, limits=limits)
     return limits
 
 
@@ -175,6 +197,25 @@ def find_live(conn: Connection, id_or_name: str) -> KeyRow:
     return row
 
 
+def find_dead(conn: Connection, id_or_name: str) -> KeyRow:
+    """Return a revoked or expired key, given by id or name.
+
+    Raises NotFoundError, and UserError if it is live, or if several had the name.
+    """
+    by_id = _by_id(conn, id_or_name)
+    named = [by_id] if by_id else [row for row in list_keys(conn) if row.name == id_or_name]
+    if not named:
+        raise NotFoundError(f"no key {id_or_name!r}: see `skyrl-tinker keys list`")
+    dead = [row for row in named if not row.is_live(time.time())]
+    if not dead:
+        (row,) = named
+        raise UserError(f"key {row.id} ({row.name}) is live: revoke it first")
+    if len(dead) > 1:
+        ids = ", ".join(str(row.id) for row in dead)
+        raise UserError(f"keys {ids} were called {id_or_name!r}: give the id")
+    return dead[0]
+
+
 def owner_name(conn: Connection, owner: OwnerId | None) -> str:
     """Return the name of the owner's key, LOCAL_OWNER without keys."""
     return conn.scalar(select(ApiKey.name).where(ApiKey.id == owner)) or owners.LOCAL_OWNER
@@ -186,13 +227,13 @@ def _new_key() -> str:
 
 def _take_over(conn: Connection, heir: OwnerId, former: OwnerId | None) -> int:
     count = owners.give(conn, former, heir)
-    _note(conn, "key_adopt", heir, former_key=former, sessions=count)
+    _note(conn, "key_adopt", heir, None, former_key=former, sessions=count)
     return count
 
 
-def _note(conn: Connection, event: str, key_id: int, **details: Any) -> None:
+def _note(conn: Connection, event: str, key_id: int, by: str | None, **details: Any) -> None:
     """Record an event of a key, and that the keys changed."""
-    audit_log.record_key(conn, event, OwnerId(key_id), **details)
+    audit_log.record_key(conn, event, OwnerId(key_id), by=by, **details)
     server_state.put(conn, _CHANGES, count_changes(conn) + 1)
 
 
@@ -219,21 +260,6 @@ def _is_live() -> ColumnElement[bool]:
 def _by_name(conn: Connection, name: str) -> KeyRow | None:
     row = conn.execute(select(*_COLUMNS).where(ApiKey.name == name, _is_live())).one_or_none()
     return None if row is None else _key(row)
-
-
-def _find_dead(conn: Connection, id_or_name: str) -> KeyRow:
-    by_id = _by_id(conn, id_or_name)
-    named = [by_id] if by_id else [row for row in list_keys(conn) if row.name == id_or_name]
-    if not named:
-        raise NotFoundError(f"no key {id_or_name!r}: see `skyrl-tinker keys list`")
-    dead = [row for row in named if not row.is_live(time.time())]
-    if not dead:
-        (row,) = named
-        raise UserError(f"key {row.id} ({row.name}) is live: revoke it before another key adopts its work")
-    if len(dead) > 1:
-        ids = ", ".join(str(row.id) for row in dead)
-        raise UserError(f"keys {ids} were called {id_or_name!r}: give the id")
-    return dead[0]
 
 
 def _by_id(conn: Connection, key_id: str) -> KeyRow | None:

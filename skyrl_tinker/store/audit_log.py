@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, false, insert, select, true
 
 from skyrl_tinker.domain.ids import ALL_OWNERS, OwnerId, Reach
+from skyrl_tinker.store.database.rows import PAGE
 from skyrl_tinker.store.database.tables import ApiKey, AuditEvent, KeyEvent, Session
 from skyrl_tinker.store.owners import OWNER_NAME, within
 
@@ -43,20 +44,27 @@ def record_admin(conn: Connection, reach: Reach, key: OwnerId | None, action: st
 
 
 def events_between(
-    conn: Connection, reach: Reach, start: float, end: float, resource: str | None
+    conn: Connection,
+    reach: Reach,
+    start: float,
+    end: float,
+    resource: str | None,
+    skip: int = 0,
+    most: int = PAGE,
 ) -> list[Event]:
     """Return the events in [start, end) that the caller sees, oldest first; `resource` None: of all kinds.
 
-    An owner sees those of its own key, an admin also those of no key.
+    Of those without the first `skip`, at most `most`. An owner sees those of its own key, an admin also those
+    of no key.
     """
-    events = _of_sessions(conn, reach, start, end, resource)
+    events = _of_sessions(conn, reach, start, end, resource, skip + most)
     if resource is None:
-        events += _of_keys(conn, reach, start, end)
-    return sorted(events, key=attrgetter("at"))
+        events += _of_keys(conn, reach, start, end, skip + most)
+    return sorted(events, key=attrgetter("at"))[skip : skip + most]
 
 
 def _of_sessions(
-    conn: Connection, reach: Reach, start: float, end: float, resource: str | None
+    conn: Connection, reach: Reach, start: float, end: float, resource: str | None, most: int
 ) -> list[Event]:
     query = (
         select(
@@ -69,7 +77,8 @@ def _of_sessions(
         .join(Session, Session.session_id == AuditEvent.session_id)
         .outerjoin(ApiKey, ApiKey.id == Session.owner_id)
         .where(within(reach), AuditEvent.at >= start, AuditEvent.at < end)
-        .order_by(AuditEvent.id)
+        .order_by(AuditEvent.at, AuditEvent.id)
+        .limit(most)
     )
     if resource is not None:
         query = query.where(AuditEvent.event.startswith(f"{resource}_", autoescape=True))
@@ -79,12 +88,13 @@ def _of_sessions(
     ]
 
 
-def _of_keys(conn: Connection, reach: Reach, start: float, end: float) -> list[Event]:
+def _of_keys(conn: Connection, reach: Reach, start: float, end: float, most: int) -> list[Event]:
     query = (
         select(KeyEvent.at, KeyEvent.event, KeyEvent.key_id, ApiKey.name, KeyEvent.details)
         .outerjoin(ApiKey, ApiKey.id == KeyEvent.key_id)
         .where(_of_key(reach), KeyEvent.at >= start, KeyEvent.at < end)
-        .order_by(KeyEvent.id)
+        .order_by(KeyEvent.at, KeyEvent.id)
+        .limit(most)
     )
     return [
         Event(row.at, row.event, {"key_id": row.key_id, "key": row.name, **row.details})

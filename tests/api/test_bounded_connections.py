@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from skyrl_tinker.api import bounded_connections
-from skyrl_tinker.api.bounded_connections import HEAD_BYTES, ConnectionCaps, Connections
+from skyrl_tinker.api.bounded_connections import HEAD_BYTES, ConnectionCaps, Connections, source
 from tests.support.loop_time import skip
 from tests.support.waiting import until
 
@@ -201,3 +201,18 @@ async def is_served(connect: Callable[[], Awaitable[Stream]], request: bytes = W
 async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer without having read the body."""
     await PlainTextResponse("no", 401)(scope, receive, send)
+
+
+@pytest.mark.parametrize(
+    ("address", "counted"),
+    [
+        ("203.0.113.7", "203.0.113.7"),
+        ("2001:db8:1:2::1", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2:ffff::9", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("::ffff:203.0.113.7", "203.0.113.7"),
+        ("", ""),
+    ],
+)
+def test_connections_are_counted_by_what_one_host_has(address: str, counted: str) -> None:
+    assert source(address) == counted

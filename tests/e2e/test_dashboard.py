@@ -173,6 +173,15 @@ def test_a_key_is_asked_for_once_and_shows_its_own_runs_only(chromium: Browser, 
             page.run("location.reload()")
             page.wait("document.querySelector('td.id a') !== null")
             assert page.run("localStorage.length") == 0
+            page.open("about:blank")
+            page.open(f"{api.url}/#/runs/%")
+            page.wait("document.body.innerText.includes('no training run %')")
+            page.open(f"{api.url}/docs")
+            page.wait("document.querySelectorAll('.opblock-tag').length > 5")
+            page.run("document.querySelector('.authorize').click()")
+            page.wait("document.querySelector('.auth-container input') !== null")
+            refused = [error for error in page.errors if "Content Security" in error or "Uncaught" in error]
+            assert refused == []
 
 
 async def _two_owners(url: str) -> tuple[dict[str, str], dict[str, str]]:

@@ -14,24 +14,13 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl_tinker.api.middleware.compression import first_bytes
+from skyrl_tinker.api.middleware.route_traits import Trait, has
 from skyrl_tinker.domain.ids import ModelId, OwnerId
 from skyrl_tinker.protocol.protobuf.size_guard import head
 from skyrl_tinker.store.futures import expected_requests
 from skyrl_tinker.store.futures.expected_requests import RETRY_S, Sender
 from skyrl_tinker.store.store import Store
 
-TRAINING = frozenset(
-    f"/api/v1/{name}"
-    for name in (
-        "forward_backward",
-        "forward",
-        "optim_step",
-        "save_weights",
-        "save_weights_for_sampler",
-        "save_weights_external",
-        "load_weights",
-    )
-)
 LOOK_S = 0.5
 """Longest time after which a request is told: far less than the engine waits."""
 HOLD_S = 10.0
@@ -120,7 +109,7 @@ class ArrivalsMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in TRAINING:
+        if not has(scope, Trait.TRAINING):
             await self._app(scope, receive, send)
             return
         arrivals: Arrivals = scope["app"].state.services.arrivals

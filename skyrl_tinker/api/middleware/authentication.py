@@ -6,23 +6,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyrl_tinker.api.error_responses import not_allowed, shaped
+from skyrl_tinker.api.middleware.route_traits import METRICS, Trait, has
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.tokens import InvalidTokenError
 from skyrl_tinker.errors import UnauthenticatedError
 
-METRICS = "/metrics"
-OPEN = frozenset(
-    {
-        "/",
-        "/healthz",
-        "/readyz",
-        METRICS,
-        "/docs",
-        "/api/v1/healthz",
-        "/api/v1/openapi.json",
-        "/api/unauthed/auth-config",
-    }
-)
 OPEN_BELOW = ("/dashboard/", "/docs/", "/download/")
 """Prefixes of the pages of dashboard and documentation, and of downloads, whose URLs are signed."""
 _READING = ("GET", "HEAD")
@@ -38,10 +26,10 @@ class AuthMiddleware:
     def __init__(self, app: ASGIApp, *, metrics_key: bool = False) -> None:
         """`metrics_key`: METRICS is not open."""
         self._app = app
-        self._open = OPEN - {METRICS} if metrics_key else OPEN
+        self._metrics_key = metrics_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._is_open(scope["path"]):
+        if self._is_open(scope):
             if scope["method"] not in _READING:
                 answer = not_allowed(scope["path"], scope["method"], ", ".join(_READING))
                 await answer(scope, receive, send)
@@ -56,8 +44,10 @@ class AuthMiddleware:
             scope["caller"], scope["owner"] = caller, caller.owner
         await self._app(scope, receive, send)
 
-    def _is_open(self, path: str) -> bool:
-        return path in self._open or path.startswith(OPEN_BELOW)
+    def _is_open(self, scope: Scope) -> bool:
+        if scope["type"] != "http" or (self._metrics_key and scope["path"] == METRICS):
+            return False
+        return has(scope, Trait.OPEN) or scope["path"].startswith(OPEN_BELOW)
 
 
 def address(scope: Scope) -> str:

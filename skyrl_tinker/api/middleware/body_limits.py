@@ -14,6 +14,7 @@ from skyrl_tinker.api import error_responses
 from skyrl_tinker.api.middleware.arriving_body import LARGE_BYTES, ArrivingBody, Spool
 from skyrl_tinker.api.middleware.byte_budget import ByteBudget
 from skyrl_tinker.api.middleware.compression import decompress, first_bytes, most_expanded, require_known
+from skyrl_tinker.api.middleware.route_traits import Trait, has
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import OverloadedError, TooLargeError, UserError
 
@@ -30,8 +31,8 @@ class Caps(NamedTuple):
     reason: str
 
 
-POLL = Caps(LARGE_BYTES, LARGE_BYTES, "of a request that waits for others")
-"""Nothing that is held while a client waits takes from the budget."""
+SMALL = Caps(LARGE_BYTES, LARGE_BYTES, "of a request that counts for no rate")
+"""Nothing that is held while a client waits takes from the budget, and nothing uncounted takes much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +68,13 @@ class BodyLimitMiddleware:
     It sets Content-Length. Large bodies that have arrived wait until the budget that all share allows them.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        limits: BodyLimits,
-        spool: Path,
-        numbered: frozenset[str] = frozenset(),
-        polls: frozenset[str] = frozenset(),
-    ) -> None:
-        """`spool`: directory for files of bodies. `polls`: paths of long polls, whose bodies are small.
+    def __init__(self, app: ASGIApp, limits: BodyLimits, spool: Path) -> None:
+        """`spool`: directory for files of bodies.
 
-        `numbered`: paths that consume a seq_id even when refused: the app gets the beginning of the body, and
-        the reason in scope["refused"].
+        Of a refused body of a NUMBERED path the app gets the beginning, and the reason in scope["refused"].
         """
         self._app = app
         self._limits = limits
-        self._numbered = numbered
-        self._polls = polls
         self._spool = Spool(spool)
         self._wire = ByteBudget(limits.held)
         self._expanded = ByteBudget(limits.held)
@@ -94,13 +85,13 @@ class BodyLimitMiddleware:
             return
         async with AsyncExitStack() as held:
             headers = MutableHeaders(scope=scope)
-            caps = POLL if scope["path"] in self._polls else self._limits.caps(headers)
+            caps = SMALL if has(scope, Trait.WAITING) else self._limits.caps(headers)
             try:
                 body = await self._read(headers, receive, caps, scope.get("owner"), held)
             except ClientDisconnect:
                 return
             except (UserError, OverloadedError) as error:
-                if not isinstance(error, BodyTooLargeError) or scope["path"] not in self._numbered:
+                if not isinstance(error, BodyTooLargeError) or not has(scope, Trait.NUMBERED):
                     await error_responses.refusal(Request(scope), error)(scope, receive, send)
                     return
                 scope["refused"], body = str(error), error.head  # the error itself would keep the whole body

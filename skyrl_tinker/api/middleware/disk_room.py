@@ -3,61 +3,60 @@
 What was accepted needs the rest: results, checkpoints, snapshots. The SDK tries a 503 again by itself.
 """
 
+import asyncio
+import math
 import shutil
 import time
 from collections.abc import Iterable
+from itertools import starmap
 from pathlib import Path
 
 from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyrl_tinker.api import error_responses
+from skyrl_tinker.api.middleware.route_traits import Trait, has
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.errors import NoRoomError
 
 LOOK_S = 1.0
+PATIENCE_S = 1.0
+"""Longest wait of a request for a file system's answer."""
 RETRY_S = 10
-NEW_WORK = frozenset(
-    f"/api/v1/{name}"
-    for name in (
-        "create_session",
-        "create_model",
-        "create_sampling_session",
-        "create_custom_loss",
-        "load_weights",
-        "forward_backward",
-        "forward",
-        "optim_step",
-        "save_weights",
-        "save_weights_for_sampler",
-        "save_weights_external",
-        "copy_weights",
-        "asample",
-    )
-)
 
 
 class DiskRoom:
+    """Free bytes of some directories, looked at in a thread: a file system that is away answers nothing."""
+
     def __init__(self, directories: Iterable[Path], min_free_gb: float) -> None:
         self._directories = tuple(directories)
         self.least_bytes = min_free_gb * GB
         self._looked_at = 0.0
+        self._looking: asyncio.Future[None] | None = None
         self._shortage: str | None = None
+        self.free_bytes = math.inf
+        """Free on the disk with the least room, as of the last look."""
 
-    def shortage(self) -> str | None:
-        """Return which disk has too little room, with the numbers; None: all have enough."""
+    async def shortage(self) -> str | None:
+        """Return which disk has too little room, with the numbers; None: all have enough.
+
+        While one does not answer, as of the last look.
+        """
         now = time.monotonic()
-        if now - self._looked_at > LOOK_S:
+        if self._looking is None or (self._looking.done() and now - self._looked_at > LOOK_S):
             self._looked_at = now
-            self._shortage = next(filter(None, map(self._describe, self._directories)), None)
+            self._looking = asyncio.ensure_future(asyncio.to_thread(self._look))
+            await asyncio.wait((self._looking,), timeout=PATIENCE_S)
+        if self._looking.done():
+            self._looking.result()
         return self._shortage
 
-    def free_bytes(self) -> float:
-        """Return what is free on the disk with the least room."""
-        return min(map(_free_bytes, self._directories))
+    def _look(self) -> None:
+        free = {directory: _free_bytes(directory) for directory in self._directories}
+        self.free_bytes = min(free.values())
+        self._shortage = next(filter(None, starmap(self._describe, free.items())), None)
 
-    def _describe(self, directory: Path) -> str | None:
-        free = _free_bytes(directory)
+    def _describe(self, directory: Path, free: int) -> str | None:
         if free >= self.least_bytes:
             return None
         return (
@@ -78,9 +77,9 @@ class DiskRoomMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] in NEW_WORK:
+        if has(scope, Trait.NEW_WORK):
             room: DiskRoom = scope["app"].state.services.room
-            if why := room.shortage():
+            if why := await room.shortage():
                 answer = error_responses.refusal(Request(scope), NoRoomError(why, RETRY_S))
                 await answer(scope, receive, send)
                 return

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyrl_tinker.api.error_responses import refusal
+from skyrl_tinker.api.middleware.route_traits import Trait, has
 from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import OverloadedError
@@ -28,20 +29,6 @@ LOOK_S = 1.0
 """Least time until an empty bucket is asked again: no client is told to come back sooner."""
 AWAY_S = 5.0
 """Time until a database is asked again that did not answer."""
-UNCOUNTED = frozenset(
-    f"/api/v1/{name}"
-    for name in (
-        "retrieve_future",
-        "retrieve_futures",
-        "session_heartbeat",
-        "telemetry",
-        "auth/token",
-        "client/config",
-        "client/dynamic_config",
-        "console/now",
-    )
-)
-"""Requests that wait, or that SDK and dashboard send by themselves: the SDK fails of some."""
 
 
 @dataclass(slots=True)
@@ -121,7 +108,7 @@ class RequestRateMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller: Caller | None = scope.get("caller")
-        if caller is not None and scope["path"] not in UNCOUNTED:
+        if caller is not None and not has(scope, Trait.WAITING):
             rates: RequestRates = scope["app"].state.services.rates
             try:
                 await rates.admit(caller)

@@ -6,7 +6,6 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.api.requests.request_body import json_size
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import ModelId, OwnerId, Reach, RequestKind, SessionId
 from skyrl_tinker.domain.key_limits import KeyLimits
@@ -43,7 +42,6 @@ class Creation:
         self, conn: Connection, owner: OwnerId | None, limits: KeyLimits, facts: BaseModelFacts
     ) -> Accepted:
         """Submit it. Raises KeyLimitError for one model too many; then nothing is stored."""
-        limits.require_metadata(json_size(self.model.user_metadata))
 
         def admit(conn: Connection) -> None:
             if limits.models is not None:

@@ -1,34 +1,46 @@
 """Request bodies, read and checked; large ones are parsed off the event loop."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import orjson
 from fastapi import Request
 
 from skyrl_tinker.api.requests.json_bounds import parse_json
+from skyrl_tinker.domain.key_limits import KeyLimits
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.base import Message, parse
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+_DESCRIPTIVE = ("user_metadata", "tags", "project_id", "display_name", "sdk_version")
 
 
-async def read_json(request: Request) -> Mapping[str, Any]:
-    """Return the body as a JSON object. UserError if it is none."""
+async def read_as(request: Request, make: Callable[[Mapping[str, Any]], T]) -> T:
+    """Return what `make` builds of the body. UserError if that is no JSON object."""
     body = await request.body()
-    return await off_loop(len(body), lambda: json_object(body))
+    return await off_loop(len(body), lambda: make(json_object(body)))
 
 
-async def read_model(request: Request, model: type[M]) -> M:
-    """Return the body as `model`. UserError that names the invalid field."""
-    body = await request.body()
-    return await off_loop(len(body), lambda: parse(model, json_object(body)))
+async def read_model(request: Request, model: type[M], limits: KeyLimits | None = None) -> M:
+    """Return the body as `model`. UserError that names the invalid field; `limits`: of its metadata."""
+
+    def make(payload: Mapping[str, Any]) -> M:
+        if limits is not None:
+            require_metadata(limits, payload)
+        return parse(model, payload)
+
+    return await read_as(request, make)
 
 
-def json_size(*values: Any) -> int:
-    """Return the bytes of these values as JSON."""
-    return sum(len(orjson.dumps(value)) for value in values)
+def require_metadata(limits: KeyLimits, payload: Mapping[str, Any]) -> None:
+    """Check the size of what describes a session, model or checkpoint, before it is validated.
+
+    Raises KeyLimitError.
+    """
+    given = (payload[name] for name in _DESCRIPTIVE if payload.get(name) is not None)
+    limits.require_metadata(sum(len(orjson.dumps(value)) for value in given))
 
 
 def json_object(body: bytes) -> Mapping[str, Any]:

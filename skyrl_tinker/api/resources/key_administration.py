@@ -64,7 +64,7 @@ def _limit(name: str, value: Any) -> Any:
     try:
         return getattr(Settings.model_validate({f"key_{name}": value}), f"key_{name}")
     except ValidationError as error:
-        raise UserError("; ".join(describe(item) for item in error.errors(include_url=False))) from error
+        raise UserError(describe(error.errors(include_url=False))) from error
 
 
 def _summary(row: KeyRow, totals: OwnerTotals, now: float) -> KeySummary:

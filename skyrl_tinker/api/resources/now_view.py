@@ -52,9 +52,9 @@ class NowView:
         self._queue = [self._entry(group) for group in snapshot.pending if self._sees(group.owner_id)]
         self._queue += self._guests()
 
-    def message(self) -> NowResponse:
+    async def message(self) -> NowResponse:
         snapshot, queues = self._snapshot, self._snapshot.queues
-        shortage = self._deps.room.shortage()
+        shortage = await self._deps.room.shortage()
         return NowResponse(
             at=utc(snapshot.at),
             server=self._server(),

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import islice
 from typing import Any, Literal
 
 from skyrl_tinker.domain.ids import CheckpointKind, ModelState
@@ -18,6 +19,8 @@ _TYPES: Mapping[CheckpointKind, Literal["training", "sampler", "external"]] = {
     CheckpointKind.SAMPLER_WEIGHTS: "sampler",
     CheckpointKind.EXTERNAL_WEIGHTS: "external",
 }
+_LISTED, _LISTED_CHARACTERS = 8, 200
+"""Entries of a run's metadata in the list of runs, and characters of their names and values."""
 
 
 def training_run(run: Run) -> TrainingRun:
@@ -35,6 +38,14 @@ def training_run(run: Run) -> TrainingRun:
         last_sampler_checkpoint=last_sampler and checkpoint(last_sampler),
         user_metadata=as_strings(run.user_metadata),
     )
+
+
+def listed_summary(run: Run) -> RunSummary:
+    """Return a run as one of many, which are asked for every few seconds: the beginning of its metadata."""
+    summary = run_summary(run)
+    first = islice(summary.user_metadata.items(), _LISTED)
+    metadata = {name[:_LISTED_CHARACTERS]: value[:_LISTED_CHARACTERS] for name, value in first}
+    return summary.model_copy(update={"user_metadata": metadata})
 
 
 def run_summary(run: Run) -> RunSummary:

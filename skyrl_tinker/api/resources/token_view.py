@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from skyrl_tinker.api.token_texts import TokenTexts
 from skyrl_tinker.domain.ids import RequestKind
@@ -19,20 +18,21 @@ def tokens_of(stored: StoredTokens, item: int, texts: TokenTexts) -> TokensRespo
     """Build the view. Raises UserError for an item that there is not, GoneError when the body is dropped."""
     if stored.kind is RequestKind.SAMPLE:
         sequences = sample_results.sample_response_json(stored.result)["sequences"]
-        sequence = _item(sequences, item)
+        _check(item, len(sequences))
+        sequence = sequences[item]
         sampled: dict[str, Values] = {"logprob": _finite(sequence["logprobs"])}
         return _response(stored, item, len(sequences), sequence["tokens"], sampled, texts)
     if stored.body is None:
         raise GoneError("the body of this request is dropped: a snapshot of its model holds its effect")
-    data = pass_requests.from_canonical(stored.body).data
-    outputs = pass_results.forward_backward_output_json(stored.result)["loss_fn_outputs"]
-    datum = _item(data, item)
+    datum, count = pass_requests.datum_at(stored.body, item)
+    _check(item, count)
+    assert datum is not None
     if datum.target_tokens.ndim != 1:
         raise UserError(
             f"item: found {item}, whose positions have several candidates, expected one target each"
         )
-    values = _values(datum, _item(outputs, item)["logprobs"]["data"])
-    return _response(stored, item, len(data), datum.target_tokens.tolist(), values, texts)
+    values = _values(datum, pass_results.logprobs_at(stored.result, item))
+    return _response(stored, item, count, datum.target_tokens.tolist(), values, texts)
 
 
 def _values(datum: Datum, logprobs: Sequence[float]) -> dict[str, Values]:
@@ -73,10 +73,9 @@ def _response(
     )
 
 
-def _item(items: Sequence[Any], number: int) -> Any:
-    if number >= len(items):
-        raise UserError(f"item: found {number}, expected a number below {len(items)}")
-    return items[number]
+def _check(item: int, count: int) -> None:
+    if item >= count:
+        raise UserError(f"item: found {item}, expected a number below {count}")
 
 
 def _finite(values: Sequence[float]) -> list[float | None]:

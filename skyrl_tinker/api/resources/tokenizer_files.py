@@ -2,6 +2,7 @@
 
 import io
 import tarfile
+from functools import cache
 from pathlib import Path
 
 from skyrl_tinker.errors import NotFoundError
@@ -21,8 +22,12 @@ TOKENIZER_FILES = (
 )
 
 
+@cache
 def tokenizer_tar(directory: Path) -> bytes:
-    """Return a tar of those files that the model has, a few MB. NotFoundError if it has no tokenizer."""
+    """Return a tar of those files that the model has, a few MB, which all answers share.
+
+    Raises NotFoundError if it has no tokenizer.
+    """
     files = [file for name in TOKENIZER_FILES if (file := directory / name).is_file()]
     if not any(file.name.startswith(("tokenizer", "vocab")) for file in files):
         raise NotFoundError("the base model has no tokenizer")

@@ -3,9 +3,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from uuid import NAMESPACE_URL, uuid4, uuid5
 
 from sqlalchemy import Connection
@@ -15,13 +13,11 @@ from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.api.services import Services
 from skyrl_tinker.atomic_directory import atomic_directory
 from skyrl_tinker.domain import tinker_path
-from skyrl_tinker.domain.ids import OwnerId, RequestKind, SessionId
+from skyrl_tinker.domain.ids import OwnerId, SessionId
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, StorageError, UserError
 from skyrl_tinker.off_loop import in_disk_thread
-from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.runs import CopyWeightsRequest
-from skyrl_tinker.protocol.stored_requests import payload_digest
 from skyrl_tinker.protocol.validation.steps import refuse_access_token, validate_ttl
 from skyrl_tinker.store import checkpoint_copies
 from skyrl_tinker.store.checkpoint_copies import Destination, NewCopy
@@ -34,17 +30,23 @@ _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP,
 
 
 async def copy_weights(
-    services: Services, caller: Caller, payload: Mapping[str, Any], key: str | None, token: str | None
+    services: Services,
+    caller: Caller,
+    request: CopyWeightsRequest,
+    digest: bytes,
+    key: str | None,
+    token: str | None,
 ) -> TinkerPath:
     """Return the path of the copy; a request repeated with its idempotency `key` gets the same one.
 
+    `digest`: of the request.
+
     Raises UserError, NotFoundError (source, session), GoneError, SeqIdReusedError, StorageError.
     """
-    request, owner = parse(CopyWeightsRequest, payload), caller.owner
+    owner = caller.owner
     refuse_access_token(request.weights_access_token or token)
     source, ttl = tinker_path.parse(request.source_path), validate_ttl(request.ttl_seconds)
     destination = _destination(request, owner, key)
-    digest = payload_digest(RequestKind.COPY_WEIGHTS, payload)
     path = TinkerPath(destination.model_id, source.kind, source.name)
     with services.store.read() as conn:
         if checkpoint_copies.is_copied(conn, owner, destination, digest):

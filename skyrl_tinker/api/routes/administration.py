@@ -35,7 +35,7 @@ router = APIRouter(tags=["console"], prefix="/console/admin")
 @router.get("", summary="Keys, their limits, and what their owners have", response_model=AdminResponse)
 async def list_keys(deps: Deps, caller: CallerDep) -> Response:
     require_admin(caller)
-    limits, now = deps.settings.key_limits, time.time()
+    limits, now = deps.keys.limits, time.time()
     return await json_from_rows(deps.store, lambda conn: overview(conn, limits, now))
 
 
@@ -51,7 +51,10 @@ async def create_key(request: Request, deps: Deps, caller: CallerDep) -> JSONRes
     expires_at = None if new.expires_in_s is None else time.time() + new.expires_in_s
     return _secret(
         await _change(
-            deps, lambda conn: api_keys.create(conn, new.name, expires_at=expires_at, admin=new.admin)
+            deps,
+            lambda conn: api_keys.create(
+                conn, new.name, expires_at=expires_at, admin=new.admin, by=caller.name
+            ),
         )
     )
 
@@ -66,7 +69,9 @@ async def rotate_key(key: KeyId, request: Request, deps: Deps, caller: CallerDep
     require_admin(caller)
     require_other(caller, key)
     overlap_s = (await read_model(request, RotateKeyRequest)).overlap_s
-    return _secret(await _change(deps, lambda conn: api_keys.rotate(conn, str(key), overlap_s)))
+    return _secret(
+        await _change(deps, lambda conn: api_keys.rotate(conn, str(key), overlap_s, by=caller.name))
+    )
 
 
 @router.put("/keys/{key}/limits", summary="Change the limits of a key", openapi_extra=takes(LimitKeyRequest))
@@ -74,7 +79,7 @@ async def limit_key(key: KeyId, request: Request, deps: Deps, caller: CallerDep)
     require_admin(caller)
     require_other(caller, key)
     changes = limit_changes((await read_model(request, LimitKeyRequest)).limits)
-    limits = await _change(deps, lambda conn: api_keys.limit(conn, str(key), changes))
+    limits = await _change(deps, lambda conn: api_keys.limit(conn, str(key), changes, caller.name))
     return KeyLimitsResponse(limits=dict(limits))
 
 
@@ -82,7 +87,7 @@ async def limit_key(key: KeyId, request: Request, deps: Deps, caller: CallerDep)
 async def revoke_key(key: KeyId, deps: Deps, caller: CallerDep) -> dict[str, str]:
     require_admin(caller)
     require_other(caller, key)
-    await _change(deps, lambda conn: api_keys.revoke(conn, str(key)))
+    await _change(deps, lambda conn: api_keys.revoke(conn, str(key), caller.name))
     return {}
 
 

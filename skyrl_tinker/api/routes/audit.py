@@ -1,19 +1,21 @@
 """Audit log of sessions and checkpoints."""
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime, time
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query
-from sqlalchemy import Connection
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
-from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.services import Deps, Reached
+from skyrl_tinker.domain.ids import Reach
 from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.usage import AuditEntry, AuditQuery, AuditResponse
 from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.audit_log import Event
+from skyrl_tinker.store.database.rows import PAGE
+from skyrl_tinker.store.store import Store
 
 _DAY_S = 86400
 _RESOURCES: Mapping[str, str] = {
@@ -35,13 +37,23 @@ async def list_events(query: Annotated[AuditQuery, Query()], deps: Deps, reach: 
     An admin key sees the events of all owners, and those of no key.
     """
     start = datetime.combine(query.day or datetime.now(UTC).date(), time(), UTC).timestamp()
-    resource = _RESOURCES.get(query.event_type)
+    entries = _json(deps.store, reach, start, _RESOURCES.get(query.event_type))
+    return StreamingResponse(entries, media_type="application/json")
 
-    def read(conn: Connection) -> AuditResponse:
-        events = audit_log.events_between(conn, reach, start, start + _DAY_S, resource)
-        return AuditResponse(entries=[_entry(event) for event in events])
 
-    return await json_from_rows(deps.store, read)
+async def _json(store: Store, reach: Reach, start: float, resource: str | None) -> AsyncIterator[str]:
+    """Yield an AuditResponse in pieces, a page of events in memory at a time."""
+    end, at, skip, sign = start + _DAY_S, start, 0, '{"entries":['
+    more = True
+    while more:
+        read = partial(audit_log.events_between, reach=reach, start=at, end=end, resource=resource)
+        page = await store.fetch(partial(read, skip=skip, most=PAGE))
+        more = len(page) == PAGE
+        for event in page:
+            yield sign + _entry(event).model_dump_json()
+            sign = ","
+            at, skip = event.at, skip + 1 if event.at == at else 1
+    yield f"{sign}]}}" if sign != "," else "]}"
 
 
 def _entry(event: Event) -> AuditEntry:

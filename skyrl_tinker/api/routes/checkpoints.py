@@ -9,12 +9,13 @@ from starlette.responses import Response
 
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.model_requests import find_own_checkpoint
-from skyrl_tinker.api.requests.request_body import json_size, read_json, read_model
+from skyrl_tinker.api.requests.request_body import read_as, read_model
 from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.resources import weight_copies
 from skyrl_tinker.api.resources.run_views import checkpoint
 from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached
-from skyrl_tinker.domain.ids import CheckpointKind, ModelId, OwnerId
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, OwnerId, RequestKind
+from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.runs import (
     CheckpointsResponse,
     CopyWeightsRequest,
@@ -23,6 +24,7 @@ from skyrl_tinker.protocol.schemas.runs import (
     Paging,
     SetTtlRequest,
 )
+from skyrl_tinker.protocol.stored_requests import payload_digest
 from skyrl_tinker.protocol.validation.steps import validate_ttl
 from skyrl_tinker.store import audit_log, checkpoint_records
 from skyrl_tinker.store.reports import training_runs
@@ -142,9 +144,14 @@ async def copy_weights(
     x_tinker_weights_access_token: Annotated[str | None, Header()] = None,
 ) -> CopyWeightsResponse:
     """Answered once the copy is complete. It shares its files with the original and outlives it."""
-    payload = await read_json(request)
-    caller.limits.require_metadata(json_size(payload.get("destination_project_id")))
+    copy, digest = await read_as(
+        request,
+        lambda payload: (
+            parse(CopyWeightsRequest, payload),
+            payload_digest(RequestKind.COPY_WEIGHTS, payload),
+        ),
+    )
     path = await weight_copies.copy_weights(
-        deps, caller, payload, x_idempotency_key, x_tinker_weights_access_token
+        deps, caller, copy, digest, x_idempotency_key, x_tinker_weights_access_token
     )
     return CopyWeightsResponse(tinker_path=str(path))

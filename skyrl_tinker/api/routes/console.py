@@ -12,7 +12,7 @@ from skyrl_tinker.api.openapi.documents import answers
 from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.resources import step_curve
 from skyrl_tinker.api.resources.now_view import NowView
-from skyrl_tinker.api.resources.run_views import run_summary
+from skyrl_tinker.api.resources.run_views import listed_summary, run_summary
 from skyrl_tinker.api.resources.server_trace import trace_of
 from skyrl_tinker.api.resources.token_view import tokens_of
 from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached
@@ -50,16 +50,18 @@ async def now(deps: Deps, caller: CallerDep) -> NowResponse:
 
     It is at most a second old, however many ask.
     """
-    return NowView(deps, await deps.snapshots.read(), caller).message()
+    return await NowView(deps, await deps.snapshots.read(), caller).message()
 
 
 @router.get(
     "/runs", summary="Training runs with the measures of their last step", response_model=RunsResponse
 )
 async def list_runs(query: Annotated[Paging, Query()], deps: Deps, reach: Reached) -> Response:
+    """List of long metadata the beginning; `/console/runs/{run}` has all."""
+
     def read(conn: Connection) -> RunsResponse:
         page = training_runs.page(conn, reach, "owned", query.limit, query.offset)
-        return RunsResponse(runs=[run_summary(run) for run in page.runs], total=page.total)
+        return RunsResponse(runs=[listed_summary(run) for run in page.runs], total=page.total)
 
     return await json_from_rows(deps.store, read)
 

@@ -21,4 +21,5 @@ async def metrics(request: Request, deps: Deps) -> Response:
     """Answered while the engine is down, too: engine_up is 0 then."""
     if deps.settings.metrics_key:
         require_admin(caller_of(request))
+    await deps.room.shortage()
     return Response(await deps.page.text(), media_type=CONTENT_TYPE)

@@ -8,8 +8,8 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests import model_requests
-from skyrl_tinker.api.requests.request_body import read_json, read_model
-from skyrl_tinker.api.requests.submission import announce, from_json, submit_training
+from skyrl_tinker.api.requests.request_body import read_as, read_model, require_metadata
+from skyrl_tinker.api.requests.submission import Submission, announce, from_json, submit_training
 from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached, Services
 from skyrl_tinker.domain.ids import ModelId, OwnerId, RequestKind
 from skyrl_tinker.domain.key_limits import KeyLimits
@@ -26,6 +26,7 @@ from skyrl_tinker.protocol.schemas.training import (
     ModelData,
     UnloadModelRequest,
 )
+from skyrl_tinker.protocol.stored_requests import LoadWeightsBody
 from skyrl_tinker.protocol.validation.steps import validate_load_weights
 from skyrl_tinker.store import audit_log, model_records
 from skyrl_tinker.store.futures import cancellation
@@ -40,8 +41,11 @@ router = APIRouter(tags=["models"])
     openapi_extra=takes(CreateModelRequest),
 )
 async def create_model(request: Request, deps: Deps, owner: Owner, caller: CallerDep) -> AcceptedFuture:
-    payload = await read_json(request)
-    creation = model_requests.new_model(parse(CreateModelRequest, payload), payload, deps.limits)
+    def make(payload: Mapping[str, Any]) -> model_requests.Creation:
+        require_metadata(caller.limits, payload)
+        return model_requests.new_model(parse(CreateModelRequest, payload), payload, deps.limits)
+
+    creation = await read_as(request, make)
     accepted = await deps.store.write(
         lambda conn: creation.submit(conn, owner, caller.limits, deps.facts), deps.wake_engine
     )
@@ -54,22 +58,29 @@ async def create_model(request: Request, deps: Deps, owner: Owner, caller: Calle
     openapi_extra=takes(CreateViaLoadRequest, LoadWeightsRequest),
 )
 async def load_weights(request: Request, deps: Deps, owner: Owner, caller: CallerDep) -> AcceptedFuture:
-    payload = await read_json(request)
-    if payload.get("model_id") is None:
-        return await _create_via_load(deps, owner, caller.limits, payload)
-    submission = from_json(
-        RequestKind.LOAD_WEIGHTS,
-        payload,
-        lambda payload: validate_load_weights(parse(LoadWeightsRequest, payload)),
-    )
-    return await submit_training(deps, caller, submission)
+    def make(payload: Mapping[str, Any]) -> Submission | tuple[CreateViaLoadRequest, Mapping[str, Any]]:
+        if payload.get("model_id") is not None:
+            return from_json(RequestKind.LOAD_WEIGHTS, payload, _checked_load)
+        require_metadata(caller.limits, payload)
+        return parse(CreateViaLoadRequest, payload), payload
+
+    made = await read_as(request, make)
+    if isinstance(made, Submission):
+        return await submit_training(deps, caller, made)
+    return await _create_via_load(deps, owner, caller.limits, *made)
+
+
+def _checked_load(payload: Mapping[str, Any]) -> LoadWeightsBody:
+    return validate_load_weights(parse(LoadWeightsRequest, payload))
 
 
 async def _create_via_load(
-    deps: Services, owner: OwnerId | None, limits: KeyLimits, payload: Mapping[str, Any]
+    deps: Services,
+    owner: OwnerId | None,
+    limits: KeyLimits,
+    message: CreateViaLoadRequest,
+    payload: Mapping[str, Any],
 ) -> AcceptedFuture:
-    message = parse(CreateViaLoadRequest, payload)
-
     def create(conn: Connection) -> tuple[model_requests.Creation, Accepted]:
         creation = model_requests.model_from_checkpoint(conn, owner, message, payload, deps.limits)
         return creation, creation.submit(conn, owner, limits, deps.facts)

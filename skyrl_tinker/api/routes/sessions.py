@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request
 from sqlalchemy import Connection
 
 from skyrl_tinker.api.openapi.documents import takes
-from skyrl_tinker.api.requests.request_body import json_size, read_model
+from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached
 from skyrl_tinker.api.waiting.engine_client import EngineState, engine_state
 from skyrl_tinker.domain.ids import SessionId
@@ -27,16 +27,7 @@ _LOOPBACK = ("127.0.0.1", "::1")
 async def create_session(
     request: Request, deps: Deps, owner: Owner, caller: CallerDep
 ) -> CreateSessionResponse:
-    message = await read_model(request, CreateSessionRequest)
-    caller.limits.require_metadata(
-        json_size(
-            message.user_metadata,
-            message.tags,
-            message.project_id,
-            message.display_name,
-            message.sdk_version,
-        )
-    )
+    message = await read_model(request, CreateSessionRequest, caller.limits)
     warnings = [_unready(engine_state(deps.store)), _tokenizer_elsewhere(deps.facts, request)]
 
     def create(conn: Connection) -> CreateSessionResponse:

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 
 from skyrl_tinker.api.middleware.fast_routes import FastRoute
 from skyrl_tinker.api.openapi.documents import takes, takes_pass
-from skyrl_tinker.api.requests.request_body import json_object, read_json
+from skyrl_tinker.api.requests.request_body import json_object, read_as
 from skyrl_tinker.api.requests.submission import Submission, body_or_failure, from_json, submit_training
 from skyrl_tinker.api.services import Deps, caller_of
 from skyrl_tinker.domain.ids import RequestKind
@@ -51,7 +51,9 @@ async def forward_backward(request: Request, deps: Deps) -> AcceptedFuture:
     openapi_extra=takes(OptimStepRequest),
 )
 async def optim_step(request: Request, deps: Deps) -> AcceptedFuture:
-    submission = from_json(RequestKind.OPTIM_STEP, await read_json(request), _checked_step)
+    submission = await read_as(
+        request, lambda payload: from_json(RequestKind.OPTIM_STEP, payload, _checked_step)
+    )
     return await submit_training(deps, caller_of(request), submission)
 
 

@@ -7,8 +7,8 @@ from fastapi import APIRouter, Request
 from sqlalchemy import Connection
 
 from skyrl_tinker.api.openapi.documents import takes
-from skyrl_tinker.api.requests.request_body import json_size, read_json
-from skyrl_tinker.api.requests.submission import Body, from_json, submit_training
+from skyrl_tinker.api.requests.request_body import read_as, require_metadata
+from skyrl_tinker.api.requests.submission import Body, Submission, from_json, submit_training
 from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.api.services import CallerDep, Deps, Services
 from skyrl_tinker.domain.ids import RequestKind
@@ -77,11 +77,16 @@ async def _save(
     kind: RequestKind,
     check: Callable[[Mapping[str, Any]], Body],
 ) -> AcceptedFuture:
-    payload = await read_json(request)
+    def check_within(payload: Mapping[str, Any]) -> Body:
+        require_metadata(caller.limits, payload)
+        return check(payload)
+
+    def make(payload: Mapping[str, Any]) -> tuple[Submission, bool]:
+        return from_json(kind, payload, check_within), payload.get("path") is not None
 
     def admit(conn: Connection) -> None:
-        caller.limits.require_metadata(json_size(payload.get("user_metadata")))
-        if caller.limits.stored_gb is not None and payload.get("path") is not None:
+        if caller.limits.stored_gb is not None and named:
             caller.limits.require_stored(holdings.stored_bytes(conn, caller.owner))
 
-    return await submit_training(deps, caller, from_json(kind, payload, check), admit)
+    submission, named = await read_as(request, make)
+    return await submit_training(deps, caller, submission, admit)

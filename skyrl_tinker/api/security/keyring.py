@@ -51,6 +51,7 @@ class KeyRing:
         self._store = store
         self._signing = signing
         self._limits = limits
+        self._nobody = Caller(None, owners.LOCAL_OWNER, limits=limits.filled(several=False))
         self._clock = clock
         self._changes = -1
         self._secrets: dict[str, Secret] = {}  # by secret_id
@@ -59,6 +60,13 @@ class KeyRing:
         self._used: dict[OwnerId, float] = {}
         self._refusals = Refusals()
         self._noted_at = float("-inf")
+
+    @property
+    def limits(self) -> KeyLimits:
+        """Limits of keys that have none of their own; those of several live keys are finite."""
+        now = self._clock()
+        live = {secret.key.id for secret in self._secrets.values() if secret.key.is_live(now)}
+        return self._limits.filled(several=len(live) > 1)
 
     @property
     def locked(self) -> bool:
@@ -90,7 +98,8 @@ class KeyRing:
                 return
             found = api_keys.secrets_by_digest(conn)
         self._secrets = {tokens.secret_id(digest): secret for digest, secret in found.items()}
-        self._callers = {name: self._caller(name, secret) for name, secret in self._secrets.items()}
+        limits = self.limits
+        self._callers = {name: _caller(name, secret, limits) for name, secret in self._secrets.items()}
         self._verified.clear()
         self._changes = changes
 
@@ -100,7 +109,7 @@ class KeyRing:
         `address`: of the client, under which a refusal is noted.
         """
         if not self.locked:
-            return Caller(None, owners.LOCAL_OWNER, limits=self._limits)
+            return self._nobody
         if not credential:
             raise UnauthenticatedError(f"X-API-Key: found none, {_EXPECTED}")
         now = self._clock()
@@ -179,7 +188,8 @@ class KeyRing:
             self._noted_at = time.monotonic()
             await self._store.write(write)
 
-    def _caller(self, secret_id: str, secret: Secret) -> Caller:
-        key = secret.key
-        limits = self._limits.overridden(key.limits or {})
-        return Caller(key.id, key.name, secret.until, secret_id, key.admin, limits)
+
+def _caller(secret_id: str, secret: Secret, limits: KeyLimits) -> Caller:
+    key = secret.key
+    own = limits.overridden(key.limits or {})
+    return Caller(key.id, key.name, secret.until, secret_id, key.admin, own)

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 
 from skyrl_tinker.domain.ids import ModelId
 from skyrl_tinker.domain.loss_specs import CUSTOM, LOSSES
-from skyrl_tinker.domain.values import ForwardBackward
+from skyrl_tinker.domain.values import Datum, ForwardBackward
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.protobuf.datums import read_datum
 from skyrl_tinker.protocol.protobuf.json_passes import fill_from_json
@@ -112,6 +112,15 @@ def canonical(raw: RawForwardBackward) -> bytes:
 def from_canonical(body: bytes, *, input_spans: bool = False) -> ForwardBackward:
     """Read back the canonical bytes of a request that passed validation; see `read_value`."""
     return read_value(pb.ForwardBackwardRequest.FromString(body), input_spans=input_spans)
+
+
+def datum_at(body: bytes, index: int) -> tuple[Datum | None, int]:
+    """Return one datum of the canonical bytes, None past the last one, and how many there are."""
+    message = pb.ForwardBackwardRequest.FromString(body)
+    count = len(message.data)
+    if index >= count:
+        return None, count
+    return read_datum(message.data[index], LOSSES[message.loss_fn], f"datum {index}"), count
 
 
 def read_value(message: pb.ForwardBackwardRequest, *, input_spans: bool = False) -> ForwardBackward:

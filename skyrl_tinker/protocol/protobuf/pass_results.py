@@ -61,8 +61,24 @@ def forward_backward_output_json(body: bytes) -> dict[str, Any]:
     }
 
 
+def logprobs_at(body: bytes, index: int) -> list[float]:
+    """Return the logprobs of one datum, [N, K] row-major, infinite ones as the float32 limit."""
+    for record in pb.ForwardBackwardOutput.FromString(body).loss_fn_outputs:
+        if index < record.num_datums:
+            tensor = record.fields["logprobs"]
+            start, end = np.frombuffer(tensor.offsets, "<i8")[index : index + 2]
+            return _finite(tensor.data[start:end])
+        index -= record.num_datums
+    raise IndexError(f"the result has no datum {index} more")
+
+
+def _finite(data: bytes) -> list[float]:
+    values: list[float] = np.frombuffer(data, "<f4").clip(_FLOAT32.min, _FLOAT32.max).tolist()
+    return values
+
+
 def _unbatched(tensor: pb.BatchedTensor) -> list[dict[str, Any]]:
-    values = np.frombuffer(tensor.data, "<f4").clip(_FLOAT32.min, _FLOAT32.max).tolist()
+    values = _finite(tensor.data)
     offsets = (np.frombuffer(tensor.offsets, "<i8") // 4).tolist()
     trailing = list(tensor.trailing_shape)
     row = math.prod(trailing)

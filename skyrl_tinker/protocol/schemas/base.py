@@ -1,7 +1,8 @@
 """Base of all messages, and types of their fields."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import chain, repeat
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -11,6 +12,7 @@ from pydantic import (
     ConfigDict,
     Field,
     Strict,
+    StringConstraints,
     ValidationError,
     model_validator,
 )
@@ -52,9 +54,9 @@ def _refuse_nul(value: T) -> T:
     return value
 
 
-Text = Annotated[str, AfterValidator(_refuse_nul)]
-"""Text that the database stores or compares: PostgreSQL's has no NUL."""
-TextDict = Annotated[dict[str, str], AfterValidator(_refuse_nul)]
+Text = Annotated[str, StringConstraints(max_length=512), AfterValidator(_refuse_nul)]
+"""Name, path or id, which the database stores or compares, and lists repeat: PostgreSQL's has no NUL."""
+TextDict = Annotated[dict[str, str], Field(fail_fast=True), AfterValidator(_refuse_nul)]
 NullableDict = Annotated[
     dict[str, Any],
     BeforeValidator(lambda value: {} if value is None else value),
@@ -64,6 +66,8 @@ NullableDict = Annotated[
 
 
 _UNKNOWN_KEY = "unknown_key"
+MOST_PROBLEMS = 5
+_SHOWN = 80
 
 
 class Message(BaseModel):
@@ -125,11 +129,17 @@ def parse(model: type[M], payload: Any) -> M:
     try:
         return model.model_validate(payload)
     except ValidationError as error:
-        raise UserError("; ".join(describe(item) for item in error.errors(include_url=False))) from error
+        raise UserError(describe(error.errors(include_url=False))) from error
 
 
-def describe(item: Any) -> str:
-    """Word one of pydantic's error details for a user."""
+def describe(problems: Sequence[Any]) -> str:
+    """Word pydantic's error details for a user: the first few of them."""
+    more = len(problems) - MOST_PROBLEMS
+    texts = [_describe(problem) for problem in problems[:MOST_PROBLEMS]]
+    return "; ".join([*texts, f"and {more} more"] if more > 0 else texts)
+
+
+def _describe(item: Any) -> str:
     field = ".".join(str(part) for part in item["loc"]) or "body"
     if item["type"] == "missing":
         return f"{field} is missing"
@@ -143,8 +153,37 @@ def describe(item: Any) -> str:
 
 
 def shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    """Return the beginning of a value's repr; of a JSON value no more than that is made."""
+    text = ""
+    for part in _repr(value):
+        text += part
+        if len(text) > _SHOWN:
+            return f"{text[: _SHOWN - 3]}..."
+    return text
+
+
+def _repr(value: object) -> Iterator[str]:
+    """Yield the parts of a JSON value's repr, each of them short."""
+    if isinstance(value, str):
+        yield repr(value[: _SHOWN + 1])
+    elif isinstance(value, dict):
+        for sign, (key, item) in zip(_signs("{"), value.items(), strict=False):
+            yield sign
+            yield from _repr(key)
+            yield ": "
+            yield from _repr(item)
+        yield "}" if value else "{}"
+    elif isinstance(value, list):
+        for sign, item in zip(_signs("["), value, strict=False):
+            yield sign
+            yield from _repr(item)
+        yield "]" if value else "[]"
+    else:
+        yield repr(value)
+
+
+def _signs(first: str) -> Iterator[str]:
+    return chain((first,), repeat(", "))
 
 
 def utc(epoch: float) -> datetime:

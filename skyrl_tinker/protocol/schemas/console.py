@@ -253,7 +253,7 @@ class RotateKeyRequest(StrictRequest):
 class LimitKeyRequest(StrictRequest):
     """Limits by name: a number, "none", or "default" for that of all keys."""
 
-    limits: dict[str, float | Literal["none", "default"]]
+    limits: dict[str, float | Literal["none", "default"]] = Field(fail_fast=True)
 
 
 class NewSecretResponse(Message):

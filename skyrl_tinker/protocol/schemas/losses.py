@@ -17,7 +17,7 @@ from skyrl_tinker.protocol.schemas.base import (
 class CustomLossInput(StrictMessage):
     """Input of a loss: `logprobs` or a key of loss_fn_inputs; rank 0 is a scalar, 1 [N], 2 [N, K]."""
 
-    name: str
+    name: Text
     rank: Annotated[int, Strict(), Field(ge=0, le=2)]
 
 

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
-from skyrl_tinker.protocol.schemas.base import Items, Message, StrictInt, describe
+from skyrl_tinker.protocol.schemas.base import MOST_PROBLEMS, Items, Message, StrictInt, describe
 from skyrl_tinker.protocol.schemas.sampling_rules import (
     MaxTokens,
     Seed,
@@ -149,11 +149,15 @@ class OpenAIMessage(Message):
     def _without_what_asks_for_nothing(cls, payload: Any) -> Any:
         if not isinstance(payload, Mapping):
             return payload
-        return {
+        given = {
             key: value
             for key, value in payload.items()
             if value is not None and not _among(value, cls.neutral.get(key, ()))
         }
+        unknown = [key for key in given if key not in cls.__pydantic_fields__]
+        for key in unknown[MOST_PROBLEMS:]:  # each takes a kilobyte as a problem, though it is not told of
+            del given[key]
+        return given
 
 
 def _among(value: Any, neutral: tuple[Any, ...]) -> bool:
@@ -320,7 +324,7 @@ def parse_openai(model: type[R], payload: Any) -> R:
     except ValidationError as error:
         problems = error.errors(include_url=False)
         field = str(problems[0]["loc"][0]) if problems[0]["loc"] else ""
-        raise FieldError("; ".join(describe(problem) for problem in problems), field) from error
+        raise FieldError(describe(problems), field) from error
 
 
 def error_body(error: SkyrlTinkerError, text: str = "") -> dict[str, Any]:

@@ -16,12 +16,14 @@ from skyrl_tinker.protocol.schemas.base import (
 )
 
 AccessScope = Literal["owned", "accessible"]
+MOST_ITEMS = 1000
+"""Items of one page, each of which may have metadata of `key_metadata_kb`."""
 
 
 class Paging(StrictQuery):
     """Query parameters of every list."""
 
-    limit: int = Field(100, ge=1, le=10_000, description="most items in the response")
+    limit: int = Field(100, ge=1, le=MOST_ITEMS, description="most items in the response")
     offset: int = Field(0, ge=0, le=MAX_INT64, description="number of items to skip")
 
 
@@ -69,7 +71,7 @@ class TrainingRunQuery(StrictQuery):
 
 
 class TrainingRunsQuery(Paging):
-    limit: int = Field(20, ge=1, le=10_000, description="most runs in the response")
+    limit: int = Field(20, ge=1, le=MOST_ITEMS, description="most runs in the response")
     access_scope: AccessScope = Field(
         "owned", description="accessible: also others' runs with published checkpoints"
     )

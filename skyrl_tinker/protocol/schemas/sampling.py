@@ -108,8 +108,8 @@ class TensorJson(StrictMessage):
 class AsampleRequest(StrictRequest):
     sampling_session_id: Text | None = None
     seq_id: SampleSeqId | None = None
-    base_model: str | None = None
-    model_path: str | None = None
+    base_model: Text | None = None
+    model_path: Text | None = None
     num_samples: StrictInt = 1
     prompt: ModelInput
     sampling_params: WireSamplingParams = WireSamplingParams()

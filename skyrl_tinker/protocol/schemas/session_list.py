@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 from pydantic import AwareDatetime, Field, StringConstraints
 
 from skyrl_tinker.protocol.schemas.base import Items, Message, StrictMessage, StrictQuery, Text, TextDict
-from skyrl_tinker.protocol.schemas.runs import AccessScope, Paging
+from skyrl_tinker.protocol.schemas.runs import MOST_ITEMS, AccessScope, Paging
 
 FinishedBy = Literal["success", "errored", "interrupted"]
-ShortText = Annotated[Text, StringConstraints(min_length=1, max_length=512)]
+ShortText = Annotated[Text, StringConstraints(min_length=1)]
 
 
 class SessionQuery(StrictQuery):
@@ -19,7 +19,7 @@ class SessionQuery(StrictQuery):
 
 
 class SessionsQuery(Paging, SessionQuery):
-    limit: int = Field(20, ge=1, le=10_000, description="most sessions in the response")
+    limit: int = Field(20, ge=1, le=MOST_ITEMS, description="most sessions in the response")
 
 
 class SessionsResponse(Message):

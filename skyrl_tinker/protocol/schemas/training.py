@@ -56,7 +56,7 @@ class CreateViaLoadRequest(StrictRequest):
 
     session_id: Text
     model_seq_id: SessionSeqId
-    path: str
+    path: Text
     optimizer: bool = False
     base_model: Text | None = None
     user_metadata: NullableDict = Field(default_factory=dict)
@@ -67,7 +67,7 @@ class CreateViaLoadRequest(StrictRequest):
 class LoadWeightsRequest(TrainingRequest):
     """load_weights with model_id: into that model. SDKs before 0.6 send no `optimizer`."""
 
-    path: str
+    path: Text
     optimizer: bool = False
     weights_access_token: str | None = None
 
@@ -90,7 +90,7 @@ class OptimStepResult(Message):
 
 
 class SaveWeightsRequest(TrainingRequest):
-    path: str
+    path: Text
     ttl_seconds: StrictInt | None = None
     overwrite: bool = False
     user_metadata: TextDict | None = None
@@ -102,7 +102,7 @@ class SaveWeightsResult(Message):
 
 
 class SaveExternalRequest(TrainingRequest):
-    path: str
+    path: Text
     ttl_seconds: StrictInt | None = None
     age_encryption_recipients: Items[str] | None = None
 
@@ -116,9 +116,9 @@ class SaveExternalResult(Message):
 class SaveSamplerRequest(TrainingRequest):
     """Save for the samplers: named (`path`) or ephemeral (`sampling_session_seq_id`)."""
 
-    path: str | None = None
+    path: Text | None = None
     sampling_session_seq_id: SessionSeqId | None = None
-    kind: str = "snapshot"
+    kind: Text = "snapshot"
     ttl_seconds: StrictInt | None = None
     user_metadata: TextDict | None = None
 

@@ -7,6 +7,7 @@ have a copy of it.
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
 from contextlib import suppress
@@ -19,6 +20,7 @@ ENGINE_HEADER = "X-Skyrl-Tinker-Engine"
 """Header with the engine's token in requests to it from other hosts."""
 FILE = "signing-secrets.json"
 _BYTES = 32
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +67,17 @@ def require_copy(home: Path, fingerprint: str | None) -> None:
 
 
 class SigningSecrets:
-    """Secrets of a home, made by whoever first needs them; `refresh` notices new ones."""
+    """Secrets of a home, made by whoever first needs them; `refresh` notices new ones.
+
+    Once they are read, a file that is gone or not complete, as one that is being copied, changes nothing: new
+    ones would be worth nothing on the other hosts.
+    """
 
     def __init__(self, home: Path) -> None:
         self._home = home
         self._read: tuple[int, int] | None = None  # inode and time of the file that was read
         self._current = Secrets(b"", b"")
+        self._told = ""
 
     @property
     def current(self) -> Secrets:
@@ -80,17 +87,29 @@ class SigningSecrets:
         return self._current
 
     def refresh(self) -> bool:
-        """Read the file if it was replaced. Returns True if it was."""
+        """Read the file if it was replaced. Returns True if it was; StartupError if the first is damaged."""
         file = self._home / FILE
-        if not file.exists():
+        if self._read is None and not file.exists():
             self._create()
-        status = file.stat()
-        if (status.st_ino, status.st_mtime_ns) == self._read:
+        try:
+            status = file.stat()
+            if (status.st_ino, status.st_mtime_ns) == self._read:
+                return False
+            values = json.loads(file.read_text())
+            self._current = Secrets(**{name: bytes.fromhex(value) for name, value in values.items()})
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            if self._read is None:
+                raise StartupError(f"{file}: found no signing secrets ({error})") from error
+            self._tell(f"{file} cannot be read, going on with the secrets from before: {error}")
             return False
-        values = json.loads(file.read_text())
-        self._current = Secrets(**{name: bytes.fromhex(value) for name, value in values.items()})
         self._read = (status.st_ino, status.st_mtime_ns)
         return True
+
+    def _tell(self, what: str) -> None:
+        """Log a warning, unless it was the last one."""
+        if what != self._told:
+            _log.warning("%s", what)
+        self._told = what
 
     def _create(self) -> None:
         """Link the file into its place: of two processes at once one wins, and both read the same."""

@@ -4,8 +4,9 @@ import asyncio
 import stat
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,11 +18,13 @@ from starlette.types import Message
 
 from skyrl_tinker.api.middleware import authentication
 from skyrl_tinker.api.middleware.authentication import AuthMiddleware
+from skyrl_tinker.api.middleware.route_traits import TRAITS, Trait
 from skyrl_tinker.api.security import keyring, refusals, tokens
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.refusals import Refusal, Refusals
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import ALL_OWNERS
+from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store import api_keys, audit_log
 from skyrl_tinker.store.cluster import signing_secrets
 from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets
@@ -161,7 +164,7 @@ async def test_every_route_but_those_that_are_meant_to_be_open_wants_a_key(world
     expected = {
         path
         for _, path in routes_of(world)
-        if path in authentication.OPEN or path.startswith(authentication.OPEN_BELOW)
+        if Trait.OPEN in TRAITS.get(path, Trait.NONE) or path.startswith(authentication.OPEN_BELOW)
     }
     assert opened == expected
     assert {"/healthz", "/readyz", "/metrics", "/api/v1/healthz", "/api/v1/openapi.json"} <= opened
@@ -380,6 +383,37 @@ async def test_processes_of_one_home_sign_alike(world: World) -> None:
     file = world.settings.root / signing_secrets.FILE
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert [path.name for path in world.settings.root.glob(f".{signing_secrets.FILE}*")] == []
+
+
+def damaged(file: Path) -> None:
+    file.write_text(file.read_text()[:30])
+
+
+@pytest.mark.parametrize("change", [damaged, Path.unlink, lambda file: file.write_text("[]")])
+async def test_secrets_that_cannot_be_read_are_those_from_before(
+    world: World, change: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    token = await token_for(world, await key_of(world, "alice"))
+    file = world.settings.root / signing_secrets.FILE
+    whole = file.read_text()
+    change(file)
+    for _ in range(3):
+        world.services.keys.refresh()
+    assert (await ask(world, token)).status_code == 200
+    assert "cannot be read" in caplog.text
+    assert not file.exists() or file.read_text() != whole
+    file.write_text(whole)
+    world.services.keys.refresh()
+    assert (await ask(world, token)).status_code == 200
+    signing_secrets.rotate(world.settings.root)
+    world.services.keys.refresh()
+    assert (await ask(world, token)).status_code == 401
+
+
+def test_secrets_that_were_never_whole_are_refused_with_the_files_name(tmp_path: Path) -> None:
+    (tmp_path / signing_secrets.FILE).write_text('{"jwt": "ab')
+    with pytest.raises(StartupError, match=signing_secrets.FILE):
+        SigningSecrets(tmp_path).refresh()
 
 
 # Notes of use and of refusals

@@ -1,12 +1,12 @@
 """New work is refused while the disk is nearly full; what was accepted goes on, and all resumes."""
 
 import shutil
+import threading
 from typing import NamedTuple
 
 import pytest
 
 from skyrl_tinker.api.middleware import disk_room
-from skyrl_tinker.api.middleware.disk_room import NEW_WORK
 from tests.api.support.world import World
 
 
@@ -44,10 +44,20 @@ async def test_new_work_waits_for_room_and_what_was_accepted_does_not(world: Wor
     await world.ok("optim_step", {**step, "seq_id": 2})
 
 
-async def test_every_name_is_that_of_a_route(world: World) -> None:
-    assert {
-        path for path in NEW_WORK if (await world.http.post(f"http://api{path}")).status_code == 404
-    } == set()
+async def test_a_file_system_that_is_away_stops_nobody(
+    world: World, monkeypatch: pytest.MonkeyPatch, free: list[int]
+) -> None:
+    await world.session()
+    back = threading.Event()
+    monkeypatch.setattr(disk_room, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: back.wait() and Usage(1, 1, 0))
+    try:
+        for _ in range(3):
+            await world.session()
+        assert (await world.http.get("http://api/readyz")).status_code == 200
+        assert "disk_free_bytes 1e+12" in (await world.http.get("http://api/metrics")).text
+    finally:
+        back.set()
 
 
 async def test_the_disk_is_looked_at_once_in_a_while(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

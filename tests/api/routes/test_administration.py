@@ -66,7 +66,7 @@ async def test_an_admin_sees_what_every_owner_has(world: World, alice: str) -> N
     assert (found["alice"]["owned"]["checkpoints"], found["alice"]["owned"]["stored_bytes"]) == (1, 10)
     assert found["root"]["owned"]["models"] == 0
     assert (found["root"]["admin"], found["alice"]["admin"], found["alice"]["live"]) == (True, False, True)
-    assert (await get(world, "console/admin"))["limits"]["metadata_kb"] == 256
+    assert (await get(world, "console/admin"))["limits"]["metadata_kb"] == 16
     assert alice not in str(found)
 
 
@@ -91,6 +91,22 @@ async def test_a_created_key_works_at_once_and_is_on_record(world: World, alice:
     assert (await events(world)).count("key_create") == 3
     refusal = await ask(world, "POST", "console/admin/keys", {"name": "bob"}, status=400)
     assert "which a live key has" in refusal["detail"]
+
+
+async def test_what_is_done_with_an_admin_key_names_it(world: World, alice: str) -> None:
+    for method, path, body in ROUTES[1:]:
+        await ask(world, method, path, body)
+    entries = (await get(world, "audit"))["entries"]
+    by = [(each["event"], each["event_details"]["by"]) for each in entries]
+    done = [("key_create", "root"), ("key_rotate", "root"), ("key_limit", "root"), ("key_revoke", "root")]
+    assert by == [("key_create", None), ("key_create", None), *done]
+
+
+async def test_two_secrets_of_a_key_last_a_week_at_most(world: World, alice: str) -> None:
+    path = "console/admin/keys/1/rotate"
+    refusal = await ask(world, "POST", path, {"overlap_s": 7 * 86400 + 1}, status=400)
+    assert refusal["detail"] == "overlap: found 604801 s, expected at most 604800 s (7 days)"
+    await ask(world, "POST", path, {"overlap_s": 7 * 86400})
 
 
 async def test_a_rotated_key_keeps_its_old_secret_for_the_overlap(world: World, alice: str) -> None:

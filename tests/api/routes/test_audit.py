@@ -2,9 +2,12 @@
 
 from datetime import UTC, datetime, timedelta
 
+import pytest
 from sqlalchemy import update
 
+from skyrl_tinker.api.routes import audit
 from skyrl_tinker.domain.ids import CheckpointKind
+from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.database.tables import AuditEvent
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import World
@@ -49,6 +52,24 @@ async def test_repeating_what_is_done_already_is_no_event(world: World) -> None:
     for _ in range(3):
         await world.http.post(f"training_runs/{run}/checkpoints/weights/a/publish")
     assert (await events(world, event_type="checkpoints")).count("checkpoint_publish") == 1
+
+
+async def test_a_day_of_many_events_is_read_in_pages(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "PAGE", 2)
+    key = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
+    await new_user(world, "alice")
+    speak_as(world, key)
+    made = [await world.session() for _ in range(7)]
+    at = datetime.now(UTC).replace(hour=12).timestamp()
+    move = update(AuditEvent).where(AuditEvent.id > 2).values(at=at)
+    await world.store.write(lambda conn: conn.execute(move))
+    answer = await world.http.get("audit")
+    entries = answer.json()["entries"]
+    seen = [entry["event_details"].get("session_id") for entry in entries]
+    assert sorted(filter(None, seen)) == sorted(made)
+    assert seen.count(None) == 2
+    times = [entry["timestamp"] for entry in entries]
+    assert times == sorted(times)
 
 
 async def test_a_day_is_one_of_utc(world: World) -> None:

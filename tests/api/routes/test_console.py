@@ -215,6 +215,15 @@ async def test_runs_are_listed_with_their_last_step(world: World) -> None:
     assert (await get(world, "console/runs", limit=1))["total"] == 2
 
 
+async def test_of_long_metadata_the_list_of_runs_has_the_beginning(world: World) -> None:
+    metadata = {f"{'n' * 500} {number}": "v" * 5000 for number in range(40)}
+    model = await world.model(user_metadata=metadata)
+    (run,) = (await get(world, "console/runs"))["runs"]
+    assert len(str(run)) < 5000
+    assert set(run["user_metadata"].values()) == {"v" * 200}
+    assert (await get(world, f"console/runs/{model}"))["user_metadata"] == metadata
+
+
 async def test_a_run_that_failed_says_why_and_has_no_rank(world: World) -> None:
     session = await world.session()
     creation = {"session_id": session, "model_seq_id": 1, "base_model": BASE, "lora_config": {"rank": 10**6}}

@@ -141,3 +141,14 @@ async def test_weights_info_tells_what_a_checkpoint_holds(world: World) -> None:
     assert (info["train_mlp"], info["train_unembed"]) == (True, False)
     missing = await world.post("weights_info", {"tinker_path": f"{path}-not"})
     assert missing.status_code == 404
+
+
+@pytest.mark.parametrize("route", ["create_model", "load_weights"])
+async def test_a_base_model_with_a_long_name_leaves_no_run(world: World, route: str) -> None:
+    body = {"session_id": await world.session(), "model_seq_id": 0, "base_model": "x" * 600, "path": "p"}
+    if route == "create_model":
+        del body["path"]
+    answer = await world.post(route, body)
+    assert answer.status_code == 400
+    assert answer.json()["detail"].startswith("base_model: String should have at most 512 characters")
+    assert (await world.http.get("training_runs")).json()["training_runs"] == []

@@ -32,6 +32,28 @@ async def test_every_file_is_open_and_may_load_from_this_server_only(world: Worl
     assert refusal.status_code == 405
 
 
+@pytest.mark.parametrize("path", ["/docs", "/docs/assets/swagger-ui-bundle.js"])
+async def test_the_documentation_may_load_from_this_server_only_and_keeps_no_key(
+    world: World, path: str
+) -> None:
+    await new_user(world, "alice")
+    answer = await world.http.get(f"http://api{path}")
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+    assert "frame-ancestors 'none'" in policy
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    page, script = (FILES / "docs.html").read_text(), (FILES / "docs.js").read_text()
+    assert not re.findall(r"<script(?![^>]*src=)|<style| style=| on\w+=", page)
+    assert "persistAuthorization" not in page + script
+
+
+@pytest.mark.parametrize("path", ["/dashboard", "/dashboard/"])
+async def test_the_dashboards_directory_leads_to_the_dashboard(world: World, path: str) -> None:
+    await new_user(world, "alice")
+    answer = await world.http.get(f"http://api{path}", follow_redirects=True)
+    assert (answer.status_code, str(answer.url)) == (200, "http://api/")
+
+
 @pytest.mark.parametrize("name", ["__init__.py", "../config.py", "%2e%2e/config.py", "missing.js"])
 async def test_no_other_file_is_served(world: World, name: str) -> None:
     assert (await world.http.get(f"http://api/dashboard/{name}")).status_code == 404

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from skyrl_tinker.api.resources.tokenizer_files import TOKENIZER_FILES
+from skyrl_tinker.api.resources.tokenizer_files import TOKENIZER_FILES, tokenizer_tar
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.server.base_models.tiny_model import make_model
@@ -76,3 +76,7 @@ async def _warning(world: World, address: str) -> str | None:
     async with httpx.AsyncClient(transport=transport, base_url="http://api/api/v1") as http:
         warning: str | None = (await http.post("create_session", json={})).json()["warning_message"]
         return warning
+
+
+def test_all_answers_share_one_tar(model: Path) -> None:
+    assert tokenizer_tar(model) is tokenizer_tar(model)

@@ -39,6 +39,21 @@ async def test_a_bad_save_is_accepted_and_fails(
     assert message in await world.failure((await world.ok(route, body))["request_id"])
 
 
+@pytest.mark.parametrize("route", ["save_weights", "save_weights_for_sampler"])
+async def test_a_save_with_much_wrong_metadata_fails_in_few_words(world: World, route: str) -> None:
+    body = {"model_id": await world.model(), "seq_id": 1, "path": "one"}
+    wrong = {f"key {number}": number for number in range(2000)}
+    said = await world.failure((await world.ok(route, {**body, "user_metadata": wrong}))["request_id"])
+    assert said == "user_metadata.key 0: Input should be a valid string, found 0"
+
+
+async def test_a_name_too_long_fails_in_few_words(world: World) -> None:
+    body = {"model_id": await world.model(), "seq_id": 1, "path": "x" * 1_000_000}
+    said = await world.failure((await world.ok("save_weights", body))["request_id"])
+    assert said.startswith("path: String should have at most 512 characters, found 'xxx")
+    assert len(said) < 200
+
+
 async def test_a_named_save_cannot_be_inflight(world: World) -> None:
     body = {"model_id": await world.model(), "seq_id": 1, "path": "one", "kind": "inflight"}
     assert "inflight" in await world.failure((await world.ok("save_weights_for_sampler", body))["request_id"])

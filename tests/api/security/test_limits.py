@@ -9,7 +9,8 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.api.middleware import request_rate
-from skyrl_tinker.api.middleware.request_rate import UNCOUNTED, RequestRates
+from skyrl_tinker.api.middleware.request_rate import RequestRates
+from skyrl_tinker.api.middleware.route_traits import TRAITS, Trait
 from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.api.waiting import key_backlogs
 from skyrl_tinker.config import Settings
@@ -51,9 +52,28 @@ async def refused(world: World, path: str, body: dict[str, Any], status: int = 4
 
 def test_every_limit_is_a_setting_and_none_counts_by_default_but_sizes() -> None:
     limits = Settings(key_models=3).key_limits
-    assert limits == KeyLimits(models=3, metadata_kb=256, stop_kb=64)
+    assert limits == KeyLimits(models=3, stop_kb=64)
+    assert limits.filled(several=False) == KeyLimits(models=3, metadata_kb=256, stop_kb=64)
+    shared = limits.filled(several=True)
+    assert shared == KeyLimits(models=3, sessions=1000, backlog=10_000, metadata_kb=16, stop_kb=64)
+    assert Settings(key_sessions=5000).key_limits.filled(several=True).sessions == 5000
     assert limits.overridden({"models": None, "sessions": 2, "gone": 1}).sessions == 2
     assert {f"key_{name}" for name in NAMES} <= set(Settings.model_fields)
+
+
+async def test_limits_are_finite_while_several_keys_share_the_server(world: World) -> None:
+    speak_as(world, await new_user(world, "alice"))
+    large = {**SESSION, "user_metadata": {"a": "x" * 20_000}}
+    await world.ok("create_session", large)
+    bob = await new_user(world, "bob")
+    assert "expected at most 16 for one API key" in await refused(world, "create_session", large)
+    await limit(world, metadata_kb=None)
+    await world.ok("create_session", large)
+    speak_as(world, bob)
+    assert "expected at most 16 for one API key" in await refused(world, "create_session", large)
+    await world.store.write(lambda conn: api_keys.revoke(conn, "alice"))
+    world.services.keys.refresh()
+    await world.ok("create_session", large)
 
 
 async def test_limits_of_a_key_win_over_the_settings_and_go_back_to_them(settings: Settings) -> None:
@@ -139,7 +159,6 @@ async def test_metadata_has_a_size(world: World) -> None:
         ("create_session", {**SESSION, **large}),
         ("create_session", {**SESSION, "tags": ["x" * 1100]}),
         ("create_session", {**SESSION, "sdk_version": "x" * 1100}),
-        ("copy_weights", {"source_path": "tinker://a/weights/b", "destination_project_id": "x" * 1100}),
         (
             "create_model",
             {"session_id": await world.session(), "model_seq_id": 0, "base_model": BASE, **large},
@@ -362,8 +381,13 @@ async def test_requests_above_the_rate_get_a_429_and_those_that_wait_do_not(
     assert "expected at most 0.002 a second from one API key" in answers[2].json()["detail"]
     openai = await world.http.get("http://api/oai/api/v1/models")
     assert (openai.status_code, openai.json()["error"]["type"]) == (429, "server_error")
-    for path in UNCOUNTED:
-        assert (await world.http.post(f"http://api{path}", json={})).status_code != 429, path
+    waiting = {path for path, trait in TRAITS.items() if Trait.WAITING in trait}
+    for path in (*waiting, "/api/v1/telemetry", "/api/v1/auth/token"):
+        status = (await world.http.post(f"http://api{path}", json={})).status_code
+        assert (status == 429) is (path not in waiting), path
+    for path in waiting:
+        answer = await world.http.post(f"http://api{path}", content=b" " * 300_000)
+        assert answer.status_code == 413, path
     assert (await world.http.get("http://api/healthz")).status_code == 200
     speak_as(world, await new_user(world, "bob"))
     assert (await world.http.get("sessions")).status_code == 200

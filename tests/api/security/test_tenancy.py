@@ -18,6 +18,7 @@ from sqlalchemy import update
 from starlette.routing import BaseRoute, Mount, Route
 
 from skyrl_tinker.api.middleware import authentication
+from skyrl_tinker.api.middleware.route_traits import TRAITS, Trait
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.store import api_keys, audit_log
 from skyrl_tinker.store.database.group_commit import Op
@@ -249,7 +250,7 @@ def routes(world: World) -> Iterator[tuple[str, str]]:
 
 def _open(route: BaseRoute) -> bool:
     path = getattr(route, "path", "")
-    return path in authentication.OPEN or f"{path}/".startswith(authentication.OPEN_BELOW)
+    return Trait.OPEN in TRAITS.get(path, Trait.NONE) or f"{path}/".startswith(authentication.OPEN_BELOW)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ import tinker.types as sdk
 from tinker.types._pydantic_types.save_weights_external_response import SaveWeightsExternalResponseInternal
 from tinker.types.try_again_response import TryAgainResponse as SdkTryAgainResponse
 
-from skyrl_tinker.errors import UserError
-from skyrl_tinker.protocol.schemas.base import Message, parse, utc
+from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.errors import MOST_CHARACTERS, UserError
+from skyrl_tinker.protocol.schemas.base import Message, Text, parse, shorten, utc
 from skyrl_tinker.protocol.schemas.futures import (
     AcceptedFuture,
     FailedResponse,
@@ -41,6 +42,7 @@ from skyrl_tinker.protocol.schemas.session import (
     SupportedModel,
     TelemetryResponse,
 )
+from skyrl_tinker.protocol.schemas.session_list import SessionSearchRequest
 from skyrl_tinker.protocol.schemas.training import (
     CreateModelRequest,
     CreateModelResult,
@@ -50,7 +52,9 @@ from skyrl_tinker.protocol.schemas.training import (
     ModelData,
     OptimStepResult,
     SaveExternalResult,
+    SaveSamplerRequest,
     SaveSamplerResult,
+    SaveWeightsRequest,
     SaveWeightsResult,
 )
 from tests.protocol.support.messages import read_by_the_sdk
@@ -199,3 +203,80 @@ def test_futures_answer_in_the_forms_the_sdk_tells_apart() -> None:
         sdk.RequestFailedResponse.model_validate(failed.model_dump()).category
         == sdk.RequestErrorCategory.User
     )
+
+
+class _Wrong(Message):
+    a: int
+    b: int
+    c: int
+    d: int
+    e: int
+    f: int
+    g: int
+
+
+def test_a_refusal_names_the_first_problems_only() -> None:
+    with pytest.raises(UserError) as refused:
+        parse(_Wrong, dict.fromkeys("abcdefg", "x"))
+    problems = str(refused.value).split("; ")
+    assert [problem[0] for problem in problems[:-1]] == list("abcde")
+    assert problems[-1] == "and 2 more"
+
+
+@pytest.mark.parametrize("message", [SaveWeightsRequest, SaveSamplerRequest, SessionSearchRequest])
+def test_of_wrong_metadata_the_first_value_is_named_alone(message: type[Message]) -> None:
+    with pytest.raises(UserError) as refused:
+        parse(message, {"user_metadata": {f"k{number}": number for number in range(30)}})
+    assert str(refused.value).count("user_metadata") == 1
+
+
+def test_names_have_a_length() -> None:
+    class Named(Message):
+        name: Text
+
+    assert parse(Named, {"name": "é" * 512}).name == "é" * 512
+    with pytest.raises(
+        UserError, match="name: String should have at most 512 characters, found 'xxx"
+    ) as refused:
+        parse(Named, {"name": "x" * 513})
+    assert len(str(refused.value)) < 200
+
+
+def test_texts_about_failures_have_a_length() -> None:
+    for text in (str(UserError("x" * 10_000)), Failure("x" * 10_000, "server").message):
+        assert text.startswith("x" * MOST_CHARACTERS)
+        assert len(text) < MOST_CHARACTERS + 30
+        assert text.endswith("(10000 characters)")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "text",
+        "it's",
+        'say "it\'s"',
+        {},
+        [],
+        {"a": [1, 2.5, None, True, {}], "b": "c"},
+        [[], [[]]],
+        7,
+        None,
+        (1,),
+    ],
+)
+def test_a_short_value_is_shown_as_its_repr(value: object) -> None:
+    assert shorten(value) == repr(value)
+
+
+class _Untouchable:
+    def __repr__(self) -> str:
+        raise AssertionError("the end of a long value was looked at")
+
+
+@pytest.mark.parametrize(
+    "value", ["x" * 1000, ["x" * 60] * 2 + [_Untouchable()], {"a" * 50: "b" * 50, "c": _Untouchable()}]
+)
+def test_of_a_long_value_the_beginning_is_shown_and_no_more_is_read(value: object) -> None:
+    shown = shorten(value)
+    assert len(shown) == 80
+    assert shown.endswith("...")

@@ -165,3 +165,9 @@ def test_an_effort_may_be_given_once_only() -> None:
     assert chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "low"})
     with pytest.raises(FieldError, match="reasoning_effort: another one is in chat_template_kwargs"):
         chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"})
+
+
+def test_of_many_unknown_fields_the_first_are_named() -> None:
+    with pytest.raises(FieldError) as refused:
+        chat(**{f"field_{number}": 1 for number in range(10_000)})
+    assert str(refused.value) == "; ".join(f"field_{number} is not supported" for number in range(5))

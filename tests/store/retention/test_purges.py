@@ -4,18 +4,21 @@ import time
 from collections.abc import Callable
 
 import pytest
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, func, select, update
 
 from skyrl_tinker.domain.ids import (
     CheckpointKind,
     FutureStatus,
     ModelState,
+    OwnerId,
     SamplingSessionId,
     SessionId,
     VersionId,
 )
 from skyrl_tinker.domain.values import LoraSpec, Usage
+from skyrl_tinker.errors import UserError
 from skyrl_tinker.store import (
+    api_keys,
     checkpoint_records,
     model_records,
     sampling_sessions,
@@ -25,11 +28,11 @@ from skyrl_tinker.store import (
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.console.step_points import Measured
-from skyrl_tinker.store.database.tables import Base, Future
+from skyrl_tinker.store.database.tables import Base, Future, Model, SavedCheckpoint, Session
 from skyrl_tinker.store.futures import finish
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import ModelRow
-from skyrl_tinker.store.retention import row_purges, session_purges, slices
+from skyrl_tinker.store.retention import key_purges, row_purges, session_purges, slices
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import (
     base_sampler,
@@ -284,3 +287,33 @@ async def test_old_audit_events_and_usage_go(store: Store) -> None:
     await run_all(store, lambda conn: row_purges.purge_audit(conn, time.time() + 1))
     await run_all(store, lambda conn: row_purges.purge_usage(conn, time.time() + 3600))
     assert not {"audit_events", "usage_records"} & set(await rows(store))
+
+
+async def test_what_a_key_left_goes_at_the_administrators_word(store: Store) -> None:
+    for name in ("alice", "bob"):
+        await store.write(lambda conn, name=name: api_keys.create(conn, name))  # type: ignore[misc]
+    left, kept = await lived(store, "a"), await lived(store, "b")
+    trained = await new_session(store)
+    model = await create(store, trained)
+    for session, owner in ((left, 1), (trained, 1), (kept, 2)):
+        move = update(Session).where(Session.session_id == session).values(owner_id=OwnerId(owner))
+        await store.write(lambda conn, move=move: conn.execute(move))  # type: ignore[misc]
+    await store.write(lambda conn: model_records.set_state(conn, model.key, ModelState.READY))
+    with pytest.raises(UserError, match="alice\\) is live: revoke it first"):
+        await store.write(lambda conn: key_purges.purge_key(conn, "alice"))
+    await store.write(lambda conn: api_keys.revoke(conn, "alice"))
+    assert await store.write(lambda conn: key_purges.purge_key(conn, "alice")) == (2, 1)
+    with store.read() as conn:
+        described = {row.session_id: row for row in conn.execute(select(Session.__table__))}
+        models = conn.execute(select(Model.session_id, Model.user_metadata))
+        of_models = {row.session_id: row.user_metadata for row in models}
+        saved = select(Model.session_id).join(SavedCheckpoint, SavedCheckpoint.model_key == Model.key)
+        live = conn.scalars(saved.where(*checkpoint_records.is_live())).all()
+        forgotten = session_purges.ended_sessions(conn, 1.0)
+    assert [described[each].user_metadata for each in (left, trained)] == [{}, {}]
+    assert [of_models[each] for each in (left, trained)] == [{}, {}]
+    assert described[kept].user_metadata
+    assert of_models[kept]
+    assert live == [kept]
+    assert forgotten == [left]
+    assert described[trained].finish_reason == "purged"
