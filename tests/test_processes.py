@@ -61,15 +61,18 @@ def test_children_from_before_are_spared_with_theirs() -> None:
         processes.become_subreaper()
         print("go", file=earlier.stdin, flush=True)
         worker = int(earlier.stdout.readline())
-        own = subprocess.Popen(["sleep", "600"])
-        assert [each.pid for each in processes.descendants()] == [own.pid]
-        processes.kill_descendants(grace_s=240.0)
-        assert own.poll() is not None
-        assert earlier.poll() is None
-        assert psutil.pid_exists(worker)
-        earlier.kill()
+        try:
+            own = subprocess.Popen(["sleep", "600"])
+            assert [each.pid for each in processes.descendants()] == [own.pid]
+            processes.kill_descendants(grace_s=240.0)
+            assert own.poll() is not None
+            assert earlier.poll() is None
+            assert psutil.pid_exists(worker)
+        finally:
+            earlier.kill()
+            own.kill()
+            psutil.Process(worker).kill()
         print(worker)
-        psutil.Process(worker).kill()
     """)
     wait_until_gone(int(output))
 
