@@ -6,7 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 from skyrl_tinker.errors import StartupError
+
+
+def holder(file: Path) -> int | None:
+    """Return the process that holds the lock, None without one; nobody is kept from taking it meanwhile."""
+    try:
+        pid = int(file.read_text())
+        opened = [each.path for each in psutil.Process(pid).open_files()]
+    except (FileNotFoundError, ValueError, psutil.Error):
+        return None
+    return pid if any(map(file.samefile, filter(os.path.exists, opened))) else None
 
 
 @contextmanager

@@ -22,6 +22,7 @@ _POLL_S = 0.05
 _YOUNG_OBJECTS = 20_000
 _SAME_START_S = 1.0  # create times are rounded and move with the wall clock
 _ONE_HEAP = {-8: 1, -3: 1 << 20, -1: 1 << 20}  # M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+_earlier: set[psutil.Process] = set()
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: a preexec_fn must not import
 
 
@@ -32,7 +33,11 @@ def _prctl(option: int, value: int) -> None:
 
 
 def become_subreaper() -> None:
-    """Make orphaned descendants our children instead of init's, so that we can find and reap them."""
+    """Make orphaned descendants our children instead of init's, so that we can find and reap them.
+
+    Those that there are now, of a shell whose place we took, are nothing of ours.
+    """
+    _earlier.update(psutil.Process().children(recursive=True))
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -82,9 +87,26 @@ def freeze_gc() -> None:
     gc.set_threshold(_YOUNG_OBJECTS, 20, 20)
 
 
+def listens(pid: int, port: int) -> bool:
+    """Return whether the process itself has a listening TCP socket of that port."""
+    try:
+        sockets = psutil.Process(pid).net_connections("tcp")
+    except psutil.Error:
+        return False
+    return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets)
+
+
 def descendants() -> list[psutil.Process]:
-    """Return all descendants, zombies included."""
-    return psutil.Process().children(recursive=True)
+    """Return all descendants, zombies included, but those from before `become_subreaper` and theirs."""
+    spared = {each for earlier in _earlier for each in (earlier, *_children(earlier))}
+    return [each for each in psutil.Process().children(recursive=True) if each not in spared]
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def list_stopped() -> list[psutil.Process]:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import ssl
 import subprocess
 import sys
 import threading
@@ -15,6 +16,8 @@ import pytest
 import yaml
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.directories import Directories
+from tests.support.certificates import write_certificate
 
 DOCKER = Path(__file__).parents[1] / "docker"
 SERVICES: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
@@ -55,16 +58,23 @@ def test_compose_mounts_files_that_exist() -> None:
 
 def _enter(home: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run the entry point up to the server's refusal of an option that it does not have."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{DOCKER}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = ["sh", str(DOCKER / "entrypoint"), "serve", "--none-such", *options]
     variables = os.environ | {f"{PREFIX}HOME": str(home), "PATH": path}
     return subprocess.run(command, env=variables, cwd=home.parent, capture_output=True, text=True)
 
 
-def test_the_first_start_makes_a_key_and_prints_it_once(tmp_path: Path) -> None:
-    first, second = _enter(tmp_path / "home"), _enter(tmp_path / "home")
-    assert re.search(r"^  export TINKER_API_KEY=tml-[\w-]+$", first.stdout, re.MULTILINE), first.stderr
+def test_the_first_start_makes_a_key_in_a_file_that_no_log_has(tmp_path: Path) -> None:
+    file = tmp_path / "home" / "first-key"
+    first = _enter(file.parent)
+    assert re.fullmatch(r"tml-[\w-]+\n", file.read_text()), first.stderr
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert first.stdout.startswith(f"first-key: {file} has an API key")
+    assert "tml-" not in first.stdout + first.stderr
+    file.unlink()
+    second = _enter(file.parent)
     assert second.stdout == ""
+    assert not file.exists()
     assert "No such option: --none-such" in first.stderr
     assert "No such option: --none-such" in second.stderr
 
@@ -72,11 +82,12 @@ def test_the_first_start_makes_a_key_and_prints_it_once(tmp_path: Path) -> None:
 def test_an_insecure_start_makes_no_key(tmp_path: Path) -> None:
     start = _enter(tmp_path / "home", "--insecure")
     assert start.stdout == ""
+    assert not (tmp_path / "home" / "first-key").exists()
     assert "No such option: --none-such" in start.stderr
 
 
 @contextmanager
-def _answering(status: int) -> Iterator[int]:
+def _answering(status: int, tls: tuple[Path, Path] | None = None) -> Iterator[int]:
     """A server whose /healthz has that status; yields its port."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -88,15 +99,50 @@ def _answering(status: int) -> Iterator[int]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        if tls is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*tls)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.server_port
         server.shutdown()
 
 
+def _is_healthy(home: Path, **settings: Any) -> bool:
+    """What the check says of a server that was given these as arguments; the variables say others."""
+    noted = Settings(home=home, **settings)
+    directories = Directories(noted)
+    directories.make()
+    directories.settings_file.write_text(noted.model_dump_json())
+    variables = os.environ | {f"{PREFIX}HOME": str(home), f"{PREFIX}PORT": "1"}
+    command = [sys.executable, str(DOCKER / "healthcheck")]
+    return subprocess.run(command, env=variables, capture_output=True).returncode == 0
+
+
 @pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False)])
-def test_the_health_check_asks_healthz_on_the_servers_port(status: int, healthy: bool) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_the_health_check_asks_healthz_where_the_server_listens(
+    tmp_path: Path, host: str, status: int, healthy: bool
+) -> None:
     with _answering(status) as port:
-        variables = os.environ | {f"{PREFIX}PORT": str(port)}
-        command = [sys.executable, str(DOCKER / "healthcheck")]
-        check = subprocess.run(command, env=variables, capture_output=True)
-    assert (check.returncode == 0) == healthy
+        assert _is_healthy(tmp_path, host=host, port=port) == healthy
+
+
+def test_the_health_check_speaks_https_where_the_server_does(tmp_path: Path) -> None:
+    cert, key = write_certificate(tmp_path)
+    with _answering(200, (cert, key)) as port:
+        assert _is_healthy(tmp_path, port=port, tls_cert=cert, tls_key=key)
+
+
+def test_the_image_has_the_scripts_that_run_in_it() -> None:
+    copied = (DOCKER / "Dockerfile").read_text()
+    for script in ("entrypoint", "first-key", "healthcheck"):
+        assert f"docker/{script} " in copied
+        assert f"!docker/{script}\n" in (DOCKER.parent / ".dockerignore").read_text()
+        assert os.access(DOCKER / script, os.X_OK)
+
+
+def test_servers_of_compose_have_no_privileges() -> None:
+    for server in SERVERS.values():
+        assert server["cap_drop"] == ["ALL"]
+        assert server["security_opt"] == ["no-new-privileges:true"]

@@ -33,6 +33,7 @@ BLOCKS = {
     "docs/architecture.md: alembic/ the schema's migrations": PICTURE,
     "docs/benchmarks.md: scripts/bench/latency.py": MINUTES,
     "docs/cluster.md: kubectl create secret generic tinker --from-litera": "it needs Kubernetes",
+    "docs/cluster.md: head=$(kubectl get pods --selector app=tinker-serv": "it needs Kubernetes",
     "docs/cluster.md: ray start --head --node-ip-address=10.0.0.1 --port": "tests/faults/test_cluster.py",
     "docs/cluster.md: scripts/cluster-up skyrl-tinker serve --home /var/": "tests/scripts/test_cluster_up.py",
     "docs/cluster.md: load balancer, any policy": PICTURE,
@@ -46,9 +47,7 @@ BLOCKS = {
         "tests/e2e/test_readme.py::test_the_models_tokenizer_arrives_by_the_cookbook_pages_commands"
     ),
     "docs/docker.md: docker compose -f docker/compose.yaml --profile cp": ENGINE,
-    "docs/docker.md: The first API key of this server (`skyrl-tinker ke": (
-        "tests/test_docker.py::test_the_first_start_makes_a_key_and_prints_it_once"
-    ),
+    "docs/docker.md: export TINKER_BASE_URL=http://127.0.0.1:8000": ENGINE,
     "docs/docker.md: docker compose -f docker/compose.yaml exec server": ENGINE,
     "docs/docker.md: mkdir -p ~/tinker/data ~/tinker/cache": ENGINE,
     "docs/external-samplers.md: export SKYRL_TINKER_VLLM=1 VLLM_SERVER_DEV_MODE=1": (

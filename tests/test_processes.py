@@ -48,6 +48,35 @@ def test_orphans_come_back_and_are_killed_and_reaped() -> None:
     wait_until_gone(int(output))
 
 
+def test_children_from_before_are_spared_with_theirs() -> None:
+    """As those of a shell that ends with `exec skyrl-tinker serve`, whose workers come and go."""
+    output = run("""
+        import subprocess
+        import psutil
+        from skyrl_tinker import processes
+        earlier = subprocess.Popen(
+            ["sh", "-c", "read go; sleep 600 >&- & echo $!; wait"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        processes.become_subreaper()
+        print("go", file=earlier.stdin, flush=True)
+        worker = int(earlier.stdout.readline())
+        try:
+            own = subprocess.Popen(["sleep", "600"])
+            assert [each.pid for each in processes.descendants()] == [own.pid]
+            processes.kill_descendants(grace_s=240.0)
+            assert own.poll() is not None
+            assert earlier.poll() is None
+            assert psutil.pid_exists(worker)
+        finally:
+            earlier.kill()
+            own.kill()
+            psutil.Process(worker).kill()
+        print(worker)
+    """)
+    wait_until_gone(int(output))
+
+
 def test_what_ignores_sigterm_is_killed_after_the_grace() -> None:
     output = run(
         """

@@ -10,6 +10,7 @@ import typer
 from skyrl_tinker import __version__, config
 from skyrl_tinker.cli import database, keys, server_commands
 from skyrl_tinker.cli.options import Checkpoints, Config, DatabaseUrl, Home, one_line_errors, with_options
+from skyrl_tinker.cli.terminal import tell
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.server.base_models.tiny_families import FAMILIES
 
@@ -96,8 +97,8 @@ def serve(
         supervisor.serve(
             settings,
             ready=lambda text: print(text, flush=True),
-            progress=lambda text: print(f"skyrl-tinker: {text}", file=sys.stderr, flush=True),
-            warn=lambda text: print(f"skyrl-tinker: warning: {text}", file=sys.stderr, flush=True),
+            progress=lambda text: tell(*text.split("\n")),
+            warn=lambda text: tell(f"warning: {text}"),
         )
 
 
@@ -125,7 +126,7 @@ def api(config_file: Config = None, **given: Any) -> None:
         api_host.serve_api(
             config.load(config_file, **given),
             ready=lambda text: print(text, flush=True),
-            progress=lambda text: print(f"skyrl-tinker: {text}", file=sys.stderr, flush=True),
+            progress=tell,
         )
 
 

@@ -2,7 +2,6 @@
 
 import difflib
 import os
-import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import typer
 from pydantic import ValidationError
 from sqlalchemy.exc import OperationalError
 
+from skyrl_tinker.cli import terminal
 from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import SkyrlTinkerError
 
@@ -103,5 +103,5 @@ def _problem(found: Any) -> str:
 
 
 def _fail(message: str) -> None:
-    print(f"skyrl-tinker: {message}", file=sys.stderr)
+    terminal.tell(message)
     raise typer.Exit(1)

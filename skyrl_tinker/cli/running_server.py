@@ -2,20 +2,25 @@
 
 import json
 import os
+import ssl
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 
+from skyrl_tinker.cli.terminal import printable, show
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.process_lock import holder
+from skyrl_tinker.processes import listens
 from skyrl_tinker.server.addresses import local_url
 
 PATIENCE_S = 10.0
@@ -25,21 +30,18 @@ Facts = Mapping[str, Any]
 
 
 class RunningServer:
-    """Server that answers at a URL; by default TINKER_BASE_URL, else that which runs on the home."""
+    """Server that is known to be the right one: it is sent the key of TINKER_API_KEY."""
 
-    def __init__(self, settings: Settings, url: str | None = None) -> None:
-        """Find it. Raises StartupError when nothing says where it is."""
-        given = url or os.environ.get("TINKER_BASE_URL")
-        self.url = (given or local_url(_of_home(settings))).rstrip("/")
-        self._home = None if given else settings.home
+    def __init__(self, url: str, trusted: ssl.SSLContext) -> None:
+        """Use `at` or `of_home`."""
+        self.url = url.rstrip("/")
         key = os.environ.get("TINKER_API_KEY")
-        # A certificate names the server as its clients know it, not this machine's loopback.
         self._http = httpx.Client(
             base_url=self.url,
             headers={"X-API-Key": key} if key else {},
             timeout=PATIENCE_S,
-            trust_env=False,
-            verify=self._home is None,
+            trust_env=False,  # no proxies, no .netrc
+            verify=trusted,
         )
 
     def now(self) -> Facts:
@@ -65,8 +67,7 @@ class RunningServer:
         try:
             answer = self._http.request(method, path, **content)
         except httpx.TransportError as error:
-            why = error if self._home is None else f"that of --home {self._home} does not run"
-            raise StartupError(f"no server answers at {self.url}: {why}") from error
+            raise StartupError(f"no server answers at {self.url}: {error}") from error
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise StartupError(f"{self.url} needs an API key that it knows: set TINKER_API_KEY")
         if answer.is_error:
@@ -75,18 +76,41 @@ class RunningServer:
         return found
 
 
-def _of_home(settings: Settings) -> Settings:
-    """Return where the server of a home listens, of any version."""
-    file = Directories(settings).settings_file
+def at(url: str) -> RunningServer:
+    """Return the server of a URL that the user names; authorities of SSL_CERT_FILE are trusted."""
+    return RunningServer(url, httpx.create_ssl_context())
+
+
+def of_home(settings: Settings) -> RunningServer:
+    """Return the server, of any version, that runs on a home.
+
+    Raises StartupError unless that is what listens there.
+    """
+    directories = Directories(settings)
+    file = directories.settings_file
     try:
         found = json.loads(file.read_text())
-        return Settings.model_validate({name: found[name] for name in ("host", "port", "tls_cert")})
+        noted = Settings.model_validate({name: found[name] for name in ("host", "port", "tls_cert")})
     except FileNotFoundError as error:
         raise StartupError(
             f"no server has run with --home {settings.home}: give --url, TINKER_BASE_URL or another --home"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise StartupError(f"{file} is damaged: give --url, or start the server again") from error
+    url = local_url(noted)
+    pid = holder(directories.server_lock)
+    if pid is None or not listens(pid, noted.port):
+        raise StartupError(f"no server answers at {url}: that of --home {settings.home} does not run")
+    return RunningServer(url, httpx.create_ssl_context() if noted.tls_cert is None else _only(noted.tls_cert))
+
+
+def _only(certificate: Path) -> ssl.SSLContext:
+    """Trust one certificate, under any name: it has that for clients, not that of this machine's loopback."""
+    first, end, _ = certificate.read_text().partition("-----END CERTIFICATE-----")  # the others signed it
+    context = ssl.create_default_context(cadata=first + end)
+    context.check_hostname = False
+    context.verify_flags = ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
 
 
 def _detail(answer: httpx.Response) -> str:
@@ -104,8 +128,8 @@ def watch(server: RunningServer, interval_s: float, times: int | None, *, as_jso
     while times is None or count < times:
         time.sleep(interval_s if count else 0.0)
         now = server.now()
-        text = json.dumps(now) if as_json else "\n".join((*status_lines(now), *process_lines(now)))
-        print(f"{clear}{text}", flush=True)
+        print(end=clear)
+        show([json.dumps(now)] if as_json else (*status_lines(now), *process_lines(now)))
         count += 1
 
 
@@ -238,7 +262,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]
     """Yield a table with its heads, nothing without rows."""
     if not rows:
         return
-    cells = [list(map(str, row)) for row in (heads, *rows)]
+    cells = [list(map(printable, row)) for row in (heads, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(heads))]
     yield ""
     for row in cells:

@@ -1,6 +1,7 @@
 """Commands that look at a running server: what it does, for whom, and what it wrote."""
 
 import json
+import os
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -12,12 +13,13 @@ from skyrl_tinker import config
 from skyrl_tinker.cli import running_server, server_logs
 from skyrl_tinker.cli.options import Config, Home, one_line_errors
 from skyrl_tinker.cli.running_server import RunningServer
+from skyrl_tinker.cli.terminal import show
 
 app = typer.Typer()
 
 Url = Annotated[
     str | None,
-    typer.Option(help="Of the server [default: TINKER_BASE_URL, else that of the home]"),
+    typer.Option(help="Of the server [default: that of --home or --config, else TINKER_BASE_URL]"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
@@ -27,7 +29,7 @@ def status(url: Url = None, home: Home = None, config_file: Config = None, as_js
     """Show a running server: problems first, then trainer, samplers and queue. TINKER_API_KEY says whose."""
     with one_line_errors():
         now = _running(url, home, config_file).now()
-    print(json.dumps(now) if as_json else "\n".join(running_server.status_lines(now)))
+    show([json.dumps(now)] if as_json else running_server.status_lines(now))
     if not now["ready"]:
         raise typer.Exit(1)
 
@@ -38,7 +40,7 @@ def ps(url: Url = None, home: Home = None, config_file: Config = None, as_json: 
     with one_line_errors():
         now = _running(url, home, config_file).now()
     shown = {name: now[name] for name in ("processes", "replicas")}
-    print(json.dumps(shown) if as_json else "\n".join(running_server.process_lines(now)).strip())
+    show([json.dumps(shown)] if as_json else running_server.process_lines(now))
 
 
 @app.command()
@@ -69,7 +71,7 @@ def runs(
     """Show training runs, and why some failed: one's own, with an admin key those of all."""
     with one_line_errors():
         found = _running(url, home, config_file).runs(most)
-    print(json.dumps(found) if as_json else "\n".join(running_server.run_lines(found)).strip())
+    show([json.dumps(found)] if as_json else running_server.run_lines(found))
 
 
 @app.command()
@@ -95,7 +97,7 @@ def usage(
     """Show tokens, checkpoints and storage by owner: one's own, with an admin key those of all."""
     with one_line_errors():
         used = _running(url, home, config_file).usage(hours)
-    print(json.dumps(used) if as_json else "\n".join(running_server.usage_lines(used)).strip())
+    show([json.dumps(used)] if as_json else running_server.usage_lines(used))
 
 
 @app.command()
@@ -111,8 +113,11 @@ def logs(
         files = server_logs.log_files(config.load(config_file, home=home), part)
         shown = server_logs.last_lines(files, lines)
         for line in chain(shown, server_logs.follow(files)) if follow else shown:
-            print(line, flush=True)
+            show([line])
 
 
 def _running(url: str | None, home: Path | None, config_file: Path | None) -> RunningServer:
-    return RunningServer(config.load(config_file, home=home), url)
+    """Find the server that an option tells, else TINKER_BASE_URL, else the home of the settings."""
+    if url is None and home is None and config_file is None:
+        url = os.environ.get("TINKER_BASE_URL")
+    return running_server.at(url) if url else running_server.of_home(config.load(config_file, home=home))
