@@ -53,10 +53,10 @@ class Intake:
 
     async def _read_page(self) -> bool:
         """Hand over one page of new rows; returns True if there may be more."""
-        with self._store.read() as conn:
-            rows = queue.queued_after(conn, self.cursor, PAGE)
+        rows = await self._store.read(lambda conn: queue.queued_after(conn, self.cursor, PAGE))
         if rows:
             rows = self._without_bodies(rows) if self._sampler.queued() > MOST_BODIES else rows
+            await self._metrics.owners.know({row.owner_id for row in rows})
             self._metrics.arrived(rows)
             # Training first: it reads the database, and where that fails it may get the same rows again.
             if training := [row for row in rows if row.kind not in _SAMPLING]:

@@ -139,12 +139,7 @@ async def when_there_is_room(work: Callable[[], Awaitable[T]]) -> T:
 
 async def read_persistently(store: Store, op: Op[T]) -> T:
     """Run `op` on one state of the database, again while it fails: for few, small rows."""
-
-    async def read() -> T:
-        with store.read() as conn:
-            return op(conn)
-
-    return await persistently(read)
+    return await persistently(lambda: store.read(op))
 
 
 def finish_all(

@@ -31,6 +31,7 @@ from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal, recorded
+from tests.support.reads import reading
 from tests.support.sqlite_file import new_file
 from tests.support.waiting import until
 
@@ -86,12 +87,12 @@ async def waiting(store: Store, count: int = 1) -> list[QueuedRow]:
     session = await journal.new_session(store)
     for number in range(count):
         await journal.submit_create(store, session, number)
-    with store.read() as conn:
+    with reading(store) as conn:
         return list(queue.queued_after(conn, 0))
 
 
 def outcome(store: Store, row: QueuedRow) -> Outcome:
-    with store.read() as conn:
+    with reading(store) as conn:
         found = outcomes.find(conn, row.request_id)
     assert found is not None
     return found
@@ -102,7 +103,7 @@ def put(conn: Connection) -> None:
 
 
 def value(store: Store) -> object:
-    with store.read() as conn:
+    with reading(store) as conn:
         return server_state.get(conn, "k")
 
 
@@ -144,7 +145,7 @@ async def test_a_result_is_kept_with_its_type_and_tokens(store: Store, sender: O
     (row,) = await waiting(store)
     await sender.send([(row.id, FutureResult("text/plain", b"x", usage=Usage(5, 2, 3)))])
     tokens = (Result.input_tokens, Result.cached_tokens, Result.output_tokens)
-    with store.read() as conn:
+    with reading(store) as conn:
         assert tuple(conn.execute(select(Result.content_type, Result.body, *tokens)).one()) == (
             "text/plain",
             b"x",
@@ -210,7 +211,7 @@ async def test_a_result_that_comes_too_late_changes_nothing(
 ) -> None:
     """Also the sequences that it would record are not there: their request has failed."""
     accepted = await recorded.submit_sample(store, await journal.new_session(store))
-    with store.read() as conn:
+    with reading(store) as conn:
         (row,) = queue.queued_after(conn, 0)
     metrics.arrived([row])
     await sender.send([(row.id, REFUSED)])
@@ -219,7 +220,7 @@ async def test_a_result_that_comes_too_late_changes_nothing(
     await sender.send([(row.id, FutureResult("text/plain", b"late", (record,)))])
     assert outcome(store, row) == first
     assert first.status is FutureStatus.FAILED
-    with store.read() as conn:
+    with reading(store) as conn:
         assert stability_records.find(conn, accepted.sequence_ids) == {}
     assert b'requests_total{kind="sample",outcome="user"} 1.0' in metrics.text()
     assert b'outcome="ok"' not in metrics.text()
@@ -229,7 +230,7 @@ async def test_only_what_replay_needs_keeps_its_body(store: Store, sender: Outbo
     rows = await waiting(store, 4)
     results = zip((row.id for row in rows), [RESULT, REFUSED] * 2, strict=True)
     await sender.send(results, replayed={row.id for row in rows[:2]})
-    with store.read() as conn:
+    with reading(store) as conn:
         assert unit_records.read_bodies(conn, [row.id for row in rows]).keys() == {row.id for row in rows[:2]}
 
 

@@ -60,14 +60,15 @@ class ModelLifecycle:
     async def row(self, model: ModelKey) -> ModelRow:
         return await read_persistently(self._store, lambda conn: _row(conn, model))
 
-    def closed_by(self, model: ModelKey) -> Failure | None:
+    async def closed_by(self, model: ModelKey) -> Failure | None:
         """Return why nothing of this model can run; a model that is new to this engine gets its lane."""
-        if not self._lanes.knows(model):
-            with self._store.read() as conn:
-                row = _row(conn, model)
+        while not self._lanes.knows(model):
+            self._lanes.open(model)  # first: what ends the model while the store answers closes its lane
+            row = await self.row(model)
             if row.state is not ModelState.CREATING:
+                self._lanes.close(model, _failure_of(row))
+                self._lanes.forget(model)
                 return _failure_of(row)
-            self._lanes.open(model)
         return self._lanes.closed_by(model)
 
     async def fail_creation(self, row: QueuedRow, model: ModelRow, failure: Failure) -> None:

@@ -83,8 +83,8 @@ class TrainerDriver:
         """Accept training requests in the order of their arrival."""
         refused: list[tuple[int, FutureOutcome]] = []
         for row in rows:
-            refusal = self._refusal(row)
-            closed = self._models.closed_by(model_of(row))
+            refusal = await self._refusal(row)
+            closed = await self._models.closed_by(model_of(row))
             if row.kind is RequestKind.UNLOAD_MODEL:
                 self._models.unload(row)
             elif closed is None and self._lanes.ended(row):
@@ -97,12 +97,11 @@ class TrainerDriver:
         self._metrics.trainer.work_came()
         self._woken.set()
 
-    def _refusal(self, row: QueuedRow) -> str | None:
+    async def _refusal(self, row: QueuedRow) -> str | None:
         """Return what the API found wrong with a row that arrives as failed."""
         if row.status is not FutureStatus.FAILED:
             return None
-        with self._store.read() as conn:
-            outcome = outcomes.find(conn, row.request_id)
+        outcome = await self._store.read(lambda conn: outcomes.find(conn, row.request_id))
         return str(orjson.loads(outcome.body)["error"]) if outcome and outcome.body else None
 
     def backlog(self) -> int:

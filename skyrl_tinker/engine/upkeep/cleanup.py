@@ -116,17 +116,17 @@ class Cleanup:
 
     async def _remove(self, row: CheckpointRow) -> None:
         """Remove the row before the directory here: a save may take its name as soon as it is free."""
-        version = self._version(row)
+        version = await self._version(row)
         if version is None or await self._versions.retire(version):
             await in_disk_thread(self._storage.remove, Path(row.directory))  # tried again if it fails
             await self._store.write(lambda conn: checkpoint_records.mark_removed(conn, row.id))
             await in_disk_thread(_remove_directory, Path(row.directory), row.id)
 
-    def _version(self, row: CheckpointRow) -> WeightVersion | None:
-        if row.version_id is None:
+    async def _version(self, row: CheckpointRow) -> WeightVersion | None:
+        version_id = row.version_id
+        if version_id is None:
             return None
-        with self._store.read() as conn:
-            return sampling_sessions.published_version(conn, row.version_id)
+        return await self._store.read(lambda conn: sampling_sessions.published_version(conn, version_id))
 
 
 async def _repeated(step: Step) -> None:

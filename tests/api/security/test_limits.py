@@ -40,7 +40,7 @@ async def limited(world: World, **limits: Any) -> str:
 
 async def limit(world: World, **limits: Any) -> None:
     await world.store.write(lambda conn: api_keys.limit(conn, "alice", limits))
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
 
 
 async def refused(world: World, path: str, body: dict[str, Any], status: int = 400) -> str:

@@ -26,6 +26,7 @@ from skyrl_tinker.store.store import write_once
 from tests.api.support.passes import datum, old_json, protobuf
 from tests.api.support.waiting import Waiting, ready_model, submit, waiting
 from tests.api.support.world import PROTOBUF, STEP, Json, sample, step
+from tests.support.reads import reading
 from tests.support.waiting import until
 
 DAY = 86400.0
@@ -219,7 +220,7 @@ async def test_no_other_number_of_a_session_is_waited_for(made: Waiting) -> None
 async def _tells(made: Waiting) -> bool:
     """Whether the API has told the engine of something, once it was asked to."""
     await made.api.services.arrivals.tell(time.time())
-    with made.store.read() as conn:
+    with reading(made.store) as conn:
         return bool(server_state.get(conn, server_state.EXPECTED))
 
 

@@ -32,6 +32,7 @@ from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from tests.engine.sampler.test_sampler_driver import submit_sample
 from tests.engine.support import journal
+from tests.support.reads import reading
 from tests.support.scripted_samplers import ScriptedSamplers
 from tests.support.waiting import until
 
@@ -172,7 +173,7 @@ async def test_samples_of_sessions_that_are_finished_are_stopped_and_no_others(
         session: await submit_sample(store, session, "tiny", 1, (number, 1))
         for number, session in enumerate((silent, ended, live))
     }
-    with store.read() as conn:
+    with reading(store) as conn:
         rows = queue.queued_after(conn, 0)
     metrics.arrived(rows)
     driver.submit(rows)
@@ -274,7 +275,7 @@ async def test_an_expired_checkpoint_is_removed_once_nobody_samples_it(
     parts.used.clear()
     await cleanup.sweep()
     assert names(tmp_path / "checkpoints") == []
-    with store.read() as conn:
+    with reading(store) as conn:
         assert checkpoint_records.list_garbage(conn, time.time()) == []
         assert sampling_sessions.published_version(conn, version.id) is None
 

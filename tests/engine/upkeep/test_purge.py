@@ -15,6 +15,7 @@ from skyrl_tinker.store.replay import snapshot_records
 from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import create, new_session, outcome, step
+from tests.support.reads import reading
 
 DAY_S = 86400.0
 
@@ -28,7 +29,7 @@ async def test_what_a_model_ran_before_its_snapshot_goes_and_is_not_accepted_aga
 
     async def seq_ids_after(days: float) -> list[int | None]:
         await Purge(store, Settings()).run(time.time() + days * DAY_S)
-        with store.read() as conn:
+        with reading(store) as conn:
             return list(conn.scalars(select(Future.seq_id).order_by(Future.seq_id)))
 
     assert await seq_ids_after(9) == [0, 1, 2, 3, 4, 5, 6], "no snapshot holds their effects"

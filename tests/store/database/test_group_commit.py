@@ -22,11 +22,12 @@ from skyrl_tinker.store.database.group_commit import LARGE_BYTES, OVERTAKEN
 from skyrl_tinker.store.store import Store, write_once
 from tests.store.support.databases import on_sqlite
 from tests.store.support.rows import new_session
+from tests.support.reads import reading
 from tests.support.waiting import PATIENCE_S, until
 
 
 async def value(store: Store, key: str) -> object:
-    with store.read() as conn:
+    with reading(store) as conn:
         return server_state.get(conn, key)
 
 
@@ -192,7 +193,7 @@ async def test_commits_are_synced_and_foreign_keys_hold(store: Store) -> None:
 
     assert await store.write(lambda conn: pragma(conn, "synchronous")) == 2
     assert await store.write(lambda conn: pragma(conn, "foreign_keys")) == 1
-    with store.read() as conn:
+    with reading(store) as conn:
         assert pragma(conn, "journal_mode") == "wal"
 
 
@@ -216,7 +217,7 @@ async def test_a_read_does_not_wait_for_a_write_in_progress(store: Store) -> Non
 
 async def test_a_read_sees_one_state_throughout(store: Store) -> None:
     await store.write(lambda conn: server_state.put(conn, "k", 1))
-    with store.read() as conn:
+    with reading(store) as conn:
         assert server_state.get(conn, "k") == 1
         await store.write(lambda conn: server_state.put(conn, "k", 2))
         assert server_state.get(conn, "k") == 1
@@ -295,13 +296,11 @@ async def test_a_fetch_that_is_given_up_keeps_its_connection_to_its_end(store: S
     fetching = asyncio.create_task(store.fetch(slow))
     await asyncio.to_thread(inside.wait)
     fetching.cancel()
-    await asyncio.sleep(0)
-    async with asyncio.timeout(60):
-        assert await store.fetch(lambda conn: server_state.get(conn, "k")) is None, "on another connection"
-    assert not fetching.done()
-    let_go.set()
     await asyncio.wait((fetching,))
     assert fetching.cancelled()
+    async with asyncio.timeout(60):
+        assert await store.fetch(lambda conn: server_state.get(conn, "k")) is None, "on another connection"
+    let_go.set()
     for _ in range(2):
         assert await store.fetch(lambda conn: server_state.get(conn, "k")) is None
 
