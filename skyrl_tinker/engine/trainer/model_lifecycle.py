@@ -7,7 +7,7 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import ModelKey, ModelState
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.engine.outbox import FutureOutcome, Outbox, json_answer, read_persistently
+from skyrl_tinker.engine.outbox import FutureOutcome, Outbox, json_answer, persistently, read_persistently
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.recovery import parking
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
@@ -51,7 +51,7 @@ class ModelLifecycle:
 
         Returns the id after which the journal has all that must run.
         """
-        states = await read_persistently(self._store, _resumed)
+        states = await persistently(lambda: self._store.fetch(_resumed))
         for model, (next_seq, window_error) in states.items():
             self._lanes.open(model, next_seq, window_error)
         next_seqs = {model: next_seq for model, (next_seq, _) in states.items()}
