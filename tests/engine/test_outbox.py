@@ -23,6 +23,7 @@ from skyrl_tinker.errors import DiskFullError, StateLostError, UserError
 from skyrl_tinker.store import server_state, stability_records
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.database.tables import Result
+from skyrl_tinker.store.database.wal_checkpointer import WalCheckpointer
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import outcomes, queue
 from skyrl_tinker.store.futures.outcomes import Outcome
@@ -118,6 +119,16 @@ async def test_a_result_waits_for_a_database_that_fails_for_a_moment(
     assert (outcome(store, row).status, outcome(store, row).body) == (FutureStatus.DONE, RESULT.body)
     assert value(store) == (1 if also else None)
     assert rung == ["api"]
+
+
+async def test_a_large_result_counts_in_the_log_as_what_it_is(
+    store: Store, sender: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[int] = []
+    monkeypatch.setattr(WalCheckpointer, "note", lambda _, size: noted.append(size))
+    (row,) = await waiting(store)
+    await sender.send([(row.id, FutureResult("t", bytes(5_000_000)))])
+    assert noted[-1] == 5_000_000
 
 
 async def test_the_api_is_rung_when_a_result_is_on_disk(store: Store, tmp_path: Path) -> None:
