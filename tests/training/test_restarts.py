@@ -70,7 +70,7 @@ class Trained:
         self._home = home
         self._group = group
         home.mkdir()
-        url = f"sqlite+aiosqlite:///{home / 'store.db'}"
+        url = f"sqlite:///{home / 'store.db'}"
         migrate(url)
         self.store = Store.open(url)
         self._bell = SocketBell.bind(home, "engine")

@@ -79,9 +79,11 @@ class ModelLifecycle:
         self._lanes.forget(model.key)
 
     async def give_up(self, failures: Mapping[ModelKey, Failure]) -> None:
-        """Fail all requests of these models, those that wait and those to come."""
-        closed = [self._close(model, failure) for model, failure in failures.items()]
-        await self._outbox.send(outcome for outcomes in closed for outcome in outcomes)
+        """End these models, and fail all their requests, those that wait and those to come."""
+        for model, failure in failures.items():
+            failed = _set_state(model, ModelState.FAILED, failure.message)
+            await self._outbox.send(self._close(model, failure), failed)
+            self.release(model)
 
     def unload(self, row: QueuedRow) -> None:
         """Release a model, as its client asked, once all requests before this one have run."""
@@ -118,6 +120,7 @@ class ModelLifecycle:
 
     async def _release(self, model: ModelKey, failure: Failure) -> None:
         self._releasing.discard(model)
+        failure = self._lanes.closed_by(model) or failure
         await self._drift_monitor.forget(model)
         await self._trainer.release(model)
         outcomes = self._close(model, failure)

@@ -13,7 +13,7 @@ from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store.database.abstract_database import json_text
 
 BUSY_TIMEOUT_S = 30.0
-DRIVER = "sqlite+aiosqlite"
+DRIVER = "sqlite"
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 BEGIN_READ, BEGIN_WRITE = "BEGIN", "BEGIN IMMEDIATE"
 _PRAGMAS = (

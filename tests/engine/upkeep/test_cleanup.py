@@ -19,8 +19,9 @@ from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
+from skyrl_tinker.engine.suspends import SUSPENDED_S
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.engine.upkeep.cleanup import SUSPENDED_S, Cleanup
+from skyrl_tinker.engine.upkeep.cleanup import Cleanup
 from skyrl_tinker.engine.upkeep.purge import Purge
 from skyrl_tinker.errors import GoneError, StorageError
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, LocalDisk, Storage

@@ -161,7 +161,7 @@ async def test_small_writes_overtake_large_ones_which_come_all_the_same(store: S
 
 def wal_commits(url: str) -> int:
     """Commit frames in the write-ahead log (a frame's header has the database size, else 0, at byte 4)."""
-    log = Path(url.removeprefix("sqlite+aiosqlite:///") + "-wal").read_bytes()
+    log = Path(url.removeprefix("sqlite:///") + "-wal").read_bytes()
     page = int.from_bytes(log[8:12], "big")
     frames = range(32, len(log), 24 + page)
     return sum(int.from_bytes(log[at + 4 : at + 8], "big") != 0 for at in frames)
@@ -170,7 +170,7 @@ def wal_commits(url: str) -> int:
 @on_sqlite
 async def test_an_acknowledged_write_survives_the_process(store: Store, url: str) -> None:
     session = await new_session(store)
-    with sqlite3.connect(url.removeprefix("sqlite+aiosqlite:///")) as reader:  # while the store is still open
+    with sqlite3.connect(url.removeprefix("sqlite:///")) as reader:  # while the store is still open
         rows = reader.execute("SELECT session_id FROM sessions").fetchall()
     reader.close()
     assert rows == [(session,)]
@@ -383,10 +383,10 @@ async def test_a_busy_process_does_not_starve_another(store: Store, url: str) ->
 
 @pytest.mark.parametrize(
     "named",
-    ["postgresql+asyncpg://u:secret@h/d", "sqlite:///x.db", "sqlite+aiosqlite://", "mysql://h/d", "x"],
+    ["postgresql+asyncpg://u:secret@h/d", "sqlite+aiosqlite:///x.db", "sqlite://", "mysql://h/d", "x"],
 )
 async def test_other_databases_are_refused_by_name(named: str) -> None:
-    with pytest.raises(StartupError, match=r"expected sqlite\+aiosqlite:///.* or postgresql") as refused:
+    with pytest.raises(StartupError, match=r"expected sqlite:///.* or postgresql") as refused:
         Store.open(named)
     assert "secret" not in str(refused.value)
 

@@ -304,7 +304,7 @@ async def test_what_a_key_left_goes_at_the_administrators_word(store: Store) -> 
         await store.write(lambda conn: key_purges.purge_key(conn, "alice"))
     await store.write(lambda conn: api_keys.revoke(conn, "alice"))
     assert await store.write(lambda conn: key_purges.purge_key(conn, "alice")) == (2, 1)
-    with store.read() as conn:
+    with reading(store) as conn:
         described = {row.session_id: row for row in conn.execute(select(Session.__table__))}
         models = conn.execute(select(Model.session_id, Model.user_metadata))
         of_models = {row.session_id: row.user_metadata for row in models}
