@@ -57,10 +57,11 @@ class Intake:
         if rows:
             rows = self._without_bodies(rows) if self._sampler.queued() > MOST_BODIES else rows
             await self._metrics.owners.know({row.owner_id for row in rows})
-            self._metrics.arrived(rows)
-            # Training first: it reads the database, and where that fails it may get the same rows again.
-            if training := [row for row in rows if row.kind not in _SAMPLING]:
-                await self._trainer.submit(training)
+            training = [row for row in rows if row.kind not in _SAMPLING]
+            looked_up = await self._trainer.look_up(training)
+            self._metrics.arrived(rows)  # no other task runs from here until the lanes have them
+            if training:
+                await self._trainer.submit(training, looked_up)
             self._sampler.submit([row for row in rows if row.kind is RequestKind.SAMPLE])
             self.cursor = rows[-1].id
             if cancels := [row for row in rows if row.kind is RequestKind.CANCEL_SAMPLE]:

@@ -256,17 +256,19 @@ class SamplerDriver:
     async def _source(self, session: SamplingSessionId) -> SampleSource:
         """Return the weights that this sampling client samples. GoneError once its session is over."""
         async with self._looking_up:  # one of many samples of a new session asks the store
-            sources = self._sources  # what `forget_sources` forgets meanwhile does not come back
-            if session not in sources:
-                if len(sources) >= CACHED_SESSIONS:
-                    sources.clear()
+            while session not in self._sources:
+                if len(self._sources) >= CACHED_SESSIONS:
+                    self._sources.clear()
+                sources = self._sources
                 row, version = await self._store.read(partial(_session_version, session=session))
+                if sources is not self._sources:
+                    continue  # versions were dropped meanwhile, this one perhaps
                 self._samplers.require_served(row.base_model)
                 if version is not None and row.follows is not None:
                     sources[session] = self._samplers.target(row.follows, version)
                 else:
                     sources[session] = version
-            return sources[session]
+            return self._sources[session]
 
 
 def _finished(session: SessionId, reason: str) -> Failure:

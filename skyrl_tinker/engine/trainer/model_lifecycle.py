@@ -1,6 +1,7 @@
 """Life of the models in training: opened, created, parked, released or unloaded."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from sqlalchemy import Connection
@@ -60,16 +61,19 @@ class ModelLifecycle:
     async def row(self, model: ModelKey) -> ModelRow:
         return await read_persistently(self._store, lambda conn: _row(conn, model))
 
-    async def closed_by(self, model: ModelKey) -> Failure | None:
-        """Return why nothing of this model can run; a model that is new to this engine gets its lane."""
-        while not self._lanes.knows(model):
-            self._lanes.open(model)  # first: what ends the model while the store answers closes its lane
-            row = await self.row(model)
-            if row.state is not ModelState.CREATING:
-                self._lanes.close(model, _failure_of(row))
-                self._lanes.forget(model)
-                return _failure_of(row)
-        return self._lanes.closed_by(model)
+    async def closed(self, models: Collection[ModelKey]) -> dict[ModelKey, Failure]:
+        """Return why nothing can run of those that have ended; those new to this engine get their lanes."""
+        ended: dict[ModelKey, Failure] = {}
+        while new := [model for model in models if model not in ended and not self._lanes.knows(model)]:
+            for model in new:  # first: what ends one while the store answers closes its lane
+                self._lanes.open(model)
+            for row in await read_persistently(self._store, partial(_rows, models=new)):
+                if row.state is not ModelState.CREATING:
+                    ended[row.key] = _failure_of(row)
+                    self._lanes.close(row.key, ended[row.key])
+                    self._lanes.forget(row.key)
+        closed = {model: self._lanes.closed_by(model) for model in models}
+        return ended | {model: failure for model, failure in closed.items() if failure is not None}
 
     async def fail_creation(self, row: QueuedRow, model: ModelRow, failure: Failure) -> None:
         """Fail a creation and every request that waits for it."""
@@ -142,6 +146,10 @@ def _resumed(conn: Connection) -> dict[ModelKey, tuple[int, str | None]]:
         model.key: (unit_records.next_seq(conn, model.key), unit_records.window_error(conn, model.key))
         for model in models
     }
+
+
+def _rows(conn: Connection, models: Sequence[ModelKey]) -> list[ModelRow]:
+    return [_row(conn, model) for model in models]
 
 
 def _row(conn: Connection, model: ModelKey) -> ModelRow:

@@ -13,7 +13,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.domain.ids import CheckpointKind, SamplingSessionId, SessionId
+from skyrl_tinker.domain.ids import CheckpointKind, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.domain.values import LoraSpec, WeightVersion
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
@@ -227,6 +227,29 @@ async def test_weights_under_a_running_sample_outlive_their_session(
     await cleanup.sweep()
     assert not exists(version)
     assert parts.dropped == [version.id]
+
+
+async def test_a_sample_that_begins_while_its_weights_are_dropped_keeps_them(
+    store: Store, parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await journal.new_session(store)
+    model = await new_model(store, session)
+    version = await new_version(store, model, tmp_path / "memory" / "v1", durable=False)
+    cleanup, mark = cleanup_of(store, parts, tmp_path), sampling_sessions.mark_dropped
+    await finish(store, session)
+
+    def used_meanwhile(conn: Connection, version_id: VersionId) -> None:
+        mark(conn, version_id)
+        parts.used.add(version_id)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling_sessions, "mark_dropped", used_meanwhile)
+        await cleanup.sweep()
+    assert exists(version)
+    assert await store.read(sampling_sessions.list_ephemeral_versions) == [version]
+    parts.used.clear()
+    await cleanup.sweep()
+    assert not exists(version)
 
 
 async def test_all_but_the_newest_ephemeral_weights_go_once_they_are_idle(
