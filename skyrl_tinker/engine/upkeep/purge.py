@@ -10,7 +10,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.store import usage_records
 from skyrl_tinker.store.replay import unit_records
-from skyrl_tinker.store.retention import row_purges, session_purges
+from skyrl_tinker.store.retention import row_purges, session_purges, slices
 from skyrl_tinker.store.retention.slices import Slice
 from skyrl_tinker.store.store import Store
 
@@ -54,6 +54,7 @@ class Purge:
             partial(session_purges.forgettable_sessions, finished_before=history),
             session_purges.forget_session,
         )
+        await self._all(slices.shrink)
 
     async def _all(self, take: Slice) -> None:
         while await self._store.write(take):

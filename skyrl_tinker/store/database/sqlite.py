@@ -17,6 +17,7 @@ DRIVER = "sqlite"
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 BEGIN_READ, BEGIN_WRITE = "BEGIN", "BEGIN IMMEDIATE"
 _PRAGMAS = (
+    "PRAGMA auto_vacuum = INCREMENTAL",  # of a new file: only before anything else
     "PRAGMA journal_mode = WAL",
     "PRAGMA synchronous = FULL",
     "PRAGMA foreign_keys = ON",
@@ -70,6 +71,27 @@ def transaction(conn: Connection, begin: str = BEGIN_READ) -> Iterator[None]:
         conn.rollback()
         raw(conn).rollback()  # where SQLAlchemy ran no statement
         raise
+
+
+def free_pages(conn: Connection, most: int) -> bool:
+    """Give unused pages at the end of the file back to the disk, at most so many; returns True if there were.
+
+    Not those of a file that an older release has made.
+    """
+    before = _page_count(conn)
+    execute(conn, f"PRAGMA incremental_vacuum({most})").fetchall()
+    return _page_count(conn) < before
+
+
+def unused_part(conn: Connection) -> float:
+    """Return which part of the file's pages has nothing in it."""
+    (unused,) = execute(conn, "PRAGMA freelist_count").fetchone()
+    return float(unused / max(1, _page_count(conn)))
+
+
+def _page_count(conn: Connection) -> int:
+    (count,) = execute(conn, "PRAGMA page_count").fetchone()
+    return int(count)
 
 
 def execute(conn: Connection, sql: str, parameters: Any = ()) -> sqlite3.Cursor:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import Connection, func, select, text, update
 
 from skyrl_tinker.domain.ids import (
     CheckpointKind,
@@ -34,6 +34,7 @@ from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.retention import key_purges, row_purges, session_purges, slices
 from skyrl_tinker.store.store import Store
+from tests.store.support.databases import on_sqlite
 from tests.store.support.rows import (
     base_sampler,
     create,
@@ -123,6 +124,29 @@ async def test_a_result_that_is_not_counted_yet_stays(store: Store, sampler: Sam
     await run_all(store, lambda conn: row_purges.purge_results(conn, later))
     await run_all(store, lambda conn: row_purges.purge_samples(conn, later))
     assert (await outcome(store, accepted.request_id)).body == b"r"
+
+
+@on_sqlite
+async def test_a_file_that_is_half_empty_shrinks_and_one_that_is_fuller_does_not(store: Store) -> None:
+    def pages(conn: Connection) -> int:
+        return int(conn.exec_driver_sql("PRAGMA page_count").scalar_one())
+
+    def fill(conn: Connection) -> None:
+        conn.exec_driver_sql("CREATE TABLE bodies (id INTEGER PRIMARY KEY, body BLOB)")
+        for _ in range(100):
+            conn.exec_driver_sql("INSERT INTO bodies (body) VALUES (zeroblob(65536))")
+
+    async def after(deleted: str) -> int:
+        await store.write(lambda conn: conn.execute(text(f"DELETE FROM bodies WHERE id {deleted}")))
+        await run_all(store, slices.shrink)
+        return await store.read(pages)
+
+    await store.write(fill)
+    full = await store.read(pages)
+    assert await after("% 3 = 0") == full, "others will use those pages"
+    assert await after("< 80") < full / 2
+    count = "SELECT count(*) FROM bodies WHERE length(body) = 65536"
+    assert await store.read(lambda conn: conn.exec_driver_sql(count).scalar_one()) == 14
 
 
 async def lived(store: Store, name: str = "") -> SessionId:
