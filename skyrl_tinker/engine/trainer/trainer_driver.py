@@ -47,7 +47,7 @@ Report = Callable[[str], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """What the API found wrong with rows that arrive as failed, by id; why nothing of a model can run."""
+    """Errors with which the API has failed rows, by id, and failures of the models that have ended."""
 
     refusals: Mapping[int, str]
     closed: Mapping[ModelKey, Failure]

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class ReadPool:
-    """At most THREADS reads at a time, and as many connections; further reads wait for their turn."""
+    """Threads, at most THREADS, each with a connection while it reads; further reads wait for their turn."""
 
     def __init__(self, database: Database, name: str) -> None:
         self._database = database
