@@ -17,7 +17,6 @@ DRIVER = "sqlite"
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 BEGIN_READ, BEGIN_WRITE = "BEGIN", "BEGIN IMMEDIATE"
 _PRAGMAS = (
-    "PRAGMA auto_vacuum = INCREMENTAL",  # of a new file: only before anything else
     "PRAGMA journal_mode = WAL",
     "PRAGMA synchronous = FULL",
     "PRAGMA foreign_keys = ON",
@@ -28,6 +27,8 @@ _PRAGMAS = (
 def connect(path: str) -> sqlite3.Connection:
     """Connect without the driver's implicit transactions, which break SAVEPOINT and BEGIN IMMEDIATE."""
     connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+    if connection.execute("PRAGMA page_count").fetchone() == (0,):  # of others it takes a lock
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     for pragma in _PRAGMAS:
         connection.execute(pragma)
     return connection
