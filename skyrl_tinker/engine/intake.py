@@ -58,9 +58,9 @@ class Intake:
             rows = self._without_bodies(rows) if self._sampler.queued() > MOST_BODIES else rows
             await self._metrics.owners.know({row.owner_id for row in rows})
             training = [row for row in rows if row.kind not in _SAMPLING]
-            looked_up = await self._trainer.look_up(training)
+            looked_up = await self._trainer.look_up(training) if training else None
             self._metrics.arrived(rows)  # no other task runs from here until the lanes have them
-            if training:
+            if looked_up is not None:
                 await self._trainer.submit(training, looked_up)
             self._sampler.submit([row for row in rows if row.kind is RequestKind.SAMPLE])
             self.cursor = rows[-1].id

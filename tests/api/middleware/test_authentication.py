@@ -399,15 +399,15 @@ async def test_secrets_that_cannot_be_read_are_those_from_before(
     whole = file.read_text()
     change(file)
     for _ in range(3):
-        world.services.keys.refresh()
+        await world.services.keys.refresh()
     assert (await ask(world, token)).status_code == 200
     assert "cannot be read" in caplog.text
     assert not file.exists() or file.read_text() != whole
     file.write_text(whole)
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
     assert (await ask(world, token)).status_code == 200
     signing_secrets.rotate(world.settings.root)
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
     assert (await ask(world, token)).status_code == 401
 
 

@@ -72,7 +72,7 @@ async def test_limits_are_finite_while_several_keys_share_the_server(world: Worl
     speak_as(world, bob)
     assert "expected at most 16 for one API key" in await refused(world, "create_session", large)
     await world.store.write(lambda conn: api_keys.revoke(conn, "alice"))
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
     await world.ok("create_session", large)
 
 
