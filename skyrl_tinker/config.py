@@ -460,7 +460,7 @@ class Settings(BaseSettings):
 
     @property
     def store_url(self) -> str:
-        return self.database_url or f"sqlite+aiosqlite:///{self.root / 'skyrl-tinker.db'}"
+        return self.database_url or f"sqlite:///{self.root / 'skyrl-tinker.db'}"
 
     @property
     def checkpoint_root(self) -> Path:

@@ -81,7 +81,7 @@ def test_children_read_back_the_same_settings(tmp_path: Path) -> None:
 
 def test_everything_lies_under_home_unless_said_otherwise(tmp_path: Path) -> None:
     settings = config.load(home=tmp_path)
-    assert settings.store_url == f"sqlite+aiosqlite:///{tmp_path}/skyrl-tinker.db"
+    assert settings.store_url == f"sqlite:///{tmp_path}/skyrl-tinker.db"
     assert settings.checkpoint_root == tmp_path / "checkpoints"
 
 

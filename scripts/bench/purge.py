@@ -134,8 +134,7 @@ async def measure(home: Path, requests: int, result_bytes: int) -> dict[str, Any
         timed: Any = TimedStore(store)
         await Purge(timed, settings).run(time.time())
         beating.cancel()
-        with store.read() as conn:
-            left = conn.scalar(select(func.count()).select_from(Future))
+        left = await store.read(lambda conn: conn.scalar(select(func.count()).select_from(Future)))
     finally:
         await store.close()
         await other.close()

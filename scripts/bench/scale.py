@@ -118,9 +118,9 @@ class Engine:
                 sequences=1,
             )
 
-    def counted(self, status: FutureStatus) -> int:
-        with self.store.read() as conn:
-            return conn.scalar(select(func.count()).where(Future.status == status)) or 0
+    async def counted(self, status: FutureStatus) -> int:
+        query = select(func.count()).where(Future.status == status)
+        return await self.store.read(lambda conn: conn.scalar(query)) or 0
 
     async def work_off(self) -> tuple[float, float, float]:
         """Answer all that is in the journal; returns seconds of the clock, of this process, of the router."""
@@ -240,7 +240,7 @@ async def measure(replicas: int, samples: int, waiting: int, answer_s: float) ->
             wall_s, busy_s, _ = await made.work_off()
             found["flood_per_s"] = round(waiting / busy_s)
             found["flood_wall_s"] = round(wall_s, 1)
-        found["errors"] = warm_up + samples + waiting - made.counted(FutureStatus.DONE)
+        found["errors"] = warm_up + samples + waiting - await made.counted(FutureStatus.DONE)
         return found
 
 

@@ -17,6 +17,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 from pydantic import TypeAdapter
+from sqlalchemy import Connection
 
 from skyrl_tinker.api.app import create_app
 from skyrl_tinker.api.bounded_connections import ConnectionCaps, Connections
@@ -116,7 +117,7 @@ async def read_facts(store: Store, bell: Doorbell, within_s: float = FACTS_WITHI
     """Wait for the facts about the base model that `serve` writes. StartupError after `within_s`."""
     try:
         async with asyncio.timeout(within_s):
-            while (value := _stored_facts(store)) is None:
+            while (value := await store.read(_stored_facts)) is None:
                 await bell.wait(_FACTS_POLL_S)
     except TimeoutError:
         raise StartupError(
@@ -126,9 +127,8 @@ async def read_facts(store: Store, bell: Doorbell, within_s: float = FACTS_WITHI
     return TypeAdapter(BaseModelFacts).validate_python(value)
 
 
-def _stored_facts(store: Store) -> object:
-    with store.read() as conn:
-        return server_state.get(conn, "base_model")
+def _stored_facts(conn: Connection) -> object:
+    return server_state.get(conn, "base_model")
 
 
 async def run(

@@ -238,10 +238,9 @@ def sampler_spec(
     )
 
 
-def _owner_name(store: Store, owner: OwnerId | None) -> str | None:
+async def _owner_name(store: Store, owner: OwnerId | None) -> str | None:
     try:
-        with store.read() as conn:
-            return owners.name_of(conn, owner)
+        return await store.read(lambda conn: owners.name_of(conn, owner))
     except OperationalError:  # asked again with the next request
         return None
 

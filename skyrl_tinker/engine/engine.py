@@ -50,7 +50,7 @@ class Engine:
         return None if error is None else str(_root_cause(error))
 
     async def _work(self) -> None:
-        facts = read_base_model(self._env.store)
+        facts = await read_base_model(self._env.store)
         start_up = StartUp(self._env, facts, self._shutdowns)
         backends = await start_up.bring_up()
         await start_up.tidy_up()

@@ -16,6 +16,7 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.scheduling.lanes import Gap
+from skyrl_tinker.engine.suspends import Suspends
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.store import server_state, session_records
 from skyrl_tinker.store.doorbell import Doorbell
@@ -49,9 +50,12 @@ class Gaps:
         self._gap_s = gap_s
         self._seen: dict[ModelKey, tuple[Gap, float]] = {}  # by this process's clock: hosts' may differ
         self._written: dict[ModelKey, float] = {}  # when the database took a write, late in the wait
+        self._suspends = Suspends()
 
     async def close(self, now: float) -> None:
         """Fail the numbers that never come. `now`: seconds since the epoch."""
+        if self._suspends.noticed():
+            self._seen, self._written = {}, {}
         seen, open_gaps = self._seen, self._trainer.gaps()
         self._seen = {
             model: seen[model] if model in seen and seen[model][0] == gap else (gap, now)

@@ -53,14 +53,15 @@ class Intake:
 
     async def _read_page(self) -> bool:
         """Hand over one page of new rows; returns True if there may be more."""
-        with self._store.read() as conn:
-            rows = queue.queued_after(conn, self.cursor, PAGE)
+        rows = await self._store.read(lambda conn: queue.queued_after(conn, self.cursor, PAGE))
         if rows:
             rows = self._without_bodies(rows) if self._sampler.queued() > MOST_BODIES else rows
-            self._metrics.arrived(rows)
-            # Training first: it reads the database, and where that fails it may get the same rows again.
-            if training := [row for row in rows if row.kind not in _SAMPLING]:
-                await self._trainer.submit(training)
+            await self._metrics.owners.know({row.owner_id for row in rows})
+            training = [row for row in rows if row.kind not in _SAMPLING]
+            looked_up = await self._trainer.look_up(training) if training else None
+            self._metrics.arrived(rows)  # no other task runs from here until the lanes have them
+            if looked_up is not None:
+                await self._trainer.submit(training, looked_up)
             self._sampler.submit([row for row in rows if row.kind is RequestKind.SAMPLE])
             self.cursor = rows[-1].id
             if cancels := [row for row in rows if row.kind is RequestKind.CANCEL_SAMPLE]:

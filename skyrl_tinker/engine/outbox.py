@@ -67,10 +67,6 @@ class Outbox:
         self._waiting: dict[int, FutureOutcome] = {}  # by future id
         self._sending: asyncio.Task[None] | None = None
 
-    async def commit(self, op: Op[T]) -> T:
-        """Commit an op that completes futures, then ring the API."""
-        return await self._store.write(op, partial(self._bell.ring, "api"))
-
     def note_answered(self, future_ids: Iterable[int]) -> None:
         """Count futures that an op has completed without error."""
         for future_id in future_ids:
@@ -112,7 +108,8 @@ class Outbox:
                 effect(conn)
             finish_all(conn, finished, replayed)
 
-        await self.commit(op)
+        size = sum(len(outcome.body) for outcome in finished.values() if isinstance(outcome, FutureResult))
+        await self._store.write(op, partial(self._bell.ring, "api"), size)
         for future_id, outcome in finished.items():
             self._metrics.answered(future_id, outcome.category if isinstance(outcome, Failure) else "ok")
 
@@ -139,12 +136,7 @@ async def when_there_is_room(work: Callable[[], Awaitable[T]]) -> T:
 
 async def read_persistently(store: Store, op: Op[T]) -> T:
     """Run `op` on one state of the database, again while it fails: for few, small rows."""
-
-    async def read() -> T:
-        with store.read() as conn:
-            return op(conn)
-
-    return await persistently(read)
+    return await persistently(lambda: store.read(op))
 
 
 def finish_all(

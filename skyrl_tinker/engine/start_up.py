@@ -35,9 +35,8 @@ from skyrl_tinker.training.trainer_group import TrainerGroup
 _log = logging.getLogger(__name__)
 
 
-def read_base_model(store: Store) -> BaseModelFacts:
-    with store.read() as conn:
-        facts: Any = server_state.get(conn, "base_model")
+async def read_base_model(store: Store) -> BaseModelFacts:
+    facts: Any = await store.read(lambda conn: server_state.get(conn, "base_model"))
     if facts is None:
         raise StartupError("the store names no base model: start the engine with `skyrl-tinker serve`")
     lists = {name: tuple(value) for name, value in facts.items() if isinstance(value, list)}

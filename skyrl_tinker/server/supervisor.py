@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import psutil
+from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker import processes
@@ -239,8 +240,7 @@ class _Supervisor:
                 reported = detail
                 await asyncio.sleep(_READY_POLL_S)
         self._was_ready = True
-        with store.read() as conn:
-            keys = api_keys.count_keys(conn) > 0
+        keys = await store.read(api_keys.count_keys) > 0
         self._ready(announcement(self._settings, self._facts, keys=keys))
 
     async def _record_processes(self) -> None:
@@ -282,11 +282,11 @@ class _Supervisor:
 
     async def _report_changes(self, store: Store) -> None:
         """Report the standing warning and, after the first start, the state, each time that they change."""
-        warned, stated = _warning(store), ""
+        warned, stated = await store.read(_warning), ""
         while True:
             await asyncio.sleep(_RECORD_S)
             with suppress(OperationalError):  # the database may fail for a short time
-                warning, state = _warning(store), _engine_state(store)
+                warning, state = await store.read(_warning), await store.read(_engine_state)
                 if warning is not None and warning != warned:
                     self._warn(warning)
                 if self._was_ready and stated and state != stated:
@@ -305,14 +305,12 @@ class _Supervisor:
         await ends
 
 
-def _warning(store: Store) -> str | None:
-    with store.read() as conn:
-        return server_state.get(conn, server_state.WARNING)
+def _warning(conn: Connection) -> str | None:
+    return server_state.get(conn, server_state.WARNING)
 
 
-def _engine_state(store: Store) -> str:
-    with store.read() as conn:
-        state: Any = server_state.get(conn, "engine")
+def _engine_state(conn: Connection) -> str:
+    state: Any = server_state.get(conn, "engine")
     return "the engine is ready again" if state["state"] == "ready" else str(state["detail"])
 
 

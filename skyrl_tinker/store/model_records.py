@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Select, insert, select, update
 
 from skyrl_tinker.domain.ids import ModelId, ModelKey, ModelState, Reach, SessionId
 from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.store import session_records
 from skyrl_tinker.store.database.rows import AnyRow, insert_id
 from skyrl_tinker.store.database.tables import Model, Session
 from skyrl_tinker.store.owners import within
@@ -96,7 +97,9 @@ def add(conn: Connection, new: NewModel, state: ModelState, reason: str | None) 
 
 
 def set_state(conn: Connection, key: ModelKey, state: ModelState, reason: str | None = None) -> None:
-    conn.execute(update(Model).where(Model.key == key).values(state=state, state_reason=reason))
+    """Set the state of a model. One that has ended, while it was created perhaps, keeps its end."""
+    held = Model.state.in_(session_records.HELD)
+    conn.execute(update(Model).where(Model.key == key, held).values(state=state, state_reason=reason))
 
 
 def note_base(conn: Connection, fingerprint: str) -> None:

@@ -304,7 +304,16 @@ def _superseded() -> ColumnElement[bool]:
 
 
 def mark_dropped(conn: Connection, version_id: VersionId) -> None:
-    conn.execute(update(AdapterVersion).where(AdapterVersion.id == version_id).values(dropped_at=time.time()))
+    _set_dropped(conn, version_id, time.time())
+
+
+def keep(conn: Connection, version_id: VersionId) -> None:
+    """Undo `mark_dropped`, while the files are there."""
+    _set_dropped(conn, version_id, None)
+
+
+def _set_dropped(conn: Connection, version_id: VersionId, at: float | None) -> None:
+    conn.execute(update(AdapterVersion).where(AdapterVersion.id == version_id).values(dropped_at=at))
 
 
 def _published(conn: Connection, *where: ColumnElement[bool]) -> list[WeightVersion]:

@@ -2,17 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
-from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.store.database.abstract_database import Database, LeaseFence
 from skyrl_tinker.store.database.group_commit import Op, T, Writer
 from skyrl_tinker.store.database.opening import open_database
-from skyrl_tinker.store.database.threaded_connection import ThreadedConnection
+from skyrl_tinker.store.database.read_pool import ReadPool
 
 RETRY_S = 1.0
 _log = logging.getLogger(__name__)
@@ -29,7 +28,7 @@ def write_once(url: str, op: Op[T], home: Path | None = None) -> T:
 
 
 class Store:
-    """Group commits in a thread, reads of rows on the loop, reads of bodies and listings in threads.
+    """Group commits in a thread, reads in a few; those of a file's rows on the loop.
 
     Statements are plain functions of a connection. Readers never wait for the writer.
     """
@@ -37,8 +36,8 @@ class Store:
     def __init__(self, database: Database) -> None:
         """Use `Store.open`."""
         self._database = database
-        self._idle: list[Connection] = []
-        self._threaded: list[ThreadedConnection] = []
+        self._rows = ReadPool(database, "store-rows")  # apart: no listing delays the reads of a few rows
+        self._bulk = ReadPool(database, "store-bulk")
         self._writer = Writer(database)
 
     @classmethod
@@ -54,8 +53,7 @@ class Store:
         """Return once the database answers: it may be away when a process starts."""
         while True:
             try:
-                with self.read():
-                    return
+                return await self.read(lambda _: None)
             except OperationalError as error:
                 _log.warning("the database does not answer, trying again in %.0f s: %s", RETRY_S, error)
                 await asyncio.sleep(RETRY_S)
@@ -63,10 +61,8 @@ class Store:
     async def close(self) -> None:
         """Finish the writes already accepted, then close every connection."""
         await self._writer.close()
-        while self._idle:
-            self._database.release(self._idle.pop())
-        while self._threaded:
-            await self._threaded.pop().close()
+        await self._rows.close()
+        await self._bulk.close()
         await self._database.settle()
         self._database.close()
 
@@ -78,28 +74,13 @@ class Store:
         """
         return await self._writer.write(op, then, size)
 
-    @contextmanager
-    def read(self) -> Iterator[Connection]:
-        """Lend a connection that sees one state of the database and must not write: for few, small rows."""
-        conn = self._idle.pop() if self._idle else self._database.connect()
-        try:
-            with self._database.reading(conn):
-                yield conn
-        finally:
-            if self._database.usable(conn):
-                self._idle.append(conn)
-            else:
-                self._database.release(conn)
+    async def read(self, op: Op[T]) -> T:
+        """Run `op` on one state of the database: for few, small rows. It may suspend the caller, or not.
+
+        A file is read on the loop, in less time than a thread takes to begin.
+        """
+        return self._rows.run_here(op) if self._database.local else await self._rows.run(op)
 
     async def fetch(self, op: Op[T]) -> T:
         """Run `op` on one state of the database, in a thread: for bodies and listings, which may be large."""
-        conn = self._threaded.pop() if self._threaded else await ThreadedConnection.open(self._database)
-        reading = asyncio.create_task(conn.read(op))
-        try:
-            return await asyncio.shield(reading)
-        finally:  # a cancelled caller gives the connection back only after the thread did
-            await asyncio.wait((reading,))
-            if conn.usable():
-                self._threaded.append(conn)
-            else:
-                await conn.close()
+        return await self._bulk.run(op)

@@ -32,6 +32,7 @@ from tests.api.support.engine import Engine, working
 from tests.api.support.process import Api, launched
 from tests.api.support.world import BASE, FACTS, settings_for, write_facts
 from tests.support.loop_time import skip
+from tests.support.reads import reading
 from tests.support.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +93,7 @@ async def test_the_sdk_trains_samples_and_finishes_its_session(
     passes = [number for kind, number in engine.order if kind is RequestKind.FORWARD_BACKWARD]
     assert set(passes) == {1, 2, 3}
     assert passes[-1] == 1  # the SDK sends the first chunk last
-    with store.read() as conn:
+    with reading(store) as conn:
         assert conn.scalar(select(Session.finish_reason)) == "success"
 
 

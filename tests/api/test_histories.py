@@ -27,6 +27,7 @@ from tests.api.support.clients import Clients, Key
 from tests.api.support.plans import APIS, SESSIONS, Event, Plan, computed, drawn, plain, plans, rounds
 from tests.api.support.whole import Whole, whole
 from tests.api.support.world import PROTOBUF, settings_for
+from tests.support.reads import reading
 from tests.support.scripted_trainer import Ran
 from tests.support.waiting import until
 
@@ -113,7 +114,7 @@ class Runs:
         await until(all_have)
 
     async def _status(self, request: str) -> bool:
-        with self._server.engine.store.read() as conn:
+        with reading(self._server.engine.store) as conn:
             found = future_outcomes.find(conn, RequestId(request))
         assert found is not None
         return found.status is not FutureStatus.PENDING
@@ -137,7 +138,7 @@ class Runs:
 
     async def _ran(self, model_id: str) -> list[Ran]:
         """Everything so far; then the model is let go, as at the end of its session."""
-        with self._server.engine.store.read() as conn:
+        with reading(self._server.engine.store) as conn:
             model = model_records.by_id(conn, ModelId(model_id))
         assert model is not None
         self._server.engine.driver.release(model.key)

@@ -8,7 +8,8 @@ import pytest
 
 from skyrl_tinker.store import session_records
 from tests.api.support.passes import old_json
-from tests.api.support.world import World, running, settings_for, step
+from tests.api.support.waiting import ready_model, submit, waiting
+from tests.api.support.world import STEP, World, running, sample, settings_for, step
 from tests.support.postgres import Postgres
 
 
@@ -59,3 +60,35 @@ async def test_a_failure_that_quotes_a_nul_reaches_the_client(world: World) -> N
     accepted = (await world.ok("optim_step", step(model, 2)))["request_id"]
     await world.fail(accepted, "a\0b")
     assert (await world.result(accepted)).json()["error"] == r"a\0b"
+
+
+async def test_a_model_trains_is_told_what_was_refused_and_ends(postgres: Postgres, tmp_path: Path) -> None:
+    """All reads of the engine go through threads here, with others' work in between."""
+    (tmp_path / "home").mkdir()
+    settings = settings_for(tmp_path / "home", database_url=postgres.new_database(), long_poll_s=10.0)
+    async with waiting(settings) as made:
+        made.samplers.go_on.set()
+        models = [await ready_model(made.api) for _ in range(2)]
+        for model in models:
+            wrong = old_json(model, 2)
+            wrong["forward_backward_input"]["data"][0]["model_input"]["chunks"][0]["tokens"] = [5, 10**6]
+            ids = [
+                await submit(made.api, path, body)
+                for path, body in [
+                    ("forward_backward", wrong),
+                    ("optim_step", step(model, 3)),
+                    ("forward_backward", old_json(model, 1)),
+                    ("optim_step", step(model, 4)),
+                    ("unload_model", {"model_id": model, "type": "unload_model"}),
+                ]
+            ]
+            assert "the gradients of its window are cleared" in await made.api.failure(ids[1])
+            assert (await made.api.result(ids[3])).json()["metrics"] == STEP["metrics"]
+            assert (await made.api.result(ids[4])).json()["model_id"] == model
+            late = await submit(made.api, "optim_step", step(model, 5))
+            assert "was unloaded" in await made.api.failure(late)
+        sampler = await made.api.sampler()
+        for request_id in [
+            await submit(made.api, "asample", sample(sampler, number)) for number in range(50)
+        ]:
+            assert (await made.api.result(request_id)).json()["sequences"]

@@ -11,6 +11,7 @@ from skyrl_tinker.protocol.stored_requests import LoadWeightsBody
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.futures import queue
 from tests.api.support.world import BASE, Json, World, step
+from tests.support.reads import reading
 
 LORA = {"rank": 8, "seed": 1, "train_unembed": True, "train_mlp": True, "train_attn": True}
 TARGETS = {"data": [3, 4], "dtype": "int64", "shape": [2]}
@@ -75,7 +76,7 @@ SAMPLES: tuple[Json, ...] = (
 
 async def stored(world: World, request_id: str) -> bytes:
     future_id = await world.id_of(request_id)
-    with world.store.read() as conn:
+    with reading(world.store) as conn:
         return queue.read_bodies(conn, [future_id])[future_id]
 
 
@@ -112,7 +113,7 @@ async def test_a_session_and_a_model_bear_what_old_sdks_leave_out(world: World, 
     session = (await world.ok("create_session", opened))["session_id"]
     wanted = {"model_seq_id": 0, "base_model": BASE, "lora_config": {**LORA, "seed": None}, **user_metadata}
     model = (await world.ok("create_model", {"session_id": session, **wanted}))["model_id"]
-    with world.store.read() as conn:
+    with reading(world.store) as conn:
         row = model_records.by_id(conn, ModelId(model))
     assert row is not None
     assert (row.spec.rank, row.user_metadata, dict(row.optimizer_config)) == (8, {}, {"type": "adamw"})

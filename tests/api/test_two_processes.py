@@ -19,6 +19,7 @@ from skyrl_tinker.store import model_records
 from tests.api.support.passes import datum, protobuf
 from tests.api.support.whole import Whole, whole
 from tests.api.support.world import BASE, Json, sample, step, write_facts
+from tests.support.reads import reading
 from tests.support.scripted_trainer import Ran
 from tests.support.waiting import until
 
@@ -112,7 +113,7 @@ def expected(seq_id: int) -> Ran:
 
 
 async def ran(server: Whole, model: str) -> list[Ran]:
-    with server.engine.store.read() as conn:
+    with reading(server.engine.store) as conn:
         row = model_records.by_id(conn, ModelId(model))
     assert row is not None
     return server.engine.trainer.ran[row.key]

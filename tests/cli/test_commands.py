@@ -123,7 +123,7 @@ def one_line(*arguments: str | Path) -> str:
 @pytest.mark.parametrize("command", [("keys", "list"), ("keys", "create", "--name", "a"), ("serve",)])
 def test_a_damaged_database_is_named(tmp_path: Path, command: tuple[str, ...], damage: str) -> None:
     file = tmp_path / "skyrl-tinker.db"
-    migrate(f"sqlite+aiosqlite:///{file}")
+    migrate(f"sqlite:///{file}")
     pages = file.read_bytes()
     kept = b"" if damage == "it is something else" else pages[:4096]
     file.write_bytes(kept + b"\x7f" * (len(pages) - len(kept)))

@@ -27,6 +27,7 @@ from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store, write_once
 from tests.support.peft_adapters import save_adapter
+from tests.support.reads import reading
 
 SPEC = LoraSpec(4, 0, train_mlp=False, train_unembed=False)
 
@@ -64,7 +65,7 @@ def look_up(settings: Settings, path: str) -> tuple[CheckpointRow, ModelRow]:
 async def _look_up(settings: Settings, path: str) -> tuple[CheckpointRow, ModelRow]:
     where = tinker_path.parse(path)
     store = Store.open(settings.store_url)
-    with store.read() as conn:
+    with reading(store) as conn:
         row = checkpoint_records.find(conn, None, where.model_id, where.kind, where.name)
         model = model_records.by_id(conn, where.model_id)
         assert not session_records.list_expired(conn, 1e18, 0.0, 0.0), (

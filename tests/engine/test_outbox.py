@@ -23,6 +23,7 @@ from skyrl_tinker.errors import DiskFullError, StateLostError, UserError
 from skyrl_tinker.store import server_state, stability_records
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.database.tables import Result
+from skyrl_tinker.store.database.wal_checkpointer import WalCheckpointer
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import outcomes, queue
 from skyrl_tinker.store.futures.outcomes import Outcome
@@ -31,6 +32,7 @@ from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal, recorded
+from tests.support.reads import reading
 from tests.support.sqlite_file import new_file
 from tests.support.waiting import until
 
@@ -86,12 +88,12 @@ async def waiting(store: Store, count: int = 1) -> list[QueuedRow]:
     session = await journal.new_session(store)
     for number in range(count):
         await journal.submit_create(store, session, number)
-    with store.read() as conn:
+    with reading(store) as conn:
         return list(queue.queued_after(conn, 0))
 
 
 def outcome(store: Store, row: QueuedRow) -> Outcome:
-    with store.read() as conn:
+    with reading(store) as conn:
         found = outcomes.find(conn, row.request_id)
     assert found is not None
     return found
@@ -102,7 +104,7 @@ def put(conn: Connection) -> None:
 
 
 def value(store: Store) -> object:
-    with store.read() as conn:
+    with reading(store) as conn:
         return server_state.get(conn, "k")
 
 
@@ -117,6 +119,16 @@ async def test_a_result_waits_for_a_database_that_fails_for_a_moment(
     assert (outcome(store, row).status, outcome(store, row).body) == (FutureStatus.DONE, RESULT.body)
     assert value(store) == (1 if also else None)
     assert rung == ["api"]
+
+
+async def test_a_large_result_counts_in_the_log_as_what_it_is(
+    store: Store, sender: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[int] = []
+    monkeypatch.setattr(WalCheckpointer, "note", lambda _, size: noted.append(size))
+    (row,) = await waiting(store)
+    await sender.send([(row.id, FutureResult("t", bytes(5_000_000)))])
+    assert noted[-1] == 5_000_000
 
 
 async def test_the_api_is_rung_when_a_result_is_on_disk(store: Store, tmp_path: Path) -> None:
@@ -144,7 +156,7 @@ async def test_a_result_is_kept_with_its_type_and_tokens(store: Store, sender: O
     (row,) = await waiting(store)
     await sender.send([(row.id, FutureResult("text/plain", b"x", usage=Usage(5, 2, 3)))])
     tokens = (Result.input_tokens, Result.cached_tokens, Result.output_tokens)
-    with store.read() as conn:
+    with reading(store) as conn:
         assert tuple(conn.execute(select(Result.content_type, Result.body, *tokens)).one()) == (
             "text/plain",
             b"x",
@@ -210,7 +222,7 @@ async def test_a_result_that_comes_too_late_changes_nothing(
 ) -> None:
     """Also the sequences that it would record are not there: their request has failed."""
     accepted = await recorded.submit_sample(store, await journal.new_session(store))
-    with store.read() as conn:
+    with reading(store) as conn:
         (row,) = queue.queued_after(conn, 0)
     metrics.arrived([row])
     await sender.send([(row.id, REFUSED)])
@@ -219,7 +231,7 @@ async def test_a_result_that_comes_too_late_changes_nothing(
     await sender.send([(row.id, FutureResult("text/plain", b"late", (record,)))])
     assert outcome(store, row) == first
     assert first.status is FutureStatus.FAILED
-    with store.read() as conn:
+    with reading(store) as conn:
         assert stability_records.find(conn, accepted.sequence_ids) == {}
     assert b'requests_total{kind="sample",outcome="user"} 1.0' in metrics.text()
     assert b'outcome="ok"' not in metrics.text()
@@ -229,7 +241,7 @@ async def test_only_what_replay_needs_keeps_its_body(store: Store, sender: Outbo
     rows = await waiting(store, 4)
     results = zip((row.id for row in rows), [RESULT, REFUSED] * 2, strict=True)
     await sender.send(results, replayed={row.id for row in rows[:2]})
-    with store.read() as conn:
+    with reading(store) as conn:
         assert unit_records.read_bodies(conn, [row.id for row in rows]).keys() == {row.id for row in rows[:2]}
 
 

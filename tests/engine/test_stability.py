@@ -30,6 +30,7 @@ from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
+from tests.support.reads import reading
 from tests.support.scripted_samplers import ScriptedSamplers
 from tests.support.waiting import until
 
@@ -64,7 +65,7 @@ class Sampling:
                 conn, sampler, 1, owner=None, body=body, digest=b"", num_samples=2, tokens=1, sequences=1
             )
         )
-        with self.store.read() as conn:
+        with reading(self.store) as conn:
             self.driver.submit(queue.queued_after(conn, 0))
         return accepted
 
@@ -101,7 +102,7 @@ async def statements(store: Store) -> list[str]:
 
 
 async def records_of(store: Store, accepted: Accepted) -> dict[stability_records.Key, SequenceRecord]:
-    with store.read() as conn:
+    with reading(store) as conn:
         return stability_records.find(conn, accepted.sequence_ids)
 
 

@@ -21,6 +21,7 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from tests.engine.support.world import FACTS
 from tests.store.support.rows import create, ephemeral, new_session
+from tests.support.reads import reading
 
 
 def start_up(store: Store, bell: Doorbell, home: Path) -> tuple[StartUp, Directories]:
@@ -42,7 +43,7 @@ async def test_weights_in_memory_are_looked_for_where_this_home_has_them(
     version = await ephemeral(store, model.key, "/dev/shm/skyrl-tinker-0/another-home/v1")
     starting, directories = start_up(store, bell, tmp_path / "home")
     await starting.tidy_up()
-    with store.read() as conn:
+    with reading(store) as conn:
         found = sampling_sessions.published_version(conn, version)
     assert found is not None
     assert found.directory == str(directories.ephemeral_dir / found.name)

@@ -23,6 +23,7 @@ from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
+from tests.support.reads import reading
 
 WRITTEN = "units written"
 
@@ -66,7 +67,7 @@ def failing(error: Exception) -> UnitEnd:
 
 
 def written(store: Store) -> object:
-    with store.read() as conn:
+    with reading(store) as conn:
         return server_state.get(conn, WRITTEN)
 
 
@@ -148,13 +149,13 @@ async def test_a_unit_is_recorded_with_its_answers_and_the_bodies_that_replay_ne
     assert accepted.model_id is not None
     await journal.submit_pass(store, accepted.model_id, 1)
     await journal.submit_pass(store, accepted.model_id, 2, forward_only=True)
-    with store.read() as conn:
+    with reading(store) as conn:
         created, backward, forward = queue.queued_after(conn, 0)
     metrics.arrived([created, backward, forward])
     answers = {row.id: json_answer({}) for row in (backward, forward)}
     effects = {created.id: None, backward.id: Effect.GRADIENTS, forward.id: None}
     await commits.add(UnitEnd(answers, (), 7, effects, 2048, answered=(created.id,)))
-    with store.read() as conn:
+    with reading(store) as conn:
         assert created.model_key is not None
         ran = unit_records.ran_after(conn, created.model_key, 0)
         next_seq = unit_records.next_seq(conn, created.model_key)

@@ -372,5 +372,5 @@ def _settings() -> Settings:
 def make_template(directory: Path) -> None:
     """Write what every history begins with: a database without rows, and a base model."""
     directory.mkdir(parents=True, exist_ok=True)
-    migrate(f"sqlite+aiosqlite:///{directory / 'store.db'}")
+    migrate(f"sqlite:///{directory / 'store.db'}")
     (directory / "config.json").write_text("{}")

@@ -26,9 +26,8 @@ from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.upkeep import cleanup
 from skyrl_tinker.inference.client import remote_client
 from skyrl_tinker.inference.servers.health_checks import CoreWatch
-from skyrl_tinker.store import store
 from skyrl_tinker.store.database import postgresql, sqlite
-from skyrl_tinker.store.database.abstract_database import Database, json_text
+from skyrl_tinker.store.database.abstract_database import json_text
 from skyrl_tinker.store.database.postgresql import PostgresDatabase
 from tests.simulation.backends import QueuesOnly, SamplerHttp
 from tests.simulation.faults import disk_full, point
@@ -134,31 +133,6 @@ class _Engine:
         return self._shared.connect().execution_options(home=self._home)
 
 
-class _ThreadedConnection:
-    """Connection whose reads run on the loop."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-        self._conn = database.connect()
-
-    @classmethod
-    async def open(cls, database: Database) -> "_ThreadedConnection":
-        return cls(database)
-
-    async def read(self, op: Callable[[Connection], Any]) -> Any:
-        def work() -> Any:
-            with self._database.reading(self._conn):
-                return op(self._conn)
-
-        return await asyncio.get_running_loop().run_in_executor(None, work)
-
-    def usable(self) -> bool:
-        return True
-
-    async def close(self) -> None:
-        self._conn.close()
-
-
 def _disk_usage(path: object) -> Any:
     return SimpleNamespace(total=1 << 50, free=0 if disk_full() else 1 << 49)
 
@@ -192,7 +166,6 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(shutil, "disk_usage", _disk_usage)
     patch.setattr(TmpfsSpill, "_would_help", lambda _: True)
     patch.setattr(sqlite, "engine", _Engine)
-    patch.setattr(store, "ThreadedConnection", _ThreadedConnection)
     patch.setattr(sqlite, "transaction", _transaction(sqlite.transaction))
     patch.setattr(postgresql, "create_engine", _shared(postgresql.create_engine))
     patch.setattr(PostgresDatabase, "writing", _writing(PostgresDatabase.writing))

@@ -14,6 +14,7 @@ from skyrl_tinker.store.database.tables import Base
 from skyrl_tinker.store.reports import session_listing
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import new_session
+from tests.support.reads import reading
 
 
 async def made(store: Store, name: str) -> str:
@@ -21,7 +22,7 @@ async def made(store: Store, name: str) -> str:
 
 
 async def live_names(store: Store) -> list[str]:
-    with store.read() as conn:
+    with reading(store) as conn:
         return [row.name for row in api_keys.list_keys(conn) if row.is_live(time.time())]
 
 
@@ -29,7 +30,7 @@ async def test_the_database_holds_no_key_only_its_sha256(store: Store) -> None:
     key = await made(store, "alice")
     assert key.startswith("tml-")
     assert len(key) == 4 + 43
-    with store.read() as conn:
+    with reading(store) as conn:
         tables = [table.fullname for table in Base.metadata.sorted_tables]
         rows = [row for table in tables for row in conn.execute(text(f"SELECT * FROM {table}"))]
     dump = str(rows)
@@ -54,7 +55,7 @@ async def test_a_name_is_free_again_once_its_key_is_revoked(store: Store) -> Non
     await store.write(lambda conn: api_keys.revoke(conn, "alice@example.com"))
     assert await live_names(store) == []
     await made(store, "alice@example.com")
-    with store.read() as conn:
+    with reading(store) as conn:
         first, second = api_keys.list_keys(conn)
     assert (first.revoked_at is None, second.revoked_at is None) == (False, True)
 
@@ -84,10 +85,10 @@ async def test_every_change_is_counted_and_on_record(store: Store) -> None:
     seen = []
     for change in CHANGES:
         await store.write(change)
-        with store.read() as conn:
+        with reading(store) as conn:
             seen.append(api_keys.count_changes(conn))
     assert seen == list(range(1, len(CHANGES) + 1))
-    with store.read() as conn:
+    with reading(store) as conn:
         events = audit_log.events_between(conn, ALL_OWNERS, 0, time.time() + 1, None)
         assert api_keys.count_keys(conn) == 2
     names = [(event.event, event.details["key"]) for event in events]
@@ -100,13 +101,13 @@ async def test_noting_a_use_is_no_change_and_never_goes_back(store: Store) -> No
     await made(store, "alice")
     for at in (20.0, 10.0):
         await store.write(lambda conn, at=at: api_keys.note_use(conn, {OwnerId(1): at}))  # type: ignore[misc]
-    with store.read() as conn:
+    with reading(store) as conn:
         assert [row.last_used_at for row in api_keys.list_keys(conn)] == [20.0]
         assert api_keys.count_changes(conn) == 1
 
 
 async def secrets(store: Store) -> dict[bytes, Secret]:
-    with store.read() as conn:
+    with reading(store) as conn:
         return api_keys.secrets_by_digest(conn)
 
 
@@ -138,7 +139,7 @@ async def test_rotation_keeps_the_expiry_unless_it_is_given_one(store: Store) ->
     await store.write(lambda conn: api_keys.create(conn, "alice", expires_at=2e9))
     for given, expected in ((None, 2e9), (3e9, 3e9)):
         await store.write(lambda conn, given=given: api_keys.rotate(conn, "alice", 0, expires_at=given))  # type: ignore[misc]
-        with store.read() as conn:
+        with reading(store) as conn:
             assert api_keys.find_live(conn, "alice").expires_at == expected
 
 
@@ -166,7 +167,7 @@ async def test_a_live_key_adopts_what_a_dead_one_made_and_nothing_else(store: St
     with pytest.raises(NotFoundError, match="no live key 'alice'"):
         await store.write(lambda conn: api_keys.adopt(conn, "alice", "1"))
     assert await store.write(lambda conn: api_keys.adopt(conn, "carol", "1")) == 2
-    with store.read() as conn:
+    with reading(store) as conn:
         sessions = [len(session_listing.list_ids(conn, reach, 9, 0)) for reach in OWNERS]
     assert sessions == [0, 1, 2, 1, 4]
     assert await store.write(lambda conn: api_keys.adopt(conn, "carol", api_keys.NO_KEY)) == 1
@@ -183,7 +184,7 @@ OWNERS: tuple[Reach, ...] = (OwnerId(1), OwnerId(2), OwnerId(3), None, ALL_OWNER
 
 async def test_an_owner_is_called_by_its_key_and_nobody_is_local(store: Store) -> None:
     await made(store, "alice")
-    with store.read() as conn:
+    with reading(store) as conn:
         owner = api_keys.live_id(conn, "alice")
         assert api_keys.owner_name(conn, owner) == "alice"
         assert api_keys.owner_name(conn, None) == "local"

@@ -13,6 +13,7 @@ from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import finish_session
+from tests.support.reads import reading
 
 WEIGHTS, SAMPLER = CheckpointKind.WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS
 
@@ -26,7 +27,7 @@ async def add(store: Store, checkpoint: NewCheckpoint, *, replace: bool = False)
 
 
 async def find(store: Store, model: ModelRow, name: str = "a") -> CheckpointRow | None:
-    with store.read() as conn:
+    with reading(store) as conn:
         return checkpoint_records.find(conn, None, model.model_id, WEIGHTS, name)
 
 
@@ -40,7 +41,7 @@ async def delete(store: Store, model: ModelRow, name: str = "a") -> None:
 
 
 async def garbage(store: Store) -> list[str]:
-    with store.read() as conn:
+    with reading(store) as conn:
         return [row.directory for row in checkpoint_records.list_garbage(conn, time.time())]
 
 
@@ -68,7 +69,7 @@ async def test_a_name_is_kept_unless_it_may_be_replaced(store: Store, model: Mod
 async def test_the_two_kinds_have_names_of_their_own(store: Store, model: ModelRow) -> None:
     await add(store, new(model))
     await add(store, replace(new(model, directory="/c/2"), kind=SAMPLER))
-    with store.read() as conn:
+    with reading(store) as conn:
         rows = checkpoint_records.list_for_model(conn, model.key)
         last = checkpoint_records.latest_for_model(conn, model.key, SAMPLER)
     assert [row.kind for row in rows] == [WEIGHTS, SAMPLER]
@@ -101,7 +102,7 @@ async def test_the_last_checkpoint_is_the_newest_live_one(store: Store, model: M
     for name in ("a", "b", "c"):
         await add(store, new(model, name, f"/c/{name}"))
     await delete(store, model, "c")
-    with store.read() as conn:
+    with reading(store) as conn:
         last = checkpoint_records.latest_for_model(conn, model.key, WEIGHTS)
         none = checkpoint_records.latest_for_model(conn, model.key, SAMPLER)
     assert last is not None

@@ -13,6 +13,7 @@ from skyrl_tinker.store.futures import finish, record, training_submission
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import finish_session, new_session, outcome, queued
+from tests.support.reads import reading
 
 LOSS = CustomLoss(
     "f", (("logprobs", 1), ("w", 0)), ({"op": "output", "args": [{"float": "inf"}, None, 1.5]},)
@@ -37,7 +38,7 @@ async def upload(
 
 
 async def found(store: Store, session: SessionId, seq_id: int = 0) -> CustomLoss | None:
-    with store.read() as conn:
+    with reading(store) as conn:
         return custom_losses.get(conn, session, f"{session}:loss:{seq_id}")
 
 
@@ -51,7 +52,7 @@ async def test_a_loss_comes_back_as_it_was(store: Store, session: SessionId) -> 
 async def test_other_sessions_cannot_have_it(store: Store, session: SessionId) -> None:
     await upload(store, session)
     other = await new_session(store)
-    with store.read() as conn:
+    with reading(store) as conn:
         assert custom_losses.get(conn, other, f"{session}:loss:0") is None
         assert custom_losses.get(conn, session, "nobody") is None
 

@@ -21,18 +21,19 @@ from tests.store.support.rows import (
     sample,
     step,
 )
+from tests.support.reads import reading
 
 NOBODY = SessionId("nobody")
 PARKED_S = 86400.0
 
 
 async def expired(store: Store, after_s: float, timeout_s: float = 600) -> list[SessionId]:
-    with store.read() as conn:
+    with reading(store) as conn:
         return session_records.list_expired(conn, time.time() + after_s, timeout_s, PARKED_S)
 
 
 async def droppable(store: Store) -> list[WeightVersion]:
-    with store.read() as conn:
+    with reading(store) as conn:
         return sampling_sessions.list_droppable_versions(conn)
 
 
@@ -60,7 +61,7 @@ async def test_a_finished_session_is_gone_and_an_unknown_one_not_found(
 async def test_the_first_reason_of_finishing_stands(store: Store, session: SessionId) -> None:
     await finish_session(store, session)
     await store.write(lambda conn: session_records.finish(conn, session, "expired", "late"))
-    with pytest.raises(GoneError, match="\\(done\\)"), store.read() as conn:
+    with pytest.raises(GoneError, match="\\(done\\)"), reading(store) as conn:
         session_records.require_live(conn, session)
 
 
@@ -96,7 +97,7 @@ async def test_a_silent_session_that_only_samples_expires_once(store: Store, ses
 async def test_a_heartbeat_keeps_a_session(store: Store, session: SessionId, model: ModelRow) -> None:
     asked = time.time() + 600
     await store.write(lambda conn: session_records.heartbeat(conn, session))
-    with store.read() as conn:
+    with reading(store) as conn:
         assert session_records.list_expired(conn, asked, 600, PARKED_S) == []
 
 
@@ -109,7 +110,7 @@ async def test_work_keeps_a_session_that_sends_no_heartbeats(
     for submit in (partial(step, store, model, 1), partial(sample, store, sampler, 0)):
         asked = time.time() + 600
         await submit()
-        with store.read() as conn:
+        with reading(store) as conn:
             assert session_records.list_expired(conn, asked, 600, PARKED_S) == [other]
         assert set(await expired(store, after_s=601)) == {session, other}
 
@@ -123,7 +124,7 @@ async def test_a_finished_session_expires_at_once(store: Store, session: Session
 
 async def test_a_version_is_known_from_publishing_to_dropping(store: Store, model: ModelRow) -> None:
     async def get(version_id: VersionId) -> WeightVersion | None:
-        with store.read() as conn:
+        with reading(store) as conn:
             return sampling_sessions.published_version(conn, version_id)
 
     version = await store.write(
@@ -172,7 +173,7 @@ async def test_an_inflight_session_follows_the_newest_published_version_of_its_m
     store: Store, session: SessionId, model: ModelRow
 ) -> None:
     async def target() -> WeightVersion | None:
-        with store.read() as conn:
+        with reading(store) as conn:
             row = sampling_sessions.get(conn, sampler)
             assert row is not None
             assert row.follows == model.key
@@ -220,7 +221,7 @@ async def test_a_sampling_session_is_read_as_written(
 ) -> None:
     version = await ephemeral(store, model.key)
     sampler = await sampler_on(store, session, version)
-    with store.read() as conn:
+    with reading(store) as conn:
         row = sampling_sessions.get(conn, sampler)
         assert row == sampling_sessions.SamplingSessionRow(sampler, session, 0, "tiny", None, version)
         assert sampling_sessions.get(conn, SamplingSessionId("nobody")) is None

@@ -16,6 +16,7 @@ from skyrl_tinker.store.retention import row_purges
 from skyrl_tinker.store.stability_records import RoutingRecord, SequenceRecord
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import outcome, sample
+from tests.support.reads import reading
 
 
 def record_of(sequence_id: str, *tokens: int, prompt_length: int = 4) -> SequenceRecord:
@@ -29,7 +30,7 @@ async def add(store: Store, accepted: Accepted, *records: SequenceRecord) -> Non
 
 
 async def found_ids(store: Store, ids: tuple[str, ...]) -> set[str]:
-    with store.read() as conn:
+    with reading(store) as conn:
         return {name for _, name in stability_records.find(conn, ids)}
 
 
@@ -47,7 +48,7 @@ async def test_a_record_comes_back_bit_by_bit_under_its_session(
     accepted = await sample(store, sampler, 1)
     first, second = (record_of(name, 7, index) for index, name in enumerate(accepted.sequence_ids))
     await add(store, accepted, first, second)
-    with store.read() as conn:
+    with reading(store) as conn:
         found = stability_records.find(conn, accepted.sequence_ids)
     assert set(found) == {(session, name) for name in accepted.sequence_ids}
     for record in (first, second):
@@ -66,7 +67,7 @@ async def test_a_record_of_experts_comes_back_with_its_shape_and_type(
     routing = RoutingRecord(np.array([500_000, 7, 9], np.int32), experts)
     with_experts, without = (record_of(name, 7, 8, prompt_length=3) for name in accepted.sequence_ids)
     await add(store, accepted, replace(with_experts, routing=routing), without)
-    with store.read() as conn:
+    with reading(store) as conn:
         found = stability_records.find(conn, accepted.sequence_ids)
     again = found[session, with_experts.sequence_id].routing
     assert again is not None
@@ -105,7 +106,7 @@ async def test_the_fate_of_a_sequence_is_that_of_its_request(
     await store.write(lambda conn: finish.succeed(conn, ids[0], "application/json", b"{}"))
     await store.write(lambda conn: finish.fail(conn, ids[1], Failure("no", "user")))
     asked = [each.sequence_ids[1] for each in (pending, done, failed)]
-    with store.read() as conn:
+    with reading(store) as conn:
         fates = stability_records.request_statuses(
             conn, [*asked, "nobody-0", model.model_id, f"{done.request_id}-2"]
         )

@@ -14,6 +14,7 @@ from skyrl_tinker.store.retention import row_purges
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.store.usage_records import HOUR_S, Hourly
 from tests.store.support.rows import sample
+from tests.support.reads import reading
 
 HOUR = int(time.time() // HOUR_S)
 
@@ -22,7 +23,7 @@ async def sampled(
     store: Store, sampler: SamplingSessionId, number: int, used: Usage, hour: int = HOUR
 ) -> None:
     request = await sample(store, sampler, number)
-    with store.read() as conn:
+    with reading(store) as conn:
         found = outcomes.find(conn, request.request_id)
     assert found is not None
     future = found.future_id
@@ -69,11 +70,11 @@ async def test_a_purged_result_stays_counted(store: Store, sampler: SamplingSess
     await sampled(store, sampler, 0, Usage(10, 4, 3))
     before = await between(store)
     await store.write(lambda conn: row_purges.purge_results(conn, time.time() + 1))
-    with store.read() as conn:
+    with reading(store) as conn:
         assert conn.scalar(select(func.count()).select_from(Result)) == 1, "it is not counted yet"
     await store.write(usage_records.roll_up)
     await store.write(lambda conn: row_purges.purge_results(conn, time.time() + 1))
-    with store.read() as conn:
+    with reading(store) as conn:
         assert conn.scalar(select(func.count()).select_from(Result)) == 0
     assert await between(store) == before
     assert before[0].usage == Usage(10, 4, 3)
@@ -81,7 +82,7 @@ async def test_a_purged_result_stays_counted(store: Store, sampler: SamplingSess
 
 async def test_what_failed_is_not_counted(store: Store, sampler: SamplingSessionId, model: ModelRow) -> None:
     request = await sample(store, sampler, 0)
-    with store.read() as conn:
+    with reading(store) as conn:
         found = outcomes.find(conn, request.request_id)
     assert found is not None
     await store.write(lambda conn: finish.fail(conn, found.future_id, Failure("no", "user")))

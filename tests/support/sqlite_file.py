@@ -24,4 +24,4 @@ def _migrated() -> bytes:
 
 
 def _url(path: Path) -> str:
-    return f"sqlite+aiosqlite:///{path}"
+    return f"sqlite:///{path}"

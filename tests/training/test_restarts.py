@@ -37,6 +37,7 @@ from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.training.worker import Worker
 from tests.engine.support import journal
 from tests.engine.support.world import World
+from tests.support.reads import reading
 from tests.training.support.passes import make_data, make_item
 from tests.training.test_trainer_group import make_echo
 
@@ -69,7 +70,7 @@ class Trained:
         self._home = home
         self._group = group
         home.mkdir()
-        url = f"sqlite+aiosqlite:///{home / 'store.db'}"
+        url = f"sqlite:///{home / 'store.db'}"
         migrate(url)
         self.store = Store.open(url)
         self._bell = SocketBell.bind(home, "engine")
@@ -176,7 +177,7 @@ async def train(home: Path, group: TrainerGroup, *, disturbed: bool) -> tuple[li
 
 async def kept(trained: Trained) -> list[bool]:
     keys = [await journal.key_of(trained.store, model) for model in trained.models]
-    with trained.store.read() as conn:
+    with reading(trained.store) as conn:
         return [snapshot_records.find(conn, key) is not None for key in keys]
 
 

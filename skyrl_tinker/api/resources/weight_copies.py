@@ -48,11 +48,16 @@ async def copy_weights(
     source, ttl = tinker_path.parse(request.source_path), validate_ttl(request.ttl_seconds)
     destination = _destination(request, owner, key)
     path = TinkerPath(destination.model_id, source.kind, source.name)
-    with services.store.read() as conn:
+
+    def find(conn: Connection) -> CheckpointRow | None:
         if checkpoint_copies.is_copied(conn, owner, destination, digest):
-            return path
+            return None
         row = find_checkpoint(conn, owner, request.source_path)
         caller.limits.require_stored(holdings.stored_bytes(conn, owner), row.size_bytes)
+        return row
+
+    if (row := await services.store.read(find)) is None:
+        return path
     root = services.settings.checkpoint_root / f"copy-{uuid4().hex}"
     await _add(services, owner, root, NewCopy(row, str(_inside(root, row)), destination, ttl, digest))
     return path

@@ -94,7 +94,7 @@ async def revoke_key(key: KeyId, deps: Deps, caller: CallerDep) -> dict[str, str
 async def _change(deps: Services, op: Op[T]) -> T:
     """Commit a change, which holds in this process at once and in others within a second."""
     value = await deps.store.write(op)
-    deps.keys.refresh()
+    await deps.keys.refresh()
     return value
 
 

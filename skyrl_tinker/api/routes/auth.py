@@ -45,7 +45,7 @@ async def revoke_api_key(deps: Deps, caller: CallerDep) -> dict[str, str]:
     if owner is None:
         raise NotSupportedError(f"{_NO_KEYS}, so there is none to revoke")
     await deps.store.write(lambda conn: api_keys.revoke(conn, str(owner), caller.name))
-    deps.keys.refresh()
+    await deps.keys.refresh()
     return {}
 
 

@@ -59,8 +59,7 @@ def _hour(name: str, value: datetime) -> int:
 async def current_storage(
     query: Annotated[StorageQuery, Query()], deps: Deps, reach: Reached
 ) -> StorageResponse:
-    with deps.store.read() as conn:
-        totals = storage.current_totals(conn, reach, query.project_id)
+    totals = await deps.store.read(lambda conn: storage.current_totals(conn, reach, query.project_id))
     return StorageResponse(data=[_item(total) for total in totals])
 
 

@@ -100,8 +100,7 @@ async def points(run: str, query: Annotated[PointsQuery, Query()], deps: Deps, r
     responses=answers(CSV, {"type": "string"}),
 )
 async def points_csv(run: str, deps: Deps, reach: Reached) -> StreamingResponse:
-    with deps.store.read() as conn:
-        model = _model(conn, reach, run)
+    model = await deps.store.read(lambda conn: _model(conn, reach, run))
     name = run.replace(":", "-")
     headers = {"Content-Disposition": f'attachment; filename="{name}.csv"'}
     return StreamingResponse(step_curve.csv_lines(deps.store, model), media_type=CSV, headers=headers)

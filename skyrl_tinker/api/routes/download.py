@@ -30,7 +30,7 @@ root = APIRouter(prefix="/download", tags=["downloads"])
 )
 async def checkpoint_file(number: str, name: str, request: Request, deps: Deps) -> StoredFileResponse:
     deps.signer.require(request)
-    return await CheckpointFiles(deps.storage, _checkpoint(deps, int(number))).response(name)
+    return await CheckpointFiles(deps.storage, await _checkpoint(deps, int(number))).response(name)
 
 
 @root.get(
@@ -41,7 +41,7 @@ async def checkpoint_file(number: str, name: str, request: Request, deps: Deps) 
 )
 async def archive(number: str, name: str, request: Request, deps: Deps) -> StreamingResponse:
     deps.signer.require(request)
-    tar = await archive_of(deps.storage, _checkpoint(deps, int(number)))
+    tar = await archive_of(deps.storage, await _checkpoint(deps, int(number)))
     headers = {"Content-Length": str(tar.size), "Content-Disposition": f'attachment; filename="{name}"'}
     return StreamingResponse(tar.stream(), headers=headers, media_type="application/x-tar")
 
@@ -60,10 +60,9 @@ async def trace(session_id: str, request: Request, deps: Deps) -> StreamingRespo
     return StreamingResponse(events, headers=headers, media_type="application/json")
 
 
-def _checkpoint(deps: Services, number: int) -> CheckpointRow:
+async def _checkpoint(deps: Services, number: int) -> CheckpointRow:
     """Return the checkpoint that the URL was signed for, never a later one of the same name."""
-    with deps.store.read() as conn:
-        row = checkpoint_records.by_id(conn, number)
+    row = await deps.store.read(lambda conn: checkpoint_records.by_id(conn, number))
     if row is None:
         raise NotFoundError("this checkpoint is deleted or expired")
     return row

@@ -24,7 +24,7 @@ _CHECKPOINT = "/training_runs/{run}/checkpoints/{checkpoint_id:path}"
 async def external_weights_urls(
     run: str, checkpoint_id: str, request: Request, deps: Deps, reach: Reached
 ) -> ExternalWeightsUrlsResponse:
-    row = _find_own(deps, reach, run, checkpoint_id)
+    row = await _find_own(deps, reach, run, checkpoint_id)
     if row.kind is not CheckpointKind.EXTERNAL_WEIGHTS:
         raise UserError(f"{row.path} is of kind {row.kind}, expected one made by save_weights_external")
     manifest = await CheckpointFiles(deps.storage, row).manifest()
@@ -47,13 +47,12 @@ async def archive(
     run: str, checkpoint_id: str, request: Request, deps: Deps, reach: Reached
 ) -> RedirectResponse:
     """SDKs do not follow the redirect: they read Location and Expires."""
-    row = _find_own(deps, reach, run, checkpoint_id)
+    row = await _find_own(deps, reach, run, checkpoint_id)
     require_archivable(row)
     expires = expiry(row.expires_at)
     url = deps.signer.url(request, f"/download/archive/{row.id}/{row.name}.tar", expires)
     return RedirectResponse(url, 302, {"Expires": formatdate(expires, usegmt=True)})
 
 
-def _find_own(deps: Services, reach: Reach, run: str, checkpoint_id: str) -> CheckpointRow:
-    with deps.store.read() as conn:
-        return find_own_checkpoint(conn, reach, run, checkpoint_id)
+async def _find_own(deps: Services, reach: Reach, run: str, checkpoint_id: str) -> CheckpointRow:
+    return await deps.store.read(lambda conn: find_own_checkpoint(conn, reach, run, checkpoint_id))

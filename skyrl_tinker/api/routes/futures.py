@@ -71,11 +71,10 @@ async def _try_again(deps: Services, outcome: Outcome) -> JSONResponse:
 async def _reason(deps: Services, request_id: RequestId) -> Reason:
     if deps.waiter.stopped:  # no time to ask the engine
         return Reason("paused_capacity", "this server process is shutting down")
-    if (stopped := engine_reason(engine_state(deps.store))) is not None:
+    if (stopped := engine_reason(await deps.store.read(engine_state))) is not None:
         return stopped
     queues = await deps.queues.view()
-    with deps.store.read() as conn:
-        position = cancellation.queue_position(conn, request_id)
+    position = await deps.store.read(lambda conn: cancellation.queue_position(conn, request_id))
     if position is None or queues is None:
         return Reason("active", None)
     return queue_reason(position, queues)
@@ -110,8 +109,7 @@ async def retrieve_futures(request: Request, deps: Deps, reach: Reached) -> Retr
     """Return samples that finished after `prev_cursor`, in order of finishing; none on timeout."""
     message = await read_model(request, RetrieveFuturesRequest)
     session_id = SamplingSessionId(message.target.sampling_session_id)
-    with deps.store.read() as conn:
-        completions.require_sampler(conn, reach, session_id)
+    await deps.store.read(lambda conn: completions.require_sampler(conn, reach, session_id))
     longest = deps.settings.long_poll_s
     timeout_s = longest if message.timeout is None else min(message.timeout, longest)
     clone = message.target.cloned_sampler_id

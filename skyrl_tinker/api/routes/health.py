@@ -24,7 +24,7 @@ async def healthz() -> HealthResponse:
     responses={503: {"model": ReadyResponse}},
 )
 async def readyz(deps: Deps) -> JSONResponse:
-    engine, shortage = engine_state(deps.store), await deps.room.shortage()
+    engine, shortage = await deps.store.read(engine_state), await deps.room.shortage()
     if engine.ready and not shortage and deps.settings.engine_listen and await deps.queues.view() is None:
         shortage = "the engine does not answer"  # its host may be gone, which the database does not know
     status = 200 if engine.ready and not shortage else 503

@@ -114,8 +114,7 @@ async def unload_model(request: Request, deps: Deps, reach: Reached, owner: Owne
 )
 async def get_info(request: Request, deps: Deps, reach: Reached) -> GetInfoResponse:
     message = await read_model(request, GetInfoRequest)
-    with deps.store.read() as conn:
-        row = model_records.find(conn, reach, ModelId(message.model_id))
+    row = await deps.store.read(lambda conn: model_records.find(conn, reach, ModelId(message.model_id)))
     if row is None:
         raise NotFoundError(f"no model {message.model_id}")
     return GetInfoResponse(
@@ -135,8 +134,7 @@ async def get_info(request: Request, deps: Deps, reach: Reached) -> GetInfoRespo
 @router.post("/weights_info", summary="Describe a checkpoint", openapi_extra=takes(WeightsInfoRequest))
 async def weights_info(request: Request, deps: Deps, reach: Reached) -> WeightsInfoResponse:
     message = await read_model(request, WeightsInfoRequest)
-    with deps.store.read() as conn:
-        row = model_requests.find_checkpoint(conn, reach, message.tinker_path)
+    row = await deps.store.read(lambda conn: model_requests.find_checkpoint(conn, reach, message.tinker_path))
     return WeightsInfoResponse(
         base_model=row.base_model,
         is_lora=row.spec.rank > 0,

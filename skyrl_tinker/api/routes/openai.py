@@ -81,7 +81,7 @@ async def _relay(request: Request, deps: Services, model: type[OpenAIRequest]) -
             deps.backpressure.accepted()
             return await deps.engine.relay(request)
     except EngineUnavailableError:
-        engine = engine_state(deps.store)
+        engine = await deps.store.read(engine_state)
         unavailable = SamplerError(f"the engine is {engine.state}: {engine.detail}; try again")
         return shaped(request.url.path, unavailable, 503, {"Retry-After": str(RETRY_AFTER_S)})
     except ClientDisconnect:

@@ -43,8 +43,9 @@ async def list_training_runs(
 async def get_training_run(
     run: str, query: Annotated[TrainingRunQuery, Query()], deps: Deps, reach: Reached
 ) -> TrainingRun:
-    with deps.store.read() as conn:
-        row = training_runs.find(conn, reach, ModelId(run), query.access_scope)
+    row = await deps.store.read(
+        lambda conn: training_runs.find(conn, reach, ModelId(run), query.access_scope)
+    )
     if row is None:
         raise NotFoundError(f"no training run {run}")
     return training_run(row)

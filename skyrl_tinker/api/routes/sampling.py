@@ -84,8 +84,9 @@ def _target(
 
 @router.get("/samplers/{sampler_id}", summary="Describe a sampling session: base model and checkpoint path")
 async def get_sampler(sampler_id: str, deps: Deps, reach: Reached) -> GetSamplerResponse:
-    with deps.store.read() as conn:
-        row = sampling_sessions.find(conn, reach, SamplingSessionId(sampler_id))
+    row = await deps.store.read(
+        lambda conn: sampling_sessions.find(conn, reach, SamplingSessionId(sampler_id))
+    )
     if row is None:
         raise NotFoundError(f"no sampling session {sampler_id}")
     return GetSamplerResponse(

@@ -39,8 +39,8 @@ router = APIRouter(tags=["sessions"], prefix="/sessions")
 async def list_sessions(
     query: Annotated[SessionsQuery, Query()], deps: Deps, reach: Reached
 ) -> SessionsResponse:
-    with deps.store.read() as conn:
-        return SessionsResponse(sessions=session_listing.list_ids(conn, reach, query.limit, query.offset))
+    ids = await deps.store.read(lambda conn: session_listing.list_ids(conn, reach, query.limit, query.offset))
+    return SessionsResponse(sessions=ids)
 
 
 @router.post(
@@ -64,8 +64,7 @@ async def search_sessions(request: Request, deps: Deps, reach: Reached, owner: O
 async def get_session(
     session_id: str, query: Annotated[SessionQuery, Query()], deps: Deps, reach: Reached
 ) -> SessionContents:
-    with deps.store.read() as conn:
-        contents = session_listing.totals(conn, reach, SessionId(session_id))
+    contents = await deps.store.read(lambda conn: session_listing.totals(conn, reach, SessionId(session_id)))
     return SessionContents(
         training_run_ids=contents.training_runs,
         sampler_ids=contents.samplers,

@@ -28,7 +28,7 @@ async def create_session(
     request: Request, deps: Deps, owner: Owner, caller: CallerDep
 ) -> CreateSessionResponse:
     message = await read_model(request, CreateSessionRequest, caller.limits)
-    warnings = [_unready(engine_state(deps.store)), _tokenizer_elsewhere(deps.facts, request)]
+    warnings = [_unready(await deps.store.read(engine_state)), _tokenizer_elsewhere(deps.facts, request)]
 
     def create(conn: Connection) -> CreateSessionResponse:
         if caller.limits.sessions is not None:

@@ -14,7 +14,6 @@ router = APIRouter(tags=["downloads"])
 @router.get("/sessions/{session_id}/trace_export", summary="Signed URL of a session's trace")
 async def trace_export(session_id: str, request: Request, deps: Deps, reach: Reached) -> TraceExportResponse:
     """Answer at once: the trace is built while it is downloaded."""
-    with deps.store.read() as conn:
-        require_within(conn, reach, SessionId(session_id))
+    await deps.store.read(lambda conn: require_within(conn, reach, SessionId(session_id)))
     url = deps.signer.url(request, f"/download/trace/{session_id}", expiry())
     return TraceExportResponse(url=url)

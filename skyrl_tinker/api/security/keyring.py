@@ -53,7 +53,8 @@ class KeyRing:
         self._limits = limits
         self._nobody = Caller(None, owners.LOCAL_OWNER, limits=limits.filled(several=False))
         self._clock = clock
-        self._changes = -1
+        self._refreshing = asyncio.Lock()
+        self._changes = -1  # of the keys that are here
         self._secrets: dict[str, Secret] = {}  # by secret_id
         self._callers: dict[str, Caller] = {}  # the same
         self._verified: dict[str, Caller] = {}  # by token: verification is the costliest part of a check
@@ -74,7 +75,7 @@ class KeyRing:
         return bool(self._secrets)
 
     async def start(self) -> None:
-        self.refresh()
+        await self.refresh()
 
     async def run(self) -> None:
         """Refresh, and note uses and refusals, until cancelled."""
@@ -82,26 +83,30 @@ class KeyRing:
             while True:
                 await asyncio.sleep(REFRESH_S)
                 try:
-                    self.refresh()
+                    await self.refresh()
                     await self._note_sometimes()
                 except OperationalError as error:  # a busy or briefly unreadable database costs one round
                     _log.warning("API keys could not be read, trying again: %s", error)
         finally:
             await self._note()
 
-    def refresh(self) -> None:
+    async def refresh(self) -> None:
         """Read keys and signing secrets again, if they changed."""
-        resigned = self._signing.refresh()
-        with self._store.read() as conn:
-            changes = api_keys.count_changes(conn)
-            if changes == self._changes and not resigned:
+        async with self._refreshing:  # of two at once the later has the newer keys
+            if self._signing.refresh():
+                self._changes = -1
+            if (changed := await self._store.read(self._changed)) is None:
                 return
-            found = api_keys.secrets_by_digest(conn)
-        self._secrets = {tokens.secret_id(digest): secret for digest, secret in found.items()}
-        limits = self.limits
-        self._callers = {name: _caller(name, secret, limits) for name, secret in self._secrets.items()}
-        self._verified.clear()
-        self._changes = changes
+            self._changes, found = changed
+            self._secrets = {tokens.secret_id(digest): secret for digest, secret in found.items()}
+            limits = self.limits
+            self._callers = {name: _caller(name, secret, limits) for name, secret in self._secrets.items()}
+            self._verified.clear()
+
+    def _changed(self, conn: Connection) -> tuple[int, Mapping[bytes, Secret]] | None:
+        """Return the number of changes and the secrets by digest, None if there is no new change."""
+        changes = api_keys.count_changes(conn)
+        return None if changes == self._changes else (changes, api_keys.secrets_by_digest(conn))
 
     def caller(self, credential: str | None, address: str = "") -> Caller:
         """Return the holder of a key or JWT. UnauthenticatedError; a server without keys admits any caller.

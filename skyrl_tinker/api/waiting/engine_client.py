@@ -44,13 +44,8 @@ class EngineState:
         return self.state == "ready"
 
 
-def engine_state(store: Store) -> EngineState:
-    """Read the engine's state; `starting` until it has reported one."""
-    with store.read() as conn:
-        return read_engine_state(conn)
-
-
-def read_engine_state(conn: Connection) -> EngineState:
+def engine_state(conn: Connection) -> EngineState:
+    """Return the engine's state; `starting` until it has reported one."""
     value = server_state.get(conn, "engine")
     if value is None:
         return EngineState("starting", "the engine has not reported yet")
@@ -89,7 +84,7 @@ class EngineClient:
     async def get(self, path: str) -> bytes:
         """Return the body. EngineUnavailableError, also when there is none within GET_S."""
         try:
-            way = self._way()
+            way = await self._way()
             async with (
                 asyncio.timeout(GET_S),
                 way.pool.get(way.url + path, headers=way.headers, raise_for_status=True) as answer,
@@ -113,7 +108,7 @@ class EngineClient:
         headers = {"Content-Type": JSON}
         if (owner := request.scope.get("owner")) is not None:
             headers[OWNER_HEADER] = str(owner)
-        way, body = self._way(), await request.body()
+        way, body = await self._way(), await request.body()
         answer = await way.pool.post(way.url + request.url.path, data=body, headers=headers | way.headers)
         if answer.status == HTTPStatus.UNAUTHORIZED:  # the secrets of one of the two are new
             answer.close()
@@ -125,12 +120,11 @@ class EngineClient:
                 raise SamplerError(f"the engine failed with status {answer.status}; see the server's log")
             return Response(await answer.read(), answer.status, media_type=answer.content_type)
 
-    def _way(self) -> _Way:
+    async def _way(self) -> _Way:
         if self._socket.exists():
             return _Way(self._pool("unix"), "http://engine", {})
         try:
-            with self._store.read() as conn:
-                address = server_state.get(conn, server_state.ENGINE_ADDRESS)
+            address = await self._store.read(lambda conn: server_state.get(conn, server_state.ENGINE_ADDRESS))
         except OperationalError as error:
             raise EngineUnavailableError from error
         if address is None:

@@ -37,8 +37,7 @@ class FutureWaiter:
         self._stopped = False
 
     async def start(self) -> None:
-        with self._store.read() as conn:
-            self._cursor = outcomes.last_result_id(conn)
+        self._cursor = await self._store.read(outcomes.last_result_id)
 
     async def run(self) -> None:
         """Answer waits on each ring, and each second in case a ring was lost, until cancelled."""
@@ -67,8 +66,9 @@ class FutureWaiter:
 
     async def _announce_page(self) -> bool:
         """Return True if there may be more."""
-        with self._store.read() as conn:
-            finished = outcomes.finished_after(conn, self._cursor, _SMALL_BYTES, _PAGE)
+        finished = await self._store.read(
+            lambda conn: outcomes.finished_after(conn, self._cursor, _SMALL_BYTES, _PAGE)
+        )
         for cursor, outcome in finished:
             self._remember(outcome.request_id)
             if outcome.request_id in self._waiting:
@@ -149,8 +149,7 @@ class FutureWaiter:
                 del self._waiting[request_id]
 
     async def _read(self, request_id: RequestId, reach: Reach) -> Outcome | None:
-        with self._store.read() as conn:
-            outcome = outcomes.find(conn, request_id, _SMALL_BYTES)
+        outcome = await self._store.read(lambda conn: outcomes.find(conn, request_id, _SMALL_BYTES))
         if outcome is None or not reaches(reach, outcome.owner_id):
             return None
         if outcome.status is not FutureStatus.PENDING:  # its announcement is no longer remembered

@@ -34,4 +34,5 @@ class MetricsPage:
             engine, up = await self._engine.get("/metrics"), True
         except EngineUnavailableError:
             engine, up = b"", False
-        return self._metrics.text(engine_up=up, ready=engine_state(self._store).ready) + engine
+        state = await self._store.read(engine_state)
+        return self._metrics.text(engine_up=up, ready=state.ready) + engine

@@ -9,7 +9,7 @@ from functools import partial
 from sqlalchemy import Connection
 
 from skyrl_tinker.api.process_table import ProcessRow, ProcessTable
-from skyrl_tinker.api.waiting.engine_client import EngineState, read_engine_state
+from skyrl_tinker.api.waiting.engine_client import EngineState, engine_state
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.domain.ids import OwnerId, SessionId, is_openai, owner_of_openai
 from skyrl_tinker.processes import Identity
@@ -70,7 +70,7 @@ class SnapshotReader:
         server = server_state.get(conn, server_state.SERVER)
         return ServerSnapshot(
             time.time(),
-            read_engine_state(conn),
+            engine_state(conn),
             server and server["started_at"],
             server_state.get(conn, server_state.WARNING),
             queues,

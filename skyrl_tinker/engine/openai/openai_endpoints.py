@@ -115,6 +115,7 @@ class OpenAIServer:
 
     async def _respond(self, http: web.Request, model: type[OpenAIRequest], kind: str) -> web.StreamResponse:
         owner = _owner(http)
+        await self._metrics.owners.know([owner])
         try:
             data = await http.read()
             request = await off_loop(len(data), lambda: parse_openai(model, orjson.loads(data)))
@@ -137,7 +138,7 @@ class OpenAIServer:
     async def _prepare(self, request: OpenAIRequest, size: int, owner: OwnerId | None) -> _OpenAICall:
         """Prepare a request whose body has so many bytes."""
         facts, abilities = self._facts, self._abilities
-        version = self._version(request.model, owner)
+        version = await self._version(request.model, owner)
         texts = await off_loop(size, lambda: texts_to_count(request, facts, abilities))
         counts = await asyncio.gather(*(self._count_tokens(text) for text in texts))
         prompts = await off_loop(size, lambda: prompt_lengths(request, counts, facts))
@@ -146,10 +147,9 @@ class OpenAIServer:
         body = await off_loop(size, lambda: upstream_body(request, max(prompts), facts, abilities))
         return _OpenAICall(request, owner, version, prompts, body)
 
-    def _version(self, model: str, owner: OwnerId | None) -> WeightVersion | None:
+    async def _version(self, model: str, owner: OwnerId | None) -> WeightVersion | None:
         """Return the version that a model name means, None for the base model. Raises as the store does."""
-        with self._store.read() as conn:
-            found = openai_models.find(conn, owner, model, self._facts)
+        found = await self._store.read(lambda conn: openai_models.find(conn, owner, model, self._facts))
         return None if found is None else found[1]
 
     async def _count_tokens(self, text: dict[str, Any]) -> int:

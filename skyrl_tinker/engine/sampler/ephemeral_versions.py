@@ -60,7 +60,10 @@ class EphemeralVersions:
         if self._samplers.in_use(version):  # a sample began while the unload waited
             return False
         await self._store.write(lambda conn: sampling_sessions.mark_dropped(conn, version.id))
-        self._sampler.forget_sources()
+        self._sampler.forget_sources()  # whoever asks from now on is told that it is gone
+        if self._samplers.in_use(version):  # a sample began while the store wrote
+            await self._store.write(lambda conn: sampling_sessions.keep(conn, version.id))
+            return False
         return True
 
     async def keep_sampled(self, model: ModelKey) -> None:

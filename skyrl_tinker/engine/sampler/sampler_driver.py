@@ -99,6 +99,7 @@ class SamplerDriver:
         self._ends = EndRate()
         self._changed = asyncio.Event()  # rows came, or requests finished
         self._sources: dict[SamplingSessionId, SampleSource] = {}
+        self._looking_up = asyncio.Lock()
 
     def submit(self, rows: Sequence[QueuedRow]) -> None:
         self._queued.add(rows)
@@ -171,7 +172,7 @@ class SamplerDriver:
 
     def forget_sources(self) -> None:
         """Look up the weights of all sessions again, as versions were dropped."""
-        self._sources.clear()
+        self._sources = {}
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -233,7 +234,7 @@ class SamplerDriver:
         """Sample; `replicas` becomes the addresses of those that answered."""
         try:
             assert row.sampling_session_id is not None
-            source = self._source(row.sampling_session_id)
+            source = await self._source(row.sampling_session_id)
             request = self._read(body)
             output = await self._samplers.sample(source, request, share_of(row.owner_id, row.session_id))
             replicas.extend(output.replicas)
@@ -252,19 +253,22 @@ class SamplerDriver:
         recorded = self._router_replay and request.record_stability_info
         return replace(request, routed_experts=True) if recorded else request
 
-    def _source(self, session: SamplingSessionId) -> SampleSource:
+    async def _source(self, session: SamplingSessionId) -> SampleSource:
         """Return the weights that this sampling client samples. GoneError once its session is over."""
-        if session not in self._sources:
-            if len(self._sources) >= CACHED_SESSIONS:
-                self._sources.clear()
-            with self._store.read() as conn:
-                row, version = _session_version(conn, session)
-            self._samplers.require_served(row.base_model)
-            if version is not None and row.follows is not None:
-                self._sources[session] = self._samplers.target(row.follows, version)
-            else:
-                self._sources[session] = version
-        return self._sources[session]
+        async with self._looking_up:  # one of many samples of a new session asks the store
+            while session not in self._sources:
+                if len(self._sources) >= CACHED_SESSIONS:
+                    self._sources.clear()
+                sources = self._sources
+                row, version = await self._store.read(partial(_session_version, session=session))
+                if sources is not self._sources:
+                    continue  # versions were dropped meanwhile, this one perhaps
+                self._samplers.require_served(row.base_model)
+                if version is not None and row.follows is not None:
+                    sources[session] = self._samplers.target(row.follows, version)
+                else:
+                    sources[session] = version
+            return self._sources[session]
 
 
 def _finished(session: SessionId, reason: str) -> Failure:

@@ -126,15 +126,16 @@ class SaveFlow(ABC, Generic[S]):
         self._reserved.add(path)
         try:
             if not overwrite:
-                self._require_new(path)
+                await self._require_new(path)
             yield
         except BaseException:  # a cancelled save must leave its name to others, too
             self._reserved.discard(path)
             raise
 
-    def _require_new(self, path: TinkerPath) -> None:
-        with self._store.read() as conn:
-            existing = checkpoint_records.find_of_any_owner(conn, path.model_id, path.kind, path.name)
+    async def _require_new(self, path: TinkerPath) -> None:
+        existing = await self._store.read(
+            lambda conn: checkpoint_records.find_of_any_owner(conn, path.model_id, path.kind, path.name)
+        )
         if existing is not None:
             replacing = ", or save with overwrite" if path.kind is CheckpointKind.WEIGHTS else ""
             raise UserError(f"checkpoint {path} exists: choose another name or delete it{replacing}")

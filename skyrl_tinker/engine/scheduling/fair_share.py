@@ -68,11 +68,14 @@ class FairShare(Generic[W]):
         return self._merged((), queues, cost)
 
     def charged(self, costs: Iterable[tuple[W, float]]) -> "FairShare[W]":
-        """Return the tags after these rows took so much."""
+        """Return the tags after these rows took so much.
+
+        Rows behind the first of a queue may have another owner, to whom its session was given meanwhile.
+        """
         tags = dict(self.tags)
         for row, taken in costs:
             for path in _paths(row):
-                tags[path] += taken
+                tags[path] = tags.get(path, self.clocks.get(path[:-1], 0.0)) + taken
         return FairShare(tags, self.clocks)
 
     def ahead(self, row: W) -> float:

@@ -81,7 +81,7 @@ class Metrics:
             self._counter("trainer_busy_seconds", "Time in which the workers worked"),
             self._counter("trainer_waiting_seconds", "Time in which there was work and the workers did not"),
         )
-        self._owners = OwnerMetrics(self._registry, owner_name)
+        self.owners = OwnerMetrics(self._registry, owner_name)
         self.trained_meter, self.sampled_meter = TokenMeter(), TokenMeter()
         self.activity = ActivityLog()
         self._registry.register(_Pending(self._pending))
@@ -119,7 +119,7 @@ class Metrics:
     def counted(self, kind: str, outcome: OutcomeLabel, owner: OwnerId | None) -> None:
         """Count one request, also of those that do not go through the journal."""
         self._requests.labels(kind, outcome).inc()
-        self._owners.answered(owner, kind)
+        self.owners.answered(owner, kind)
 
     # Work
 
@@ -149,7 +149,7 @@ class Metrics:
         self.trained_meter.add(sum(sizes))
         for row, size in zip(rows, sizes, strict=True):
             self._trained.labels(row.kind).inc(size)
-            self._owners.trained(row.owner_id, size)
+            self.owners.trained(row.owner_id, size)
 
     def sampled(self, output: SampleOutput, owner: OwnerId | None) -> None:
         self.sampled_tokens(sum(len(sequence.tokens) for sequence in output.sequences), owner)
@@ -157,7 +157,7 @@ class Metrics:
     def sampled_tokens(self, count: int, owner: OwnerId | None) -> None:
         self._sampled.inc(count)
         self.sampled_meter.add(count)
-        self._owners.sampled(owner, count)
+        self.owners.sampled(owner, count)
 
     def synced(self, version: str, seconds: float, paused_s: float) -> None:
         """Count one sync of full parameters, which has just ended."""

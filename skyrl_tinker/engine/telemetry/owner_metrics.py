@@ -1,6 +1,6 @@
 """Requests and tokens by owner, for a few owners by name."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter
 
@@ -9,7 +9,7 @@ from skyrl_tinker.domain.ids import OwnerId
 MOST = 20
 OTHERS = "(other)"
 """Label of owners beyond the first MOST; no key has such a name."""
-OwnerName = Callable[[OwnerId | None], str | None]
+OwnerName = Callable[[OwnerId | None], Awaitable[str | None]]
 """Function that returns the name of an owner, None while the store cannot say."""
 
 
@@ -42,19 +42,25 @@ class OwnerMetrics:
             registry=registry,
         )
 
+    async def know(self, owners: Iterable[OwnerId | None]) -> None:
+        """Give owners their labels, before anything of theirs is counted."""
+        for owner in owners:
+            if self._name is None or owner in self._labels or len(self._labels) == MOST:
+                continue
+            if (name := await self._name(owner)) is not None:
+                self._labels[owner] = name
+
     def answered(self, owner: OwnerId | None, kind: str) -> None:
         if self._name is not None:
-            self._requests.labels(self._label(owner, self._name), kind).inc()
+            self._requests.labels(self._label(owner), kind).inc()
 
     def trained(self, owner: OwnerId | None, tokens: int) -> None:
         if self._name is not None:
-            self._trained.labels(self._label(owner, self._name)).inc(tokens)
+            self._trained.labels(self._label(owner)).inc(tokens)
 
     def sampled(self, owner: OwnerId | None, tokens: int) -> None:
         if self._name is not None:
-            self._sampled.labels(self._label(owner, self._name)).inc(tokens)
+            self._sampled.labels(self._label(owner)).inc(tokens)
 
-    def _label(self, owner: OwnerId | None, name: OwnerName) -> str:
-        if owner not in self._labels and len(self._labels) < MOST and (found := name(owner)) is not None:
-            self._labels[owner] = found
+    def _label(self, owner: OwnerId | None) -> str:
         return self._labels.get(owner, OTHERS)

@@ -25,6 +25,9 @@ from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
+ANY = "*"
+"""Directory of a checkpoint that is looked up."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finished:
@@ -58,8 +61,8 @@ class ModelCreation:
         self._loading: str | None = None
 
     def is_loading(self, directory: str) -> bool:
-        """Return True while a checkpoint is loaded from this directory."""
-        return directory == self._loading
+        """Return True while a checkpoint is loaded from this directory, or looked up, which may be it."""
+        return self._loading in (ANY, directory)
 
     async def create(self, model: ModelRow) -> Finished:
         self._require_served(model.base_model)  # another may be served than when it was accepted
@@ -105,21 +108,26 @@ class ModelCreation:
 
         Inside the context its directory stays, even if it is replaced or deleted meanwhile.
         """
-        checkpoint = self._find(model, path, optimizer)
-        self._loading = checkpoint.directory
+        self._loading = ANY
         try:
+            checkpoint = await self._find(model, path, optimizer)
+            self._loading = checkpoint.directory
             await in_disk_thread(self._storage.fetch, Path(checkpoint.directory))
             yield checkpoint
         finally:
             self._loading = None
 
-    def _find(self, model: ModelRow, path: str, optimizer: bool) -> CheckpointRow:
+    async def _find(self, model: ModelRow, path: str, optimizer: bool) -> CheckpointRow:
         parsed = tinker_path.parse(path)
-        with self._store.read() as conn:
+
+        def find(conn: Connection) -> tuple[CheckpointRow | None, bool]:
             owner = session_records.owner_of(conn, model.session_id)
             checkpoint = checkpoint_records.find(conn, owner, parsed.model_id, parsed.kind, parsed.name)
-            owned = model_records.find(conn, owner, parsed.model_id) is not None
-        if checkpoint is None and owned and self._saver.persisting(parsed):
+            return checkpoint, model_records.find(conn, owner, parsed.model_id) is not None
+
+        persisting = self._saver.persisting(parsed)  # as the store is asked: then it may end
+        checkpoint, owned = await self._store.read(find)
+        if checkpoint is None and owned and persisting:
             raise UserError(f"{path} is still being written: load it when its save is answered")
         if checkpoint is None:
             raise checkpoint_rules.not_found(path)

@@ -1,13 +1,14 @@
 """Life of the models in training: opened, created, parked, released or unloaded."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import ModelKey, ModelState
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.engine.outbox import FutureOutcome, Outbox, json_answer, read_persistently
+from skyrl_tinker.engine.outbox import FutureOutcome, Outbox, json_answer, persistently, read_persistently
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.recovery import parking
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
@@ -51,7 +52,7 @@ class ModelLifecycle:
 
         Returns the id after which the journal has all that must run.
         """
-        states = await read_persistently(self._store, _resumed)
+        states = await persistently(lambda: self._store.fetch(_resumed))
         for model, (next_seq, window_error) in states.items():
             self._lanes.open(model, next_seq, window_error)
         next_seqs = {model: next_seq for model, (next_seq, _) in states.items()}
@@ -60,15 +61,19 @@ class ModelLifecycle:
     async def row(self, model: ModelKey) -> ModelRow:
         return await read_persistently(self._store, lambda conn: _row(conn, model))
 
-    def closed_by(self, model: ModelKey) -> Failure | None:
-        """Return why nothing of this model can run; a model that is new to this engine gets its lane."""
-        if not self._lanes.knows(model):
-            with self._store.read() as conn:
-                row = _row(conn, model)
-            if row.state is not ModelState.CREATING:
-                return _failure_of(row)
-            self._lanes.open(model)
-        return self._lanes.closed_by(model)
+    async def closed(self, models: Collection[ModelKey]) -> dict[ModelKey, Failure]:
+        """Return why nothing can run of those that have ended; those new to this engine get their lanes."""
+        ended: dict[ModelKey, Failure] = {}
+        while new := [model for model in models if model not in ended and not self._lanes.knows(model)]:
+            for model in new:  # first: what ends one while the store answers closes its lane
+                self._lanes.open(model)
+            for row in await read_persistently(self._store, partial(_rows, models=new)):
+                if row.state is not ModelState.CREATING:
+                    ended[row.key] = _failure_of(row)
+                    self._lanes.close(row.key, ended[row.key])
+                    self._lanes.forget(row.key)
+        closed = {model: self._lanes.closed_by(model) for model in models}
+        return ended | {model: failure for model, failure in closed.items() if failure is not None}
 
     async def fail_creation(self, row: QueuedRow, model: ModelRow, failure: Failure) -> None:
         """Fail a creation and every request that waits for it."""
@@ -78,9 +83,11 @@ class ModelLifecycle:
         self._lanes.forget(model.key)
 
     async def give_up(self, failures: Mapping[ModelKey, Failure]) -> None:
-        """Fail all requests of these models, those that wait and those to come."""
-        closed = [self._close(model, failure) for model, failure in failures.items()]
-        await self._outbox.send(outcome for outcomes in closed for outcome in outcomes)
+        """End these models, and fail all their requests, those that wait and those to come."""
+        for model, failure in failures.items():
+            failed = _set_state(model, ModelState.FAILED, failure.message)
+            await self._outbox.send(self._close(model, failure), failed)
+            self.release(model)
 
     def unload(self, row: QueuedRow) -> None:
         """Release a model, as its client asked, once all requests before this one have run."""
@@ -117,6 +124,7 @@ class ModelLifecycle:
 
     async def _release(self, model: ModelKey, failure: Failure) -> None:
         self._releasing.discard(model)
+        failure = self._lanes.closed_by(model) or failure
         await self._drift_monitor.forget(model)
         await self._trainer.release(model)
         outcomes = self._close(model, failure)
@@ -138,6 +146,10 @@ def _resumed(conn: Connection) -> dict[ModelKey, tuple[int, str | None]]:
         model.key: (unit_records.next_seq(conn, model.key), unit_records.window_error(conn, model.key))
         for model in models
     }
+
+
+def _rows(conn: Connection, models: Sequence[ModelKey]) -> list[ModelRow]:
+    return [_row(conn, model) for model in models]
 
 
 def _row(conn: Connection, model: ModelKey) -> ModelRow:

@@ -6,10 +6,12 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import orjson
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure
@@ -41,6 +43,14 @@ _log = logging.getLogger(__name__)
 
 Report = Callable[[str], Awaitable[None]]
 """Called with what a rebuild of the models does; empty: it is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """Errors with which the API has failed rows, by id, and failures of the models that have ended."""
+
+    refusals: Mapping[int, str]
+    closed: Mapping[ModelKey, Failure]
 
 
 class TrainerDriver:
@@ -79,31 +89,28 @@ class TrainerDriver:
         self._worked_s = 0.0  # on the current unit, in the trainer's turns
         self._incidents: deque[Incident] = deque(maxlen=INCIDENTS)
 
-    async def submit(self, rows: Sequence[QueuedRow]) -> None:
+    async def look_up(self, rows: Sequence[QueuedRow]) -> LookedUp:
+        """Return what `submit` must know of these rows; call it at once, as models may end meanwhile."""
+        failed = [row for row in rows if row.status is FutureStatus.FAILED]
+        refusals = await self._store.read(partial(_refusals, rows=failed)) if failed else {}
+        return LookedUp(refusals, await self._models.closed({model_of(row) for row in rows}))
+
+    async def submit(self, rows: Sequence[QueuedRow], looked_up: LookedUp) -> None:
         """Accept training requests in the order of their arrival."""
         refused: list[tuple[int, FutureOutcome]] = []
         for row in rows:
-            refusal = self._refusal(row)
-            closed = self._models.closed_by(model_of(row))
+            closed = looked_up.closed.get(model_of(row))
             if row.kind is RequestKind.UNLOAD_MODEL:
                 self._models.unload(row)
             elif closed is None and self._lanes.ended(row):
                 refused.append((row.id, UNLOADED))
             elif closed is None:
-                self._lanes.add(row, refusal)
+                self._lanes.add(row, looked_up.refusals.get(row.id))
             elif row.status is FutureStatus.PENDING:
                 refused.append((row.id, closed))
         await self._outbox.send(refused)
         self._metrics.trainer.work_came()
         self._woken.set()
-
-    def _refusal(self, row: QueuedRow) -> str | None:
-        """Return what the API found wrong with a row that arrives as failed."""
-        if row.status is not FutureStatus.FAILED:
-            return None
-        with self._store.read() as conn:
-            outcome = outcomes.find(conn, row.request_id)
-        return str(orjson.loads(outcome.body)["error"]) if outcome and outcome.body else None
 
     def backlog(self) -> int:
         """Estimate the tokens of waiting passes."""
@@ -151,6 +158,8 @@ class TrainerDriver:
         for row, failure in late:
             if row.seq_id == 0:
                 await self._models.fail_creation(row, await self._models.row(model_of(row)), failure)
+                if row.id in begun:
+                    self._models.release(model_of(row))  # which the ranks have by the next unit
         self._woken.set()
 
     async def give_up(self, failures: Mapping[ModelKey, Failure]) -> None:
@@ -297,6 +306,15 @@ class TrainerDriver:
             _log.info("%s", replayed)
             self._incidents.append(Incident(time.time(), str(replayed), mended=True))
         await report("")
+
+
+def _refusals(conn: Connection, rows: Sequence[QueuedRow]) -> dict[int, str]:
+    found = {row.id: outcomes.find(conn, row.request_id) for row in rows}
+    return {
+        future_id: str(orjson.loads(outcome.body)["error"])
+        for future_id, outcome in found.items()
+        if outcome and outcome.body
+    }
 
 
 async def _progress(report: Report, done: int, units: int) -> None:

@@ -17,6 +17,7 @@ from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.suspends import Suspends
 from skyrl_tinker.engine.trainer.model_creation import ModelCreation
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.upkeep.purge import Purge
@@ -29,8 +30,6 @@ from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.store import Store
 
 SWEEP_S = 3.0
-SUSPENDED_S = 30.0
-"""Advance of wall clock over monotonic clock from which the machine counts as having been suspended."""
 _log = logging.getLogger(__name__)
 
 Step = Callable[[], Awaitable[None]]
@@ -55,7 +54,7 @@ class Cleanup:
         self._storage = storage
         self._timeout_s, self._parked_s = settings.session_timeout_s, settings.history_ttl_s
         self._listening_since = time.time()
-        self._clock_offset_s = _clock_offset_s()
+        self._suspends = Suspends()
         self._steps: tuple[Step, ...] = (
             self._end_expired_sessions,
             self._end_samples,
@@ -86,10 +85,8 @@ class Cleanup:
         After a restart, and after the machine was suspended, clients get the full time again.
         """
         now = time.time()
-        advance_s = _clock_offset_s() - self._clock_offset_s
-        if advance_s > SUSPENDED_S:
+        if self._suspends.noticed():
             self._listening_since = now
-        self._clock_offset_s += advance_s
         listened = now - self._listening_since > self._timeout_s
         timeout_s = self._timeout_s if listened else now
         return await self._store.fetch(
@@ -116,17 +113,17 @@ class Cleanup:
 
     async def _remove(self, row: CheckpointRow) -> None:
         """Remove the row before the directory here: a save may take its name as soon as it is free."""
-        version = self._version(row)
+        version = await self._version(row)
         if version is None or await self._versions.retire(version):
             await in_disk_thread(self._storage.remove, Path(row.directory))  # tried again if it fails
             await self._store.write(lambda conn: checkpoint_records.mark_removed(conn, row.id))
             await in_disk_thread(_remove_directory, Path(row.directory), row.id)
 
-    def _version(self, row: CheckpointRow) -> WeightVersion | None:
-        if row.version_id is None:
+    async def _version(self, row: CheckpointRow) -> WeightVersion | None:
+        version_id = row.version_id
+        if version_id is None:
             return None
-        with self._store.read() as conn:
-            return sampling_sessions.published_version(conn, row.version_id)
+        return await self._store.read(lambda conn: sampling_sessions.published_version(conn, version_id))
 
 
 async def _repeated(step: Step) -> None:
@@ -144,11 +141,6 @@ async def _tried(step: Step) -> None:
         _log.warning("clean-up is tried again in %.0f s: %s", SWEEP_S, error)
     except Exception:  # an unforeseen fault of a sweep must not end the engine
         _log.exception("clean-up failed, it is tried again in %.0f s", SWEEP_S)
-
-
-def _clock_offset_s() -> float:
-    """Return wall clock minus monotonic clock, which stands still while the machine is suspended."""
-    return time.time() - time.monotonic()
 
 
 def _remove_directory(directory: Path, number: int) -> None:

@@ -9,8 +9,8 @@ from sqlalchemy import Connection
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.store import usage_records
-from skyrl_tinker.store.replay import snapshot_records
-from skyrl_tinker.store.retention import row_purges, session_purges
+from skyrl_tinker.store.replay import unit_records
+from skyrl_tinker.store.retention import row_purges, session_purges, slices
 from skyrl_tinker.store.retention.slices import Slice
 from skyrl_tinker.store.store import Store
 
@@ -38,7 +38,7 @@ class Purge:
         await self._all(partial(usage_records.roll_up, most=COUNTED_AT_ONCE))
         await self._all(partial(row_purges.purge_results, finished_before=results))
         await self._all(partial(row_purges.purge_samples, finished_before=requests))
-        for model, seq_id in (await self._store.fetch(snapshot_records.all_positions)).items():
+        for model, seq_id in (await self._store.fetch(unit_records.replayed_from)).items():
             purge = partial(row_purges.purge_training, model=model, before_seq=seq_id)
             await self._all(partial(purge, finished_before=requests))
         await self._all(partial(row_purges.purge_versions, dropped_before=requests))
@@ -54,6 +54,7 @@ class Purge:
             partial(session_purges.forgettable_sessions, finished_before=history),
             session_purges.forget_session,
         )
+        await self._all(slices.shrink)
 
     async def _all(self, take: Slice) -> None:
         while await self._store.write(take):

@@ -1,15 +1,14 @@
 """A database as the store uses it: connections of SQLAlchemy, and transactions begun explicitly.
 
-A connection runs each transaction as a whole in one thread: a read of a few rows in the caller's, a large one
-in a thread of its own. SQLAlchemy's AsyncEngine crosses to that thread at least five times a transaction,
-which takes longer than most statements: 0.6 ms for one row of SQLite's against 0.2.
+A connection runs each transaction as a whole in one thread. SQLAlchemy's AsyncEngine changes threads at least
+five times a transaction, which takes longer than most statements: 0.6 ms for one row of SQLite's against 0.2.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 from sqlalchemy import Connection, Engine
@@ -38,6 +37,8 @@ class Database(ABC):
     """Database of either kind. All its methods raise SQLAlchemy's OperationalError."""
 
     engine: Engine
+    local: ClassVar[bool]
+    """A read of a few rows is faster than a change of threads, and waits for nobody."""
 
     def connect(self) -> Connection:
         """Connect. One connection serves one transaction at a time."""

@@ -24,7 +24,8 @@ DRIVER = "postgresql+psycopg"
 WRITERS = 7_310_593_858_020_254_313
 """Advisory lock of the transaction that writes; such locks are of one database."""
 _RETRY_S = 0.5
-_READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+_READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; SET LOCAL statement_timeout = '60s'"
+"""A statement that takes longer gives its thread to others."""
 _WRITE = f"BEGIN; SELECT pg_current_xact_id()::text FROM pg_advisory_xact_lock({WRITERS}) AS turn"
 _EPOCH = "; SELECT (value->>'epoch')::bigint FROM server_state WHERE key = 'lease'"
 """Behind _WRITE: a statement of its own sees what was committed before the turn came."""
@@ -49,6 +50,8 @@ _log = logging.getLogger(__name__)
 
 class PostgresDatabase(Database):
     """Database of a server of PostgreSQL 13 or newer."""
+
+    local = False
 
     def __init__(self, url: URL, home: Path | None = None, fence: LeaseFence | None = None) -> None:
         """`home`: what `file_paths` are relative to; without it these fail. StartupError without psycopg."""

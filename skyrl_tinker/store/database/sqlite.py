@@ -13,7 +13,7 @@ from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store.database.abstract_database import json_text
 
 BUSY_TIMEOUT_S = 30.0
-DRIVER = "sqlite+aiosqlite"
+DRIVER = "sqlite"
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 BEGIN_READ, BEGIN_WRITE = "BEGIN", "BEGIN IMMEDIATE"
 _PRAGMAS = (
@@ -27,6 +27,8 @@ _PRAGMAS = (
 def connect(path: str) -> sqlite3.Connection:
     """Connect without the driver's implicit transactions, which break SAVEPOINT and BEGIN IMMEDIATE."""
     connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+    if connection.execute("PRAGMA page_count").fetchone() == (0,):  # of others it takes a lock
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     for pragma in _PRAGMAS:
         connection.execute(pragma)
     return connection
@@ -70,6 +72,27 @@ def transaction(conn: Connection, begin: str = BEGIN_READ) -> Iterator[None]:
         conn.rollback()
         raw(conn).rollback()  # where SQLAlchemy ran no statement
         raise
+
+
+def free_pages(conn: Connection, most: int) -> bool:
+    """Give unused pages at the end of the file back to the disk, at most so many; returns True if there were.
+
+    Not those of a file that an older release has made.
+    """
+    before = _page_count(conn)
+    execute(conn, f"PRAGMA incremental_vacuum({most})").fetchall()
+    return _page_count(conn) < before
+
+
+def unused_part(conn: Connection) -> float:
+    """Return which part of the file's pages has nothing in it."""
+    (unused,) = execute(conn, "PRAGMA freelist_count").fetchone()
+    return float(unused / max(1, _page_count(conn)))
+
+
+def _page_count(conn: Connection) -> int:
+    (count,) = execute(conn, "PRAGMA page_count").fetchone()
+    return int(count)
 
 
 def execute(conn: Connection, sql: str, parameters: Any = ()) -> sqlite3.Cursor:

@@ -15,6 +15,8 @@ from skyrl_tinker.store.database.write_lock import WriteLock
 class SqliteDatabase(Database):
     """File with its writers' lock, and checkpoints of its log beside the writers."""
 
+    local = True
+
     def __init__(self, path: str, home: Path | None = None) -> None:
         """`home`: what `file_paths` are relative to, by default the database's directory."""
         self.engine = sqlite.engine(path, home)

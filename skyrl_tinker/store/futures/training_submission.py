@@ -7,7 +7,8 @@ duplicates get the same answer.
 import time
 from collections.abc import Callable
 
-from sqlalchemy import Connection, and_, bindparam, select, update
+from sqlalchemy import Connection, and_, bindparam, exists, select, update
+from sqlalchemy.orm import aliased
 
 from skyrl_tinker.domain.ids import ModelId, ModelState, OwnerId, RequestKind
 from skyrl_tinker.domain.values import Failure
@@ -15,7 +16,7 @@ from skyrl_tinker.errors import KeyLimitError, NotFoundError, OverloadedError, S
 from skyrl_tinker.store import custom_losses, model_records, owners, session_records
 from skyrl_tinker.store.custom_losses import NewLoss
 from skyrl_tinker.store.database.prepared import Prepared
-from skyrl_tinker.store.database.tables import Future, Model, Session, Snapshot, UploadedLoss
+from skyrl_tinker.store.database.tables import Future, Model, Session, UploadedLoss
 from skyrl_tinker.store.futures import finish
 from skyrl_tinker.store.futures.record import (
     FIRST,
@@ -32,10 +33,14 @@ from skyrl_tinker.store.model_records import NewModel
 from skyrl_tinker.store.owners import OWNED
 
 _FIRST_CREATION = select(*FIRST).where(Future.model_key == bindparam("model_key"), Future.seq_id == 0)
+_LATER = aliased(Future)
+_PASSED = exists().where(
+    _LATER.model_key == Model.key, _LATER.seq_id > bindparam("seq_id"), _LATER.unit.is_not(None)
+)
+"""A later request ran, so that this one, if there is no record of it, had one."""
 _MODEL_AND_FIRST = Prepared(
-    select(Model.key, *SESSION, *FIRST, Snapshot.seq_id.label("snapshot"))
+    select(Model.key, *SESSION, *FIRST, _PASSED.label("passed"))
     .join(Session, Session.session_id == Model.session_id)
-    .outerjoin(Snapshot, Snapshot.model_key == Model.key)
     .outerjoin(Future, and_(Future.model_key == Model.key, Future.seq_id == bindparam("seq_id")))
     .where(Model.model_id == bindparam("model_id"), OWNED)
 )
@@ -118,7 +123,7 @@ def submit_training(
         if row.kind is not RequestKind.MISSING:
             require_same(row, kind, digest, f"seq_id {seq_id} of model {model_id}")
         return existing_answer(row, model_id)
-    if row.snapshot is not None and seq_id < row.snapshot:
+    if row.passed:
         raise SeqIdReusedError(f"seq_id {seq_id} of model {model_id} was used, and its record is gone by now")
     session_records.check_live(row)
     if refusal is not None and not _awaited(conn, row.key, seq_id):

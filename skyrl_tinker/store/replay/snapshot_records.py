@@ -9,7 +9,6 @@ from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.store.database.file_paths import from_stored, to_stored
 from skyrl_tinker.store.database.tables import Snapshot
 
-_POSITIONS = select(Snapshot.model_key, Snapshot.seq_id)
 _DIRECTORIES = select(Snapshot.model_key, Snapshot.directory)
 
 
@@ -48,11 +47,6 @@ def all_directories(conn: Connection) -> dict[ModelKey, str]:
     """Return the directory of each model's snapshot."""
     rows = conn.execute(_DIRECTORIES)
     return {ModelKey(row.model_key): from_stored(conn, row.directory) for row in rows}
-
-
-def all_positions(conn: Connection) -> dict[ModelKey, int]:
-    """Return the seq_id of each model's snapshot."""
-    return {ModelKey(row.model_key): row.seq_id for row in conn.execute(_POSITIONS)}
 
 
 def drop(conn: Connection, model: ModelKey) -> None:

@@ -3,7 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Connection, bindparam, delete, literal_column, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    bindparam,
+    delete,
+    func,
+    literal_column,
+    or_,
+    select,
+    update,
+)
 
 from skyrl_tinker.domain.ids import (
     SAVES,
@@ -16,8 +26,9 @@ from skyrl_tinker.domain.ids import (
 )
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import AnyRow
-from skyrl_tinker.store.database.tables import Future, Model, Request, Session
+from skyrl_tinker.store.database.tables import Future, Model, Request, Session, Snapshot
 from skyrl_tinker.store.futures.queue import IN_WINDOW, QueuedRow, window_failure
+from skyrl_tinker.store.session_records import HELD
 
 SLICE = 200
 """Bodies deleted in one transaction: other writers wait meanwhile."""
@@ -92,6 +103,14 @@ def ran_after(conn: Connection, model: ModelKey, seq_id: int) -> list[RanRow]:
         )
         for row in found
     ]
+
+
+def replayed_from(conn: Connection) -> dict[ModelKey, int]:
+    """Return the seq_id from which a replay of each model in training begins."""
+    position = func.coalesce(Snapshot.seq_id, 0)
+    query = select(Model.key, position).outerjoin(Snapshot, Snapshot.model_key == Model.key)
+    rows = conn.execute(query.where(Model.state.in_(HELD)))
+    return {ModelKey(model): seq_id for model, seq_id in rows}
 
 
 def read_bodies(conn: Connection, ids: Sequence[int]) -> dict[int, bytes]:

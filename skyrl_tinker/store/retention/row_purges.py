@@ -2,7 +2,7 @@
 
 from itertools import takewhile
 
-from sqlalchemy import Connection, delete, exists, or_, select
+from sqlalchemy import Connection, and_, delete, exists, or_, select
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind
 from skyrl_tinker.store import server_state, usage_records
@@ -71,14 +71,19 @@ def purge_samples(conn: Connection, finished_before: float) -> bool:
 
 
 def purge_training(conn: Connection, model: ModelKey, before_seq: int, finished_before: float) -> bool:
-    """Delete requests of a model in training before `before_seq`, that of its snapshot; its first one stays.
+    """Delete requests of a model in training that no replay needs.
 
-    It stops at the first one that must stay for now.
+    These are all before `before_seq`, that of its snapshot, and forwards behind it, which have no effect. Its
+    first request stays, and so does the last that ran: the next engine goes on there. It stops at the first
+    one that must stay for now.
     """
+    ran = select(Future.seq_id).where(Future.model_key == model, Future.unit.is_not(None))
+    last_ran = ran.order_by(Future.seq_id.desc()).limit(1).scalar_subquery()
+    forward = and_(Future.kind == RequestKind.FORWARD, Future.effect.is_(None), Future.seq_id < last_ran)
     query = (
         select(Future.id, Future.finished_at, Result.id.label("result"))
         .outerjoin(Result, Result.future_id == Future.id)
-        .where(Future.model_key == model, Future.seq_id > 0, Future.seq_id < before_seq)
+        .where(Future.model_key == model, Future.seq_id > 0, or_(Future.seq_id < before_seq, forward))
         .order_by(Future.seq_id)
         .limit(slices.SLICE)
     )

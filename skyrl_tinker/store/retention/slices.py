@@ -5,12 +5,24 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, delete, select
 
+from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.tables import Base
 
 SLICE = 50
 """Rows of a slice, which may have large bodies."""
 
+UNUSED = 0.5
+"""Unused part of SQLite's file from which it shrinks: less than that is soon filled again."""
+_PAGES = 256
+
 Slice = Callable[[Connection], bool]
+
+
+def shrink(conn: Connection) -> bool:
+    """Shrink the database by a slice of unused pages, if it is a file; returns True if there may be more."""
+    if conn.dialect.name != "sqlite" or sqlite.unused_part(conn) < UNUSED:
+        return False
+    return sqlite.free_pages(conn, _PAGES)
 
 
 def delete_some(conn: Connection, table: type[Base], key: Any, *where: ColumnElement[bool]) -> bool:

@@ -29,6 +29,7 @@ from skyrl_tinker.store import api_keys, audit_log
 from skyrl_tinker.store.cluster import signing_secrets
 from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets
 from tests.api.support.world import BASE, World, running
+from tests.support.reads import reading
 from tests.support.waiting import until
 
 SESSION = {"sdk_version": "0.38.0"}
@@ -59,7 +60,7 @@ async def world(settings: Settings, clock: Clock) -> AsyncIterator[World]:
 async def key_of(world: World, name: str) -> str:
     """Known to the API at once."""
     key = await world.store.write(lambda conn: api_keys.create(conn, name))
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
     return key
 
 
@@ -324,7 +325,7 @@ async def test_a_jwt_ends_with_the_secret_that_it_was_issued_for(world: World, c
     before = await token_for(world, old)
     new = await rotate(world, overlap_s=HOUR_S / 2)
     end = clock() + HOUR_S / 2
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
     during = await token_for(world, old)
     after = await token_for(world, new)
     for token in (before, during, after):
@@ -342,14 +343,14 @@ async def test_a_leaked_secret_can_end_at_once(world: World) -> None:
     old = await key_of(world, "alice")
     token = await token_for(world, old)
     await rotate(world, overlap_s=0)
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
     assert [(await ask(world, each)).status_code for each in (old, token)] == [401, 401]
 
 
 async def test_a_key_and_its_jwts_expire(world: World, clock: Clock) -> None:
     end = clock() + HOUR_S / 2
     key = await world.store.write(lambda conn: api_keys.create(conn, "alice", expires_at=end))
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
     token = await token_for(world, key)
     assert jwt.decode(token, options={"verify_signature": False})["exp"] <= end
     assert [(await ask(world, each)).status_code for each in (key, token)] == [200, 200]
@@ -378,7 +379,7 @@ async def test_processes_of_one_home_sign_alike(world: World) -> None:
     await key_of(world, "alice")
     rings = [KeyRing(world.store, SigningSecrets(world.settings.root)) for _ in range(2)]
     for ring in rings:
-        ring.refresh()
+        await ring.refresh()
     assert len({ring._signing.current for ring in [*rings, world.services.keys]}) == 1
     file = world.settings.root / signing_secrets.FILE
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -398,15 +399,15 @@ async def test_secrets_that_cannot_be_read_are_those_from_before(
     whole = file.read_text()
     change(file)
     for _ in range(3):
-        world.services.keys.refresh()
+        await world.services.keys.refresh()
     assert (await ask(world, token)).status_code == 200
     assert "cannot be read" in caplog.text
     assert not file.exists() or file.read_text() != whole
     file.write_text(whole)
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
     assert (await ask(world, token)).status_code == 200
     signing_secrets.rotate(world.settings.root)
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
     assert (await ask(world, token)).status_code == 401
 
 
@@ -420,7 +421,7 @@ def test_secrets_that_were_never_whole_are_refused_with_the_files_name(tmp_path:
 
 
 async def events(world: World) -> list[tuple[str, dict[str, Any]]]:
-    with world.store.read() as conn:
+    with reading(world.store) as conn:
         found = audit_log.events_between(conn, ALL_OWNERS, 0, time.time() + 1, None)
     return [(event.event, dict(event.details)) for event in found]
 
@@ -437,13 +438,13 @@ async def test_last_use_is_noted_soon_and_then_once_a_minute(
 ) -> None:
     ring, rounds = world.services.keys, 0
 
-    def refresh() -> None:
+    async def refresh() -> None:
         nonlocal rounds
         rounds += 1
-        KeyRing.refresh(ring)
+        await KeyRing.refresh(ring)
 
     def used() -> list[float | None]:
-        with world.store.read() as conn:
+        with reading(world.store) as conn:
             return [row.last_used_at for row in api_keys.list_keys(conn)]
 
     monkeypatch.setattr(ring, "refresh", refresh)
@@ -472,7 +473,7 @@ async def test_uses_since_the_last_note_are_noted_when_the_server_stops(world: W
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    with world.store.read() as conn:
+    with reading(world.store) as conn:
         assert api_keys.find_live(conn, "alice").last_used_at is not None
 
 
@@ -499,7 +500,7 @@ async def refused(world: World) -> Counter[tuple[str, str]]:
 async def test_use_of_an_ended_key_is_that_keys_event(world: World) -> None:
     old = await key_of(world, "alice")
     await rotate(world, overlap_s=0)
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
     assert (await ask(world, old)).status_code == 401
     (noted,) = await until_noted(world, "key_ended_use", 1)
     assert (noted["key"], noted["why"], noted["count"]) == ("alice", "a key that was replaced", 1)

@@ -80,7 +80,7 @@ async def test_no_secret_is_repeated(world: World) -> None:
 
 async def test_keys_take_the_place_of_the_check(world: World) -> None:
     key = await world.store.write(lambda conn: api_keys.create(conn, "alice"))
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
     assert await status(world, Host="tinker.example", X_API_Key=key) == 200
     assert await status(world, Host="tinker.example") == 401
 

@@ -16,6 +16,7 @@ from skyrl_tinker.store.retention import row_purges
 from tests.api.support.passes import old_json
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import BASE, Json, World, sample
+from tests.support.reads import reading
 
 NOW = datetime.min  # the hour in which a test begins
 SEQ = count(1)
@@ -100,7 +101,7 @@ async def test_the_bill_is_the_same_after_the_results_are_gone(world: World) -> 
     before = await bill(world)
     await world.store.write(usage_records.roll_up)
     await world.store.write(lambda conn: row_purges.purge_results(conn, NOW.timestamp() + 7200))
-    with world.store.read() as conn:
+    with reading(world.store) as conn:
         assert conn.scalar(select(func.count()).select_from(Result)) == 0
     assert await bill(world) == before
     assert len(before["data"]) == 3
@@ -131,10 +132,10 @@ async def test_removed_files_stay_on_the_bill(world: World) -> None:
     run = await world.model()
     await kept(world, run, 10**9, created_at=-2, deleted_at=-1)
     before = await bill(world)
-    with world.store.read() as conn:
+    with reading(world.store) as conn:
         (gone,) = checkpoint_records.list_garbage(conn, NOW.timestamp())
     await world.store.write(lambda conn: checkpoint_records.mark_removed(conn, gone.id))
-    with world.store.read() as conn:
+    with reading(world.store) as conn:
         assert checkpoint_records.list_garbage(conn, NOW.timestamp()) == []
     assert await bill(world) == before
     assert infos(before, "storage") == [{"type": "storage", "gigabyte_hours": 1.0}]

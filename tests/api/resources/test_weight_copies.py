@@ -16,6 +16,7 @@ from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.store import Store
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import BASE, Json, World, step
+from tests.support.reads import reading
 
 WEIGHTS, SAMPLER, EXTERNAL = CheckpointKind
 PROJECT = {"destination_project_id": "archive"}
@@ -41,7 +42,7 @@ async def copy(world: World, source: str, where: Json = PROJECT, key: str = "k",
 
 async def row(world: World, path: str) -> checkpoint_records.CheckpointRow:
     where = tinker_path.parse(path)
-    with world.store.read() as conn:
+    with reading(world.store) as conn:
         found = checkpoint_records.find(conn, None, where.model_id, where.kind, where.name)
     assert found is not None
     return found
@@ -73,7 +74,7 @@ async def test_a_copy_has_all_that_its_original_has(world: World, kind: Checkpoi
 async def test_copied_sampler_weights_are_a_version_of_their_own(world: World) -> None:
     made = await row(world, await copy(world, await saved(world, SAMPLER)))
     assert made.version_id is not None
-    with world.store.read() as conn:
+    with reading(world.store) as conn:
         version = sampling_sessions.published_version(conn, made.version_id)
     assert version == WeightVersion(made.version_id, "lora", made.directory)
     await world.sampler(model_path=made.path)

@@ -24,6 +24,7 @@ from tests.api.support.passes import datum, post_pass, protobuf
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.waiting import Waiting, ready_model, submit, waiting
 from tests.api.support.world import BASE, Json, World, sample, step
+from tests.support.reads import reading
 from tests.support.waiting import until
 
 
@@ -131,7 +132,7 @@ async def test_tokens_per_second_are_those_of_the_last_samples(busy: Waiting) ->
 async def test_keys_see_their_own_queue_and_only_admins_the_processes(world: World) -> None:
     keys = {name: await new_user(world, name) for name in ("alice", "bob")}
     root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
     sessions = {}
     for name, key in keys.items():
         speak_as(world, key)
@@ -191,7 +192,7 @@ async def test_without_an_engine_the_rest_is_told(world: World) -> None:
 
 
 async def stepped(world: World, model: str, count: int) -> None:
-    with world.store.read() as conn:
+    with reading(world.store) as conn:
         row = model_records.by_id(conn, ModelId(model))
 
     def add(conn: Connection) -> None:

@@ -13,6 +13,7 @@ from skyrl_tinker.domain.values import CustomLoss
 from skyrl_tinker.store import custom_losses
 from skyrl_tinker.store.database.migrate import migrate
 from tests.api.support.world import Json, World, running, settings_for
+from tests.support.reads import reading
 
 
 def weighted(logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -34,7 +35,7 @@ def upload(session: str, seq_id: int = 0, **changes: Any) -> Json:
 
 
 async def stored(world: World, session: str, loss_id: str) -> CustomLoss | None:
-    with world.store.read() as conn:
+    with reading(world.store) as conn:
         return custom_losses.get(conn, SessionId(session), loss_id)
 
 

@@ -184,7 +184,7 @@ async def test_a_setting_asks_for_an_admin_key(tmp_path: Path, *, metrics_key: b
     async with running(settings) as world:
         alice = await new_user(world, "alice")
         root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
-        world.services.keys.refresh()
+        await world.services.keys.refresh()
 
         async def status(**headers: str) -> int:
             return (await world.http.get("http://api/metrics", headers=headers)).status_code

@@ -40,7 +40,7 @@ async def limited(world: World, **limits: Any) -> str:
 
 async def limit(world: World, **limits: Any) -> None:
     await world.store.write(lambda conn: api_keys.limit(conn, "alice", limits))
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
 
 
 async def refused(world: World, path: str, body: dict[str, Any], status: int = 400) -> str:
@@ -72,7 +72,7 @@ async def test_limits_are_finite_while_several_keys_share_the_server(world: Worl
     speak_as(world, bob)
     assert "expected at most 16 for one API key" in await refused(world, "create_session", large)
     await world.store.write(lambda conn: api_keys.revoke(conn, "alice"))
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
     await world.ok("create_session", large)
 
 

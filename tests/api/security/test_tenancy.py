@@ -271,7 +271,7 @@ class Tenant:
 
 async def tenant(world: World, name: str, **rights: Any) -> Tenant:
     key = await world.store.write(lambda conn: api_keys.create(conn, name, **rights))
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
     with as_key(world, key):
         session = await world.session()
         model = await world.model(session)
@@ -347,7 +347,7 @@ async def test_the_cases_are_good_requests_when_they_name_ones_own(alice: Tenant
 
 async def test_a_rotated_key_finds_its_own_and_nobody_elses(world: World, alice: Tenant, bob: Tenant) -> None:
     key = await world.store.write(lambda conn: api_keys.rotate(conn, "bob", 3600))
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
     holders = replace(bob, key=key), bob
     for holder in holders:
         assert not await found(holder, alice.things)
@@ -364,7 +364,7 @@ async def test_an_ended_key_is_refused_everywhere_also_its_own(world: World, bob
         "rotated away": lambda conn: api_keys.rotate(conn, "bob", 0),
     }
     await world.store.write(ends[how])
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
     for (method, path), cases in CASES.items():
         for case in cases:
             answer = await bob.send(method, case(bob.things, bob.things))
@@ -376,7 +376,7 @@ async def test_an_ended_key_is_refused_everywhere_also_its_own(world: World, bob
 async def test_an_heir_finds_what_the_dead_key_made(world: World, alice: Tenant, bob: Tenant) -> None:
     await world.store.write(lambda conn: api_keys.revoke(conn, "alice"))
     await world.store.write(lambda conn: api_keys.adopt(conn, "bob", "1"))
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
     assert await found(bob, alice.things) == set(UNCHANGING)
     for (method, path), body in LISTS.items():
         answer = await bob.send(method, Ask(path, body))
@@ -513,7 +513,7 @@ async def state_of(one: Tenant) -> list[str]:
 async def test_lists_tell_of_ones_own_only(world: World, alice: Tenant) -> None:
     """Somebody who has made nothing sees what somebody sees where nobody has made anything."""
     carol_key = await world.store.write(lambda conn: api_keys.create(conn, "carol"))
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
     carol = Tenant(world, carol_key, alice.things)
     for (method, path), body in LISTS.items():
         answer = await carol.send(method, Ask(path, body))
@@ -539,7 +539,7 @@ async def test_what_was_made_before_there_were_keys_is_nobodys(world: World) -> 
 
 async def test_another_of_ones_own_keys_is_another_owner(world: World, alice: Tenant) -> None:
     second = await world.store.write(lambda conn: api_keys.create(conn, "alice-2"))
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
     answer = await replace(alice, key=second).send("GET", Ask(f"/api/v1/training_runs/{alice.things.model}"))
     assert answer.status_code == 404
 

@@ -16,6 +16,7 @@ from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from tests.api.support.world import pass_output, sample_output
+from tests.support.reads import reading
 
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
@@ -32,7 +33,7 @@ class Engine:
     async def run(self) -> None:
         cursor = 0
         while True:
-            with self._store.read() as conn:
+            with reading(self._store) as conn:
                 rows = queue.queued_after(conn, cursor)
             for row in rows:
                 cursor = row.id
@@ -43,7 +44,7 @@ class Engine:
         self.order.append((row.kind, row.seq_id))
         if row.status is FutureStatus.FAILED:
             return
-        with self._store.read() as conn:
+        with reading(self._store) as conn:
             body = queue.read_bodies(conn, [row.id])[row.id]
         content_type, result = await self._result(row, body)
         await self._store.write(lambda conn: finish.succeed(conn, row.id, content_type, result))
@@ -64,7 +65,7 @@ class Engine:
 
     async def _model(self, row: QueuedRow) -> ModelRow:
         assert row.model_key is not None
-        with self._store.read() as conn:
+        with reading(self._store) as conn:
             model = model_records.by_key(conn, row.model_key)
         assert model is not None
         return model

@@ -7,7 +7,7 @@ from tests.api.support.world import Json, World
 async def new_user(world: World, name: str) -> str:
     """Their key. From the first on the server asks for one."""
     key = await world.store.write(lambda conn: api_keys.create(conn, name))
-    world.services.keys.refresh()
+    await world.services.keys.refresh()
     return key
 
 

@@ -24,6 +24,7 @@ from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.futures import finish, outcomes, queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
+from tests.support.reads import reading
 
 BASE = "org/tiny"
 VOCABULARY = 512
@@ -113,11 +114,11 @@ class World:
     # What the engine does.
 
     async def queued(self) -> list[QueuedRow]:
-        with self.store.read() as conn:
+        with reading(self.store) as conn:
             return queue.queued_after(conn, 0)
 
     async def id_of(self, request_id: str) -> int:
-        with self.store.read() as conn:
+        with reading(self.store) as conn:
             outcome = outcomes.find(conn, RequestId(request_id))
         assert outcome is not None
         return outcome.future_id
@@ -139,7 +140,7 @@ class World:
 
     async def checkpoint(self, model_id: str, kind: CheckpointKind, name: str, **changes: Any) -> str:
         """A saved checkpoint; sampler weights come with a version, as the engine publishes them."""
-        with self.store.read() as conn:
+        with reading(self.store) as conn:
             model = model_records.by_id(conn, ModelId(model_id))
         assert model is not None
         key = model.key

@@ -11,12 +11,12 @@ import pytest
 from sqlalchemy import Connection, update
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.domain.ids import ModelKey, RequestKind
+from skyrl_tinker.domain.ids import ModelKey, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine import gaps
 from skyrl_tinker.engine.colocation.placement import Separate
 from skyrl_tinker.engine.gaps import NOTED_S, QUIET_S
-from skyrl_tinker.store import server_state
+from skyrl_tinker.store import model_records, server_state
 from skyrl_tinker.store.database.tables import Session
 from skyrl_tinker.store.futures import expected_requests
 from skyrl_tinker.store.futures.expected_requests import RETRY_S
@@ -26,6 +26,7 @@ from skyrl_tinker.store.store import write_once
 from tests.api.support.passes import datum, old_json, protobuf
 from tests.api.support.waiting import Waiting, ready_model, submit, waiting
 from tests.api.support.world import PROTOBUF, STEP, Json, sample, step
+from tests.support.reads import reading
 from tests.support.waiting import until
 
 DAY = 86400.0
@@ -120,6 +121,11 @@ async def test_a_gap_too_large_for_any_client_ends_its_model_alone(made: Waiting
     await closes(made, time.time())
     assert "seq 1 of this model did not arrive: the server has 4098" in await made.api.failure(waits)
     assert "did not arrive" in await made.api.failure(later)
+    await until(lambda: "release" in made.trainer.names())
+    assert "did not arrive" in await made.api.failure(await submit(made.api, "optim_step", step(stuck, 1)))
+    row = await made.store.read(lambda conn: model_records.by_key(conn, ModelKey(1)))
+    assert row is not None
+    assert row.state is ModelState.FAILED, "no later engine takes it up again"
     fine = await submit(made.api, "optim_step", step(other, 1))
     assert (await made.api.result(fine)).json()["metrics"] == STEP["metrics"]
 
@@ -128,6 +134,20 @@ async def stands(made: Waiting, seq_id: int) -> bool:
     """Whether the model still waits for this number."""
     assert not [row for row in await made.api.queued() if row.kind is RequestKind.MISSING]
     return made.driver.gaps()[ModelKey(1)].seq_ids.start == seq_id
+
+
+async def test_a_gap_has_its_time_again_after_the_machine_was_suspended(
+    made: Waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await parked(made, await ready_model(made.api), 2)
+    now, wall = time.time(), time.time
+    await closes(made, now, made.settings.gap_deadline_s - NOTED_S - 1)
+    asleep_s = 2 * made.settings.gap_deadline_s
+    monkeypatch.setattr(time, "time", lambda: wall() + asleep_s)
+    await made.deadlines.enforce(now + asleep_s)
+    assert await stands(made, 1)
+    await closes(made, now + asleep_s, made.settings.gap_deadline_s)
+    await until(lambda: not made.driver.gaps())
 
 
 async def test_a_client_that_is_away_is_waited_for(made: Waiting) -> None:
@@ -219,7 +239,7 @@ async def test_no_other_number_of_a_session_is_waited_for(made: Waiting) -> None
 async def _tells(made: Waiting) -> bool:
     """Whether the API has told the engine of something, once it was asked to."""
     await made.api.services.arrivals.tell(time.time())
-    with made.store.read() as conn:
+    with reading(made.store) as conn:
         return bool(server_state.get(conn, server_state.EXPECTED))
 
 

@@ -32,6 +32,7 @@ from tests.inference.support.samplers import (
     sample,
     unique,
 )
+from tests.support.reads import reading
 
 SAMPLES = 16
 
@@ -135,7 +136,7 @@ async def until_size(fleet: Fleet, size: int) -> None:
 
 
 async def detail(store: Store) -> str:
-    with store.read() as conn:
+    with reading(store) as conn:
         value = server_state.get(conn, "engine")
     assert isinstance(value, dict)
     return f"{value['state']}: {value['detail']}"

@@ -23,6 +23,7 @@ from skyrl_tinker.store.futures import queue, sample_submission
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
+from tests.support.reads import reading
 from tests.support.waiting import until
 
 FACTS = BaseModelFacts("/nowhere", ("new",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
@@ -69,7 +70,7 @@ async def test_a_client_of_the_base_model_before_never_samples_the_new_one(
     running = asyncio.create_task(driver.run())
     for seq_id in range(2):  # what the first one found must not open the door to the second
         accepted = await submit_sample(store, session, "old", seq_id)
-        with store.read() as conn:
+        with reading(store) as conn:
             driver.submit(queue.queued_after(conn, 0)[-1:])
         failure = await refusal(store, accepted)
         assert failure.category == "user"

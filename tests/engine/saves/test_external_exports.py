@@ -19,6 +19,7 @@ from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
 from skyrl_tinker.store.futures.record import Accepted
 from tests.engine.support import journal
 from tests.engine.support.world import World
+from tests.support.reads import reading
 
 EXTERNAL = CheckpointKind.EXTERNAL_WEIGHTS
 
@@ -34,7 +35,7 @@ async def save(world: World, model: ModelId, seq_id: int) -> Accepted:
 
 
 async def found(world: World, model: ModelId) -> CheckpointRow | None:
-    with world.store.read() as conn:
+    with reading(world.store) as conn:
         return checkpoint_records.find_of_any_owner(conn, model, EXTERNAL, "a")
 
 

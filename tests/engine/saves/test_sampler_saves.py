@@ -31,6 +31,7 @@ from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 from tests.engine.support.world import FACTS
+from tests.support.reads import reading
 from tests.support.scripted_samplers import ScriptedSamplers
 from tests.support.scripted_trainer import ScriptedTrainer, Trained
 from tests.support.waiting import until
@@ -74,7 +75,7 @@ class World:
 
     async def run(self) -> None:
         """All that were submitted, in one unit, to the last answer and comparison."""
-        with self.store.read() as conn:
+        with reading(self.store) as conn:
             queued = queue.queued_after(conn, 0)
         rows = [row for row in queued if row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER]
         committing = asyncio.create_task(self.commits.run())

@@ -35,6 +35,7 @@ from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import NewModel
 from tests.engine.support import journal
 from tests.engine.support.world import World
+from tests.support.reads import reading
 
 WEIGHTS = CheckpointKind.WEIGHTS
 
@@ -57,7 +58,7 @@ async def _told(world: World, what: str, times: int = 1) -> None:
 
 
 async def _found(world: World, model: ModelId) -> CheckpointRow | None:
-    with world.store.read() as conn:
+    with reading(world.store) as conn:
         return checkpoint_records.find(conn, None, model, WEIGHTS, "a")
 
 
@@ -110,7 +111,7 @@ async def test_a_save_whose_commit_was_taken_for_failed_keeps_its_files(
     row = await _found(world, model)
     assert row is not None
     assert Path(row.directory).name in _directories(world)
-    with world.store.read() as conn:
+    with reading(world.store) as conn:
         assert checkpoint_records.list_garbage(conn, time.time()) == []
 
 

@@ -2,11 +2,12 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 
-from skyrl_tinker.domain.ids import ModelKey, RequestKind
+from skyrl_tinker.domain.ids import ModelKey, OwnerId, RequestKind
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.scheduling.fair_share import FairShare
 from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, model_of
@@ -289,6 +290,13 @@ def test_who_always_comes_back_with_little_to_do_decides_for_half_of_the_time() 
         if ran[-1] == B:
             waiting.add(row(B, SAVE))
     assert ran == [B, A, A, A, B, A, A, A]
+
+
+def test_a_session_may_change_its_owner_while_its_requests_wait() -> None:
+    adopted = row(A), replace(row(A), owner_id=OwnerId(7))
+    planner = Planner(waiting_lanes(*adopted), PassBudget(100), seconds)
+    assert planner.pop() == Pass(adopted, full=False)
+    planner.charge([(each, 1.0) for each in adopted])
 
 
 def test_a_pass_that_was_prepared_waits_for_its_turn() -> None:

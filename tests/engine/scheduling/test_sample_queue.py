@@ -62,6 +62,14 @@ def test_a_flood_keeps_nobody_waiting() -> None:
     assert len(queue) == 993
 
 
+def test_a_session_may_change_its_owner_while_its_samples_wait() -> None:
+    queue = queue_of()
+    queue.add([row(0, "adopted"), *(row(number, "adopted", OwnerId(7)) for number in (1, 2, 3))])
+    queue.add([row(10 + number, "other", OwnerId(8)) for number in range(3)])
+    assert [each.id for each in queue.take(3)] == [0, 10, 1]
+    assert [each.id for each in queue.take(3)] == [2, 11, 3], "the heir has had what its session took"
+
+
 def test_who_comes_later_is_next() -> None:
     queue = queue_of()
     queue.add([row(number, f"flood {number % 8}") for number in range(800)])

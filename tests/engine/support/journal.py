@@ -15,6 +15,7 @@ from skyrl_tinker.store.futures.outcomes import Outcome
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import ModelRow, NewModel
 from skyrl_tinker.store.store import Store
+from tests.support.reads import reading
 
 _digests = itertools.count()
 
@@ -91,7 +92,7 @@ async def submit_step(
 
 
 async def outcome(store: Store, accepted: Accepted) -> Outcome:
-    with store.read() as conn:
+    with reading(store) as conn:
         found = outcomes.find(conn, accepted.request_id)
     assert found is not None
     return found
@@ -105,7 +106,7 @@ async def error_of(store: Store, accepted: Accepted) -> Failure:
 
 
 async def model_of(store: Store, model: ModelId) -> ModelRow:
-    with store.read() as conn:
+    with reading(store) as conn:
         row = model_records.by_id(conn, model)
     assert row is not None
     return row

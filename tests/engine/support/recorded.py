@@ -20,6 +20,7 @@ from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.stability_records import RoutingRecord, SequenceRecord
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
+from tests.support.reads import reading
 
 
 async def submit_sample(store: Store, session: SessionId, number: int = 0) -> Accepted:
@@ -110,7 +111,7 @@ async def row_of(
 ) -> QueuedRow:
     """As the engine finds it."""
     accepted = await journal.submit(store, model, seq_id, kind, body)
-    with store.read() as conn:
+    with reading(store) as conn:
         return next(row for row in queue.queued_after(conn, 0) if row.request_id == accepted.request_id)
 
 

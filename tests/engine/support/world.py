@@ -23,6 +23,7 @@ from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from tests.engine.support import journal
+from tests.support.reads import reading
 from tests.support.scripted_trainer import ScriptedTrainer
 from tests.support.waiting import PATIENCE_S, until
 
@@ -88,7 +89,7 @@ class World:
         await self.until(self._all_taken_in)
 
     def _all_taken_in(self) -> bool:
-        with self.store.read() as conn:
+        with reading(self.store) as conn:
             return not queue.queued_after(conn, self.intake.cursor, 1)
 
     async def until(

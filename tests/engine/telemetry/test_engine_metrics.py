@@ -66,7 +66,8 @@ def test_gaps_have_a_history_that_not_a_number_does_not_end() -> None:
     assert read(metrics, "sampler_logprob_gap_nats_count") == {(): 2}
 
 
-def worked_for(metrics: Metrics, owner: OwnerId | None) -> None:
+async def worked_for(metrics: Metrics, owner: OwnerId | None) -> None:
+    await metrics.owners.know([owner])
     row = queued(1, MODEL, 1, owner=owner)
     metrics.arrived([row])
     metrics.passed([row], [PassOutput(RequestId("1"), (np.zeros(7, np.float32),), {})])
@@ -78,8 +79,8 @@ def worked_for(metrics: Metrics, owner: OwnerId | None) -> None:
 async def test_owners_are_counted_by_name_where_a_key_guards_the_metrics(store: Store) -> None:
     await store.write(lambda conn: api_keys.create(conn, "alice"))
     metrics = make_metrics(Settings(metrics_key=True), store)
-    worked_for(metrics, OwnerId(1))
-    worked_for(metrics, None)
+    await worked_for(metrics, OwnerId(1))
+    await worked_for(metrics, None)
     assert read(metrics, "owner_trained_tokens_total") == {("alice",): 7, ("local",): 7}
     assert read(metrics, "owner_sampled_tokens_total") == {("alice",): 4, ("local",): 4}
     assert read(metrics, "owner_requests_total") == {
@@ -90,25 +91,33 @@ async def test_owners_are_counted_by_name_where_a_key_guards_the_metrics(store: 
 async def test_owners_are_nobody_s_business_where_the_metrics_are_open(store: Store) -> None:
     await store.write(lambda conn: api_keys.create(conn, "alice"))
     metrics = make_metrics(Settings(), store)
-    worked_for(metrics, OwnerId(1))
+    await worked_for(metrics, OwnerId(1))
     assert b"alice" not in metrics.text()
     assert read(metrics, "owner_requests_total") == {}
     assert read(metrics, "sampled_tokens_total") == {(): 4}
 
 
-def test_only_so_many_owners_get_a_label() -> None:
-    metrics = Metrics(lambda owner: f"key{owner}")
+async def test_only_so_many_owners_get_a_label() -> None:
+    async def name(owner: OwnerId | None) -> str:
+        return f"key{owner}"
+
+    metrics = Metrics(name)
     for owner in range(MOST + 5):
-        worked_for(metrics, OwnerId(owner))
+        await worked_for(metrics, OwnerId(owner))
     counted = read(metrics, "owner_sampled_tokens_total")
     assert len(counted) == MOST + 1
     assert counted[OTHERS,] == 5 * 4
 
 
-def test_an_owner_without_a_name_yet_gets_it_later() -> None:
+async def test_an_owner_without_a_name_yet_gets_it_later() -> None:
     names: list[str | None] = ["alice", None]
-    metrics = Metrics(lambda _: names.pop())
+
+    async def name(_: OwnerId | None) -> str | None:
+        return names.pop()
+
+    metrics = Metrics(name)
     for _ in range(3):
+        await metrics.owners.know([OwnerId(1)])
         metrics.sampled(FOUR, OwnerId(1))
     assert read(metrics, "owner_sampled_tokens_total") == {(OTHERS,): 4, ("alice",): 8}
 

@@ -5,9 +5,11 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, ModelState
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.store import model_records
+from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.model_records import ModelRow
 from tests.engine.support import journal
 from tests.engine.support.world import World
@@ -47,6 +49,23 @@ async def test_a_failed_creation_fails_what_waits_behind_it(world: World) -> Non
         await world.done(each)
         assert "no memory" in (await journal.error_of(world.store, each)).message
     assert (await journal.model_of(world.store, accepted.model_id)).state is ModelState.FAILED
+
+
+async def test_a_model_whose_creation_ends_too_late_is_failed_and_leaves_the_ranks(world: World) -> None:
+    world.workers.go_on.clear()
+    accepted = await journal.submit_create(world.store, await journal.new_session(world.store))
+    assert accepted.model_id is not None
+    (row,) = await world.store.read(lambda conn: queue.queued_after(conn, 0))
+    await world.until(world.workers.names, lambda names: "create" in names)
+    await world.driver.expire([(row, Failure("too late", "server"))])
+    world.workers.go_on.set()
+    await world.until(world.workers.names, lambda names: "release" in names)
+    assert (await world.model()) != accepted.model_id, "others are created behind it"
+    model = await journal.model_of(world.store, accepted.model_id)
+    assert (model.state, model.state_reason) == (ModelState.FAILED, "too late")
+    late = await journal.submit_pass(world.store, accepted.model_id, 1)
+    await world.done(late)
+    assert (await journal.error_of(world.store, late)).message == "too late"
 
 
 async def test_a_released_model_runs_what_it_can_and_fails_the_rest(world: World) -> None:

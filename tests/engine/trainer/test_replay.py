@@ -31,6 +31,7 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult
 from tests.engine.support import journal
 from tests.engine.support.world import World
+from tests.support.reads import reading
 from tests.support.scripted_trainer import ScriptedTrainer
 
 DEAD = TrainerError("rank 0 died")
@@ -214,7 +215,7 @@ async def test_units_of_a_new_engine_are_numbered_behind_those_of_the_old_one(
     after = new_engine(world)
     await train(after, model, following, 1)
     key = await journal.key_of(world.store, model)
-    with world.store.read() as conn:
+    with reading(world.store) as conn:
         units = {each.row.seq_id: each.unit for each in unit_records.ran_after(conn, key, 0)}
     assert units[following - 1] < units[following]
 
@@ -324,7 +325,7 @@ async def test_a_save_that_was_being_written_has_the_weights_of_its_turn(
         world.workers.broken = DEAD
         world.workers.disk.set()
     await all_done(after, saving)
-    with world.store.read() as conn:
+    with reading(world.store) as conn:
         row = checkpoint_records.find_of_any_owner(conn, model, CheckpointKind.WEIGHTS, "0001")
     assert row is not None
     assert orjson.loads((Path(row.directory) / "steps.json").read_bytes()) == expected(1, 1)
@@ -358,7 +359,7 @@ async def test_a_save_that_died_before_it_was_recorded_leaves_no_second_copy(
         engine = new_engine(engine)
     failing = False
     await all_done(engine, saving)
-    with world.store.read() as conn:
+    with reading(world.store) as conn:
         row = checkpoint_records.find_of_any_owner(conn, model, CheckpointKind.WEIGHTS, "a")
     assert row is not None
     saves = leftovers.list_saves(world.root)
@@ -368,14 +369,14 @@ async def test_a_save_that_died_before_it_was_recorded_leaves_no_second_copy(
 
 async def snapshot_of(world: World, model: ModelId) -> snapshot_records.SnapshotRow | None:
     key = await journal.key_of(world.store, model)
-    with world.store.read() as conn:
+    with reading(world.store) as conn:
         return snapshot_records.find(conn, key)
 
 
 async def bodies_of(world: World, model: ModelId) -> int:
     """How many requests of the model could be replayed."""
     key = await journal.key_of(world.store, model)
-    with world.store.read() as conn:
+    with reading(world.store) as conn:
         ids = [row.row.id for row in unit_records.ran_after(conn, key, 0)]
         return len(unit_records.read_bodies(conn, ids))
 

@@ -14,6 +14,7 @@ from skyrl_tinker.store.console.step_points import Point
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 from tests.engine.support.rows import queued
+from tests.support.reads import reading
 
 LOGPROBS = ([-0.5, -1.0, -2.0], [-4.0])
 
@@ -65,7 +66,7 @@ def test_inputs_of_another_shape_count_as_none() -> None:
 
 
 async def points(store: Store) -> list[Point]:
-    with store.read() as conn:
+    with reading(store) as conn:
         return step_points.points_after(conn, ModelKey(1), 0, 10)
 
 

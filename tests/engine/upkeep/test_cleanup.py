@@ -13,14 +13,15 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.domain.ids import CheckpointKind, SamplingSessionId, SessionId
+from skyrl_tinker.domain.ids import CheckpointKind, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.domain.values import LoraSpec, WeightVersion
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
+from skyrl_tinker.engine.suspends import SUSPENDED_S
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.engine.upkeep.cleanup import SUSPENDED_S, Cleanup
+from skyrl_tinker.engine.upkeep.cleanup import Cleanup
 from skyrl_tinker.engine.upkeep.purge import Purge
 from skyrl_tinker.errors import GoneError, StorageError
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, LocalDisk, Storage
@@ -32,6 +33,7 @@ from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from tests.engine.sampler.test_sampler_driver import submit_sample
 from tests.engine.support import journal
+from tests.support.reads import reading
 from tests.support.scripted_samplers import ScriptedSamplers
 from tests.support.waiting import until
 
@@ -172,7 +174,7 @@ async def test_samples_of_sessions_that_are_finished_are_stopped_and_no_others(
         session: await submit_sample(store, session, "tiny", 1, (number, 1))
         for number, session in enumerate((silent, ended, live))
     }
-    with store.read() as conn:
+    with reading(store) as conn:
         rows = queue.queued_after(conn, 0)
     metrics.arrived(rows)
     driver.submit(rows)
@@ -227,6 +229,29 @@ async def test_weights_under_a_running_sample_outlive_their_session(
     assert parts.dropped == [version.id]
 
 
+async def test_a_sample_that_begins_while_its_weights_are_dropped_keeps_them(
+    store: Store, parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await journal.new_session(store)
+    model = await new_model(store, session)
+    version = await new_version(store, model, tmp_path / "memory" / "v1", durable=False)
+    cleanup, mark = cleanup_of(store, parts, tmp_path), sampling_sessions.mark_dropped
+    await finish(store, session)
+
+    def used_meanwhile(conn: Connection, version_id: VersionId) -> None:
+        mark(conn, version_id)
+        parts.used.add(version_id)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling_sessions, "mark_dropped", used_meanwhile)
+        await cleanup.sweep()
+    assert exists(version)
+    assert await store.read(sampling_sessions.list_ephemeral_versions) == [version]
+    parts.used.clear()
+    await cleanup.sweep()
+    assert not exists(version)
+
+
 async def test_all_but_the_newest_ephemeral_weights_go_once_they_are_idle(
     store: Store, parts: Parts, tmp_path: Path
 ) -> None:
@@ -274,7 +299,7 @@ async def test_an_expired_checkpoint_is_removed_once_nobody_samples_it(
     parts.used.clear()
     await cleanup.sweep()
     assert names(tmp_path / "checkpoints") == []
-    with store.read() as conn:
+    with reading(store) as conn:
         assert checkpoint_records.list_garbage(conn, time.time()) == []
         assert sampling_sessions.published_version(conn, version.id) is None
 

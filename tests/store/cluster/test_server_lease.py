@@ -17,6 +17,7 @@ from skyrl_tinker.store.database.abstract_database import LeaseFence
 from skyrl_tinker.store.store import Store
 from tests.store.support.databases import on_postgresql, on_sqlite
 from tests.support.postgres import Postgres
+from tests.support.reads import reading
 from tests.support.waiting import PATIENCE_S, until
 
 NOTHING: Callable[[str], None] = lambda _: None  # noqa: E731
@@ -189,7 +190,7 @@ async def test_what_an_earlier_server_commits_late_is_refused_and_undone(
         with pytest.raises(LeaseLostError):
             await late.write(lambda conn: server_state.put(conn, "k", 3))
     assert lost == ["another server has taken over the database"] * 2
-    with late.read() as conn:
+    with reading(late) as conn:
         assert server_state.get(conn, "k") == 2
     for store in (late, current):
         await store.close()
@@ -225,7 +226,7 @@ async def test_who_waits_for_its_turn_while_another_takes_over_is_refused(
 
 
 def queued_writers(store: Store) -> int:
-    with store.read() as conn:
+    with reading(store) as conn:
         return int(conn.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted")) or 0)
 
 

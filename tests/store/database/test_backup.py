@@ -19,6 +19,7 @@ from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.backup import back_up
 from skyrl_tinker.store.store import Store
 from tests.store.support.databases import on_sqlite
+from tests.support.reads import reading
 
 pytestmark = on_sqlite
 
@@ -97,7 +98,7 @@ async def test_a_store_opens_it(store: Store, url: str, tmp_path: Path) -> None:
     back_up(url, tmp_path / "copy.db")
     copy = Store.open(f"{sqlite.DRIVER}:///{tmp_path / 'copy.db'}")
     await copy.write(lambda conn: server_state.put(conn, "k2", "v2"))
-    with copy.read() as conn:
+    with reading(copy) as conn:
         assert [server_state.get(conn, key) for key in ("k", "k2")] == ["v", "v2"]
     await copy.close()
 

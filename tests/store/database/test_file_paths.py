@@ -13,6 +13,7 @@ from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.replay import snapshot_records
 from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
 from skyrl_tinker.store.store import Store, write_once
+from tests.support.reads import reading
 
 KIND = CheckpointKind.SAMPLER_WEIGHTS
 
@@ -47,11 +48,11 @@ async def test_what_lies_below_the_home_moves_with_it(
     store: Store, url: str, model: ModelRow, tmp_path: Path
 ) -> None:
     await store.write(lambda conn: record(conn, model, tmp_path / "d"))
-    with store.read() as conn:
+    with reading(store) as conn:
         assert stored(conn) == ["d/a", "d/a", "d/s"]
         assert read(conn, model.key) == [str(tmp_path / path) for path in ("d/a", "d/a", "d/s")]
     moved = Store.open(url, Path("/moved/home"))
-    with moved.read() as conn:
+    with reading(moved) as conn:
         assert read(conn, model.key) == ["/moved/home/d/a", "/moved/home/d/a", "/moved/home/d/s"]
     await moved.close()
 
@@ -62,7 +63,7 @@ async def test_what_lies_elsewhere_stays_where_it_is(
     await store.write(lambda conn: record(conn, model, Path("/disk")))
     for home in (tmp_path, Path("/moved/home")):
         opened = Store.open(url, home)
-        with opened.read() as conn:
+        with reading(opened) as conn:
             assert read(conn, model.key) == ["/disk/a", "/disk/a", "/disk/s"]
         await opened.close()
 
@@ -76,13 +77,13 @@ async def test_relocated_paths_are_those_below_the_old_directory(
     await store.write(lambda conn: record(conn, model, Path("/disk/checkpoints")))
     assert relocate("/disk/check", "/large") == 0
     assert relocate("/disk", "/large") == 3
-    with store.read() as conn:
+    with reading(store) as conn:
         assert read(conn, model.key) == [f"/large/checkpoints/{name}" for name in "aas"]
     assert relocate("/large/checkpoints/a", tmp_path / "a") == 2
-    with store.read() as conn:
+    with reading(store) as conn:
         assert stored(conn) == ["a", "a", "/large/checkpoints/s"]
     assert relocate(tmp_path, "/disk") == 2
-    with store.read() as conn:
+    with reading(store) as conn:
         assert read(conn, model.key) == ["/disk/a", "/disk/a", "/large/checkpoints/s"]
 
 
@@ -99,7 +100,7 @@ async def test_ephemeral_versions_lie_where_the_home_of_today_has_them(store: St
     for durable in (False, True, False):
         await store.write(lambda conn, durable=durable: publish(conn, durable=durable))  # type: ignore[misc]
     await store.write(lambda conn: sampling_sessions.settle_ephemeral(conn, Path("/ram/new")))
-    with store.read() as conn:
+    with reading(store) as conn:
         assert list(conn.scalars(select(AdapterVersion.directory).order_by(AdapterVersion.id))) == [
             "/ram/new/v1",
             "/ram/old/v2",

@@ -137,7 +137,7 @@ def test_migrating_again_changes_nothing(url: str, tmp_path: Path) -> None:
 
 def test_the_directory_of_the_database_is_made(tmp_path: Path) -> None:
     path = tmp_path / "50% of" / "home" / "store.db"
-    migrate(f"sqlite+aiosqlite:///{path}")
+    migrate(f"sqlite:///{path}")
     assert "futures" in schema(path)
 
 
@@ -146,7 +146,7 @@ def test_nobody_else_on_the_machine_reads_the_database(tmp_path: Path, there: bo
     path = tmp_path / "store.db"
     if there:
         path.touch(mode=0o644)
-    migrate(f"sqlite+aiosqlite:///{path}")
+    migrate(f"sqlite:///{path}")
     with sqlite3.connect(path) as connection:
         connection.execute("INSERT INTO server_state VALUES ('secret.jwt', '1')")
         modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()}
@@ -275,7 +275,7 @@ def test_a_failed_migration_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
         connection.execute("CREATE TABLE snapshots (x)")  # in the way of the last step
     connection.close()
     with pytest.raises(Exception, match="table snapshots already exists"):
-        migrate(f"sqlite+aiosqlite:///{path}")
+        migrate(f"sqlite:///{path}")
     assert set(schema(path)) == {"snapshots"}
 
 

@@ -11,6 +11,7 @@ from skyrl_tinker.store.database.tables import Future, Request, ServerState
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import base_sampler, new_session, sample
+from tests.support.reads import reading
 
 PENDING = select(Future.id, Future.kind, Future.sequence_ids, Future.digest, Future.status).where(
     Future.status == FutureStatus.PENDING, Future.kind == bindparam("kind"), Future.id > bindparam("after")
@@ -22,7 +23,7 @@ async def test_rows_have_the_values_that_sqlalchemy_reads(store: Store) -> None:
     for number in range(3):
         await sample(store, sampler, number)
     wanted = {"kind": RequestKind.SAMPLE, "after": 1}
-    with store.read() as conn:
+    with reading(store) as conn:
         expected = conn.execute(PENDING, wanted).all()
         found = Prepared(PENDING).rows(conn, wanted)
     assert len(found) == 2
@@ -40,7 +41,7 @@ async def test_json_is_written_as_sqlalchemy_writes_it(store: Store) -> None:
         conn.execute(insert(ServerState), {"key": "theirs", "value": value})
 
     await store.write(op)
-    with store.read() as conn:
+    with reading(store) as conn:
         stored = conn.execute(
             text("SELECT CAST(value AS TEXT) FROM server_state WHERE key IN ('ours', 'theirs')")
         )
@@ -59,7 +60,7 @@ async def test_they_are_undone_with_their_transaction(store: Store) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="no"):
             await store.write(op)
-    with store.read() as conn:
+    with reading(store) as conn:
         assert server_state.get(conn, "k") is None
 
 
@@ -74,5 +75,5 @@ async def test_what_the_database_refuses_is_an_operational_error(store: Store) -
 
     with pytest.raises(OperationalError, match=r"no such table|statement timeout"):
         await store.write(op)
-    with store.read() as conn:
+    with reading(store) as conn:
         assert queue.read_bodies(conn, [1]) == {}

@@ -14,6 +14,7 @@ from skyrl_tinker.store.database.postgresql import _LOST_ANSWER, _TIMELINE, Post
 from skyrl_tinker.store.store import Store
 from tests.store.database.test_postgresql import increase
 from tests.support.postgres import Postgres, postgres_server
+from tests.support.reads import reading
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ async def test_a_promoted_copy_goes_on_with_all_that_was_acknowledged(
         await store.write(increase)
     copy.promote()
     await store.write(increase)
-    with store.read() as conn:
+    with reading(store) as conn:
         assert server_state.get(conn, "count") == 21
     await store.close()
 

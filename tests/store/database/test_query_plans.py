@@ -28,6 +28,7 @@ from skyrl_tinker.store.retention import row_purges, session_purges
 from skyrl_tinker.store.store import Store
 from tests.store.support.databases import on_sqlite
 from tests.store.support.rows import base_sampler, new_session, outcome, sample
+from tests.support.reads import reading
 
 pytestmark = on_sqlite
 
@@ -88,7 +89,7 @@ async def statements_of(store: Store, query: Query) -> list[str]:
 
 
 async def plan_of(store: Store, statement: str) -> list[str]:
-    with store.read() as conn:
+    with reading(store) as conn:
         return [row[3] for row in sqlite.raw(conn).execute(f"EXPLAIN QUERY PLAN {statement}")]
 
 

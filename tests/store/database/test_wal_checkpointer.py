@@ -11,6 +11,7 @@ from skyrl_tinker.store.database import wal_checkpointer
 from skyrl_tinker.store.database.wal_checkpointer import WalCheckpointer
 from skyrl_tinker.store.store import Store, write_once
 from tests.store.support.databases import on_sqlite
+from tests.support.reads import reading
 
 pytestmark = on_sqlite
 
@@ -55,7 +56,7 @@ async def test_large_writes_are_copied_by_and_by_and_the_log_begins_anew(
     database, log = sizes(url)
     assert database > 32 * MiB
     assert log < 32 * MiB
-    with store.read() as conn:
+    with reading(store) as conn:
         assert conn.execute(text("SELECT count(*) FROM large")).scalar() == 64
 
 

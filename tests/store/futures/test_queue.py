@@ -12,6 +12,7 @@ from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.retention import row_purges
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import create, new_session, outcome, queued, sample, step
+from tests.support.reads import reading
 
 LOST = Failure("the engine died", "server")
 
@@ -46,7 +47,7 @@ async def test_a_pending_future_has_no_body(store: Store, sampler: SamplingSessi
 
 
 async def test_an_unknown_request_has_no_outcome(store: Store) -> None:
-    with store.read() as conn:
+    with reading(store) as conn:
         assert outcomes.find(conn, "nobody") is None  # type: ignore[arg-type]
 
 
@@ -69,12 +70,12 @@ async def test_finished_futures_come_in_the_order_in_which_they_finished(
     store: Store, model: ModelRow
 ) -> None:
     accepted = [await step(store, model, seq_id) for seq_id in (1, 2, 3)]
-    with store.read() as conn:
+    with reading(store) as conn:
         cursor = outcomes.last_result_id(conn)
     for index in (2, 0):
         await succeed(store, accepted[index], b"")
     await fail(store, accepted[1])
-    with store.read() as conn:
+    with reading(store) as conn:
         finished = outcomes.finished_after(conn, cursor)
         newest = outcomes.last_result_id(conn)
         rest = outcomes.finished_after(conn, finished[0][0])
@@ -91,7 +92,7 @@ async def test_the_queue_goes_on_after_the_cursor(store: Store, model: ModelRow)
     rows = await queued(store)
     assert [(row.seq_id, row.body_bytes) for row in rows] == [(0, 6), (2, 2000), (3, 3000), (1, 1000)]
     assert await queued(store, rows[-1].id) == []
-    with store.read() as conn:
+    with reading(store) as conn:
         assert queue.queued_after(conn, 0, limit=2) == rows[:2]
         bodies = queue.read_bodies(conn, [row.id for row in rows[1:3]])
     assert {key: len(body) for key, body in bodies.items()} == {rows[1].id: 2000, rows[2].id: 3000}
@@ -105,7 +106,7 @@ async def test_a_finished_request_leaves_the_queue_and_its_body(
     await fail(store, failed_sample)
     assert [row.seq_id for row in await queued(store)] == [0]
     ids = [await id_of(store, accepted) for accepted in (done, failed_sample)]
-    with store.read() as conn:
+    with reading(store) as conn:
         assert queue.read_bodies(conn, ids) == {}
 
 
@@ -117,7 +118,7 @@ async def test_a_new_engine_reads_from_the_first_request_that_has_not_finished(
     sampled = await sample(store, sampler, 1)
     await store.write(lambda conn: finish.succeed(conn, creation.id, finish.JSON_TYPE, b"{}"))
     await succeed(store, finished, b"ok")
-    with store.read() as conn:
+    with reading(store) as conn:
         assert queue.pending_of(conn, model.key) == [await id_of(store, pending)]
         cursor = queue.before_waiting(conn, {})
     assert [row.id for row in await queued(store, cursor)] == [
@@ -125,7 +126,7 @@ async def test_a_new_engine_reads_from_the_first_request_that_has_not_finished(
     ]
     for accepted in (pending, sampled):
         await succeed(store, accepted, b"")
-    with store.read() as conn:
+    with reading(store) as conn:
         assert queue.before_waiting(conn, {}) == await id_of(store, sampled)
         assert queue.before_waiting(conn, {model.key: 2}) == await id_of(store, pending) - 1
         assert queue.pending_of(conn, model.key) == []
@@ -145,7 +146,7 @@ async def test_old_results_are_purged_and_their_requests_still_known(store: Stor
 
 
 async def test_cursors_start_at_zero(store: Store) -> None:
-    with store.read() as conn:
+    with reading(store) as conn:
         assert queue.before_waiting(conn, {}) == 0
         assert outcomes.last_result_id(conn) == 0
 
@@ -159,7 +160,7 @@ async def test_a_model_is_as_it_was_asked_for(store: Store, session: SessionId, 
 
 async def test_requests_keep_a_model_fresh(store: Store, model: ModelRow) -> None:
     await step(store, model, 1)
-    with store.read() as conn:
+    with reading(store) as conn:
         row = model_records.by_key(conn, model.key)
     assert row is not None
     assert row.last_request_at > model.last_request_at
@@ -170,7 +171,7 @@ async def test_models_are_found_by_state_and_session(
 ) -> None:
     other = await create(store, await new_session(store))
     await store.write(lambda conn: model_records.set_state(conn, model.key, ModelState.LOST, "worker died"))
-    with store.read() as conn:
+    with reading(store) as conn:
         (lost,) = model_records.list_in_states(conn, ModelState.LOST, ModelState.FAILED)
         (creating,) = model_records.list_in_states(conn, ModelState.CREATING)
         (own,) = model_records.list_for_session(conn, session)
@@ -182,7 +183,7 @@ async def test_models_are_found_by_state_and_session(
 async def test_a_model_learns_its_spec_from_a_checkpoint(store: Store, model: ModelRow) -> None:
     spec = type(model.spec)(rank=32, seed=5, train_mlp=False)
     await store.write(lambda conn: model_records.set_spec(conn, model.key, spec, "big", {"beta1": 0.5}))
-    with store.read() as conn:
+    with reading(store) as conn:
         row = model_records.by_key(conn, model.key)
     assert row is not None
     assert (row.spec, row.base_model, row.optimizer_config) == (spec, "big", {"beta1": 0.5})
@@ -197,7 +198,7 @@ async def test_a_model_refused_at_the_door_is_born_failed(store: Store, session:
         )
     )
     assert (await outcome(store, accepted.request_id)).body == finish.failure_body(failure)
-    with store.read() as conn:
+    with reading(store) as conn:
         row = model_records.by_id(conn, new.model_id)
     assert row is not None
     assert (row.state, row.state_reason) == (ModelState.FAILED, failure.message)

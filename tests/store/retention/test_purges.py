@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import Connection, func, select, text, update
 
 from skyrl_tinker.domain.ids import (
     CheckpointKind,
@@ -34,6 +34,7 @@ from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.retention import key_purges, row_purges, session_purges, slices
 from skyrl_tinker.store.store import Store
+from tests.store.support.databases import on_sqlite
 from tests.store.support.rows import (
     base_sampler,
     create,
@@ -44,6 +45,7 @@ from tests.store.support.rows import (
     sample,
     step,
 )
+from tests.support.reads import reading
 
 POINT = Measured(**dict.fromkeys(step_points.NAMES, 1.0))
 KEPT = {"server_state", "alembic_version"}
@@ -68,13 +70,13 @@ async def done(store: Store, accepted: Accepted) -> None:
 
 
 async def requests(store: Store) -> list[str]:
-    with store.read() as conn:
+    with reading(store) as conn:
         return list(conn.scalars(select(Future.request_id).order_by(Future.id)))
 
 
 async def rows(store: Store) -> dict[str, int]:
     """How many rows each table has, empty ones left out."""
-    with store.read() as conn:
+    with reading(store) as conn:
         counts = {
             name: conn.scalar(select(func.count()).select_from(table)) or 0
             for name, table in Base.metadata.tables.items()
@@ -124,6 +126,29 @@ async def test_a_result_that_is_not_counted_yet_stays(store: Store, sampler: Sam
     assert (await outcome(store, accepted.request_id)).body == b"r"
 
 
+@on_sqlite
+async def test_a_file_that_is_half_empty_shrinks_and_one_that_is_fuller_does_not(store: Store) -> None:
+    def pages(conn: Connection) -> int:
+        return int(conn.exec_driver_sql("PRAGMA page_count").scalar_one())
+
+    def fill(conn: Connection) -> None:
+        conn.exec_driver_sql("CREATE TABLE bodies (id INTEGER PRIMARY KEY, body BLOB)")
+        for _ in range(100):
+            conn.exec_driver_sql("INSERT INTO bodies (body) VALUES (zeroblob(65536))")
+
+    async def after(deleted: str) -> int:
+        await store.write(lambda conn: conn.execute(text(f"DELETE FROM bodies WHERE id {deleted}")))
+        await run_all(store, slices.shrink)
+        return await store.read(pages)
+
+    await store.write(fill)
+    full = await store.read(pages)
+    assert await after("% 3 = 0") == full, "others will use those pages"
+    assert await after("< 80") < full / 2
+    count = "SELECT count(*) FROM bodies WHERE length(body) = 65536"
+    assert await store.read(lambda conn: conn.exec_driver_sql(count).scalar_one()) == 14
+
+
 async def lived(store: Store, name: str = "") -> SessionId:
     """A session that trained, saved, sampled, and is finished."""
     session = await new_session(store)
@@ -146,7 +171,7 @@ async def lived(store: Store, name: str = "") -> SessionId:
     await finish_session(store, session)
     await store.write(lambda conn: sampling_sessions.mark_dropped(conn, version))
     await store.write(lambda conn: model_records.set_state(conn, model.key, ModelState.RELEASED, None))
-    with store.read() as conn:  # its creation
+    with reading(store) as conn:  # its creation
         pending = list(conn.scalars(select(Future.id).where(Future.status == FutureStatus.PENDING)))
     for future_id in pending:
         await store.write(lambda conn, future_id=future_id: finish.succeed(conn, future_id, "t", b""))
@@ -159,7 +184,7 @@ async def purge_versions(store: Store, before: float) -> int:
 
 
 async def clear(store: Store, before: float) -> list[SessionId]:
-    with store.read() as conn:
+    with reading(store) as conn:
         sessions = session_purges.ended_sessions(conn, before)
     for session in sessions:
         await run_all(store, lambda conn, session=session: session_purges.clear_session(conn, session))
@@ -167,7 +192,7 @@ async def clear(store: Store, before: float) -> list[SessionId]:
 
 
 async def forget(store: Store, before: float) -> list[SessionId]:
-    with store.read() as conn:
+    with reading(store) as conn:
         sessions = session_purges.forgettable_sessions(conn, before)
     for session in sessions:
         await run_all(store, lambda conn, session=session: session_purges.forget_session(conn, session))
@@ -190,7 +215,7 @@ async def test_a_session_stays_as_long_as_one_of_its_checkpoints(store: Store) -
     session = await lived(store, "a")
     await clear(store, time.time() + 1)
     assert await forget(store, time.time() + 1) == []
-    with store.read() as conn:
+    with reading(store) as conn:
         (row,) = checkpoint_records.list_for_model(conn, model_records.list_for_session(conn, session)[0].key)
     await store.write(lambda conn: checkpoint_records.mark_removed(conn, row.id))
     await run_all(store, lambda conn: row_purges.purge_removed_checkpoints(conn, time.time() - 60))
@@ -203,7 +228,7 @@ async def test_a_session_stays_as_long_as_one_of_its_checkpoints(store: Store) -
 async def test_weights_that_another_session_samples_keep_their_session(store: Store) -> None:
     session = await lived(store)
     other = await new_session(store)
-    with store.read() as conn:
+    with reading(store) as conn:
         (model,) = model_records.list_for_session(conn, session)
     version = await ephemeral(store, model.key)
     borrowed = await store.write(
@@ -245,7 +270,7 @@ async def test_weights_dropped_long_ago_go_with_their_samplers_while_their_sessi
     await sample(store, samplers[3], 0)
     assert await purge_versions(store, time.time() - 60) == 1
     assert await purge_versions(store, time.time() + 1) == 2
-    with store.read() as conn:
+    with reading(store) as conn:
         kept = [each for each in samplers if sampling_sessions.get(conn, each) is not None]
         assert kept == samplers[3:], "one has a sample, one was not dropped"
         assert sampling_sessions.published_version(conn, versions[4])
@@ -260,7 +285,7 @@ async def test_a_sampler_that_follows_newer_weights_keeps_those_it_was_made_on(
     for version in (first, second):
         await store.write(lambda conn, version=version: sampling_sessions.mark_dropped(conn, version))
     await purge_versions(store, time.time() + 1)
-    with store.read() as conn:
+    with reading(store) as conn:
         row = sampling_sessions.get(conn, sampler)
         assert row is not None
         assert row.follows == model.key
@@ -275,7 +300,7 @@ async def test_old_points_of_curves_go_and_the_count_of_steps_goes_on(store: Sto
         await store.write(lambda conn, at=at: step_points.add(conn, model.key, 1, at, POINT))
     await run_all(store, lambda conn: row_purges.purge_points(conn, 25.0))
     await store.write(lambda conn: step_points.add(conn, model.key, 2, 40.0, POINT))
-    with store.read() as conn:
+    with reading(store) as conn:
         assert [point.step for point in step_points.points_after(conn, model.key, 0, 10)] == [3, 4]
 
 
@@ -303,7 +328,7 @@ async def test_what_a_key_left_goes_at_the_administrators_word(store: Store) -> 
         await store.write(lambda conn: key_purges.purge_key(conn, "alice"))
     await store.write(lambda conn: api_keys.revoke(conn, "alice"))
     assert await store.write(lambda conn: key_purges.purge_key(conn, "alice")) == (2, 1)
-    with store.read() as conn:
+    with reading(store) as conn:
         described = {row.session_id: row for row in conn.execute(select(Session.__table__))}
         models = conn.execute(select(Model.session_id, Model.user_metadata))
         of_models = {row.session_id: row.user_metadata for row in models}

@@ -14,6 +14,7 @@ from skyrl_tinker.store import model_records, sampling_sessions, session_records
 from skyrl_tinker.store.futures import outcomes, queue, record, sample_submission, training_submission
 from skyrl_tinker.store.model_records import ModelRow, NewModel
 from skyrl_tinker.store.store import Store
+from tests.support.reads import reading
 
 SPEC = LoraSpec(rank=8, seed=2**62, train_unembed=False)
 
@@ -48,7 +49,7 @@ async def submit_create(
 async def create(store: Store, session: SessionId, seq_id: int = 0) -> ModelRow:
     accepted = await submit_create(store, session, seq_id)
     assert accepted.model_id is not None
-    with store.read() as conn:
+    with reading(store) as conn:
         row = model_records.by_id(conn, accepted.model_id)
     assert row is not None
     return row
@@ -91,12 +92,12 @@ async def sample(
 
 
 async def queued(store: Store, cursor: int = 0) -> list[queue.QueuedRow]:
-    with store.read() as conn:
+    with reading(store) as conn:
         return queue.queued_after(conn, cursor)
 
 
 async def outcome(store: Store, request_id: RequestId) -> outcomes.Outcome:
-    with store.read() as conn:
+    with reading(store) as conn:
         found = outcomes.find(conn, request_id)
     assert found is not None
     return found

@@ -76,7 +76,7 @@ class Bench:
         self._home, self._directory = home, directory
         self._runner = asyncio.Runner()
         self._known: dict[tuple[int, Combination], Results] = {}
-        url = f"sqlite+aiosqlite:///{home / 'store.db'}"
+        url = f"sqlite:///{home / 'store.db'}"
         migrate(url)
         self._groups: dict[int, Watched] = {}
         self._store = self.run(self._open(url))

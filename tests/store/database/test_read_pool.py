@@ -1,0 +1,94 @@
+"""Reads: few connections however many ask, and a loop that goes on while the database does not answer."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from sqlalchemy import Connection, text
+
+from skyrl_tinker.store import server_state
+from skyrl_tinker.store.database import read_pool
+from skyrl_tinker.store.database.read_pool import THREADS
+from skyrl_tinker.store.store import Store
+from tests.store.support.databases import on_postgresql, on_sqlite
+from tests.store.support.rows import new_session
+from tests.support.waiting import until
+
+BACKENDS = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+
+
+def backends(conn: Connection) -> list[int]:
+    """Processes of the server that serve other connections to this database."""
+    return list(conn.scalars(text(BACKENDS)))
+
+
+@contextmanager
+def stopped(processes: list[int]) -> Iterator[None]:
+    for process in processes:
+        os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in processes:
+            os.kill(process, signal.SIGCONT)
+
+
+@on_postgresql
+async def test_more_reads_than_the_server_has_connections_take_turns(store: Store) -> None:
+    limit = await store.read(lambda conn: int(conn.scalar(text("SHOW max_connections")) or 0))
+    many = range(limit + 30)
+    found = await asyncio.gather(
+        *(store.fetch(backends) for _ in many), *(store.read(backends) for _ in many)
+    )
+    assert max(map(len, found)) < 2 * THREADS
+    await new_session(store)
+    assert len(await store.read(backends)) <= 2 * THREADS  # the writer's instead of its own
+
+
+@on_postgresql
+async def test_the_loop_goes_on_while_the_database_stands_still(store: Store) -> None:
+    await asyncio.gather(*(store.read(backends) for _ in range(50)), store.fetch(backends))
+    own = [await store.read(lambda conn: conn.scalar(text("SELECT pg_backend_pid()"))) for _ in range(8)]
+    with stopped([*await store.fetch(backends), *{int(pid) for pid in own if pid}]):
+        read = asyncio.create_task(store.read(lambda conn: server_state.get(conn, "k")))
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert not read.done()
+    assert await read is None
+
+
+@on_postgresql
+async def test_a_statement_that_takes_too_long_ends(store: Store) -> None:
+    assert await store.fetch(lambda conn: conn.scalar(text("SHOW statement_timeout"))) == "1min"
+
+
+@on_sqlite
+async def test_rows_of_a_file_are_read_on_the_loop(store: Store) -> None:
+    assert await store.read(lambda _: threading.get_ident()) == threading.get_ident()
+    assert await store.fetch(lambda _: threading.get_ident()) != threading.get_ident()
+
+
+async def test_a_listing_that_takes_long_delays_no_read_of_rows(store: Store) -> None:
+    let_go = threading.Event()
+    listings = [asyncio.create_task(store.fetch(lambda _: let_go.wait())) for _ in range(2 * THREADS)]
+    await asyncio.sleep(0)
+    try:
+        assert await store.read(lambda conn: server_state.get(conn, "k")) is None
+        assert not any(listing.done() for listing in listings)
+    finally:
+        let_go.set()
+    await asyncio.gather(*listings)
+
+
+@on_postgresql
+async def test_connections_that_nobody_uses_are_closed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    await new_session(store)  # the writer's stays
+    monkeypatch.setattr(read_pool, "IDLE_S", 0.0)
+    await asyncio.gather(
+        *(store.fetch(backends) for _ in range(50)), *(store.read(backends) for _ in range(50))
+    )
+    assert await until(lambda: store.read(backends), lambda others: len(others) == 1)
