@@ -150,12 +150,14 @@ class Replay:
         """Load it. Waits while storage or another host is away, and READS times for a disk that fails."""
         for left in reversed(range(READS)):
             try:
-                return await when_possible(partial(self._read, model, snapshot))
+                await when_possible(partial(self._read, model, snapshot))
             except StorageError as error:
                 if not left:
                     raise
                 _log.warning("tried again in %.0f s: %s", AWAY_S, error)
                 await asyncio.sleep(AWAY_S)
+            else:
+                return
 
     async def _read(self, model: ModelKey, snapshot: SnapshotRow) -> None:
         await self._snapshots.fetch(snapshot)
