@@ -1,6 +1,6 @@
-"""Threads for what would block the event loop: hot ones for requests, others for work on disk.
+"""Threads for what would block the event loop: hot ones for requests, others for disk, others for transfers.
 
-They are apart so that no fsync or copy of one tenant delays a pass of another.
+They are apart so that no fsync of one tenant delays a pass of another, and no upload a look for a file.
 """
 
 import asyncio
@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 OFF_LOOP_BYTES = 64 * 1024
-DISK_THREADS = 4
+DISK_THREADS, TRANSFER_THREADS = 4, 16
 
 T = TypeVar("T")
 _disk = ThreadPoolExecutor(DISK_THREADS, "disk")
+_transfers = ThreadPoolExecutor(TRANSFER_THREADS, "transfer")
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
@@ -22,5 +23,10 @@ async def off_loop(size: int, work: Callable[[], T]) -> T:
 
 
 async def in_disk_thread(work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Return `work(*args, **kwargs)`, which reads, writes or removes files."""
+    """Return `work(*args, **kwargs)`, which looks for, writes or removes files of this host, in a moment."""
     return await asyncio.get_running_loop().run_in_executor(_disk, partial(work, *args, **kwargs))
+
+
+async def in_transfer_thread(work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Return `work(*args, **kwargs)`, which copies checkpoints or asks the network: it may take long."""
+    return await asyncio.get_running_loop().run_in_executor(_transfers, partial(work, *args, **kwargs))

@@ -1,19 +1,32 @@
-"""Work on disk and work of requests do not wait for each other's threads."""
+"""Transfers, work on disk and work of requests do not wait for each other's threads."""
 
 import asyncio
 import threading
 
-from skyrl_tinker.off_loop import DISK_THREADS, OFF_LOOP_BYTES, in_disk_thread, off_loop
+from skyrl_tinker.off_loop import (
+    DISK_THREADS,
+    OFF_LOOP_BYTES,
+    TRANSFER_THREADS,
+    in_disk_thread,
+    in_transfer_thread,
+    off_loop,
+)
 from tests.support.waiting import PATIENCE_S
 
 
-async def test_a_slow_disk_holds_up_no_request() -> None:
-    go_on = threading.Event()
-    writes = [asyncio.create_task(in_disk_thread(go_on.wait)) for _ in range(10 * DISK_THREADS)]
+async def test_a_slow_disk_holds_up_no_request_and_a_slow_network_neither() -> None:
+    disk, network = threading.Event(), threading.Event()
+    transfers = [asyncio.create_task(in_transfer_thread(network.wait)) for _ in range(10 * TRANSFER_THREADS)]
     try:
+        await asyncio.sleep(0)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await in_disk_thread(lambda: 7) == 7
+        writes = [asyncio.create_task(in_disk_thread(disk.wait)) for _ in range(10 * DISK_THREADS)]
+        await asyncio.sleep(0)
         async with asyncio.timeout(PATIENCE_S):
             assert await off_loop(OFF_LOOP_BYTES + 1, lambda: 7) == 7
-        assert not any(write.done() for write in writes)
+        assert not any(each.done() for each in (*transfers, *writes))
     finally:
-        go_on.set()
-    await asyncio.gather(*writes)
+        disk.set()
+        network.set()
+    await asyncio.gather(*transfers, *writes)

@@ -13,7 +13,7 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.errors import DiskFullError, SkyrlTinkerError
+from skyrl_tinker.errors import DiskFullError, SkyrlTinkerError, StorageAwayError
 from skyrl_tinker.redaction import redact, without_paths
 from skyrl_tinker.store import stability_records
 from skyrl_tinker.store.database.group_commit import Op, T
@@ -23,7 +23,7 @@ from skyrl_tinker.store.futures.finish import JSON_TYPE, NO_USAGE
 from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
 
-RETRY_S = 1.0
+RETRY_S, AWAY_S = 1.0, 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -124,14 +124,15 @@ async def persistently(op: Callable[[], Awaitable[T]]) -> T:
             await asyncio.sleep(RETRY_S)
 
 
-async def when_there_is_room(work: Callable[[], Awaitable[T]]) -> T:
-    """Retry while a disk is full: what was acknowledged waits for room. Raises what else fails."""
+async def when_possible(work: Callable[[], Awaitable[T]]) -> T:
+    """Retry while a disk is full or storage is away: what was acknowledged waits. Raises what else fails."""
     while True:
         try:
             return await work()
-        except DiskFullError as error:
-            _log.warning("tried again in %.0f s: %s", RETRY_S, error)
-            await asyncio.sleep(RETRY_S)
+        except (DiskFullError, StorageAwayError) as error:
+            pause_s = RETRY_S if isinstance(error, DiskFullError) else AWAY_S
+            _log.warning("tried again in %.0f s: %s", pause_s, error)
+            await asyncio.sleep(pause_s)
 
 
 async def read_persistently(store: Store, op: Op[T]) -> T:

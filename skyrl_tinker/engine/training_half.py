@@ -95,7 +95,7 @@ def compose_training(
 
     ends = store, trainer, samplers
     publisher = Publisher(*ends, commits, ephemeral, root, drift_monitor, metrics, written, storage)
-    models = ModelLifecycle(store, trainer, lanes, drift_monitor, snapshots, outbox)
+    models = ModelLifecycle(store, trainer, lanes, drift_monitor, snapshots, outbox, commits)
     passes = PassCoordinator(store, trainer, router_replay=settings.router_replay)
     replay = Replay(store, trainer, passes, snapshots)
 

@@ -53,7 +53,7 @@ class LaneView:
     """A model with requests that have not begun.
 
     `lowest`: the first of them; above `next_seq` when that one never came. `held`: it waits until a save of
-    this model is written.
+    this model is written, or until the checkpoint that it loads is here.
     """
 
     next_seq: int

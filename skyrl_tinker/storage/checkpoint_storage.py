@@ -17,12 +17,13 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol, TypeVar, cast
+from weakref import WeakValueDictionary
 
-from skyrl_tinker.atomic_directory import publish, staging_of
+from skyrl_tinker.atomic_directory import publish, staging_of, storage_errors
 from skyrl_tinker.domain.manifest import FILE_NAME, entry_of, read_listing
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import SkyrlTinkerError, StorageAwayError, StorageError
-from skyrl_tinker.off_loop import in_disk_thread
+from skyrl_tinker.off_loop import in_disk_thread, in_transfer_thread
 from skyrl_tinker.storage import owner_mark
 
 T = TypeVar("T")
@@ -31,12 +32,12 @@ TRIES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 FILES_AT_ONCE = 8
 READ_BYTES = 4 * MiB
 """Bytes that are read ahead of a file that stays in storage."""
-AWAY_S = 5.0
-"""Pause before that is tried again which was acknowledged, or without which a server cannot go on."""
 LEFT_S = 86_400.0
 """Age from which a directory without manifest, or without a row, is one that a dead host left."""
 UNUSED_S = 3600.0
 """Time without use after which a directory of this host may go: nobody still reads it."""
+KNOWN_S = 60.0
+"""Time for which a directory that was found here counts as here, and as used, without another look."""
 _log = logging.getLogger(__name__)
 
 
@@ -46,6 +47,7 @@ class Storage(Protocol):
     def store(self, directory: Path) -> None: ...
     def store_copy(self, directory: Path, source: Path, origin: "Storage") -> None: ...
     def fetch(self, directory: Path) -> None: ...
+    async def fetch_off_loop(self, directory: Path) -> None: ...
     def open(self, directory: Path, name: str) -> BinaryIO: ...
     def remove(self, directory: Path) -> None: ...
     def discard(self, directory: Path) -> None: ...
@@ -66,6 +68,9 @@ class LocalDisk:
 
     def fetch(self, directory: Path) -> None:
         """Do nothing: it is there, or gone."""
+
+    async def fetch_off_loop(self, directory: Path) -> None:
+        """Do nothing, as `fetch`."""
 
     def open(self, directory: Path, name: str) -> BinaryIO:
         """Open a file of the directory. Raises FileNotFoundError."""
@@ -112,7 +117,10 @@ class CheckpointStorage:
         self._files, self._base = fsspec.core.url_to_fs(self._url, **options)
         if hasattr(self._files, "auto_mkdir"):  # a file system that has directories
             self._files.auto_mkdir = True
-        self._fetching = threading.Lock()
+        self._locks: WeakValueDictionary[Path, threading.Lock] = WeakValueDictionary()
+        self._locking = threading.Lock()
+        self._turns: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()
+        self._known: dict[Path, float] = {}  # directories found here, until when no other look is due
 
     def probe(self) -> None:
         """Write, read and delete a small file. Raises StorageError when that cannot be done."""
@@ -175,26 +183,58 @@ class CheckpointStorage:
         Files are checked by the manifest; those that an earlier try has fetched whole are kept. Harmless when
         the storage has none, too: then there is no directory.
         """
-        if not directory.is_relative_to(self._root) or _touched(directory):
+        if directory.is_relative_to(self._root):
+            with self._lock(directory), storage_errors(f"{directory} could not be fetched"):
+                if not self._find(directory) and self._fetch(directory):
+                    self._find(directory)
+
+    async def fetch_off_loop(self, directory: Path) -> None:
+        """Fetch it beside the event loop; at once if that has just found it here.
+
+        However many wait for one directory, one thread fetches it. Use it from one event loop.
+        """
+        if self._knows(directory):
             return
-        with self._fetching:
-            if directory.exists():  # another thread has fetched it
-                return
-            place, staging = self._place(directory), staging_of(directory)
-            if not self.has(directory):
-                return
-            staging.mkdir(parents=True, exist_ok=True)
-            self._get(f"{place}/{FILE_NAME}", staging / FILE_NAME)
-            for name, expected in read_listing(staging).items():
-                file = staging / name
-                if not (file.is_file() and entry_of(file) == expected):
-                    self._get(f"{place}/{name}", file)
-                    if (found := entry_of(file)) != expected:
-                        file.unlink()
-                        raise StorageError(
-                            f"{self._name(place)}/{name} is damaged: expected {expected}, found {found}"
-                        )
-            publish(staging, directory)
+        async with self._turns.setdefault(directory, asyncio.Lock()):
+            if not self._knows(directory) and not await in_disk_thread(self._look, directory):
+                await in_transfer_thread(self.fetch, directory)
+
+    def _look(self, directory: Path) -> bool:
+        with self._lock(directory):
+            return self._find(directory)
+
+    def _find(self, directory: Path) -> bool:
+        """Return whether it is here, and note that it is used. Call it with its lock held."""
+        if here := _touched(directory):
+            self._known[directory] = time.monotonic() + KNOWN_S
+        return here
+
+    def _knows(self, directory: Path) -> bool:
+        return self._known.get(directory, 0.0) > time.monotonic()
+
+    def _lock(self, directory: Path) -> threading.Lock:
+        """Return the lock of a directory: a fetch waits for no other one's."""
+        with self._locking:
+            return self._locks.setdefault(directory, threading.Lock())
+
+    def _fetch(self, directory: Path) -> bool:
+        """Return whether the storage has it."""
+        place, staging = self._place(directory), staging_of(directory)
+        if not self.has(directory):
+            return False
+        staging.mkdir(parents=True, exist_ok=True)
+        self._get(f"{place}/{FILE_NAME}", staging / FILE_NAME)
+        for name, expected in read_listing(staging).items():
+            file = staging / name
+            if not (file.is_file() and entry_of(file) == expected):
+                self._get(f"{place}/{name}", file)
+                if (found := entry_of(file)) != expected:
+                    file.unlink()
+                    raise StorageError(
+                        f"{self._name(place)}/{name} is damaged: expected {expected}, found {found}"
+                    )
+        publish(staging, directory)
+        return True
 
     def open(self, directory: Path, name: str) -> BinaryIO:
         """Open a file of the directory: on this host if it is here, else in storage, without a copy here.
@@ -221,6 +261,7 @@ class CheckpointStorage:
         """Remove it from storage; harmless if it is not there."""
         if not directory.is_relative_to(self._root):
             return
+        self._known.pop(directory, None)
         place = self._place(directory)
 
         def remove() -> None:
@@ -282,13 +323,21 @@ class CheckpointStorage:
         sizes = {directory: sum(file.stat().st_size for file in directory.iterdir()) for directory in found}
         excess = sum(sizes.values()) - limit
         for directory in sorted(found, key=_used_at):
-            if excess <= 0 or time.time() - _used_at(directory) < UNUSED_S:
+            if excess <= 0 or not _unused(directory):
                 return
-            if self.has(directory):
-                doomed = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
-                directory.rename(doomed)  # in one step, and not where a fetch of it makes it anew
-                shutil.rmtree(doomed, ignore_errors=True)
+            if self.has(directory) and self._evict(directory):
                 excess -= sizes[directory]
+
+    def _evict(self, directory: Path) -> bool:
+        """Delete it here, unless a fetch has found it meanwhile; returns whether it did."""
+        doomed = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
+        with self._lock(directory):
+            if not _unused(directory):
+                return False
+            self._known.pop(directory, None)
+            directory.rename(doomed)  # in one step, and not where a fetch of it makes it anew
+        shutil.rmtree(doomed, ignore_errors=True)
+        return True
 
     def _stored(self, pattern: str, below: Path) -> dict[Path, list[str]]:
         """Return files by directory; of others that somebody keeps there this is not the owner."""
@@ -333,23 +382,8 @@ def open_storage(
     return LOCAL_DISK if url is None else CheckpointStorage(root, f"{url.rstrip('/')}/{part}", pauses_s)
 
 
-async def fetched(storage: Storage, directory: Path) -> None:
-    """Fetch it as `fetch` does, and wait while the storage is away."""
-    await _once_there(storage.fetch, directory)
-
-
-async def stored(storage: Storage, directory: Path) -> None:
-    """Store it as `store` does, and wait while the storage is away."""
-    await _once_there(storage.store, directory)
-
-
-async def _once_there(call: Callable[[Path], None], directory: Path) -> None:
-    while True:
-        try:
-            return await in_disk_thread(call, directory)
-        except StorageAwayError as error:
-            _log.warning("waiting for storage: %s", error)
-            await asyncio.sleep(AWAY_S)
+def _unused(directory: Path) -> bool:
+    return time.time() - _used_at(directory) >= UNUSED_S + KNOWN_S
 
 
 def _used_at(directory: Path) -> float:

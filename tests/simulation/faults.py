@@ -2,13 +2,14 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 
 from skyrl_tinker.engine.trainer.replay import READS
 from tests.simulation.virtual_loop import PROCESS, Crash, VirtualLoop
 
-FULL_S = 8.0
-"""Most time that a disk is full."""
+FULL_S, AWAY_S = 8.0, 20.0
+"""Most time that a disk is full, and that storage is away."""
 CRASHES = (
     "before a commit",
     "after a commit",
@@ -46,6 +47,8 @@ OFTEN = (
 )
 POINTS = (*OFTEN, *DISKS)
 """`engine: …` and `api: …`: that process dies there."""
+OF_STORAGE = ("engine: before a call of storage", "engine: after a call of storage", "the storage is away")
+"""Those that come in histories with object storage only."""
 ANYWHERE, PASSED = frozenset({"the machine starts again", "the disk is full"}), 200
 """Faults that may come at every point of the engine and the API, and how many a history passes about."""
 DEATHS_OF_RANKS = frozenset(point for point in POINTS if point.startswith("the ranks"))
@@ -54,16 +57,18 @@ DEATHS_OF_RANKS = frozenset(point for point in POINTS if point.startswith("the r
 class Faults:
     """Plan of a history: which points are faults at which of their passages. `hit`: those that came about."""
 
-    def __init__(self, seed: Random, most: int, deaths: int, *, disks: bool) -> None:
+    def __init__(
+        self, seed: Random, most: int, deaths: int, points: Sequence[str] = OFTEN, *, disks: bool
+    ) -> None:
         """`deaths`: of the ranks, at most; the server lets a unit kill them four times, then gives it up."""
         self.random = seed
         self._deaths = deaths
         self.hit: Counter[str] = Counter()
         self.ended = False
-        self.disk_full_until = 0.0
+        self.disk_full_until = self.storage_away_until = 0.0
         self._left: dict[str, list[int]] = {}
         for _ in range(seed.randint(0, most)):
-            self._plan(seed.choice(OFTEN))
+            self._plan(seed.choice(points))
         if disks:
             self._left["a snapshot cannot be read"] = [1] * seed.randint(1, READS - 1)
             self._left["the directories have another path"] = [seed.randint(1, 3)]
@@ -79,7 +84,7 @@ class Faults:
     def end(self) -> None:
         self.ended = True
         self._left.clear()
-        self.disk_full_until = 0.0
+        self.disk_full_until = self.storage_away_until = 0.0
 
     def due(self, point: str) -> bool:
         """Pass a point; return whether it is a fault this time."""
@@ -124,6 +129,17 @@ def fault(name: str) -> bool:
 def disk_full() -> bool:
     process = PROCESS.get()
     return process is not None and _loop().time() < process.server.faults.disk_full_until
+
+
+def storage_away() -> bool:
+    """Pass a call of storage; return whether it does not answer, for a while."""
+    process = PROCESS.get()
+    if process is None:
+        return False
+    faults, now = process.server.faults, _loop().time()
+    if faults.due("the storage is away"):
+        faults.storage_away_until = now + faults.random.random() * AWAY_S
+    return bool(now < faults.storage_away_until)
 
 
 async def travel(most_s: float) -> None:

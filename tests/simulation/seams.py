@@ -26,11 +26,13 @@ from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.upkeep import cleanup
 from skyrl_tinker.inference.client import remote_client
 from skyrl_tinker.inference.servers.health_checks import CoreWatch
+from skyrl_tinker.storage import checkpoint_storage
+from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
 from skyrl_tinker.store.database import postgresql, sqlite
 from skyrl_tinker.store.database.abstract_database import json_text
 from skyrl_tinker.store.database.postgresql import PostgresDatabase
 from tests.simulation.backends import QueuesOnly, SamplerHttp
-from tests.simulation.faults import disk_full, point
+from tests.simulation.faults import disk_full, point, storage_away
 from tests.simulation.virtual_loop import PROCESS, VirtualLoop
 
 EPOCH = 1_750_000_000.0
@@ -133,6 +135,48 @@ class _Engine:
         return self._shared.connect().execution_options(home=self._home)
 
 
+class _InTurn:
+    """Executor that runs all in the thread which asks."""
+
+    map = staticmethod(map)
+
+    def __init__(self, threads: int) -> None:
+        """Begin no thread."""
+
+    def __enter__(self) -> "_InTurn":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Wait for nothing."""
+
+
+def _in_storage(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls object storage, with points around each call, which fails while it is away."""
+
+    def tried(storage: Any, action: str, place: str, call: Callable[[], Any]) -> Any:
+        def passed() -> Any:
+            point("before a call of storage")
+            if storage_away():
+                raise OSError("no route to host")
+            value = call()
+            point("after a call of storage")
+            return value
+
+        return real(storage, action, place, passed)
+
+    return tried
+
+
+def _sleep(real: Callable[[float], None]) -> Callable[[float], None]:
+    """Return a sleep that takes no time on a VirtualLoop, where threads run on the loop."""
+
+    def sleep(seconds: float) -> None:
+        if not isinstance(asyncio._get_running_loop(), VirtualLoop):
+            real(seconds)
+
+    return sleep
+
+
 def _disk_usage(path: object) -> Any:
     return SimpleNamespace(total=1 << 50, free=0 if disk_full() else 1 << 49)
 
@@ -169,6 +213,9 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sqlite, "transaction", _transaction(sqlite.transaction))
     patch.setattr(postgresql, "create_engine", _shared(postgresql.create_engine))
     patch.setattr(PostgresDatabase, "writing", _writing(PostgresDatabase.writing))
+    patch.setattr(time, "sleep", _sleep(time.sleep))
+    patch.setattr(checkpoint_storage, "ThreadPoolExecutor", _InTurn)
+    patch.setattr(CheckpointStorage, "_try", _in_storage(CheckpointStorage._try))
     patch.setattr(fleet, "is_here", lambda _: True)
     patch.setattr(remote_client, "JsonHttp", SamplerHttp)
     patch.setattr(compose, "EngineHttpServer", QueuesOnly)

@@ -97,10 +97,15 @@ class Server:
             connection.close()
 
     def reboot(self) -> None:
-        """End all processes, and lose what is in memory."""
+        """End all processes, and lose what is in memory; with object storage also what is on the disk."""
         for process in self._processes.values():
             process.kill()
-        Context().run(shutil.rmtree, self._directories.ephemeral_dir, ignore_errors=True)
+        lost = [self._directories.ephemeral_dir]
+        if self._settings.checkpoint_url is not None:
+            directories = self._directories
+            lost += [directories.checkpoint_root, directories.snapshot_dir, directories.overflow_dir]
+        for directory in lost:
+            Context().run(shutil.rmtree, directory, ignore_errors=True)
 
     def queues(self) -> bytes:
         if self.engine_queues is None or self._processes["engine"].dead:

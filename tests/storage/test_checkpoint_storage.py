@@ -3,8 +3,10 @@
 import asyncio
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,13 +15,16 @@ from skyrl_tinker.config import load
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.manifest import FILE_NAME, Manifest, entry_of, write_manifest
 from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.engine import outbox
+from skyrl_tinker.engine.outbox import when_possible
 from skyrl_tinker.errors import StartupError, StorageError
+from skyrl_tinker.off_loop import TRANSFER_THREADS, in_transfer_thread
 from skyrl_tinker.server import preflight
 from skyrl_tinker.storage import checkpoint_storage
-from skyrl_tinker.storage.checkpoint_storage import UNUSED_S, CheckpointStorage, fetched
+from skyrl_tinker.storage.checkpoint_storage import UNUSED_S, CheckpointStorage
 from skyrl_tinker.store.database.migrate import migrate
 from tests.support.object_storage import BUCKET, ObjectStorage, object_storage
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 FILES = {"adapter_model.safetensors": b"weights" * 1000, "adapter_config.json": b"{}"}
 
@@ -213,17 +218,75 @@ def test_the_longest_unused_leave_the_cache_and_come_back(s3: ObjectStorage, tmp
     assert content(oldest) == content(new)
 
 
+async def test_a_fetch_waits_for_no_other_directory_however_many_wait_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = CheckpointStorage(tmp_path / "local", f"file://{tmp_path}/elsewhere")
+    slow, quick = (write(tmp_path / "local" / name) for name in ("slow", "quick"))
+    for directory in (slow, quick):
+        storage.store(directory)
+        shutil.rmtree(directory)
+    get, go_on = storage._files.get_file, threading.Event()
+
+    def get_file(place: str, target: str) -> None:
+        if "/slow/" in place:
+            go_on.wait()
+        get(place, target)
+
+    monkeypatch.setattr(storage._files, "get_file", get_file)
+    waiting = [asyncio.create_task(storage.fetch_off_loop(slow)) for _ in range(2 * TRANSFER_THREADS)]
+    try:
+        await asyncio.sleep(0)
+        async with asyncio.timeout(PATIENCE_S):
+            await storage.fetch_off_loop(quick)
+        assert not any(each.done() for each in waiting)
+    finally:
+        go_on.set()
+    await asyncio.gather(*waiting)
+    assert content(slow).keys() == {*FILES, FILE_NAME}
+
+
+@pytest.mark.parametrize("known_s", [60.0, 0.0])
+async def test_what_was_fetched_waits_for_no_transfer_until_it_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known_s: float
+) -> None:
+    monkeypatch.setattr(checkpoint_storage, "KNOWN_S", known_s)
+    storage = CheckpointStorage(tmp_path / "local", f"file://{tmp_path}/elsewhere")
+    evicted, removed = directories = [write(tmp_path / "local" / name) for name in ("evicted", "removed")]
+    for directory in directories:
+        storage.store(directory)
+        assert not storage._knows(directory)
+        await storage.fetch_off_loop(directory)
+        assert storage._knows(directory) == bool(known_s)
+    go_on = threading.Event()
+    transfers = [asyncio.create_task(in_transfer_thread(go_on.wait)) for _ in range(2 * TRANSFER_THREADS)]
+    try:
+        await asyncio.sleep(0)
+        async with asyncio.timeout(PATIENCE_S):
+            for directory in directories:
+                await storage.fetch_off_loop(directory)
+    finally:
+        go_on.set()
+    await asyncio.gather(*transfers)
+    os.utime(evicted, (0, 0))
+    storage.evict(0)
+    storage.remove(removed)
+    assert not any(map(storage._knows, directories))
+    await storage.fetch_off_loop(evicted)
+    assert evicted.exists()
+
+
 async def test_weights_are_waited_for_while_the_storage_is_away(
     s3: ObjectStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(checkpoint_storage, "AWAY_S", 0.05)
+    monkeypatch.setattr(outbox, "AWAY_S", 0.05)
     storage = CheckpointStorage(tmp_path / "local", f"s3://{BUCKET}/away", pauses_s=())
     directory = write(tmp_path / "local" / "1")
     storage.store(directory)
     shutil.rmtree(directory)
     with s3.away():
-        waiting = asyncio.create_task(fetched(storage, directory))
-        await until(lambda: "waiting for storage" in caplog.text)
+        waiting = asyncio.ensure_future(when_possible(partial(storage.fetch_off_loop, directory)))
+        await until(lambda: "tried again in" in caplog.text)
         assert not waiting.done()
         assert storage.listed("[0-9]*") == ()
     await waiting

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save
 
 from skyrl_tinker.atomic_directory import atomic_directory, make_durable, storage_errors
 from skyrl_tinker.domain.ids import ModelKey
-from skyrl_tinker.domain.manifest import Manifest, entry_of, write_manifest
+from skyrl_tinker.domain.manifest import FILE_NAME, Manifest, entry_of, write_listing, write_manifest
 from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from skyrl_tinker.domain.values import (
     Failure,
@@ -292,4 +292,6 @@ class ScriptedTrainer:
 def _write(captured: CapturedSteps, directory: Path) -> int:
     with atomic_directory(directory) as staging:
         captured.write(staging)
+        if not (staging / FILE_NAME).exists():
+            write_listing(staging)
     return make_durable(directory)

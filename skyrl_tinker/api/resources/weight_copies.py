@@ -16,7 +16,7 @@ from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import OwnerId, SessionId
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, StorageError, UserError
-from skyrl_tinker.off_loop import in_disk_thread
+from skyrl_tinker.off_loop import in_transfer_thread
 from skyrl_tinker.protocol.schemas.runs import CopyWeightsRequest
 from skyrl_tinker.protocol.validation.steps import refuse_access_token, validate_ttl
 from skyrl_tinker.store import checkpoint_copies
@@ -88,9 +88,9 @@ async def _add(services: Services, owner: OwnerId | None, root: Path, new: NewCo
         return checkpoint_copies.add(conn, owner, new)
 
     try:
-        await in_disk_thread(services.storage.fetch, Path(new.source.directory))
-        await in_disk_thread(_copy_files, new.source, root)
-        await in_disk_thread(services.storage.store, Path(new.directory))
+        await in_transfer_thread(services.storage.fetch, Path(new.source.directory))
+        await in_transfer_thread(_copy_files, new.source, root)
+        await in_transfer_thread(services.storage.store, Path(new.directory))
         kept = True  # a write that is cancelled, or that breaks off, may be committed all the same
         kept = await services.store.write(op)
     except SkyrlTinkerError as error:
@@ -98,8 +98,8 @@ async def _add(services: Services, owner: OwnerId | None, root: Path, new: NewCo
         raise
     finally:
         if not kept:  # it failed, or the same request was added meanwhile
-            await in_disk_thread(services.storage.discard, Path(new.directory))
-            await in_disk_thread(shutil.rmtree, root, ignore_errors=True)
+            await in_transfer_thread(services.storage.discard, Path(new.directory))
+            await in_transfer_thread(shutil.rmtree, root, ignore_errors=True)
 
 
 def _copy_files(source: CheckpointRow, root: Path) -> None:

@@ -13,6 +13,7 @@ from skyrl_tinker.protocol.schemas.futures import QueueState
 from skyrl_tinker.store.futures.cancellation import QueuePosition
 
 CREATED = "the model is being created"
+HELD = "waiting for an earlier save of this model to be written, or a checkpoint to be fetched"
 _RUNNING = {
     RequestKind.CREATE_MODEL: CREATED,
     RequestKind.LOAD_WEIGHTS: "the weights are being loaded",
@@ -63,7 +64,7 @@ def _training(position: QueuePosition, view: TrainingView) -> Reason:
         text = f"waiting for seq {lane.next_seq} of this model ({lane.lowest} has arrived)"
         return Reason("paused_capacity", text)
     if lane.held:
-        return Reason("paused_capacity", "waiting for an earlier save of this model, which is being written")
+        return Reason("paused_capacity", HELD)
     if position.model_key in view.running:
         created = lane.next_seq == 1 and view.running_kind in _CREATIONS
         return Reason("active", CREATED if created else "earlier requests of this model are running")

@@ -25,8 +25,8 @@ from skyrl_tinker.engine.outbox import persistently, read_persistently
 from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import SkyrlTinkerError, StorageError, TrainerError
-from skyrl_tinker.off_loop import in_disk_thread
-from skyrl_tinker.storage.checkpoint_storage import Storage, fetched
+from skyrl_tinker.off_loop import in_disk_thread, in_transfer_thread
+from skyrl_tinker.storage.checkpoint_storage import Storage
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -77,6 +77,7 @@ class SnapshotKeeper:
         self._progress: dict[ModelKey, _Unkept] = {}
         self._writing: asyncio.Task[None] | None = None
         self._removals: set[asyncio.Task[None]] = set()
+        self._forgetting = asyncio.Lock()
         self.taken = 0
         self.spent_s = 0.0  # of the trainer's time, so far
 
@@ -150,7 +151,7 @@ class SnapshotKeeper:
             await self._trainer.persist_state(captured, row.directory)
             await self._commits.add(UnitEnd({}, (partial(_require_written, model=model, until=seq_id),)))
             await captured.drop()
-            await in_disk_thread(self._storage.store, directory)
+            await in_transfer_thread(self._storage.store, directory)
             await self._keep_sampled(model)
             await self._commits.add(UnitEnd({}, (partial(_put, model=model, row=row),)))
         except Exception as error:  # whatever it was, training goes on
@@ -173,8 +174,8 @@ class SnapshotKeeper:
         row = SnapshotRow(seq_id, str(self._new_directory(model, seq_id)), optimizer)
         try:
             with storage_errors("the checkpoint could not be kept for a later replay"):
-                await in_disk_thread(_link_files, Path(source), Path(row.directory))
-                await in_disk_thread(self._storage.store_copy, Path(row.directory), Path(source), origin)
+                await in_transfer_thread(_link_files, Path(source), Path(row.directory))
+                await in_transfer_thread(self._storage.store_copy, Path(row.directory), Path(source), origin)
                 await self._keep_sampled(model)
         except StorageError:
             await self.discard(row)
@@ -186,8 +187,8 @@ class SnapshotKeeper:
         await self._remove(Path(row.directory))
 
     async def fetch(self, row: SnapshotRow) -> None:
-        """Bring its files here, and wait while the storage that has them is away."""
-        await fetched(self._storage, Path(row.directory))
+        """Bring its files here. Raises StorageError, StorageAwayError: they may come later."""
+        await self._storage.fetch_off_loop(Path(row.directory))
 
     def loaded(self, model: ModelKey, row: SnapshotRow) -> Op[Any]:
         """Return the op that makes a linked checkpoint the model's snapshot."""
@@ -201,14 +202,15 @@ class SnapshotKeeper:
             snapshots = snapshot_records.all_directories(conn)
             alive = model_records.list_in_states(conn, ModelState.READY, ModelState.PARKED)
             live = {row.key for row in alive}
-            return {*snapshots, *unit_records.models_with_bodies(conn)} - live, snapshots
+            return {*snapshots, *unit_records.models_with_bodies(conn), *models} - live, snapshots
 
         found = await self._directories(self._root)  # first: what comes later is not ours to remove
+        models = {ModelKey(int(path.name)) for path in await in_disk_thread(_of_models, self._root)}
         dead, snapshots = await self._store.fetch(kept)
-        for model in dead:
+        for model in sorted(dead):
             await self.forget(model)
         recorded = {_name(Path(each)) for each in snapshots.values()}
-        for path in found:
+        for path in sorted(found):
             if _name(path) not in recorded:
                 await self._remove(path)
 
@@ -223,17 +225,19 @@ class SnapshotKeeper:
         self._progress.pop(model, None)
 
     async def forget(self, model: ModelKey) -> None:
-        """Remove all that was kept of a model that has ended."""
-        await self._commits.drain()
-        self.pause(model)
-        await persistently(lambda: self._store.write(lambda conn: snapshot_records.drop(conn, model)))
-        await self._drop_bodies(model, ALL)
-        await self._remove(self._root / str(model))
+        """Remove all that was kept of a model that has ended, and is paused.
+
+        One at a time: many may end at once, and their files are many.
+        """
+        async with self._forgetting:
+            await self.settle()
+            await persistently(lambda: self._store.write(lambda conn: snapshot_records.drop(conn, model)))
+            await self._drop_bodies(model, ALL)
+            await self._remove(self._root / str(model))
 
     async def _forget_before(self, model: ModelKey, row: SnapshotRow) -> None:
         await self._drop_bodies(model, row.seq_id)
-        found = await self._directories(self._root / str(model))
-        for path in found:
+        for path in sorted(await self._directories(self._root / str(model))):
             if _seq_id_of(path) < row.seq_id:  # newer ones may be on their way to being recorded
                 await self._remove(path)
 
@@ -244,12 +248,12 @@ class SnapshotKeeper:
             here = below.glob("[0-9]*" if below != self._root else "*/*")
             return {*here, *self._storage.listed("[0-9]*/[0-9]*", below)}
 
-        return await in_disk_thread(find)
+        return await in_transfer_thread(find)
 
     async def _remove(self, path: Path) -> None:
         """Remove it here, and from storage as far as that can be done: what stays costs room only."""
         await in_disk_thread(shutil.rmtree, path, ignore_errors=True)
-        removal = asyncio.create_task(in_disk_thread(self._storage.discard, path))  # it may be slow, or away
+        removal = asyncio.create_task(in_transfer_thread(self._storage.discard, path))  # maybe for long
         self._removals.add(removal)
         removal.add_done_callback(self._removals.discard)
 
@@ -268,6 +272,10 @@ class SnapshotKeeper:
 def _name(directory: Path) -> tuple[str, ...]:
     """Return the end of its path: the root may have several names."""
     return directory.parts[-2:]
+
+
+def _of_models(root: Path) -> list[Path]:
+    return list(root.glob("[0-9]*"))
 
 
 def _seq_id_of(directory: Path) -> int:

@@ -1,9 +1,12 @@
 """Unnamed weights for sampling: how many are kept, where they lie, and when they go."""
 
+import asyncio
 import logging
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from sqlalchemy import Connection
 
@@ -14,7 +17,7 @@ from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
-from skyrl_tinker.off_loop import in_disk_thread
+from skyrl_tinker.off_loop import in_disk_thread, in_transfer_thread
 from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.store import Store
 
@@ -40,6 +43,7 @@ class EphemeralVersions:
         self._spill = spill
         self._settings = settings
         self._sizes: dict[VersionId, int] = {}
+        self._turns: WeakValueDictionary[VersionId, asyncio.Lock] = WeakValueDictionary()
 
     async def sweep(self) -> None:
         """Drop what nobody samples any more, then the oldest above the cap, and move others to disk."""
@@ -81,7 +85,7 @@ class EphemeralVersions:
         for version in versions:
             recent = version == versions[-1] or self._samplers.idle_s(version) < RECENT_S
             if recent or version.id in waited_for:
-                await in_disk_thread(self._spill.keep, version)
+                await self._in_turn(self._spill.keep, version)
 
     async def _list_unused(self) -> list[WeightVersion]:
         def op(conn: Connection) -> tuple[list[WeightVersion], list[WeightVersion]]:
@@ -97,8 +101,13 @@ class EphemeralVersions:
         if not await self.retire(version):
             return False
         self._sizes.pop(version.id, None)
-        await in_disk_thread(self._spill.remove, version)
+        await self._in_turn(self._spill.remove, version)
         return True
+
+    async def _in_turn(self, work: Callable[[WeightVersion], None], version: WeightVersion) -> None:
+        """Have the spill work on a version, behind what it does with it already."""
+        async with self._turns.setdefault(version.id, asyncio.Lock()):
+            await in_transfer_thread(work, version)
 
     async def _enforce_cap(self, kept: list[WeightVersion]) -> None:
         """Drop versions, oldest first, until all are below the cap; the newest of each model stays."""
@@ -127,7 +136,7 @@ class EphemeralVersions:
             if not await in_disk_thread(self._spill.low):
                 return
             with suppress(FileNotFoundError):  # gone with a reboot; it may yet be made again
-                await in_disk_thread(self._spill.move, version)
+                await self._in_turn(self._spill.move, version)
 
 
 def _size_of(directory: Path) -> int:

@@ -23,9 +23,9 @@ from skyrl_tinker.engine.sampler.version_files import has_files
 from skyrl_tinker.engine.sampler.weight_swaps import WeightSwaps
 from skyrl_tinker.engine.scheduling.priorities import Priorities, Share
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
+from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, StateLostError, UserError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.off_loop import in_disk_thread
+from skyrl_tinker.off_loop import in_transfer_thread
 from skyrl_tinker.protocol.queue_views import SamplingView
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.weight_sync.transport import CapturedWeights, WeightTransport
@@ -192,8 +192,7 @@ class Samplers:
     async def _await_files(self, source: SampleSource) -> None:
         if source is None:
             return
-        if self.storage is not LOCAL_DISK:
-            await in_disk_thread(self.storage.fetch, Path(newest(source).directory))
+        await self.storage.fetch_off_loop(Path(newest(source).directory))
         if self._restored.is_set():
             return
         if not await asyncio.to_thread(has_files, newest(source)):
@@ -216,6 +215,12 @@ class Samplers:
                 return await call.execute(request)
             except NotFoundError as error:  # a sampler had lost the adapter, which is loaded again
                 _log.info("tried again: %s", error)
+                return await call.execute(request)
+            except StateLostError:
+                if source is None:
+                    raise
+                # somebody has deleted the directory where it is cached, which counted as here
+                await in_transfer_thread(self.storage.fetch, Path(newest(source).directory))
                 return await call.execute(request)
 
 

@@ -7,19 +7,21 @@ again at any moment finds them. A copy on disk is complete or not there, and out
 import os
 import shutil
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 from skyrl_tinker.atomic_directory import atomic_directory
 from skyrl_tinker.domain.manifest import write_listing
 from skyrl_tinker.domain.values import WeightVersion
+from skyrl_tinker.engine.outbox import when_possible
 from skyrl_tinker.off_loop import in_disk_thread
-from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage, fetched
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 
 SPARE = 0.5  # of the tmpfs stays free: what lies in it is memory that processes lack
 
 
 class TmpfsSpill:
-    """All methods but `restore` block: call them in a thread, one at a time."""
+    """All methods but `restore` block: call them in a thread, for one version one at a time."""
 
     def __init__(
         self, memory: Path, disk: Path, storage: Storage = LOCAL_DISK, *, spare: float = SPARE
@@ -58,7 +60,7 @@ class TmpfsSpill:
 
     async def restore(self, version: WeightVersion) -> None:
         """Make its directory again, after a reboot or on another host, if it was kept."""
-        await fetched(self._storage, self._disk / version.name)
+        await when_possible(partial(self._storage.fetch_off_loop, self._disk / version.name))
         await in_disk_thread(self._link, version)
 
     def _link(self, version: WeightVersion) -> None:

@@ -18,7 +18,7 @@ from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.saves.export_files import Export, finish_export
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
 from skyrl_tinker.engine.unit_commits import UnitCommits
-from skyrl_tinker.off_loop import in_disk_thread
+from skyrl_tinker.off_loop import in_disk_thread, in_transfer_thread
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records
@@ -66,7 +66,7 @@ class Exporter(SaveFlow[ExternalExport]):
         await self._trainer.persist_state(save.captured, str(save.staging))
         export = Export(self._facts, save.model.spec, self._trainer.spec.dtype, save.body.recipients)
         with storage_errors("the export could not be written"):
-            return await in_disk_thread(finish_export, export, save.staging, save.directory)
+            return await in_transfer_thread(finish_export, export, save.staging, save.directory)
 
     async def _free(self, save: ExternalExport) -> None:
         await save.captured.drop()

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,10 @@ from typing import Any, Literal, NamedTuple
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.domain.ids import CheckpointKind, ModelKey
+from skyrl_tinker.domain.ids import CheckpointKind, ModelKey, VersionId
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.domain.values import Failure, WeightVersion
-from skyrl_tinker.engine.outbox import failure_of, persistently, read_persistently, when_there_is_room
+from skyrl_tinker.engine.outbox import failure_of, persistently, read_persistently, when_possible
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor, ScoredProbe
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
@@ -49,6 +49,16 @@ class SamplerSaveRequest(NamedTuple):
     row: QueuedRow
     model: ModelRow
     body: SaveSamplerBody
+
+    @property
+    def path(self) -> TinkerPath | None:
+        """Return None for unnamed weights."""
+        name = self.body.name
+        return TinkerPath(self.model.model_id, CheckpointKind.SAMPLER_WEIGHTS, name) if name else None
+
+    @property
+    def kind(self) -> Literal["lora", "full"]:
+        return "lora" if self.model.spec.rank else "full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +129,11 @@ class Publisher(SaveFlow[SamplerSave]):
             raise
         except SkyrlTinkerError as error:
             return [failure_of(error) for _ in requests]
-        return [await self._begin_or_drop(request, captured[request.model.key]) for request in requests]
+        begun = await self._begin(requests, captured)
+        for request, save in zip(requests, begun, strict=True):
+            if isinstance(save, Failure):
+                await captured[request.model.key].drop()
+        return begun
 
     async def restore(self, row: QueuedRow, model: ModelRow) -> None:
         """Write the files of a published version again if they are gone, as after a reboot.
@@ -132,7 +146,7 @@ class Publisher(SaveFlow[SamplerSave]):
             return
         captured = (await self._trainer.capture_weights({model.key: False}))[model.key]
         try:
-            await when_there_is_room(partial(self._write_lost, captured, Path(version.directory)))
+            await when_possible(partial(self._write_lost, captured, Path(version.directory)))
         except StorageError as error:
             _log.error("%s could not be written again: %s", version.name, error)
         finally:
@@ -159,33 +173,35 @@ class Publisher(SaveFlow[SamplerSave]):
     def _lends(self, save: SamplerSave) -> bool:
         return save.version.kind == "full" and save.sampled_next and self._samplers.takes_captured
 
-    async def _begin_or_drop(
-        self, request: SamplerSaveRequest, captured: CapturedState
-    ) -> SamplerSave | Failure:
-        try:
-            return await self._begin(*request, captured)
-        except Exception as error:  # becomes the result of the request
-            await captured.drop()
-            return failure_of(error)
-
     async def _begin(
-        self, row: QueuedRow, model: ModelRow, body: SaveSamplerBody, captured: CapturedState
+        self, requests: Sequence[SamplerSaveRequest], captured: Mapping[ModelKey, CapturedState]
+    ) -> list[SamplerSave | Failure]:
+        """Reserve the names, and number the versions of all in one commit."""
+        failures: dict[int, Failure] = {}
+        try:
+            async with AsyncExitStack() as names:
+                for request in requests:
+                    try:
+                        await names.enter_async_context(self._reserving(request.path))
+                    except Exception as error:  # becomes the result of this request
+                        failures[request.row.id] = failure_of(error)
+                fine = [request for request in requests if request.row.id not in failures]
+                numbers = await persistently(lambda: self._store.write(partial(_insert_versions, saves=fine)))
+        except Exception as error:  # becomes the result of each
+            return [failures.get(request.row.id) or failure_of(error) for request in requests]
+        versions = {request.row.id: number for request, number in zip(fine, numbers, strict=True)}
+        return [
+            failures.get(request.row.id)
+            or self._started(request, versions[request.row.id], captured[request.model.key])
+            for request in requests
+        ]
+
+    def _started(
+        self, request: SamplerSaveRequest, number: VersionId, captured: CapturedState
     ) -> SamplerSave:
-        """Reserve the name and number the version. Raises SkyrlTinkerError."""
-        path = TinkerPath(model.model_id, CheckpointKind.SAMPLER_WEIGHTS, body.name) if body.name else None
-        kind: Literal["lora", "full"] = "lora" if model.spec.rank else "full"
-        async with self._reserving(path):
-            insert = partial(
-                sampling_sessions.insert_version,
-                model_key=model.key,
-                kind=kind,
-                durable=path is not None,
-                inflight=body.kind == "inflight",
-                future_id=row.id,
-            )
-            number = await persistently(lambda: self._store.write(insert))
-            version = WeightVersion(number, kind, "")
-            directory = self._new_directory(row, model, path) if path else self._ephemeral / version.name
+        row, model, body = request
+        version, path = WeightVersion(number, request.kind, ""), request.path
+        directory = self._new_directory(row, model, path) if path else self._ephemeral / version.name
         version = replace(version, directory=str(directory))
         return SamplerSave(row, model, body, path, directory, version, captured)
 
@@ -243,6 +259,20 @@ def _request(conn: Connection, row: QueuedRow, body: bytes) -> SamplerSaveReques
     model = model_records.by_key(conn, model_of(row))
     assert model is not None, "futures refer to models"
     return SamplerSaveRequest(row, model, SaveSamplerBody.from_bytes(body))
+
+
+def _insert_versions(conn: Connection, saves: Sequence[SamplerSaveRequest]) -> list[VersionId]:
+    return [
+        sampling_sessions.insert_version(
+            conn,
+            model_key=save.model.key,
+            kind=save.kind,
+            durable=save.path is not None,
+            inflight=save.body.kind == "inflight",
+            future_id=save.row.id,
+        )
+        for save in saves
+    ]
 
 
 def _create_session(conn: Connection, save: SamplerSave) -> str:

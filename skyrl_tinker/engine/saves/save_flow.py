@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -30,13 +31,13 @@ from skyrl_tinker.engine.outbox import (
     finish_all,
     json_answer,
     read_persistently,
-    when_there_is_room,
+    when_possible,
 )
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import DiskFullError, TrainerError, UserError
-from skyrl_tinker.off_loop import in_disk_thread
+from skyrl_tinker.off_loop import in_disk_thread, in_transfer_thread
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
-from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage, stored
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint, expiry
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -104,7 +105,7 @@ class SaveFlow(ABC, Generic[S]):
         try:
             size = await self._write_with_room(save)
             if save.path is not None:
-                await stored(self._storage, save.directory)
+                await when_possible(partial(in_transfer_thread, self._storage.store, save.directory))
             await self._commit(save, size)
         except TrainerError:
             await self._discard(save)
@@ -157,7 +158,7 @@ class SaveFlow(ABC, Generic[S]):
             return await self._write(save)
         except DiskFullError:
             await asyncio.sleep(RETRY_S)
-        return await when_there_is_room(lambda: self._write_again(save))
+        return await when_possible(lambda: self._write_again(save))
 
     async def _write_again(self, save: S) -> int:
         if not await in_disk_thread(save.directory.exists):
@@ -192,6 +193,6 @@ class SaveFlow(ABC, Generic[S]):
 
     async def _remove(self, save: S) -> None:
         if save.path is not None:
-            await in_disk_thread(self._storage.discard, save.directory)
+            await in_transfer_thread(self._storage.discard, save.directory)
         for directory in (save.staging, save.directory):
             await in_disk_thread(shutil.rmtree, directory, ignore_errors=True)

@@ -27,7 +27,7 @@ def model_of(row: QueuedRow) -> ModelKey:
 class LaneStatus:
     """State of a lane with waiting rows. `lowest`: the first seq_id that is here.
 
-    `storage_blocked`: the next row waits until a save is written.
+    `storage_blocked`: the next row waits until a save is written, or the files of its checkpoint are here.
     """
 
     session_id: SessionId
@@ -58,6 +58,7 @@ class _Lane:
     storage_blocked: bool = False  # a save is being written: no other save and no load begins
     publishing: int = 0  # saves for samplers being written: no load begins, which would become the snapshot
     writing: set[int] = field(default_factory=set)  # of those, the ids of which the ranks hold the weights
+    loads: dict[int, bool] = field(default_factory=dict)  # id of one next in turn -> its files are here
     held: bool = False  # nothing begins
     window_error: str | None = None  # why the gradients of the current accumulation window are invalid
     last: int | None = None  # the last seq_id that runs: the model is to be unloaded
@@ -161,11 +162,31 @@ class Lanes:
     def runnable(self, budget: int) -> dict[ModelKey, Sequence[QueuedRow]]:
         """Return each model's next rows: one barrier, or consecutive passes of about `budget` tokens.
 
-        Passes that the API refused are skipped here; a refused forward_backward invalidates its window.
+        Passes that the API refused are skipped here; a refused forward_backward invalidates its window. A
+        load is among them once `fetch_ended`.
         """
         for lane in self._open.values():
             _skip_refused(lane)
         return self.heads(budget)
+
+    def start_fetches(self) -> list[QueuedRow]:
+        """Return the loads that are next in turn and new here: their lanes stand until `fetch_ended`."""
+        rows = []
+        for lane in self._open.values():
+            _skip_refused(lane)
+            first = lane.parked.get(lane.next_seq)
+            if first is None or first.id in lane.loads or first.kind is not RequestKind.LOAD_WEIGHTS:
+                continue
+            if not lane.held and not _waits_for_saves(lane, first):
+                lane.loads[first.id] = False
+                rows.append(first)
+        return rows
+
+    def fetch_ended(self, row: QueuedRow) -> None:
+        """Let a load begin: its files are here, or it is known to fail."""
+        lane = self._lane(model_of(row))
+        if row.id in lane.loads:
+            lane.loads[row.id] = True
 
     def heads(self, budget: int) -> dict[ModelKey, Sequence[QueuedRow]]:
         """Return what `runnable` does but for lanes whose next row was refused; changes nothing."""
@@ -183,6 +204,8 @@ class Lanes:
         model, seq_id = _position(row)
         lane = self._lane(model)
         lane.parked[seq_id] = row
+        if row.kind is RequestKind.LOAD_WEIGHTS:
+            lane.loads[row.id] = True
         lane.over.discard(seq_id)
         lane.over.update(range(seq_id + 1, lane.next_seq))
         lane.next_seq = min(lane.next_seq, seq_id)
@@ -229,9 +252,10 @@ class Lanes:
         self._lane(model_of(row)).writing.discard(row.id)
 
     def under_way(self, model: ModelKey) -> bool:
-        """Return True while a save of this model is written, or its next request waits to be tried again."""
+        """Return True while files of this model are written or fetched, or it waits to be tried again."""
         lane = self._lane(model)
-        return lane.storage_blocked or lane.publishing > 0 or lane.held
+        fetching = not all(lane.loads.values())
+        return lane.storage_blocked or lane.publishing > 0 or lane.held or fetching
 
     def invalidate_window(self, model: ModelKey, why: str) -> None:
         """Make the next optim_step of this model fail with this reason; the first reason stays."""
@@ -262,7 +286,7 @@ def _status(lane: _Lane) -> LaneStatus:
         first.session_id,
         lane.next_seq,
         min(lane.parked),
-        _waits_for_storage(lane, first),
+        _waits_for_saves(lane, first) or lane.loads.get(first.id) is False,
     )
 
 
@@ -279,7 +303,7 @@ def _gap(lane: _Lane) -> Gap | None:
 
 def _pop(lane: _Lane, seq_id: int) -> None:
     assert seq_id == lane.next_seq, "started out of order"
-    del lane.parked[seq_id]
+    lane.loads.pop(lane.parked.pop(seq_id).id, None)
     lane.apart.pop(seq_id, None)
     lane.next_seq += 1
     while lane.next_seq in lane.over:  # refused ones, which were skipped while those before them ran
@@ -300,12 +324,16 @@ def _skip_refused(lane: _Lane) -> None:
 
 def _head(lane: _Lane, budget: int) -> list[QueuedRow]:
     first = lane.parked.get(lane.next_seq)
-    if first is None or lane.held or _waits_for_storage(lane, first):
+    if first is None or lane.held or _waits_for_saves(lane, first) or _waits_for_files(lane, first):
         return []
     return list(_passes(lane, budget)) if first.kind in PASSES else [first]
 
 
-def _waits_for_storage(lane: _Lane, first: QueuedRow) -> bool:
+def _waits_for_files(lane: _Lane, first: QueuedRow) -> bool:
+    return first.kind is RequestKind.LOAD_WEIGHTS and not lane.loads.get(first.id, False)
+
+
+def _waits_for_saves(lane: _Lane, first: QueuedRow) -> bool:
     if lane.publishing and first.kind is RequestKind.LOAD_WEIGHTS:
         return True
     if lane.writing and first.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:

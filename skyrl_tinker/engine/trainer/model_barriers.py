@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_tinker.domain.ids import RequestKind
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.outbox import failure_of, read_persistently
 from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
-from skyrl_tinker.engine.trainer.model_creation import Finished, ModelCreation
+from skyrl_tinker.engine.trainer.model_creation import Finished, LoadFiles, ModelCreation
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
-from skyrl_tinker.errors import DiskFullError, TrainerError
+from skyrl_tinker.errors import StorageAwayError, TrainerError
 from skyrl_tinker.protocol.stored_requests import (
     CreateViaLoadBody,
     LoadWeightsBody,
@@ -51,38 +52,71 @@ class ModelBarriers:
         self._creation = creation
         self._saver = saver
         self._exporter = exporter
+        self._loads: dict[QueuedRow, LoadFiles | Failure] = {}  # that have not begun
+
+    async def fetch(self, row: QueuedRow) -> None:
+        """Do all of a load that needs no trainer, beside units of work; `execute` reports its failure."""
+        model, body = await self._models.row(model_of(row)), await self._read(row)
+        if body is None:  # it has just expired
+            return
+        try:
+            load = CreateViaLoadBody if row.seq_id == 0 else LoadWeightsBody
+            self._loads[row] = await self._creation.fetch(model, row.seq_id or 0, load.from_bytes(body))
+        except Exception as error:  # becomes the result of this request
+            self._loads[row] = failure_of(error)
+
+    async def drop_expired(self) -> None:
+        """Drop what was fetched for loads that will not run: they wait no more. Call it between units."""
+        for row in [row for row in self._loads if not self._lanes.waits(row)]:
+            await self._discard(row)
 
     async def execute(self, row: QueuedRow) -> BarrierResult:
-        """Run a request. Raises TrainerError: the ranks are broken, DiskFullError: nothing was done."""
-        model = await self._models.row(model_of(row))
-        bodies = await read_persistently(self._store, lambda conn: queue.read_bodies(conn, [row.id]))
-        body = bodies.get(row.id)
+        """Run a request.
+
+        Raises TrainerError: the ranks are broken, StorageAwayError: nothing was done, and may be tried again.
+        """
+        model, body = await self._models.row(model_of(row)), await self._read(row)
         if body is None:  # it expired before it started
             return BarrierResult()
         try:
-            return await self._execute(row, model, body)
-        except (TrainerError, DiskFullError):
+            result = await self._execute(row, model, body)
+        except (TrainerError, StorageAwayError):
             raise
         except Exception as error:  # becomes the result of this request
-            failure = failure_of(error)
-            if row.seq_id != 0:
-                return BarrierResult(Finished(failure))
-            await self._models.fail_creation(row, model, failure)
-            return BarrierResult()
+            await self._discard(row)
+            return await self._fail(row, model, failure_of(error))
+        if isinstance(load := self._loads.pop(row, None), LoadFiles):
+            self._creation.loaded(load)
+        return result
+
+    async def _read(self, row: QueuedRow) -> bytes | None:
+        bodies = await read_persistently(self._store, lambda conn: queue.read_bodies(conn, [row.id]))
+        return bodies.get(row.id)
+
+    async def _fail(self, row: QueuedRow, model: ModelRow, failure: Failure) -> BarrierResult:
+        if row.seq_id != 0:
+            return BarrierResult(Finished(failure))
+        await self._models.fail_creation(row, model, failure)
+        return BarrierResult()
+
+    async def _discard(self, row: QueuedRow) -> None:
+        load = self._loads.pop(row, None)
+        if isinstance(load, LoadFiles):
+            await self._creation.discard(load)
 
     async def _execute(self, row: QueuedRow, model: ModelRow, body: bytes) -> BarrierResult:
-        match row.kind, row.seq_id:
+        match row.kind, self._loads.get(row):
             case RequestKind.CREATE_MODEL, _:
                 return BarrierResult(await self._creation.create(model))
-            case RequestKind.LOAD_WEIGHTS, 0:
-                return BarrierResult(
-                    await self._creation.create_from(model, CreateViaLoadBody.from_bytes(body))
-                )
-            case RequestKind.LOAD_WEIGHTS, seq_id:
-                assert seq_id is not None, "training requests are numbered"
-                loaded = await self._creation.load(model, seq_id, LoadWeightsBody.from_bytes(body))
+            case RequestKind.LOAD_WEIGHTS, LoadFiles() as files if row.seq_id == 0:
+                create = CreateViaLoadBody.from_bytes(body)
+                return BarrierResult(await self._creation.create_from(model, create, files))
+            case RequestKind.LOAD_WEIGHTS, LoadFiles() as files:
+                loaded = await self._creation.load(model, LoadWeightsBody.from_bytes(body), files)
                 self._lanes.reset_window(model.key)
                 return BarrierResult(loaded)
+            case RequestKind.LOAD_WEIGHTS, Failure() as failure:
+                return await self._fail(row, model, failure)
             case RequestKind.SAVE_WEIGHTS, _:
                 saving = await self._saver.capture(row, model, SaveWeightsBody.from_bytes(body))
                 return BarrierResult(write=self._saver.persist(saving))

@@ -1,7 +1,7 @@
 """Creation of models, and loads of checkpoints into new and existing ones."""
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,17 @@ from sqlalchemy import Connection
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import Effect, ModelKey, ModelState
 from skyrl_tinker.domain.values import BaseModelFacts, OptimizerFamily
-from skyrl_tinker.engine.outbox import FutureOutcome, FutureResult, json_answer
+from skyrl_tinker.engine.outbox import FutureOutcome, FutureResult, json_answer, when_possible
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records, checkpoint_rules, model_records, session_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
@@ -36,6 +36,14 @@ class Finished:
     outcome: FutureOutcome
     also: tuple[Op[Any], ...] = ()
     effect: Effect | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFiles:
+    """Checkpoint to be loaded, whose files are here, and what keeps them for a later replay."""
+
+    checkpoint: CheckpointRow
+    kept: SnapshotRow
 
 
 class ModelCreation:
@@ -58,11 +66,52 @@ class ModelCreation:
         self._snapshots = snapshots
         self._max_lora_rank = max_lora_rank
         self._storage = storage
-        self._loading: str | None = None
+        self._loading: Counter[str] = Counter()  # directories
 
     def is_loading(self, directory: str) -> bool:
         """Return True while a checkpoint is loaded from this directory, or looked up, which may be it."""
-        return self._loading in (ANY, directory)
+        return directory in self._loading or ANY in self._loading
+
+    async def fetch(
+        self, model: ModelRow, seq_id: int, body: CreateViaLoadBody | LoadWeightsBody
+    ) -> LoadFiles:
+        """Bring here a checkpoint that fits and that the owner of `model` may read; needs no rank.
+
+        Until `loaded` or `discard` its directory stays, even if it is replaced or deleted meanwhile. Waits
+        while a disk is full, or storage away.
+        """
+        if isinstance(body, CreateViaLoadBody):
+            self._require_served(body.base_model)
+        self._loading[ANY] += 1
+        try:
+            checkpoint = await self._find(model, body.path, body.optimizer)
+            self._loading[checkpoint.directory] += 1
+        finally:
+            self._let_go(ANY)
+
+        async def take() -> SnapshotRow:
+            await self._storage.fetch_off_loop(Path(checkpoint.directory))  # it may have left the cache
+            return await self._snapshots.link(
+                model.key, seq_id, checkpoint.directory, self._storage, optimizer=body.optimizer
+            )
+
+        try:
+            return LoadFiles(checkpoint, await when_possible(take))
+        except BaseException:
+            self._let_go(checkpoint.directory)
+            raise
+
+    def loaded(self, files: LoadFiles) -> None:
+        """Let go of a checkpoint that was loaded."""
+        self._let_go(files.checkpoint.directory)
+
+    async def discard(self, files: LoadFiles) -> None:
+        """Let go of one that will not be loaded."""
+        self._let_go(files.checkpoint.directory)
+        await self._snapshots.discard(files.kept)
+
+    def _let_go(self, directory: str) -> None:
+        self._loading -= Counter([directory])  # drops zeros
 
     async def create(self, model: ModelRow) -> Finished:
         self._require_served(model.base_model)  # another may be served than when it was accepted
@@ -70,52 +119,29 @@ class ModelCreation:
         answer = json_answer({"model_id": model.model_id, "type": "create_model"})
         return Finished(answer, (_set_ready(model),))
 
-    async def create_from(self, model: ModelRow, body: CreateViaLoadBody) -> Finished:
+    async def create_from(self, model: ModelRow, body: CreateViaLoadBody, files: LoadFiles) -> Finished:
         """Create a model with the shape and the weights of a checkpoint."""
-        self._require_served(body.base_model)
-        async with self._training_state(model, body.path, body.optimizer) as checkpoint:
-            config = checkpoint.optimizer_config if body.optimizer else body.optimizer_config
-            await self._trainer.create_model(model.key, checkpoint.spec, optimizer_family(config))
-            try:
-                keep = await self._load(model.key, 0, checkpoint.directory, optimizer=body.optimizer)
-            except Exception:  # whatever it was: without its weights the new model is of no use
-                await self._trainer.release(model.key)
-                raise
+        checkpoint = files.checkpoint
+        config = checkpoint.optimizer_config if body.optimizer else body.optimizer_config
+        await self._trainer.create_model(model.key, checkpoint.spec, optimizer_family(config))
+        try:
+            keep = await self._load(model.key, files)
+        except Exception:  # whatever it was: without its weights the new model is of no use
+            await self._trainer.release(model.key)
+            raise
         ready = (_set_spec(model, checkpoint, config), _set_ready(model), keep)
         return Finished(_loaded(model, body.path), ready, Effect.LOADED)
 
-    async def load(self, model: ModelRow, seq_id: int, body: LoadWeightsBody) -> Finished:
+    async def load(self, model: ModelRow, body: LoadWeightsBody, files: LoadFiles) -> Finished:
         """Load a checkpoint in place; the gradients accumulated so far are dropped."""
-        async with self._training_state(model, body.path, body.optimizer) as checkpoint:
-            keep = await self._load(model.key, seq_id, checkpoint.directory, optimizer=body.optimizer)
+        keep = await self._load(model.key, files)
         return Finished(_loaded(model, body.path), (keep,), Effect.LOADED)
 
-    async def _load(self, model: ModelKey, seq_id: int, directory: str, *, optimizer: bool) -> Op[Any]:
-        """Load a checkpoint and keep its files; the op returned makes them the model's snapshot."""
-        kept = await self._snapshots.link(model, seq_id, directory, self._storage, optimizer=optimizer)
-        try:
-            await self._trainer.load_state(model, directory, optimizer=optimizer)
-        except Exception:  # whatever it was: nothing else would delete the copy
-            await self._snapshots.discard(kept)
-            raise
+    async def _load(self, model: ModelKey, files: LoadFiles) -> Op[Any]:
+        """Load a checkpoint; the op returned makes what was kept of it the model's snapshot."""
+        kept = files.kept
+        await self._trainer.load_state(model, files.checkpoint.directory, optimizer=kept.optimizer)
         return self._snapshots.loaded(model, kept)
-
-    @asynccontextmanager
-    async def _training_state(
-        self, model: ModelRow, path: str, optimizer: bool
-    ) -> AsyncIterator[CheckpointRow]:
-        """Find a checkpoint that fits and that the owner of `model` may read.
-
-        Inside the context its directory stays, even if it is replaced or deleted meanwhile.
-        """
-        self._loading = ANY
-        try:
-            checkpoint = await self._find(model, path, optimizer)
-            self._loading = checkpoint.directory
-            await in_disk_thread(self._storage.fetch, Path(checkpoint.directory))
-            yield checkpoint
-        finally:
-            self._loading = None
 
     async def _find(self, model: ModelRow, path: str, optimizer: bool) -> CheckpointRow:
         parsed = tinker_path.parse(path)

@@ -1,6 +1,11 @@
-"""Life of the models in training: opened, created, parked, released or unloaded."""
+"""Life of the models in training: opened, created, parked, released or unloaded.
 
-from collections.abc import Collection, Mapping, Sequence
+A model that ends leaves the ranks at once. Its end is committed behind the units that it ran, and before any
+later replay; what was kept of it is removed after that, beside training.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +18,7 @@ from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.recovery import parking
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
+from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.futures import queue
@@ -24,6 +30,8 @@ from skyrl_tinker.training.trainer_group import TrainerGroup
 
 SESSION_OVER = Failure("the session of this model is finished; its training state is released", "user")
 UNLOADED = Failure("this model was unloaded, as its client asked (unload_model)", "user")
+Start = Callable[[Coroutine[Any, Any, Any]], object]
+"""Start work in the background."""
 
 
 class ModelLifecycle:
@@ -37,6 +45,7 @@ class ModelLifecycle:
         drift_monitor: DriftMonitor,
         snapshots: SnapshotKeeper,
         outbox: Outbox,
+        commits: UnitCommits,
     ) -> None:
         self._store = store
         self._trainer = trainer
@@ -44,6 +53,7 @@ class ModelLifecycle:
         self._drift_monitor = drift_monitor
         self._snapshots = snapshots
         self._outbox = outbox
+        self._commits = commits
         self._releasing: set[ModelKey] = set()  # their sessions are over
         self._unloading: dict[ModelKey, QueuedRow] = {}  # by model, its unload_model request
 
@@ -98,14 +108,17 @@ class ModelLifecycle:
         """Release a model whose session is over, once it has nothing left that can run."""
         self._releasing.add(model)
 
-    async def retire(self) -> None:
-        """Release the models that are to go and have nothing left that can run."""
+    async def retire(self, start: Start) -> None:
+        """Release the models that are to go and have nothing left that can run.
+
+        `start`: starts what the trainer need not wait for.
+        """
         runnable = self._lanes.runnable(1) if self._releasing else {}
         over = {model: SESSION_OVER for model in self._releasing if model not in runnable}
         unloaded = {model: UNLOADED for model in self._unloading if self._lanes.drained(model)}
         for model, failure in {**unloaded, **over}.items():
             if not self._lanes.under_way(model):
-                await self._release(model, failure)
+                start(self._remove(model, await self._release(model, failure)))
 
     async def park(self, model: ModelKey, cause: str) -> None:
         """Close a model that cannot be brought back now. What could bring it back is kept."""
@@ -122,16 +135,27 @@ class ModelLifecycle:
         await self._outbox.send(failures, _set_state(model, ModelState.PARKED, reason))
         self._lanes.forget(model)
 
-    async def _release(self, model: ModelKey, failure: Failure) -> None:
+    async def _release(self, model: ModelKey, failure: Failure) -> "asyncio.Future[None]":
+        """Release a model; returns what is done once that is committed."""
         self._releasing.discard(model)
         failure = self._lanes.closed_by(model) or failure
-        await self._drift_monitor.forget(model)
         await self._trainer.release(model)
         outcomes = self._close(model, failure)
         if request := self._unloading.pop(model, None):
             outcomes.append((request.id, json_answer({"model_id": (await self.row(model)).model_id})))
-        await self._outbox.send(outcomes, _set_state(model, ModelState.RELEASED, failure.message))
+        return self._end(model, ModelState.RELEASED, failure.message, outcomes)
+
+    def _end(
+        self, model: ModelKey, state: ModelState, reason: str, outcomes: Iterable[tuple[int, FutureOutcome]]
+    ) -> "asyncio.Future[None]":
+        self._snapshots.pause(model)
+        return self._commits.add(UnitEnd(dict(outcomes), (_set_state(model, state, reason),)))
+
+    async def _remove(self, model: ModelKey, committed: "asyncio.Future[None]") -> None:
+        """Remove what was kept of a model, once its end is committed."""
+        await committed
         self._lanes.forget(model)
+        await self._drift_monitor.forget(model)
         await self._snapshots.forget(model)
 
     def _close(self, model: ModelKey, failure: Failure) -> list[tuple[int, FutureOutcome]]:

@@ -18,7 +18,7 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import SAVES, Effect, FutureStatus, ModelKey, ModelState
 from skyrl_tinker.domain.values import Failure, PassOutput
-from skyrl_tinker.engine.outbox import persistently, read_persistently
+from skyrl_tinker.engine.outbox import AWAY_S, persistently, read_persistently, when_possible
 from skyrl_tinker.engine.parity.probe import trainer_logprobs
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.scheduling.lanes import model_of
@@ -26,9 +26,8 @@ from skyrl_tinker.engine.scheduling.planner import Pass
 from skyrl_tinker.engine.trainer.model_creation import optimizer_family
 from skyrl_tinker.engine.trainer.optim_steps import step_item
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator
-from skyrl_tinker.errors import SkyrlTinkerError, StorageAwayError, StorageError, TrainerError
+from skyrl_tinker.errors import SkyrlTinkerError, StorageError, TrainerError
 from skyrl_tinker.protocol.protobuf import pass_results
-from skyrl_tinker.storage.checkpoint_storage import AWAY_S
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.futures import outcomes
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -141,7 +140,6 @@ class Replay:
         try:
             await self._trainer.create_model(model.key, model.spec, optimizer_family(model.optimizer_config))
             if snapshot is not None:
-                await self._snapshots.fetch(snapshot)
                 await self._load(model.key, snapshot)
         except TrainerError:
             raise
@@ -149,19 +147,21 @@ class Replay:
             self._failed[model.key] = str(error)
 
     async def _load(self, model: ModelKey, snapshot: SnapshotRow) -> None:
-        """Load it. Waits while another host has no room for it, and READS times for a disk that fails."""
-        failed = 0
-        while True:
+        """Load it. Waits while storage or another host is away, and READS times for a disk that fails."""
+        for left in reversed(range(READS)):
             try:
-                await self._trainer.load_state(model, snapshot.directory, optimizer=snapshot.optimizer)
+                await when_possible(partial(self._read, model, snapshot))
             except StorageError as error:
-                failed += not isinstance(error, StorageAwayError)
-                if failed == READS:
+                if not left:
                     raise
                 _log.warning("tried again in %.0f s: %s", AWAY_S, error)
                 await asyncio.sleep(AWAY_S)
             else:
                 return
+
+    async def _read(self, model: ModelKey, snapshot: SnapshotRow) -> None:
+        await self._snapshots.fetch(snapshot)
+        await self._trainer.load_state(model, snapshot.directory, optimizer=snapshot.optimizer)
 
     async def _prove_ranks(self, model: ModelKey) -> None:
         """Run a trivial pass: if ranks die of that, too, it is not the request. Raises TrainerError."""

@@ -205,7 +205,8 @@ class TrainerDriver:
     async def _next_unit(self, report: Report) -> Unit | ReadyPass:
         if self._trainer.broken is not None:  # before anything that relies on what is repeated then
             await self._rebuild(report)
-        await self._models.retire()
+        await self._execution.fetch_loads()
+        await self._models.retire(self._execution.start)
         ready, self._ahead = self._ahead, None
         while (unit := self._planner.pop(ready.rows if ready else ())) is None:
             self._metrics.trainer.no_work()
@@ -218,7 +219,8 @@ class TrainerDriver:
                     await self._keep(self._snapshots.take_idle)
             if self._trainer.broken is not None:
                 await self._rebuild(report)
-            await self._models.retire()
+            await self._execution.fetch_loads()
+            await self._models.retire(self._execution.start)
         return ready if ready is not None and ready.rows == unit.rows else unit
 
     async def _run(self, unit: Unit | ReadyPass, report: Report) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from skyrl_tinker.domain.ids import Effect, FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure, PassOutput
-from skyrl_tinker.engine.outbox import RETRY_S, FutureOutcome, read_persistently
+from skyrl_tinker.engine.outbox import AWAY_S, FutureOutcome, read_persistently
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave
 from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, model_of
@@ -23,7 +23,7 @@ from skyrl_tinker.engine.trainer.optim_steps import OptimSteps
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator, ReadyPass, encode
 from skyrl_tinker.engine.trainer.step_curves import EndedWindows, StepCurves
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
-from skyrl_tinker.errors import DiskFullError, TrainerError
+from skyrl_tinker.errors import StorageAwayError, TrainerError
 from skyrl_tinker.store.futures.queue import QueuedRow, window_failure
 from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.store import Store
@@ -94,6 +94,21 @@ class UnitExecution:
         await self._snapshots.settle()
         await self._commits.drain()
 
+    def start(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Start work for which neither a unit nor a recovery waits."""
+        self._background.create_task(work)
+
+    async def fetch_loads(self) -> None:
+        """Begin to fetch, beside units of work, what the next loads read. Call it between units."""
+        await self._executors.model_barriers.drop_expired()
+        for row in self._lanes.start_fetches():
+            self._background.create_task(self._fetch(row))
+
+    async def _fetch(self, row: QueuedRow) -> None:
+        await self._executors.model_barriers.fetch(row)
+        self._lanes.fetch_ended(row)
+        self._woken.set()
+
     async def prepare(self, unit: Pass) -> ReadyPass:
         """Make the batch of a pass; needs no rank."""
         return await self._executors.passes.prepare(unit)
@@ -101,7 +116,7 @@ class UnitExecution:
     async def run(self, unit: Barriers | ReadyPass) -> None:
         """Run a unit. Nothing has been recorded of one that raises TrainerError: the ranks are broken.
 
-        Requests for which there is no memory, or no room on the disk, wait in their lanes once more.
+        Requests for which there is no memory, or no room on another host, wait in their lanes once more.
         """
         match unit:
             case ReadyPass():
@@ -205,8 +220,8 @@ class UnitExecution:
     async def _run_barrier(self, row: QueuedRow, *, recorded: bool = False) -> None:
         try:
             result = await self._executors.model_barriers.execute(row)
-        except DiskFullError:
-            self._postpone([row])
+        except StorageAwayError as error:
+            self._postpone(row, error)
             return
         finished, rows = result.finished, [] if recorded else [row]
         if finished is None:
@@ -236,11 +251,11 @@ class UnitExecution:
         end = UnitEnd(answers, ops, next(self._units), all_effects)
         self._commits.add(end if windows is None else _with_points(end, windows))
 
-    def _postpone(self, rows: Sequence[QueuedRow]) -> None:
-        """Try requests again in a while, each before all others of its model: the disk is full."""
-        for row in self._still_open(rows):
-            _log.warning("request %s waits: there is no room on the disk", row.request_id)
-            self._lanes.put_back(row)
+    def _postpone(self, row: QueuedRow, error: StorageAwayError) -> None:
+        """Try a request again in a while, before all others of its model."""
+        for open_row in self._still_open([row]):
+            _log.warning("request %s waits: %s", row.request_id, error)
+            self._lanes.put_back(open_row)
             self._lanes.hold(model_of(row))
             self._background.create_task(self._resume(model_of(row)))
 
@@ -252,7 +267,7 @@ class UnitExecution:
         return [row for row in rows if row.id not in closed]
 
     async def _resume(self, model: ModelKey) -> None:
-        await asyncio.sleep(RETRY_S)
+        await asyncio.sleep(AWAY_S)
         self._lanes.resume(model)
         self._woken.set()
 

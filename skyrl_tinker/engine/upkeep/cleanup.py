@@ -23,7 +23,7 @@ from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.upkeep.purge import Purge
 from skyrl_tinker.engine.upkeep.storage_upkeep import StorageUpkeep
 from skyrl_tinker.errors import SamplerError, StorageError
-from skyrl_tinker.off_loop import in_disk_thread
+from skyrl_tinker.off_loop import in_disk_thread, in_transfer_thread
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions, session_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
@@ -115,7 +115,7 @@ class Cleanup:
         """Remove the row before the directory here: a save may take its name as soon as it is free."""
         version = await self._version(row)
         if version is None or await self._versions.retire(version):
-            await in_disk_thread(self._storage.remove, Path(row.directory))  # tried again if it fails
+            await in_transfer_thread(self._storage.remove, Path(row.directory))  # tried again if it fails
             await self._store.write(lambda conn: checkpoint_records.mark_removed(conn, row.id))
             await in_disk_thread(_remove_directory, Path(row.directory), row.id)
 

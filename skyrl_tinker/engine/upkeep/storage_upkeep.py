@@ -6,7 +6,7 @@ from functools import partial
 
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.engine.recovery import leftovers
-from skyrl_tinker.off_loop import in_disk_thread
+from skyrl_tinker.off_loop import in_transfer_thread
 from skyrl_tinker.storage.checkpoint_storage import Storage
 from skyrl_tinker.store.store import Store
 
@@ -29,13 +29,13 @@ class StorageUpkeep:
         now = time.monotonic()
         if math.isfinite(self._cache_bytes) and now - self._evicted_at > EVICT_S:
             self._evicted_at = now
-            await in_disk_thread(self._storage.evict, self._cache_bytes)
+            await in_transfer_thread(self._storage.evict, self._cache_bytes)
         if now - self._discarded_at > DISCARD_S:
             self._discarded_at = now
             await self._discard_left()
 
     async def _discard_left(self) -> None:
         """Remove what dead hosts left half stored, and what they stored and did not record."""
-        saves = leftovers.saves_of(await in_disk_thread(self._storage.listed, CHECKPOINTS))
+        saves = leftovers.saves_of(await in_transfer_thread(self._storage.listed, CHECKPOINTS))
         abandoned = await self._store.write(partial(leftovers.list_abandoned, saves=saves)) if saves else ()
-        await in_disk_thread(self._storage.discard_old, CHECKPOINTS, abandoned)
+        await in_transfer_thread(self._storage.discard_old, CHECKPOINTS, abandoned)

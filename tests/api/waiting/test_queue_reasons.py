@@ -80,7 +80,7 @@ async def test_a_save_that_is_being_written_says_so_and_who_waits_for_it_too(mad
         for seq_id in (1, 2)
     ]
     await is_told(made.api, saves[0], "active", "the checkpoint is being written")
-    text = "waiting for an earlier save of this model, which is being written"
+    text = "waiting for an earlier save of this model to be written, or a checkpoint to be fetched"
     await is_told(made.api, saves[1], "paused_capacity", text)
     made.trainer.disk.set()
     assert (await made.api.result(saves[1])).status_code == 200

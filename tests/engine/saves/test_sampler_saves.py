@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -18,7 +19,7 @@ from skyrl_tinker.domain.values import (
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import METRIC, DriftMonitor
-from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave
+from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave, _insert_versions
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import StorageError
@@ -103,12 +104,22 @@ def world(store: Store, bell: Doorbell, tmp_path: Path) -> World:
     return World(store, bell, tmp_path)
 
 
-async def test_several_models_share_one_capture_and_one_probe(world: World) -> None:
+async def test_several_models_share_one_capture_one_commit_and_one_probe(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saves = [await world.submit() for _ in range(3)]
+    write, numbered = world.store.write, list[bool]()
+
+    async def counted(op: Any, *options: Any) -> Any:
+        numbered.append(isinstance(op, partial) and op.func is _insert_versions)
+        return await write(op, *options)
+
+    monkeypatch.setattr(world.store, "write", counted)
     keys = [key for key, _ in saves]
     await world.run()
     assert [list(durable) for durable in world.trainer.asked("weights")] == [keys]
     assert world.trainer.asked("pass") == [[(key, False) for key in keys]]
+    assert numbered.count(True) == 1
     sessions = {(await world.answer(accepted))["sampling_session_id"] for _, accepted in saves}
     assert len(sessions) == len(saves)
     assert [world.gaps.pop_gap(key) for key in keys] == [{METRIC: 0.5}] * 3

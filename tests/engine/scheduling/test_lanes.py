@@ -1,5 +1,7 @@
 """A model's requests run strictly by seq_id, and a refused one has exactly the reach it should."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
@@ -43,13 +45,19 @@ def created(*rows: QueuedRow) -> Lanes:
 
 
 def drain(lanes: Lanes) -> list[int]:
-    """Run everything that can run; the seq_ids in the order they ran."""
+    """Run everything that can run, with files of loads at hand; the seq_ids in the order they ran."""
     order: list[int] = []
-    while heads := lanes.runnable(BUDGET):
+    while heads := _runnable(lanes):
         for rows in heads.values():
             lanes.start(rows)
             order += [each.seq_id for each in rows if each.seq_id is not None]
     return order
+
+
+def _runnable(lanes: Lanes) -> dict[ModelKey, Sequence[QueuedRow]]:
+    for load in lanes.start_fetches():
+        lanes.fetch_ended(load)
+    return lanes.runnable(BUDGET)
 
 
 def test_everything_waits_for_the_creation() -> None:
@@ -265,11 +273,45 @@ def test_a_save_for_samplers_waits_until_the_one_before_it_is_written() -> None:
     assert drain(lanes) == []
 
 
+def test_a_lane_stands_until_the_files_of_its_load_are_here() -> None:
+    other = ModelKey(2)
+    lanes = created(refused(1, FORWARD), row(2, RequestKind.LOAD_WEIGHTS), row(3))
+    lanes.open(other, 1)
+    lanes.add(row(1, model=other))
+    assert set(lanes.runnable(BUDGET)) == {other}
+    (load,) = lanes.start_fetches()
+    assert (load, lanes.start_fetches()) == (row(2, RequestKind.LOAD_WEIGHTS), [])
+    assert lanes.under_way(MODEL)
+    assert lanes.statuses()[MODEL].storage_blocked
+    assert set(lanes.runnable(BUDGET)) == {other}
+    lanes.fetch_ended(load)
+    assert not lanes.under_way(MODEL)
+    assert lanes.runnable(BUDGET)[MODEL] == [load]
+    assert drain(lanes) == [2, 1, 3]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_load_that_expires_or_is_lost_while_it_is_fetched_holds_nothing_any_more(closed: bool) -> None:
+    lanes = created(row(1, RequestKind.LOAD_WEIGHTS), row(2))
+    (load,) = lanes.start_fetches()
+    if closed:
+        lanes.close(MODEL, Failure("lost", "server"))
+    else:
+        lanes.expire(load, "it waited too long")
+        assert drain(lanes) == [2]
+    lanes.fetch_ended(load)
+    assert not lanes.under_way(MODEL)
+    assert not lanes.waits(load)
+
+
 def test_a_row_that_is_put_back_runs_before_all_others_of_its_model() -> None:
     lanes = created(row(1, RequestKind.LOAD_WEIGHTS), row(2))
+    (load,) = lanes.start_fetches()
+    lanes.fetch_ended(load)
     (rows,) = lanes.runnable(BUDGET).values()
     lanes.start(rows)
     lanes.put_back(rows[0])
+    assert lanes.start_fetches() == [], "its files are here"
     lanes.hold(MODEL)
     assert lanes.runnable(BUDGET) == {}
     lanes.resume(MODEL)

@@ -83,6 +83,8 @@ class Run:
 
     def plan(self) -> bool:
         """Whether there was a unit."""
+        for load in self.lanes.start_fetches():
+            self.lanes.fetch_ended(load)
         before = self.lanes.runnable(BUDGET)
         ahead, self.ahead = self.ahead, ()
         unit = self.planner.pop(ahead)

@@ -16,6 +16,7 @@ from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.training_half import compose_training
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.outcomes import Outcome
@@ -41,8 +42,12 @@ class World:
         trainer: TrainerGroup | None = None,
         unit_tokens: int = 16384,
         replay_s: float = 1e9,
+        storage: Storage = LOCAL_DISK,
     ) -> None:
-        """`trainer`: a real one in place of the scripted workers. `replay_s`: when snapshots are due."""
+        """`trainer`: a real one in place of the scripted workers. `replay_s`: when snapshots are due.
+
+        `storage`: of checkpoints.
+        """
         self.store = store
         self.root = root
         self.workers = ScriptedTrainer()
@@ -61,7 +66,9 @@ class World:
         sampler = SamplerDriver(store, samplers, outbox, 8, metrics)
         spill = make_tmpfs_spill(settings)
         versions = EphemeralVersions(store, samplers, sampler, spill, settings)
-        half = compose_training(settings, FACTS, store, outbox, trainer, samplers, versions, metrics)
+        half = compose_training(
+            settings, FACTS, store, outbox, trainer, samplers, versions, metrics, storage=storage
+        )
         self.driver, self.creation = half.driver, half.creation
         self.bell = bell
         self.intake = Intake(store, bell, self.driver, sampler, metrics)

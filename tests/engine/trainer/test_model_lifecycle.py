@@ -1,5 +1,11 @@
 """Released, lost and never created models, and the requests that wait for them. Workers are scripted."""
 
+import asyncio
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
 import pytest
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
@@ -7,7 +13,8 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, ModelState
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine import outbox
-from skyrl_tinker.errors import UserError
+from skyrl_tinker.engine.trainer import unit_execution
+from skyrl_tinker.errors import TrainerError, UserError
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.model_records import ModelRow
@@ -34,6 +41,72 @@ async def test_a_full_disk_under_the_database_delays_creations_and_releases(
     released = await world.until(lambda: journal.model_of(world.store, model), _is_released)
     assert released.state is ModelState.RELEASED
     assert world.workers.names() == ["create", "release"]
+
+
+async def test_nobody_waits_for_the_files_of_models_that_are_released(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, other = await world.model(), await world.model()
+    rmtree, removing, go_on = shutil.rmtree, threading.Event(), threading.Event()
+
+    def slowly(path: Path, **options: bool) -> None:
+        removing.set()
+        go_on.wait()
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", slowly)
+    world.driver.release(await journal.key_of(world.store, gone))
+    try:
+        await world.until(removing.is_set)
+        assert _is_released(await journal.model_of(world.store, gone))
+        passed = await journal.submit_pass(world.store, other, 1)
+        assert (await world.done(passed)).status is FutureStatus.DONE
+    finally:
+        go_on.set()
+
+
+async def test_a_model_ends_behind_what_it_ran(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a server that dies in between would refuse it after the end."""
+    model, encode, encoded = await world.model(), unit_execution.encode, asyncio.Event()
+
+    async def slowly(outputs: Any) -> Any:
+        await encoded.wait()
+        return await encode(outputs)
+
+    monkeypatch.setattr(unit_execution, "encode", slowly)
+    passed = await journal.submit_pass(world.store, model, 1)
+    await world.until(world.workers.names, lambda names: "pass" in names)
+    world.driver.release(await journal.key_of(world.store, model))
+    await world.until(world.workers.names, lambda names: "release" in names)
+    late = await journal.submit_pass(world.store, model, 2)
+    await world.done(late)
+    assert not _is_released(await journal.model_of(world.store, model))
+    encoded.set()
+    assert (await world.done(passed)).status is FutureStatus.DONE
+    await world.until(lambda: journal.model_of(world.store, model), _is_released)
+
+
+async def test_ranks_that_die_right_behind_a_release_do_not_bring_the_model_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, other = await world.model(), await world.model()
+    key = await journal.key_of(world.store, gone)
+    write, failures = model_records.set_state, [OperationalError("UPDATE", None, OSError("disk full"))]
+
+    def set_state(conn: Connection, key: ModelKey, state: ModelState, reason: str | None = None) -> None:
+        if failures:
+            world.workers.broken = TrainerError("rank 0 died")
+            world.driver.wake()
+            raise failures.pop()
+        write(conn, key, state, reason)
+
+    monkeypatch.setattr(model_records, "set_state", set_state)
+    monkeypatch.setattr(outbox, "RETRY_S", 0.01)
+    world.driver.release(key)
+    await world.until(lambda: world.workers.restarts)
+    passed = await journal.submit_pass(world.store, other, 1)
+    assert (await world.done(passed)).status is FutureStatus.DONE
+    assert key not in world.workers.trained
 
 
 def _is_released(row: ModelRow) -> bool:

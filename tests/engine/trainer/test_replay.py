@@ -19,7 +19,7 @@ from skyrl_tinker.engine.recovery import leftovers, parking
 from skyrl_tinker.engine.trainer import replay, trainer_driver
 from skyrl_tinker.errors import StorageAwayError, StorageError, TrainerError
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBody
-from skyrl_tinker.store import checkpoint_records
+from skyrl_tinker.store import checkpoint_records, model_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.doorbell import Doorbell
@@ -435,11 +435,29 @@ async def test_what_a_released_model_had_is_removed(world: World) -> None:
     await world.until(lambda: bodies_of(world, model), lambda left: left == 0)
 
 
+async def test_an_end_whose_files_were_not_removed_leaves_none_to_the_next_engine(
+    world: World, new_engine: NewEngine
+) -> None:
+    """The engine dies behind the commit, at any moment of the removal."""
+    model = await world.model()
+    await train(world, model, 1, 1)
+    key = await journal.key_of(world.store, model)
+    world.running.cancel()
+    await asyncio.wait([world.running])
+    await world.store.write(lambda conn: model_records.set_state(conn, key, ModelState.RELEASED, "over"))
+    kept = world.root.parent / "snapshots" / str(key)
+    await asyncio.to_thread((kept / "3.abc").mkdir, parents=True)
+    after = new_engine(world)
+    await after.model()
+    assert await bodies_of(after, model) == 0
+    assert not await asyncio.to_thread(kept.exists)
+
+
 async def test_a_model_waits_for_room_on_the_host_of_a_rank(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its snapshot must not be given up for a full disk that is not even the server's."""
-    monkeypatch.setattr(replay, "AWAY_S", 0.01)
+    monkeypatch.setattr(outbox, "AWAY_S", 0.01)
     monkeypatch.setattr(trainer_driver, "IDLE_S", 0.02)
     model = await world.model()
     world.workers.busy_s = 0.0
