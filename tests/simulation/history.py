@@ -24,6 +24,8 @@ from skyrl_tinker.protocol.protobuf import sample_results
 from skyrl_tinker.store.database import tables
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.opening import open_database
+from skyrl_tinker.store.database.postgresql import PostgresDatabase
+from skyrl_tinker.store.database.sqlite_database import SqliteDatabase
 from skyrl_tinker.store.store import write_once
 from tests.api.support.world import FACTS, sample, step
 from tests.simulation.backends import DEADLY, NOT_FINITE, drawn
@@ -140,6 +142,8 @@ class History:
         self._follows = seed % 4 == 0
         self._forgets = seed % 8 == 6
         self._stores = seed % 16 in STORED
+        # Reads suspend their callers, as those of PostgreSQL do, or do not, whichever database it is.
+        SqliteDatabase.local = PostgresDatabase.local = seed // 16 % 2 == 0
         self._home = home
         home.mkdir(parents=True)
         often = self._random.choice((1.0, 8.0, 1e9))  # snapshots: often, seldom or never

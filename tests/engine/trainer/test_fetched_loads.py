@@ -24,6 +24,7 @@ from skyrl_tinker.store.model_records import NewModel
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 from tests.engine.support.world import World
+from tests.support.reads import reading
 
 DONE = FutureStatus.DONE
 
@@ -54,7 +55,7 @@ class Far:
         world, model = self.world, await self.world.model()
         body = SaveWeightsBody("a").to_bytes()
         await self.done(await journal.submit(world.store, model, 1, RequestKind.SAVE_WEIGHTS, body))
-        with world.store.read() as conn:
+        with reading(world.store) as conn:
             row = checkpoint_records.find(conn, None, model, CheckpointKind.WEIGHTS, "a")
         assert row is not None
         await asyncio.to_thread(shutil.rmtree, row.directory)
@@ -144,7 +145,7 @@ async def test_a_load_that_expires_while_it_is_fetched_leaves_nothing(far: Far) 
     far.reads.clear()
     loaded = await far.load(saved, 2, saved)
     await far.world.until(far.reading.is_set)
-    with far.world.store.read() as conn:
+    with reading(far.world.store) as conn:
         row = next(row for row in queue.queued_after(conn, 0) if row.request_id == loaded.request_id)
     await far.world.driver.expire([(row, Failure("it waited too long", "server"))])
     await far.done(await far.step(saved, 3))
