@@ -398,6 +398,12 @@ class Settings(BaseSettings):
             _split_address(given)
         return given
 
+    @field_validator("tls_cert", "tls_key")
+    @classmethod
+    def _make_absolute(cls, given: Path | None) -> Path | None:
+        """Commands read them, too, from other directories."""
+        return given and given.absolute()
+
     @field_validator("checkpoints", mode="before")
     @classmethod
     def _read_place(cls, given: object) -> object:

@@ -103,5 +103,6 @@ def _problem(found: Any) -> str:
 
 
 def _fail(message: str) -> None:
-    terminal.tell(message)
+    first, *others = message.split("\n")  # of a log, for example; indented, so that they pass for no message
+    terminal.tell(first, *(f"    {each}" for each in others))
     raise typer.Exit(1)

@@ -100,14 +100,18 @@ def of_home(settings: Settings) -> RunningServer:
     url = local_url(noted)
     pid = holder(directories.server_lock)
     if pid is None or not listens(pid, noted.port):
-        raise StartupError(f"no server answers at {url}: that of --home {settings.home} does not run")
+        raise StartupError(
+            f"no server answers at {url}: that of --home {settings.home} does not run, or in a container or "
+            "on another host: give its --url"
+        )
     return RunningServer(url, httpx.create_ssl_context() if noted.tls_cert is None else _only(noted.tls_cert))
 
 
 def _only(certificate: Path) -> ssl.SSLContext:
     """Trust one certificate, under any name: it has that for clients, not that of this machine's loopback."""
-    first, end, _ = certificate.read_text().partition("-----END CERTIFICATE-----")  # the others signed it
-    context = ssl.create_default_context(cadata=first + end)
+    _, begin, rest = certificate.read_text().partition("-----BEGIN CERTIFICATE-----")
+    first, end, _ = rest.partition("-----END CERTIFICATE-----")  # the others signed it
+    context = ssl.create_default_context(cadata=begin + first + end)
     context.check_hostname = False
     context.verify_flags = ssl.VERIFY_X509_PARTIAL_CHAIN
     return context

@@ -102,14 +102,18 @@ def check_live(row: AnyRow) -> None:
 def list_expired(conn: Connection, now: float, timeout_s: float, parked_s: float) -> list[SessionId]:
     """Return the sessions to end: silent for `timeout_s`, or finished with models that are not released.
 
-    Silent: without heartbeat, training request and sample. With a parked model a session may be silent for
-    `parked_s`: its client has nothing to do meanwhile.
+    Silent: without heartbeat, training request and sample. With parked models only a session may be silent
+    for `parked_s`: its client has nothing to do meanwhile.
     """
     since = now - timeout_s
     silent = select(Session.session_id).where(
         Session.finished_at.is_(None),
         Session.last_heartbeat_at < since,
-        or_(Session.last_heartbeat_at < now - parked_s, ~_is_parked()),
+        or_(
+            Session.last_heartbeat_at < now - parked_s,
+            ~_has(ModelState.PARKED),
+            _has(ModelState.CREATING, ModelState.READY),
+        ),
         ~_trains(since),
         ~_samples(since),
     )
@@ -129,10 +133,10 @@ def finish_reasons(conn: Connection, sessions: Collection[SessionId]) -> dict[Se
     return {SessionId(row.session_id): row.finish_reason for row in rows}
 
 
-def _is_parked() -> ColumnElement[bool]:
-    """Return SQL: a model of the session is parked."""
+def _has(*states: ModelState) -> ColumnElement[bool]:
+    """Return SQL: a model of the session is in one of these states."""
     of_session = Model.session_id == Session.session_id
-    return select(Model.key).where(of_session, Model.state == ModelState.PARKED).exists()
+    return select(Model.key).where(of_session, Model.state.in_(states)).exists()
 
 
 def _trains(since: float) -> ColumnElement[bool]:

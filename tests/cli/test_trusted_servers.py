@@ -162,7 +162,7 @@ def test_https_is_spoken_with_the_certificate_of_the_home_only(
     other.mkdir()
     (cert, private), (foreign, foreign_private) = write_certificate(tmp_path), write_certificate(other)
     chain = tmp_path / "chain.pem"
-    chain.write_text(cert.read_text() + foreign.read_text())
+    chain.write_text(f"Bag Attributes\n    friendlyName: Größe\n{cert.read_text()}{foreign.read_text()}")
     with answering(*((cert, private) if own else (foreign, foreign_private))) as server:
         lock = note(server.server_port, tls_cert=chain, tls_key=private).server_lock
         with process_lock(lock, "server"):
@@ -213,4 +213,4 @@ def test_logs_and_errors_do_nothing_to_the_terminal(home: Path, note: Any) -> No
     log.write_text("before \x1b[2J after\n")
     assert CliRunner().invoke(app, ["logs", "--home", str(home)]).stdout == "before \\x1b[2J after\n"
     refused = CliRunner().invoke(app, ["logs", "--home", str(home), "--part", "\x1b[2J\n"])
-    assert refused.stderr.startswith(r"skyrl-tinker: --part: found \x1b[2J\n, expected one of api")
+    assert refused.stderr.startswith("skyrl-tinker: --part: found \\x1b[2J\n    , expected one of api")

@@ -83,6 +83,10 @@ async def test_the_session_of_a_parked_model_may_be_silent_for_longer(
     await store.write(lambda conn: model_records.set_state(conn, model.key, ModelState.PARKED))
     assert await expired(store, after_s=PARKED_S - 1) == []
     assert await expired(store, after_s=PARKED_S + 1) == [session]
+    other = await create(store, session, 1)
+    assert await expired(store, after_s=601) == [session], "one that is not parked takes a place"
+    await store.write(lambda conn: model_records.set_state(conn, other.key, ModelState.RELEASED))
+    assert await expired(store, after_s=601) == []
     await finish_session(store, session)
     assert await expired(store, after_s=0) == [session]
 

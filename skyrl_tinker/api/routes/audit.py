@@ -38,7 +38,14 @@ async def list_events(query: Annotated[AuditQuery, Query()], deps: Deps, reach: 
     """
     start = datetime.combine(query.day or datetime.now(UTC).date(), time(), UTC).timestamp()
     entries = _json(deps.store, reach, start, _RESOURCES.get(query.event_type))
-    return StreamingResponse(entries, media_type="application/json")
+    first = await anext(entries)  # before the answer begins: the database may be away
+    return StreamingResponse(_chained(first, entries), media_type="application/json")
+
+
+async def _chained(first: str, others: AsyncIterator[str]) -> AsyncIterator[str]:
+    yield first
+    async for piece in others:
+        yield piece
 
 
 async def _json(store: Store, reach: Reach, start: float, resource: str | None) -> AsyncIterator[str]:

@@ -12,6 +12,7 @@ from skyrl_tinker.store.owners import owned_by
 
 REASON = "purged"
 _LONG_AGO = 0.0
+_UNNAMED: dict[str, Any] = {"tags": [], "display_name": None, "project_id": None}
 
 
 def purge_key(conn: Connection, former: str) -> tuple[int, int]:
@@ -35,7 +36,7 @@ def purge_key(conn: Connection, former: str) -> tuple[int, int]:
     bare: dict[str, Any] = {"user_metadata": {}}
     conn.execute(update(SavedCheckpoint).where(SavedCheckpoint.model_key.in_(models)).values(bare))
     conn.execute(update(Model).where(Model.session_id.in_(of_owner)).values(bare))
-    conn.execute(update(Session).where(owned_by(owner)).values({**bare, "tags": []}))
+    conn.execute(update(Session).where(owned_by(owner)).values({**bare, **_UNNAMED}))
     trains = exists().where(Model.session_id == Session.session_id, Model.state.in_(session_records.HELD))
     conn.execute(update(Session).where(owned_by(owner), ~trains).values(finished_at=_LONG_AGO))
     counts = {"sessions": len(sessions), "checkpoints": len(checkpoints)}

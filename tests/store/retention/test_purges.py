@@ -321,7 +321,8 @@ async def test_what_a_key_left_goes_at_the_administrators_word(store: Store) -> 
     trained = await new_session(store)
     model = await create(store, trained)
     for session, owner in ((left, 1), (trained, 1), (kept, 2)):
-        move = update(Session).where(Session.session_id == session).values(owner_id=OwnerId(owner))
+        named = {"owner_id": OwnerId(owner), "display_name": "n", "project_id": "p"}
+        move = update(Session).where(Session.session_id == session).values(named)
         await store.write(lambda conn, move=move: conn.execute(move))  # type: ignore[misc]
     await store.write(lambda conn: model_records.set_state(conn, model.key, ModelState.READY))
     with pytest.raises(UserError, match="alice\\) is live: revoke it first"):
@@ -336,6 +337,7 @@ async def test_what_a_key_left_goes_at_the_administrators_word(store: Store) -> 
         live = conn.scalars(saved.where(*checkpoint_records.is_live())).all()
         forgotten = session_purges.ended_sessions(conn, 1.0)
     assert [described[each].user_metadata for each in (left, trained)] == [{}, {}]
+    assert {described[each].display_name or described[each].project_id for each in (left, trained)} == {None}
     assert [of_models[each] for each in (left, trained)] == [{}, {}]
     assert described[kept].user_metadata
     assert of_models[kept]
