@@ -12,4 +12,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    op.execute("UPDATE models SET state = 'lost' WHERE state = 'parked'")  # a state that it does not know
     op.drop_column("models", "trained_on")

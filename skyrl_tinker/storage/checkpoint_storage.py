@@ -205,8 +205,11 @@ class CheckpointStorage:
 
     def _find(self, directory: Path) -> bool:
         """Return whether it is here, and note that it is used. Call it with its lock held."""
-        if here := _touched(directory):
-            self._known[directory] = time.monotonic() + KNOWN_S
+        now, here = time.monotonic(), _touched(directory)
+        for each in [each for each, until in self._known.copy().items() if until < now]:
+            self._known.pop(each, None)
+        if here:
+            self._known[directory] = now + KNOWN_S
         return here
 
     def _knows(self, directory: Path) -> bool:

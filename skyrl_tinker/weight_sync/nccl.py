@@ -41,6 +41,7 @@ class NcclSender(BroadcastSender):
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
         self.leave()
+        self._waiting = Future()
         unique = NCCLLibrary().ncclGetUniqueId()
         return base64.b64encode(bytes(unique.internal)).decode()
 
@@ -84,8 +85,9 @@ class NcclSender(BroadcastSender):
 
         SamplerError when it takes longer than TIMEOUT_S, or on `leave`.
         """
-        waiting: Future[Any] = Future()
-        self._waiting = waiting
+        if self._waiting.done():
+            self._waiting = Future()
+        waiting = self._waiting
 
         def run() -> None:
             try:

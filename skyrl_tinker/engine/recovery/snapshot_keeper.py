@@ -24,7 +24,7 @@ from skyrl_tinker.domain.ids import Effect, ModelKey, ModelState
 from skyrl_tinker.engine.outbox import persistently, read_persistently
 from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
-from skyrl_tinker.errors import SkyrlTinkerError, StorageError, TrainerError
+from skyrl_tinker.errors import SkyrlTinkerError, TrainerError
 from skyrl_tinker.off_loop import in_disk_thread, in_transfer_thread
 from skyrl_tinker.storage.checkpoint_storage import Storage
 from skyrl_tinker.store import model_records
@@ -177,7 +177,7 @@ class SnapshotKeeper:
                 await in_transfer_thread(_link_files, Path(source), Path(row.directory))
                 await in_transfer_thread(self._storage.store_copy, Path(row.directory), Path(source), origin)
                 await self._keep_sampled(model)
-        except StorageError:
+        except BaseException:
             await self.discard(row)
             raise
         return row
@@ -206,7 +206,7 @@ class SnapshotKeeper:
 
         found = await self._directories(self._root)  # first: what comes later is not ours to remove
         models = {ModelKey(int(path.name)) for path in await in_disk_thread(_of_models, self._root)}
-        dead, snapshots = await self._store.fetch(kept)
+        dead, snapshots = await persistently(lambda: self._store.fetch(kept))
         for model in sorted(dead):
             await self.forget(model)
         recorded = {_name(Path(each)) for each in snapshots.values()}
@@ -245,8 +245,10 @@ class SnapshotKeeper:
         """Return those of snapshots, of one model or all, here and in storage."""
 
         def find() -> set[Path]:
-            here = below.glob("[0-9]*" if below != self._root else "*/*")
-            return {*here, *self._storage.listed("[0-9]*/[0-9]*", below)}
+            own = _of_models(below) if below == self._root else [below]
+            pattern = "*" if below == self._root else "[0-9]*"
+            here = {path for directory in own for path in directory.glob(pattern)}
+            return here | {*self._storage.listed("[0-9]*/[0-9]*", below)}
 
         return await in_transfer_thread(find)
 
@@ -275,7 +277,7 @@ def _name(directory: Path) -> tuple[str, ...]:
 
 
 def _of_models(root: Path) -> list[Path]:
-    return list(root.glob("[0-9]*"))
+    return [path for path in root.glob("[0-9]*") if path.name.isdecimal()]  # others are nothing of ours
 
 
 def _seq_id_of(directory: Path) -> int:

@@ -14,6 +14,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.domain.values import WeightVersion
+from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
@@ -81,7 +82,7 @@ class EphemeralVersions:
             waited_for = sampling_sessions.list_awaited_versions(conn)
             return sampling_sessions.list_ephemeral_versions(conn, model), waited_for
 
-        versions, waited_for = await self._store.fetch(op)
+        versions, waited_for = await persistently(lambda: self._store.fetch(op))
         for version in versions:
             recent = version == versions[-1] or self._samplers.idle_s(version) < RECENT_S
             if recent or version.id in waited_for:

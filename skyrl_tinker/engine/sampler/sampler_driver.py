@@ -255,12 +255,16 @@ class SamplerDriver:
 
     async def _source(self, session: SamplingSessionId) -> SampleSource:
         """Return the weights that this sampling client samples. GoneError once its session is over."""
+        if session in self._sources:
+            return self._sources[session]
         async with self._looking_up:  # one of many samples of a new session asks the store
             while session not in self._sources:
                 if len(self._sources) >= CACHED_SESSIONS:
                     self._sources.clear()
                 sources = self._sources
-                row, version = await self._store.read(partial(_session_version, session=session))
+                row, version = await read_persistently(
+                    self._store, partial(_session_version, session=session)
+                )
                 if sources is not self._sources:
                     continue  # versions were dropped meanwhile, this one perhaps
                 self._samplers.require_served(row.base_model)

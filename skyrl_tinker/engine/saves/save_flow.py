@@ -134,8 +134,9 @@ class SaveFlow(ABC, Generic[S]):
             raise
 
     async def _require_new(self, path: TinkerPath) -> None:
-        existing = await self._store.read(
-            lambda conn: checkpoint_records.find_of_any_owner(conn, path.model_id, path.kind, path.name)
+        existing = await read_persistently(
+            self._store,
+            lambda conn: checkpoint_records.find_of_any_owner(conn, path.model_id, path.kind, path.name),
         )
         if existing is not None:
             replacing = ", or save with overwrite" if path.kind is CheckpointKind.WEIGHTS else ""

@@ -205,18 +205,19 @@ class TrainerDriver:
     async def _next_unit(self, report: Report) -> Unit | ReadyPass:
         if self._trainer.broken is not None:  # before anything that relies on what is repeated then
             await self._rebuild(report)
+        self._woken.clear()  # before it looks: what comes meanwhile is not lost
         await self._execution.fetch_loads()
         await self._models.retire(self._execution.start)
         ready, self._ahead = self._ahead, None
         while (unit := self._planner.pop(ready.rows if ready else ())) is None:
             self._metrics.trainer.no_work()
-            self._woken.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(IDLE_S):
                     await self._woken.wait()
             if not self._woken.is_set() and self._placement.trains and self._snapshots.would_help:
                 async with self._placement.training():
                     await self._keep(self._snapshots.take_idle)
+            self._woken.clear()
             if self._trainer.broken is not None:
                 await self._rebuild(report)
             await self._execution.fetch_loads()
@@ -238,6 +239,11 @@ class TrainerDriver:
         for _ in range(TOGETHER):
             if await self._try(self._execution.run(unit), report) is None:
                 return
+            if isinstance(unit, Barriers):
+                rows = tuple(filter(self._is_left, unit.rows))
+                if not rows:
+                    return
+                unit = Barriers(rows)
         for row in unit.rows:
             await self._run_alone(row, report)
 
@@ -245,11 +251,17 @@ class TrainerDriver:
         """Run one request of a unit that killed the ranks, in small rows; if it kills them too, fail it."""
         error: TrainerError | None = None
         for _ in range(ALONE):
+            if not self._is_left(row):
+                return
             if (error := await self._try(self._execution.run_alone(row), report)) is None:
                 return
         assert error is not None
-        while await self._try(self._execution.fail(row, error), report) is not None:
+        while self._is_left(row) and await self._try(self._execution.fail(row, error), report) is not None:
             pass  # the ranks died again, of something else
+
+    def _is_left(self, row: QueuedRow) -> bool:
+        """Return whether a request is to run: not if its model was parked after a death, which failed it."""
+        return self._lanes.knows(model_of(row))
 
     async def _prepare_ahead(self) -> None:
         """Prepare the next pass while one runs, if it is full; in vain if others turn out to come first."""

@@ -543,6 +543,43 @@ async def test_a_disk_that_fails_for_some_seconds_delays_a_replay(
     assert await steps_of(after, model) == expected(1, 3)
 
 
+async def test_a_model_that_is_parked_after_a_death_takes_no_part_when_the_unit_runs_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await start(world.store)
+    model, snapshot = await with_snapshot(world, monkeypatch)
+    neighbour = await world.model()
+    for each, seq_id in ((model, 7), (neighbour, 1)):
+        await all_done(world, await journal.submit_pass(world.store, each, seq_id))
+    restart = world.workers.restart
+
+    async def heal() -> None:
+        await restart()
+        world.workers.failing.clear()
+
+    monkeypatch.setattr(world.workers, "restart", heal)
+    world.workers.unreadable.add(str(snapshot))
+    world.workers.failing["step"] = DEAD
+    steps = [await journal.submit_step(world.store, *each) for each in ((model, 8), (neighbour, 2))]
+    for step in steps:
+        await world.done(step)
+    assert "is parked" in (await journal.error_of(world.store, steps[0])).message
+    await train(world, neighbour, 3, 1)
+    assert await steps_of(world, neighbour) == [[1], [3, 4]]
+
+
+async def test_a_copy_beside_snapshots_is_left_alone(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, snapshot = await with_snapshot(world, monkeypatch)
+    copy = snapshot.parent.with_name(f"{snapshot.parent.name}.bak") / snapshot.name
+    shutil.copytree(snapshot, copy)
+    after = new_engine(world)
+    await train(after, model, 7, 1)
+    assert await steps_of(after, model) == expected(1, 3)
+    assert copy.is_dir()
+
+
 async def test_a_model_on_a_disk_that_fails_for_longer_is_parked_with_its_files(
     world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
