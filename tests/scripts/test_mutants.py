@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SECRET = 'return _SECRETS.sub("[secret]", text)'
+SECRET = "return redact(super().format(record))"
 LIST = f"""
 [redaction]
 file = "skyrl_tinker/redaction.py"
@@ -16,7 +16,7 @@ tests = ["tests/test_redaction.py"]
 
 [redaction.mutants.seen]
 old = '{SECRET}'
-new = "return text"
+new = "return super().format(record)"
 
 [redaction.mutants.unseen]
 old = '"Formatter of log records, tracebacks included."'
@@ -41,7 +41,7 @@ def test_a_mutant_that_no_test_notices_is_an_error_and_the_checkout_is_as_it_was
     ended = mutants("--mutants", tmp_path / "list")
     assert ended.returncode == 1, ended.stderr
     seen, unseen, last = ended.stdout.splitlines()
-    assert "killed by tests/test_redaction.py::test_keys_and_tokens_are_left_out[" in seen
+    assert "killed by tests/test_redaction.py::test_log_lines_and_tracebacks_are_without_secrets" in seen
     assert unseen.startswith("redaction/unseen ")
     assert "ALIVE" in unseen
     report = json.loads(last)
@@ -59,8 +59,8 @@ def test_mutants_that_are_all_noticed_are_no_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "other", "fault"),
     [
-        (SECRET, "return _SECRETS.sub(text)", "found its old text 0 times in skyrl_tinker/redaction.py"),
-        ('"return text"', f"'{SECRET}'", "its new text is the old one"),
+        (SECRET, "return redact(record)", "found its old text 0 times in skyrl_tinker/redaction.py"),
+        ('"return super().format(record)"', f"'{SECRET}'", "its new text is the old one"),
         (
             "test_redaction.py",
             "test_redaction.py::test_none",
