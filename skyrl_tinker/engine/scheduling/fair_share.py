@@ -6,10 +6,10 @@ tags of all that were in it. The virtual time of a level is the lowest tag of th
 last unit was chosen.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import merge
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, Protocol, TypeVar
 
 from skyrl_tinker.domain.ids import ModelKey, OwnerId, SessionId
@@ -30,81 +30,224 @@ class Waiter(Protocol):
 
 W = TypeVar("W", bound=Waiter)
 Path = tuple[OwnerId | SessionId | ModelKey | None, ...]
-"""An owner, a session of it, or a model of that; empty: all owners."""
+"""An owner, then a session of it, then perhaps a model of that."""
+Cost = Callable[[W], float]
+STALE = 64
+"""Places of a level, beyond twice its members, at which those that no longer hold are dropped."""
 
 
-@dataclass(frozen=True, slots=True)
+def path_of(row: Waiter) -> Path:
+    """Return the path of the queue in which a row waits."""
+    above = row.owner_id, row.session_id
+    return above if row.model_key is None else (*above, row.model_key)
+
+
+def _whole(rows: Sequence[W]) -> Iterable[W]:
+    return rows
+
+
+@dataclass(slots=True, eq=False)
+class _Node(Generic[W]):
+    """An owner, session or model in its level: its rows if it is a queue, the level below it if it is not."""
+
+    level: "_Node[W] | None" = None
+    key: object = None
+    tag: float = 0.0
+    place: "_Place[W] | None" = None  # in its level; None: nothing of it waits
+    rows: Sequence[W] = ()
+    below: "dict[object, _Node[W]]" = field(default_factory=dict)  # who waits, or has had more
+    places: "list[_Place[W]]" = field(default_factory=list)  # a heap; one holds if its node has it still
+    left: "list[tuple[float, int, _Node[W]]]" = field(default_factory=list)  # a heap of who does not wait
+    clock: float = 0.0  # virtual time of the level below
+    before: float = 0.0  # the same, a choice earlier
+    choice: int = 0  # for which `clock` holds
+    left_at: int = 0  # the last choice before it did not wait any more
+
+    def first(self) -> "_Place[W] | None":
+        """Return the first place in the level below; None: nothing waits there."""
+        while self.places and self.places[0] is not self.places[0][3].place:
+            heappop(self.places)
+        return self.places[0] if self.places else None
+
+    def in_order(self) -> "Iterator[_Place[W]]":
+        """Yield the places in the level below, the first one first; meanwhile nothing may change."""
+        ahead = [(first, 0)] if (first := self.first()) else []
+        while ahead:
+            place, number = heappop(ahead)
+            for child in (2 * number + 1, 2 * number + 2):
+                if child < len(self.places):
+                    heappush(ahead, (self.places[child], child))
+            if place is place[3].place:
+                yield place
+
+    def forget(self) -> None:
+        """Forget who had what in the level below, in which nothing waits."""
+        self.below, self.places, self.left = {}, [], []
+        self.clock = self.before = 0.0
+
+
+_Place = tuple[float, int, int, _Node[W]]
+"""Tag, id of the next row, number of the place, whose it is."""
+
+
 class FairShare(Generic[W]):
     """Virtual times in what is shared: seconds of the trainer, tokens of the samplers.
 
     A newcomer starts at the virtual time of its level, and so does who comes back once the others had as much
-    as it had: nobody saves up, and a debt lasts while others wait. When nothing waits, all is forgotten.
+    as it had: nobody saves up, and a debt lasts while others wait. A change costs the logarithm of those that
+    wait, and so does each row that is taken from the order.
 
-    Queues are of those that wait for each other, in order, and never empty; a cost is an estimate.
+    A queue is of rows that wait for each other, in order; a cost is an estimate.
     """
 
-    tags: Mapping[Path, float] = field(default_factory=dict)
-    clocks: Mapping[Path, float] = field(
-        default_factory=dict
-    )  # virtual times of the levels below these paths
+    def __init__(self) -> None:
+        self._root: _Node[W] = _Node()
+        self._choice = 0
+        self._numbers = itertools.count()
+        self._charged: dict[_Node[W], float] = {}  # tags before the last charge
 
-    def joined_by(self, queues: Collection[Sequence[W]]) -> "FairShare[W]":
-        """Return the tags of those that wait, and of others that had more than those; then the time."""
-        present = {path for rows in queues for path in _paths(rows[0])}
-        kept: dict[Path, float] = {(): 0.0}
-        for path in sorted(present | self.tags.keys(), key=len):
-            clock = self.clocks.get(path[:-1], 0.0)
-            tag = self.tags.get(path, clock)
-            if path in present or (path[:-1] in kept and tag > clock):
-                kept[path] = max(tag, clock)
-        clocks = {path: clock for path, clock in self.clocks.items() if path in kept}
-        for path in sorted(present, key=lambda each: -kept[each]):
-            clocks[path[:-1]] = kept[path]  # the lowest comes last
-        del kept[()]
-        return FairShare(kept, clocks)
+    def clear(self) -> None:
+        """Forget who had what; for when nothing waits."""
+        self._root, self._charged = _Node(), {}
 
-    def order(self, queues: Collection[Sequence[W]], cost: Callable[[W], float]) -> Iterator[W]:
-        """Yield all rows in the order of their virtual start, the older one first where those are equal."""
-        return self._merged((), queues, cost)
+    def put(self, path: Path, rows: Sequence[W]) -> None:
+        """Have these rows wait in a queue, in place of those that did; call it again once they change."""
+        nodes = self._walk(path)
+        nodes[-1].rows = rows
+        for node in reversed(nodes):
+            self._set_place(node)
 
-    def charged(self, costs: Iterable[tuple[W, float]]) -> "FairShare[W]":
-        """Return the tags after these rows took so much.
+    def choose(self) -> None:
+        """Begin a choice: the virtual time is that of those that wait now."""
+        self._choice += 1
+
+    def order(self, cost: Cost[W], part: Callable[[Sequence[W]], Iterable[W]] = _whole) -> Iterator[W]:
+        """Yield the rows in the order of their virtual start, the older one first where those are equal.
+
+        `part`: of a queue's rows, those that count. Nothing may be put or charged before the iterator is
+        dropped.
+        """
+        return _merged(self._root, cost, part)
+
+    def first(self, of: Iterable[Path] | None = None) -> W | None:
+        """Return the first row, None if nothing waits. `of`: sessions that wait; no other counts."""
+        if of is None:
+            place = self._root.first()
+            return None if place is None else _head(place[3])
+        best: dict[_Node[W], _Place[W]] = {}  # by owner
+        for owner, session in of:
+            above = self._root.below[owner]
+            place = above.below[session].place
+            if place is not None and (above not in best or place < best[above]):
+                best[above] = place
+        owners = ((above.tag, place[1], place[3]) for above, place in best.items())
+        return min(((tag, head, _head(node)) for tag, head, node in owners), default=(0.0, 0, None))[2]
+
+    def charge(self, costs: Iterable[tuple[W, float]], *, instead: bool = False) -> None:
+        """Count what rows took, `instead` of what was counted last.
 
         Rows behind the first of a queue may have another owner, to whom its session was given meanwhile.
         """
-        tags = dict(self.tags)
+        last, self._charged = self._charged if instead else {}, {}
+        for node, tag in last.items():
+            node.tag = tag
+        moved = dict.fromkeys(last)
         for row, taken in costs:
-            for path in _paths(row):
-                tags[path] = tags.get(path, self.clocks.get(path[:-1], 0.0)) + taken
-        return FairShare(tags, self.clocks)
+            for node in self._walk(path_of(row)):
+                self._charged.setdefault(node, node.tag)
+                node.tag += taken
+                moved[node] = None
+        for node in sorted(moved, key=_depth, reverse=True):
+            self._set_place(node)
 
-    def ahead(self, row: W) -> float:
-        """Return how much more its owner, session or model had than the one that had least beside it."""
-        return max(self.tags[path] - self.clocks[path[:-1]] for path in _paths(row))
+    def ahead(self, path: Path) -> float:
+        """Return how much more an owner, session or model had than the one that had least beside it."""
+        most, level = 0.0, self._root
+        for key in path:
+            first, node = level.first(), level.below[key]
+            assert first is not None, "it waits, and so does the first"
+            most, level = max(most, node.tag - first[0]), node
+        return most
 
-    def _merged(
-        self, above: Path, queues: Collection[Sequence[W]], cost: Callable[[W], float]
-    ) -> Iterator[W]:
-        groups: defaultdict[Path, list[Sequence[W]]] = defaultdict(list)
-        for rows in queues:
-            groups[_paths(rows[0])[len(above)]].append(rows)
-        tagged = (
-            _tagged(self.tags[path], self._below(path, group, cost), cost) for path, group in groups.items()
-        )
-        return (row for _, _, row in merge(*tagged))
+    def _walk(self, path: Path) -> list[_Node[W]]:
+        """Return the nodes of a path, with what they have had as of the last choice."""
+        level, nodes = self._root, []
+        for key in path:
+            self._settle(level)
+            node = level.below.get(key)
+            if node is None:
+                node = level.below[key] = _Node(level, key, level.clock)
+            elif node.place is None:
+                if node.left_at < self._choice and node.tag <= level.before:
+                    node.forget()
+                node.tag = max(node.tag, level.clock)
+            nodes.append(node)
+            level = node
+        return nodes
 
-    def _below(self, path: Path, queues: list[Sequence[W]], cost: Callable[[W], float]) -> Iterable[W]:
-        return queues[0] if path == _paths(queues[0][0])[-1] else self._merged(path, queues, cost)
+    def _settle(self, level: _Node[W]) -> None:
+        """Bring the virtual time of a level up to the last choice, before anything changes in it."""
+        if level.choice == self._choice:
+            return
+        first = level.first()
+        clock = level.clock if first is None else max(level.clock, first[0])
+        level.before = level.clock if level.choice == self._choice - 1 else clock
+        level.clock, level.choice = clock, self._choice
+        while level.left and level.left[0][0] <= level.before:
+            tag, _, node = heappop(level.left)
+            if node.place is None and node.tag == tag and level.below.get(node.key) is node:
+                del level.below[node.key]
+
+    def _set_place(self, node: _Node[W]) -> None:
+        """Give a node the place that its tag and its next row say."""
+        level, had = node.level, node.place
+        assert level is not None, "only the root has none"
+        first = node.first()
+        if node.rows:
+            head = node.rows[0].id
+        elif first is not None:
+            head = first[1]
+        else:
+            node.place, node.left_at = None, self._choice
+            heappush(level.left, (node.tag, next(self._numbers), node))
+            return
+        if had is None or had[:2] != (node.tag, head):
+            node.place = node.tag, head, next(self._numbers), node
+            heappush(level.places, node.place)
+            if len(level.places) > 2 * len(level.below) + STALE:
+                level.places = [each for each in level.places if each is each[3].place]
+                heapify(level.places)
 
 
-def _paths(row: Waiter) -> tuple[Path, ...]:
-    owner, session = row.owner_id, row.session_id
-    above = (owner,), (owner, session)
-    return above if row.model_key is None else (*above, (owner, session, row.model_key))
+def _depth(node: _Node[W]) -> int:
+    return 0 if node.level is None else 1 + _depth(node.level)
 
 
-def _tagged(start: float, rows: Iterable[W], cost: Callable[[W], float]) -> Iterator[tuple[float, int, W]]:
-    """Tag each row with its virtual start."""
-    for row in rows:
-        yield start, row.id, row  # ids differ: rows are never compared
-        start += cost(row)
+def _head(node: _Node[W]) -> W:
+    while not node.rows:
+        place = node.first()
+        assert place is not None, "it has a place, so something waits"
+        node = place[3]
+    return node.rows[0]
+
+
+def _merged(level: _Node[W], cost: Cost[W], part: Callable[[Sequence[W]], Iterable[W]]) -> Iterator[W]:
+    """Yield the rows below; of a node nothing is looked at before its place comes."""
+    places = level.in_order()
+    place = next(places, None)
+    starts: list[tuple[float, int, W, Iterator[W]]] = []  # a heap; ids differ: rows are never compared
+    while True:
+        while place is not None and (not starts or place[:2] <= starts[0][:2]):
+            node = place[3]
+            rows = iter(part(node.rows)) if node.rows else _merged(node, cost, part)
+            if (row := next(rows, None)) is not None:
+                heappush(starts, (place[0], row.id, row, rows))
+            place = next(places, None)
+        if not starts:
+            return
+        start, _, row, rows = starts[0]
+        yield row
+        if (following := next(rows, None)) is None:
+            heappop(starts)
+        else:
+            heapreplace(starts, (start + cost(row), following.id, following, rows))

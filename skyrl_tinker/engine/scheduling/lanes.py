@@ -1,7 +1,7 @@
 """Lanes: the requests of one model run strictly by seq_id, in whatever order they arrive. No I/O."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, OwnerId, RequestKind, SessionId
@@ -72,14 +72,19 @@ class Lanes:
     def __init__(self) -> None:
         self._open: dict[ModelKey, _Lane] = {}
         self._closed: dict[ModelKey, Failure] = {}
+        self._changed: dict[ModelKey, None] = {}  # since `take_changed`, in order
+        self._with_loads: dict[ModelKey, None] = {}
+        self._with_refused: dict[ModelKey, None] = {}
 
     def open(self, model: ModelKey, next_seq: int = 0, window_error: str | None = None) -> None:
         """Open a lane whose requests before `next_seq` have run."""
         self._open[model] = _Lane(next_seq, window_error=window_error)
+        self._changed[model] = None
 
     def close(self, model: ModelKey, failure: Failure) -> list[QueuedRow]:
         """End a model; returns its pending rows that were waiting. `forget` it once the store has the end."""
         self._closed[model] = failure
+        self._changed[model] = None
         lane = self._open.pop(model, _Lane())
         return [row for row in lane.parked.values() if row.status is FutureStatus.PENDING]
 
@@ -98,7 +103,7 @@ class Lanes:
         model, seq_id = _position(row)
         if seq_id < self._open[model].next_seq or seq_id in self._open[model].over:
             return
-        self._open[model].parked[seq_id] = row
+        self._park(row)
         if refusal is not None:
             self._open[model].refusals[seq_id] = refusal
 
@@ -121,10 +126,11 @@ class Lanes:
     def expire(self, row: QueuedRow, why: str) -> None:
         """Skip a row that was failed, if it has not started, and invalidate its window."""
         model, seq_id = _position(row)
-        lane = self._lane(model)
+        lane = self._changing(model)
         if seq_id in lane.parked:
             lane.parked[seq_id] = replace(row, status=FutureStatus.FAILED)
             lane.refusals[seq_id] = why
+            self._with_refused[model] = None
         elif row.kind is RequestKind.FORWARD_BACKWARD:
             self.invalidate_window(model, why)
 
@@ -147,63 +153,67 @@ class Lanes:
         parked = (row for lane in self._open.values() for row in lane.parked.values())
         return sum(cost(row) for row in parked if row.kind in PASSES and _pending(row))
 
-    def small_backlogs(self, most: int) -> dict[SessionId, list[QueuedRow]]:
-        """Return what waits of each session that has at most so many requests waiting."""
-        lanes: dict[SessionId, list[_Lane]] = {}
-        for lane in self._open.values():
-            if lane.parked:
-                lanes.setdefault(next(iter(lane.parked.values())).session_id, []).append(lane)
-        return {
-            session: [row for lane in mine for row in lane.parked.values()]
-            for session, mine in lanes.items()
-            if sum(len(lane.parked) for lane in mine) <= most
-        }
+    def waiting(self, model: ModelKey) -> Collection[QueuedRow]:
+        """Return what waits of a model, in any order."""
+        return self._lane(model).parked.values()
 
-    def runnable(self, budget: int) -> dict[ModelKey, Sequence[QueuedRow]]:
-        """Return each model's next rows: one barrier, or consecutive passes of about `budget` tokens.
+    def take_changed(self) -> list[ModelKey]:
+        """Return the models of which something else may be runnable than at the last call."""
+        changed, self._changed = self._changed, {}
+        return list(changed)
 
-        Passes that the API refused are skipped here; a refused forward_backward invalidates its window. A
-        load is among them once `fetch_ended`.
+    def runnable(self, model: ModelKey, budget: int) -> Sequence[QueuedRow]:
+        """Return a model's next rows: one barrier, or consecutive passes of about `budget` tokens.
+
+        A load is among them once `fetch_ended`.
         """
-        for lane in self._open.values():
+        return _head(self._lane(model), budget)
+
+    def skip_refused(self) -> None:
+        """Drop requests that the API refused and whose turn has come, except steps.
+
+        A refused forward_backward invalidates its window: not to be called while a step runs, which ends the
+        one before that.
+        """
+        for model in list(self._with_refused):
+            lane = self._changing(model)
             _skip_refused(lane)
-        return self.heads(budget)
+            if all(map(_pending, lane.parked.values())):
+                del self._with_refused[model]
 
     def start_fetches(self) -> list[QueuedRow]:
         """Return the loads that are next in turn and new here: their lanes stand until `fetch_ended`."""
+        self.skip_refused()
         rows = []
-        for lane in self._open.values():
-            _skip_refused(lane)
+        for model in list(self._with_loads):
+            lane = self._lane(model)
             first = lane.parked.get(lane.next_seq)
-            if first is None or first.id in lane.loads or first.kind is not RequestKind.LOAD_WEIGHTS:
+            if all(row.kind is not RequestKind.LOAD_WEIGHTS for row in lane.parked.values()):
+                del self._with_loads[model]
+            elif first is None or first.id in lane.loads or first.kind is not RequestKind.LOAD_WEIGHTS:
                 continue
-            if not lane.held and not _waits_for_saves(lane, first):
+            elif not lane.held and not _waits_for_saves(lane, first):
                 lane.loads[first.id] = False
                 rows.append(first)
         return rows
 
     def fetch_ended(self, row: QueuedRow) -> None:
         """Let a load begin: its files are here, or it is known to fail."""
-        lane = self._lane(model_of(row))
+        lane = self._changing(model_of(row))
         if row.id in lane.loads:
             lane.loads[row.id] = True
-
-    def heads(self, budget: int) -> dict[ModelKey, Sequence[QueuedRow]]:
-        """Return what `runnable` does but for lanes whose next row was refused; changes nothing."""
-        heads = {model: _head(lane, budget) for model, lane in self._open.items()}
-        return {model: rows for model, rows in heads.items() if rows}
 
     def start(self, rows: Sequence[QueuedRow]) -> None:
         """Remove rows that run now. Rows of one model come in order."""
         for row in rows:
             model, seq_id = _position(row)
+            self._changed[model] = None
             _pop(self._open[model], seq_id)
 
     def put_back(self, row: QueuedRow) -> None:
         """Take back a row that was started, before those that were not. Closed models take back none."""
-        model, seq_id = _position(row)
-        lane = self._lane(model)
-        lane.parked[seq_id] = row
+        _, seq_id = _position(row)
+        lane = self._park(row)
         if row.kind is RequestKind.LOAD_WEIGHTS:
             lane.loads[row.id] = True
         lane.over.discard(seq_id)
@@ -216,7 +226,7 @@ class Lanes:
         for row in rows:
             self.put_back(row)
             model, seq_id = _position(row)
-            self._lane(model).apart[seq_id] = ids
+            self._changing(model).apart[seq_id] = ids
 
     def apart(self, row: QueuedRow) -> frozenset[int]:
         """Return the ids of the rows that run together with this one and with no others; {}: it may share."""
@@ -225,31 +235,31 @@ class Lanes:
 
     def hold(self, model: ModelKey) -> None:
         """Begin nothing of this model until `resume`."""
-        self._lane(model).held = True
+        self._changing(model).held = True
 
     def resume(self, model: ModelKey) -> None:
-        self._lane(model).held = False
+        self._changing(model).held = False
 
     def block_storage(self, model: ModelKey) -> None:
         """Make saves and loads of this model wait until `unblock_storage`; the rest goes on."""
-        self._lane(model).storage_blocked = True
+        self._changing(model).storage_blocked = True
 
     def unblock_storage(self, model: ModelKey) -> None:
-        self._lane(model).storage_blocked = False
+        self._changing(model).storage_blocked = False
 
     def publish_began(self, model: ModelKey) -> None:
         """Make loads of this model wait until `publish_ended`: none of it could be repeated behind a load."""
-        self._lane(model).publishing += 1
+        self._changing(model).publishing += 1
 
     def publish_ended(self, model: ModelKey) -> None:
-        self._lane(model).publishing -= 1
+        self._changing(model).publishing -= 1
 
     def write_began(self, row: QueuedRow) -> None:
         """Make saves for samplers wait until `write_ended`: the ranks hold one copy of this model at most."""
-        self._lane(model_of(row)).writing.add(row.id)
+        self._changing(model_of(row)).writing.add(row.id)
 
     def write_ended(self, row: QueuedRow) -> None:
-        self._lane(model_of(row)).writing.discard(row.id)
+        self._changing(model_of(row)).writing.discard(row.id)
 
     def under_way(self, model: ModelKey) -> bool:
         """Return True while files of this model are written or fetched, or it waits to be tried again."""
@@ -269,6 +279,20 @@ class Lanes:
     def reset_window(self, model: ModelKey) -> None:
         """Begin a new accumulation window."""
         self._lane(model).window_error = None
+
+    def _park(self, row: QueuedRow) -> _Lane:
+        model, seq_id = _position(row)
+        lane = self._changing(model)
+        lane.parked[seq_id] = row
+        if row.kind is RequestKind.LOAD_WEIGHTS:
+            self._with_loads[model] = None
+        if row.status is FutureStatus.FAILED:
+            self._with_refused[model] = None
+        return lane
+
+    def _changing(self, model: ModelKey) -> _Lane:
+        self._changed[model] = None
+        return self._lane(model)
 
     def _lane(self, model: ModelKey) -> _Lane:
         """Return a model's lane, a throw-away one if it was closed while some of its work runs."""

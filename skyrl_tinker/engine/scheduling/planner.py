@@ -9,11 +9,11 @@ answered waits for the rest of the unit that runs, and shares the next, whatever
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind, SessionId
-from skyrl_tinker.engine.scheduling.fair_share import FairShare
+from skyrl_tinker.engine.scheduling.fair_share import FairShare, Path, path_of
 from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, cost, model_of
 from skyrl_tinker.store.futures.queue import QueuedRow
 
@@ -66,6 +66,21 @@ class PassBudget:
     ahead_s: float = 0.5  # that those may have had more than others who wait, who only join it
 
 
+@dataclass(slots=True)
+class _Session:
+    """A session of which something waits, in `models`. `rows`: all of it, None if more than SHORT_ROWS.
+
+    `runnable`: paths of the models that have something runnable. `work_s`: what `rows` take, as estimated
+    after `charges` units.
+    """
+
+    models: dict[ModelKey, None] = field(default_factory=dict)
+    runnable: dict[ModelKey, Path] = field(default_factory=dict)
+    rows: tuple[QueuedRow, ...] | None = None
+    work_s: float = 0.0
+    charges: int = -1
+
+
 class Planner:
     """Takes unit after unit out of the lanes."""
 
@@ -77,9 +92,13 @@ class Planner:
         self._budget = budget
         self._seconds = seconds
         self._clock = clock
+        self._waiting: dict[ModelKey, Sequence[QueuedRow]] = {}
+        self._sessions: dict[SessionId, _Session] = {}
+        self._runnable: dict[SessionId, _Session] = {}  # those with anything runnable
+        self._charges = 0
+        self._session_of: dict[ModelKey, SessionId] = {}
         self._shares: FairShare[QueuedRow] = FairShare()
-        self._before = self._shares  # as they were before the unit that runs
-        self._short: SessionId | None = None  # who decided that unit, having little to do
+        self._short: SessionId | None = None  # who decided the unit that runs, having little to do
         self._lead_s = self._lead_before_s = 0.0  # what such sessions had more than the others since
         self._active: dict[SessionId, float] = {}  # when a session last had something runnable
 
@@ -88,67 +107,117 @@ class Planner:
 
         `ahead`: the rows of a full pass ahead; they are taken if the first of them still is the next.
         """
-        waiting, shares, unit = self._plan()
-        self._before, self._lead_before_s = shares, self._lead_s
-        self._shares = FairShare()
-        if unit is not None:
-            first = unit.rows[0].session_id
-            self._short = first if first in self._short_sessions(waiting) else None
-            if ahead and unit.rows[0] is ahead[0] and _first_of(ahead, waiting):
-                unit = Pass(ahead, full=True, again=bool(self._lanes.apart(ahead[0])))
-            self._lanes.start(unit.rows)
-            self.charge((row, self._seconds(row)) for row in unit.rows)
+        short, unit = self._plan()
+        self._lead_before_s = self._lead_s
+        if unit is None:
+            self._shares.clear()
+            return None
+        first, shared = unit.rows[0].session_id, len({row.session_id for row in unit.rows}) > 1
+        # barriers that are run for others as well keep nobody waiting
+        self._short = first if first in short and not (shared and isinstance(unit, Barriers)) else None
+        if ahead and unit.rows[0] is ahead[0] and _first_of(ahead, self._waiting):
+            unit = Pass(ahead, full=True, again=bool(self._lanes.apart(ahead[0])))
+        self._lanes.start(unit.rows)
+        self._shares.choose()
+        self._charge([(row, self._seconds(row)) for row in unit.rows], instead=False)
         return unit
 
     def charge(self, seconds: Iterable[tuple[QueuedRow, float]]) -> None:
         """Count what the rows of the last unit took in place of the estimate."""
-        taken = list(seconds)
-        self._shares = self._before.charged(taken)
+        self._charges += 1
+        self._charge(list(seconds), instead=True)
+
+    def full_pass_ahead(self) -> Pass | None:
+        """Return the next unit, as it is now, if it is a full pass: a smaller one may still grow."""
+        _, unit = self._plan()
+        return unit if isinstance(unit, Pass) and unit.full else None
+
+    def in_turn(self) -> tuple[QueuedRow, ...]:
+        """Return the next row of every model with runnable work, in the order of their turns."""
+        self._look()
+        return tuple(self._shares.order(self._seconds, lambda rows: rows[:1]))
+
+    def _charge(self, taken: list[tuple[QueuedRow, float]], *, instead: bool) -> None:
+        self._shares.charge(taken, instead=instead)
         if self._short is None:
             lead_s = -sum(took for _, took in taken)
         else:
             lead_s = sum(took for row, took in taken if row.session_id == self._short)
         self._lead_s = max(0.0, self._lead_before_s + lead_s)
 
-    def full_pass_ahead(self) -> Pass | None:
-        """Return the next unit, as it is now, if it is a full pass: a smaller one may still grow."""
-        _, _, unit = self._plan()
-        return unit if isinstance(unit, Pass) and unit.full else None
+    def _plan(self) -> tuple[set[SessionId], Unit | None]:
+        """Return the sessions that decide, as they have little to do, and the next unit."""
+        self._lanes.skip_refused()
+        self._look()
+        short = self._short_sessions()
+        paths = (path[:2] for each in short for path in self._runnable[each].runnable.values())
+        first = self._shares.first(dict.fromkeys(paths) if short else None)
+        if first is None:
+            return short, None
+        bounds = self._bounds()
+        return short, next_unit(first, self._waiting, self._shares, bounds, self._seconds, self._lanes.apart)
 
-    def in_turn(self) -> tuple[QueuedRow, ...]:
-        """Return the next row of every model with runnable work, in the order of their turns."""
-        waiting = self._lanes.heads(1)
-        return tuple(self._shares.joined_by(waiting.values()).order(waiting.values(), self._seconds))
+    def _look(self) -> None:
+        """Look at the lanes that changed."""
+        changed: dict[SessionId, _Session] = {}
+        for model in self._lanes.take_changed():
+            rows, waiting = self._lanes.runnable(model, self._budget.tokens), self._lanes.waiting(model)
+            for row in islice(waiting, 1):
+                self._session_of[model] = row.session_id
+            if model not in self._session_of:
+                continue
+            session_id = self._session_of[model]
+            session = changed[session_id] = self._sessions.setdefault(session_id, _Session())
+            session.models[model] = None
+            self._set_runnable(session, model, rows)
+            if not waiting:
+                del session.models[model], self._session_of[model]
+        for session_id, session in changed.items():
+            waiting = chain.from_iterable(map(self._lanes.waiting, session.models))
+            rows = tuple(islice(waiting, SHORT_ROWS + 1))
+            session.rows, session.charges = (rows if len(rows) <= SHORT_ROWS else None), -1
+            if not session.models:
+                del self._sessions[session_id]
+            if session.runnable:
+                self._runnable[session_id] = session
+            else:
+                self._runnable.pop(session_id, None)
 
-    def _plan(self) -> tuple[Waiting, FairShare[QueuedRow], Unit | None]:
-        waiting = self._lanes.runnable(self._budget.tokens)
-        shares = self._shares.joined_by(waiting.values())
-        short = self._short_sessions(waiting)
-        deciding = {model: rows for model, rows in waiting.items() if rows[0].session_id in short} or waiting
-        bounds = self._bounds(waiting)
-        unit = next_unit(waiting, deciding, shares, bounds, self._seconds, self._lanes.apart)
-        return waiting, shares, unit
+    def _set_runnable(self, session: _Session, model: ModelKey, rows: Sequence[QueuedRow]) -> None:
+        path, had = path_of(rows[0]) if rows else None, session.runnable.pop(model, None)
+        if had is not None and had != path:  # or its session was given to another owner
+            self._shares.put(had, ())
+            del self._waiting[model]
+        if path is not None:
+            self._shares.put(path, rows)
+            session.runnable[model] = path
+            self._waiting[model] = rows
 
-    def _short_sessions(self, waiting: Waiting) -> set[SessionId]:
+    def _short_sessions(self) -> set[SessionId]:
         """Return the sessions with least to do, at most half as much as another one has.
 
         None while such sessions have had more than the others.
         """
         if self._lead_s > 0:
             return set()
-        sessions = {rows[0].session_id for rows in waiting.values()}
-        rows_of = self._lanes.small_backlogs(SHORT_ROWS)
-        small = {each: sum(map(self._seconds, rows_of[each])) for each in sessions & rows_of.keys()}
+        small = {each: self._work_s(s) for each, s in self._runnable.items() if s.rows is not None}
         least = min(small.values(), default=math.inf)
-        most = max(small.values(), default=0.0) if sessions == small.keys() else math.inf
+        most = max(small.values(), default=0.0) if len(small) == len(self._runnable) else math.inf
         if least > min(SHORT_S, most / 2):
             return set()
         return {each for each, work in small.items() if work == least}
 
-    def _bounds(self, waiting: Waiting) -> PassBudget:
+    def _work_s(self, session: _Session) -> float:
+        if session.charges != self._charges and session.rows is not None:
+            session.work_s = sum(map(self._seconds, session.rows))
+            session.charges = self._charges
+        return session.work_s
+
+    def _bounds(self) -> PassBudget:
         now = self._clock()
-        self._active |= {rows[0].session_id: now for rows in waiting.values()}
-        self._active = {each: at for each, at in self._active.items() if at > now - ACTIVE_S}
+        self._active |= dict.fromkeys(self._runnable, now)
+        if len(self._active) > len(self._runnable):
+            self._active = {each: at for each, at in self._active.items() if at > now - ACTIVE_S}
         return self._budget if len(self._active) > 1 else replace(self._budget, seconds=math.inf)
 
 
@@ -161,37 +230,34 @@ def _first_of(rows: Iterable[QueuedRow], waiting: Waiting) -> bool:
 
 
 def next_unit(
+    first: QueuedRow,
     waiting: Waiting,
-    deciding: Waiting,
     shares: FairShare[QueuedRow],
     budget: PassBudget,
     seconds: Seconds,
     apart: Apart,
-) -> Unit | None:
-    """Return the next unit, None when nothing waits. `deciding`: the part of `waiting` that may lead it."""
-    if not waiting:
-        return None
-    first = next(shares.order(deciding.values(), seconds))
+) -> Unit:
+    """Return the unit that `first` decides; whoever waits has its place in `shares`."""
     if first.kind not in PASSES:
-        return _barriers(first, waiting)
+        same = [rows[0] for rows in waiting.values() if rows[0].kind is first.kind]
+        return Barriers(tuple(sorted(same, key=_age)) if first.kind in MERGING else (first,))
     if together := apart(first):
-        rows = tuple(row for rows in waiting.values() for row in rows if row.id in together)
-        return Pass(rows, full=True, again=True)
-    waiting = {model: rows for model, rows in waiting.items() if not apart(rows[0])}
-    passes = {model: rows for model, rows in waiting.items() if _may_join(rows[0], first, shares, budget)}
-    others = (row for row in shares.order(passes.values(), seconds) if row is not first)
+        models = sorted(waiting.values(), key=lambda rows: rows[0].id)
+        return Pass(tuple(row for rows in models for row in rows if row.id in together), True, True)
+
+    def joining(rows: Sequence[QueuedRow]) -> Sequence[QueuedRow]:
+        """Return the rows of a model if its turn has come, too, and not only that of a sibling."""
+        row = rows[0]
+        if row.kind not in PASSES or apart(row):
+            return ()
+        return rows if row is first or shares.ahead(path_of(row)) <= budget.ahead_s else ()
+
+    others = (row for row in shares.order(seconds, joining) if row is not first)
     return _pass(chain([first], others), budget, seconds)
 
 
-def _may_join(row: QueuedRow, first: QueuedRow, shares: FairShare[QueuedRow], budget: PassBudget) -> bool:
-    """Return whether a pass that `first` decided may take a row: its siblings' turn must come, too."""
-    return row.kind in PASSES and (row is first or shares.ahead(row) <= budget.ahead_s)
-
-
-def _barriers(first: QueuedRow, waiting: Waiting) -> Barriers:
-    if first.kind not in MERGING:
-        return Barriers((first,))
-    return Barriers(tuple(rows[0] for rows in waiting.values() if rows[0].kind is first.kind))
+def _age(row: QueuedRow) -> int:
+    return row.id
 
 
 def _pass(rows: Iterator[QueuedRow], budget: PassBudget, seconds: Seconds) -> Pass:

@@ -2,12 +2,11 @@
 
 import math
 from collections import deque
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice
 
-from skyrl_tinker.domain.ids import SessionId
-from skyrl_tinker.engine.scheduling.fair_share import FairShare
-from skyrl_tinker.engine.scheduling.slots import SampleTurn, Slots
+from skyrl_tinker.engine.scheduling.fair_share import FairShare, Path, path_of
+from skyrl_tinker.engine.scheduling.slots import SampleTurn, Slots, width
 from skyrl_tinker.protocol.queue_views import SHOWN, QueueView
 
 
@@ -16,9 +15,10 @@ class SampleQueue:
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self._queues: dict[SessionId, deque[SampleTurn]] = {}
+        self._queues: dict[Path, deque[SampleTurn]] = {}
         self._count = 0
         self._shares: FairShare[SampleTurn] = FairShare()
+        self._narrowest = math.inf  # no next turn of a newcomer has fewer sequences
 
     def __len__(self) -> int:
         return self._count
@@ -30,66 +30,90 @@ class SampleQueue:
     def add(self, turns: Sequence[SampleTurn]) -> None:
         """Append turns behind those of their sessions."""
         for turn in turns:
-            self._queues.setdefault(turn.session_id, deque()).append(turn)
+            path = path_of(turn)
+            if path in self._queues:
+                self._queues[path].append(turn)
+            else:
+                self._queues[path] = deque([turn])
+                self._shares.put(path, self._queues[path])
+                self._note_newcomer(path)
         self._count += len(turns)
 
     def take(self, most: int) -> list[SampleTurn]:
         """Remove and return the next turns that may begin, at most so many; `release` ends each."""
-        self._shares = self._shares.joined_by(self._queues.values())
+        self._shares.choose()
         turns = list(islice(self._beginning(), most))
         for turn in turns:
-            self._queues[turn.session_id].popleft()
+            path = path_of(turn)
+            self._queues[path].popleft()
+            if not self._queues[path]:
+                del self._queues[path]
         self._count -= len(turns)
-        self._queues = {session: queue for session, queue in self._queues.items() if queue}
-        # who had what does not matter once nobody waits
-        self._shares = (
-            self._shares.charged((turn, turn.tokens) for turn in turns) if self._queues else FairShare()
-        )
+        if self._queues:
+            self._shares.charge((turn, turn.tokens) for turn in turns)
+        else:  # who had what does not matter once nobody waits
+            self._shares.clear()
         return turns
 
     def release(self, turn_ids: Iterable[int]) -> None:
         """End these turns; those that are not in flight are ignored."""
         for each in turn_ids:
-            self._slots.release(each)
+            if (path := self._slots.release(each)) in self._queues:
+                self._note_newcomer(path)
 
     def discard(self, ids: Container[int]) -> None:
         """Remove the waiting turns with these ids; ids that do not wait are ignored."""
-        for session, queue in list(self._queues.items()):
+        for path, queue in list(self._queues.items()):
             kept = deque(turn for turn in queue if turn.id not in ids)
-            self._count -= len(queue) - len(kept)
+            if len(kept) < len(queue):
+                self._count -= len(queue) - len(kept)
+                self._shares.put(path, kept)
+                self._queues[path] = kept
             if kept:
-                self._queues[session] = kept
+                self._note_newcomer(path)
             else:
-                del self._queues[session]
+                del self._queues[path]
 
     def view(self) -> tuple[dict[str, QueueView], int]:
         """Return the queues by session, the next one first, and the stride: one turn in so many is shown."""
         stride = max(1, math.ceil(self._count / SHOWN))
-        shares = self._shares.joined_by(self._queues.values())
-        first = shares.order(_heads(self._queues.values()), _tokens)
-        queues = {str(turn.session_id): _view(self._queues[turn.session_id], stride) for turn in first}
+        queues: dict[str, QueueView] = {}
+        for turn in self._shares.order(_tokens, _head):
+            queue, of_session = self._queues[path_of(turn)], str(turn.session_id)
+            others = queues.get(of_session, QueueView((), 0))  # of an owner that gave its session away
+            ids = sorted((*others.ids, *(each.id for each in islice(queue, 0, None, stride))))
+            queues[of_session] = QueueView(tuple(ids), others.waiting + len(queue))
         return queues, stride
 
     def _beginning(self) -> Iterator[SampleTurn]:
         """Yield turns in order while there is room for the next, and then those that the reserve is for."""
-        queues = self._queues.values()
-        for turn in self._shares.order(queues, _tokens):
+        for turn in self._shares.order(_tokens):
             if not (self._slots.take(turn) or self._slots.take_reserved(turn)):
                 break
             yield turn
-        newcomers = [queue for queue in queues if not self._slots.knows(queue[0])]
-        for turn in self._shares.order(_heads(newcomers), _tokens):
+        if self._slots.reserve_left() < self._narrowest:
+            return  # as nearly always in a crowd: not all of it is to be looked at for each turn that ends
+        narrowest = math.inf
+        for turn in self._shares.order(_tokens, self._newcomer):
             if self._slots.take_reserved(turn):
                 yield turn
+            else:
+                narrowest = min(narrowest, width(turn))
+            if not self._slots.reserve_left():
+                return
+        self._narrowest = narrowest
+
+    def _newcomer(self, queue: Sequence[SampleTurn]) -> Sequence[SampleTurn]:
+        return () if self._slots.knows(queue[0]) else _head(queue)
+
+    def _note_newcomer(self, path: Path) -> None:
+        if not self._slots.knows(head := self._queues[path][0]):
+            self._narrowest = min(self._narrowest, width(head))
 
 
-def _heads(queues: Collection[deque[SampleTurn]]) -> list[list[SampleTurn]]:
-    return [[queue[0]] for queue in queues]
+def _head(queue: Sequence[SampleTurn]) -> Sequence[SampleTurn]:
+    return (queue[0],)
 
 
 def _tokens(turn: SampleTurn) -> float:
     return turn.tokens
-
-
-def _view(queue: deque[SampleTurn], stride: int) -> QueueView:
-    return QueueView(tuple(turn.id for turn in islice(queue, 0, None, stride)), len(queue))

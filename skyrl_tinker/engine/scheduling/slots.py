@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from skyrl_tinker.domain.ids import OwnerId, SessionId
-from skyrl_tinker.engine.scheduling.fair_share import Waiter
+from skyrl_tinker.engine.scheduling.fair_share import Path, Waiter, path_of
 from skyrl_tinker.inference.constants import MAX_SEQUENCES, RESERVED_SEQUENCES
 
 
@@ -31,7 +30,7 @@ class Slots:
         self._cores = cores
         self._shared = _Places(sequences)
         self._reserve = _Places(RESERVED_SEQUENCES)
-        self._of_session: Counter[tuple[OwnerId | None, SessionId]] = Counter()  # turns in flight
+        self._of_session: Counter[Path] = Counter()  # turns in flight
 
     def __len__(self) -> int:
         """Count the turns in flight."""
@@ -47,22 +46,29 @@ class Slots:
         fits = not self.knows(turn) and self._reserve.fits(turn, self._cores())
         return fits and self._begin(turn, self._reserve)
 
+    def reserve_left(self) -> int:
+        """Count the sequences that fit the reserve beside those that it has."""
+        return self._reserve.left(self._cores())
+
     def knows(self, turn: SampleTurn) -> bool:
         """Return whether its session has turns in flight."""
-        return self._of_session[turn.owner_id, turn.session_id] > 0
+        return self._of_session[path_of(turn)] > 0
 
-    def release(self, turn_id: int) -> None:
-        """End a turn; one that is not in flight is ignored."""
+    def release(self, turn_id: int) -> Path | None:
+        """End a turn; one that is not in flight is ignored. Return its path if it was the last of it."""
         turn = self._shared.end(turn_id) or self._reserve.end(turn_id)
-        if turn is not None:
-            session = turn.owner_id, turn.session_id
-            self._of_session[session] -= 1
-            if not self._of_session[session]:
-                del self._of_session[session]
+        if turn is None:
+            return None
+        path = path_of(turn)
+        self._of_session[path] -= 1
+        if self._of_session[path]:
+            return None
+        del self._of_session[path]
+        return path
 
     def _begin(self, turn: SampleTurn, places: "_Places") -> bool:
         places.begin(turn)
-        self._of_session[turn.owner_id, turn.session_id] += 1
+        self._of_session[path_of(turn)] += 1
         return True
 
 
@@ -75,18 +81,21 @@ class _Places:
     taken: int = 0
 
     def fits(self, turn: SampleTurn, cores: int) -> bool:
-        return self.taken + _width(turn) <= self.sequences * cores
+        return width(turn) <= self.left(cores)
+
+    def left(self, cores: int) -> int:
+        return self.sequences * cores - self.taken
 
     def begin(self, turn: SampleTurn) -> None:
         self.turns[turn.id] = turn
-        self.taken += _width(turn)
+        self.taken += width(turn)
 
     def end(self, turn_id: int) -> SampleTurn | None:
         turn = self.turns.pop(turn_id, None)
-        self.taken -= 0 if turn is None else _width(turn)
+        self.taken -= 0 if turn is None else width(turn)
         return turn
 
 
-def _width(turn: SampleTurn) -> int:
+def width(turn: SampleTurn) -> int:
     """Count the sequences of a turn that are with a sampler at the same time (SampleCall.execute)."""
     return min(turn.sequences, MAX_SEQUENCES)

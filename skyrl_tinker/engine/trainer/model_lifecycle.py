@@ -113,8 +113,7 @@ class ModelLifecycle:
 
         `start`: starts what the trainer need not wait for.
         """
-        runnable = self._lanes.runnable(1) if self._releasing else {}
-        over = {model: SESSION_OVER for model in self._releasing if model not in runnable}
+        over = {model: SESSION_OVER for model in self._releasing if not self._lanes.runnable(model, 1)}
         unloaded = {model: UNLOADED for model in self._unloading if self._lanes.drained(model)}
         for model, failure in {**unloaded, **over}.items():
             if not self._lanes.under_way(model):

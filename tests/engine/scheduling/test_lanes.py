@@ -1,12 +1,12 @@
 """A model's requests run strictly by seq_id, and a refused one has exactly the reach it should."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
+from skyrl_tinker.engine.scheduling.lanes import Lanes
 from skyrl_tinker.engine.scheduling.planner import PassBudget, Planner
 from skyrl_tinker.store.futures.queue import QueuedRow
 from tests.engine.support.rows import queued
@@ -38,7 +38,7 @@ def created(*rows: QueuedRow) -> Lanes:
     lanes = Lanes()
     lanes.open(MODEL)
     lanes.add(row(0, RequestKind.CREATE_MODEL))
-    lanes.start(lanes.runnable(BUDGET)[MODEL])
+    lanes.start(lanes.runnable(MODEL, BUDGET))
     for each in rows:
         lanes.add(each)
     return lanes
@@ -57,14 +57,20 @@ def drain(lanes: Lanes) -> list[int]:
 def _runnable(lanes: Lanes) -> dict[ModelKey, Sequence[QueuedRow]]:
     for load in lanes.start_fetches():
         lanes.fetch_ended(load)
-    return lanes.runnable(BUDGET)
+    return heads(lanes)
+
+
+def heads(lanes: Lanes) -> dict[ModelKey, Sequence[QueuedRow]]:
+    lanes.skip_refused()
+    models = (ModelKey(number) for number in range(4))
+    return {model: rows for model in models if (rows := lanes.runnable(model, BUDGET))}
 
 
 def test_everything_waits_for_the_creation() -> None:
     lanes = Lanes()
     lanes.open(MODEL)
     lanes.add(row(1))
-    assert lanes.runnable(BUDGET) == {}
+    assert heads(lanes) == {}
     lanes.add(row(0, RequestKind.CREATE_MODEL))
     assert drain(lanes) == [0, 1]
 
@@ -89,17 +95,17 @@ def test_a_gap_parks_what_comes_after_it() -> None:
 
 def test_consecutive_passes_come_together_up_to_the_next_barrier() -> None:
     lanes = created(row(1), row(2, FORWARD), row(3, STEP), row(4))
-    assert [each.seq_id for each in lanes.runnable(BUDGET)[MODEL]] == [1, 2]
+    assert [each.seq_id for each in lanes.runnable(MODEL, BUDGET)] == [1, 2]
 
 
 def test_a_barrier_comes_alone() -> None:
     lanes = created(row(1, STEP), row(2, STEP))
-    assert [each.seq_id for each in lanes.runnable(BUDGET)[MODEL]] == [1]
+    assert [each.seq_id for each in lanes.runnable(MODEL, BUDGET)] == [1]
 
 
 def test_a_flood_is_looked_at_only_as_far_as_a_unit_reaches() -> None:
     lanes = created(*(row(i, tokens=100) for i in range(1, 500)))
-    assert len(lanes.runnable(BUDGET)[MODEL]) == 10
+    assert len(lanes.runnable(MODEL, BUDGET)) == 10
 
 
 def test_a_refused_request_lets_the_next_one_pass() -> None:
@@ -109,7 +115,7 @@ def test_a_refused_request_lets_the_next_one_pass() -> None:
 def test_a_refused_forward_backward_poisons_its_window_and_names_itself() -> None:
     lanes = created(row(2, STEP))
     lanes.add(refused(1), "datum 0: weights has length 2, expected 3")
-    lanes.runnable(BUDGET)
+    lanes.skip_refused()
     assert lanes.window_error(MODEL) == (
         "forward_backward with seq_id 1 was refused: datum 0: weights has length 2, expected 3"
     )
@@ -120,30 +126,30 @@ def test_of_several_refusals_in_one_window_its_step_names_the_first() -> None:
     lanes = created()
     lanes.add(refused(1), "the cause")
     lanes.add(refused(2), "a consequence")
-    lanes.runnable(BUDGET)
+    lanes.skip_refused()
     assert lanes.window_error(MODEL) == "forward_backward with seq_id 1 was refused: the cause"
 
 
 def test_a_refused_forward_poisons_nothing() -> None:
     lanes = created(refused(1, FORWARD), row(2, STEP))
-    lanes.runnable(BUDGET)
+    lanes.skip_refused()
     assert lanes.window_error(MODEL) is None
 
 
 def test_a_refusal_in_the_next_window_leaves_this_one_alone() -> None:
     lanes = created(row(1), row(2, STEP), refused(3))
-    lanes.start(lanes.runnable(BUDGET)[MODEL])
-    lanes.runnable(BUDGET)
+    lanes.start(lanes.runnable(MODEL, BUDGET))
+    lanes.skip_refused()
     assert lanes.window_error(MODEL) is None
 
 
 def test_looking_at_the_lanes_skips_nothing() -> None:
     """Else a look while a step runs would note the refusal in the window that the step is about to end."""
     lanes = created(row(1, STEP), refused(2), row(3, STEP))
-    lanes.start(lanes.runnable(BUDGET)[MODEL])
+    lanes.start(lanes.runnable(MODEL, BUDGET))
     assert Planner(lanes, PassBudget(BUDGET), lambda row: 1.0).in_turn() == ()
     lanes.reset_window(MODEL)
-    assert [each.seq_id for each in lanes.runnable(BUDGET)[MODEL]] == [3]
+    assert [each.seq_id for each in heads(lanes)[MODEL]] == [3]
     assert lanes.window_error(MODEL) is not None
 
 
@@ -168,7 +174,7 @@ def test_closing_returns_the_waiting_rows_that_nobody_answered_yet() -> None:
     assert lanes.closed_by(MODEL) == gone
     lanes.forget(MODEL)
     assert not lanes.knows(MODEL)
-    assert lanes.runnable(BUDGET) == {}
+    assert heads(lanes) == {}
 
 
 def test_a_model_that_is_to_go_is_drained_once_all_that_came_before_its_end_has_run() -> None:
@@ -205,14 +211,35 @@ def test_a_backward_that_expires_while_it_runs_invalidates_its_window_and_a_forw
     assert lanes.window_error(MODEL) == "the deadline"
 
 
-def test_the_backlog_of_a_session_is_that_of_all_its_models() -> None:
-    mine, other = [row(1), row(0, model=ModelKey(2))], row(0, model=ModelKey(3), session="other")
-    lanes = created(mine[0])
-    for each in (mine[1], other):
-        lanes.open(model_of(each))
-        lanes.add(each)
-    assert lanes.small_backlogs(2) == {mine[0].session_id: mine, other.session_id: [other]}
-    assert lanes.small_backlogs(1) == {other.session_id: [other]}
+LOAD, SYNC = row(1, RequestKind.LOAD_WEIGHTS), row(0, RequestKind.SAVE_WEIGHTS_FOR_SAMPLER)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda lanes: lanes.add(row(2)),
+        lambda lanes: lanes.expire(row(1), "the deadline"),
+        lambda lanes: lanes.start([row(1)]),
+        lambda lanes: lanes.put_back(row(0)),
+        lambda lanes: lanes.put_back_apart([row(0)]),
+        lambda lanes: lanes.hold(MODEL),
+        lambda lanes: lanes.resume(MODEL),
+        lambda lanes: lanes.block_storage(MODEL),
+        lambda lanes: lanes.unblock_storage(MODEL),
+        lambda lanes: lanes.publish_began(MODEL),
+        lambda lanes: lanes.publish_ended(MODEL),
+        lambda lanes: lanes.write_began(SYNC),
+        lambda lanes: lanes.write_ended(SYNC),
+        lambda lanes: lanes.fetch_ended(LOAD),
+        lambda lanes: lanes.close(MODEL, Failure("lost", "server")),
+        lambda lanes: lanes.open(MODEL),
+    ],
+)
+def test_whatever_may_change_what_is_runnable_is_told_once(change: Callable[[Lanes], object]) -> None:
+    lanes = created(row(1))
+    lanes.take_changed()
+    change(lanes)
+    assert (lanes.take_changed(), lanes.take_changed()) == ([MODEL], [])
 
 
 def test_models_do_not_wait_for_each_other() -> None:
@@ -220,7 +247,7 @@ def test_models_do_not_wait_for_each_other() -> None:
     lanes = created(row(2))
     lanes.open(other)
     lanes.add(row(0, RequestKind.CREATE_MODEL, model=other))
-    assert set(lanes.runnable(BUDGET)) == {other}
+    assert set(heads(lanes)) == {other}
 
 
 def test_taking_out_of_order_is_a_bug_that_shows() -> None:
@@ -278,15 +305,15 @@ def test_a_lane_stands_until_the_files_of_its_load_are_here() -> None:
     lanes = created(refused(1, FORWARD), row(2, RequestKind.LOAD_WEIGHTS), row(3))
     lanes.open(other, 1)
     lanes.add(row(1, model=other))
-    assert set(lanes.runnable(BUDGET)) == {other}
+    assert set(heads(lanes)) == {other}
     (load,) = lanes.start_fetches()
     assert (load, lanes.start_fetches()) == (row(2, RequestKind.LOAD_WEIGHTS), [])
     assert lanes.under_way(MODEL)
     assert lanes.statuses()[MODEL].storage_blocked
-    assert set(lanes.runnable(BUDGET)) == {other}
+    assert set(heads(lanes)) == {other}
     lanes.fetch_ended(load)
     assert not lanes.under_way(MODEL)
-    assert lanes.runnable(BUDGET)[MODEL] == [load]
+    assert lanes.runnable(MODEL, BUDGET) == [load]
     assert drain(lanes) == [2, 1, 3]
 
 
@@ -308,28 +335,28 @@ def test_a_row_that_is_put_back_runs_before_all_others_of_its_model() -> None:
     lanes = created(row(1, RequestKind.LOAD_WEIGHTS), row(2))
     (load,) = lanes.start_fetches()
     lanes.fetch_ended(load)
-    (rows,) = lanes.runnable(BUDGET).values()
+    (rows,) = heads(lanes).values()
     lanes.start(rows)
     lanes.put_back(rows[0])
     assert lanes.start_fetches() == [], "its files are here"
     lanes.hold(MODEL)
-    assert lanes.runnable(BUDGET) == {}
+    assert heads(lanes) == {}
     lanes.resume(MODEL)
     assert drain(lanes) == [1, 2]
 
 
 def test_rows_that_are_put_back_apart_come_together_and_without_those_behind_them() -> None:
     lanes = created(row(1), row(2), row(3))
-    rows = lanes.runnable(BUDGET)[MODEL]
+    rows = lanes.runnable(MODEL, BUDGET)
     lanes.start(rows[:2])
     lanes.put_back_apart(rows[:2])
-    assert lanes.runnable(BUDGET) == {MODEL: list(rows[:2])}
+    assert heads(lanes) == {MODEL: list(rows[:2])}
     assert lanes.apart(rows[0]) == lanes.apart(rows[1]) == {rows[0].id, rows[1].id}
     assert not lanes.apart(rows[2])
     lanes.start(rows[:2])
     for each in rows[:2]:
         lanes.put_back_apart([each])
-    assert lanes.runnable(BUDGET) == {MODEL: [rows[0]]}
+    assert heads(lanes) == {MODEL: [rows[0]]}
     assert drain(lanes) == [1, 2, 3]
     assert not lanes.apart(rows[0])
 
@@ -339,7 +366,7 @@ def skipped_and_put_back() -> Lanes:
     save = row(1, RequestKind.SAVE_WEIGHTS)
     lanes = created(save, refused(2), row(3))
     lanes.start([save])
-    assert lanes.runnable(BUDGET) == {MODEL: [row(3)]}
+    assert heads(lanes) == {MODEL: [row(3)]}
     lanes.put_back(save)
     return lanes
 

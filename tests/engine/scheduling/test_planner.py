@@ -9,9 +9,10 @@ import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, OwnerId, RequestKind
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.engine.scheduling.fair_share import FairShare
+from skyrl_tinker.engine.scheduling.fair_share import FairShare, Path, path_of
 from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, model_of
 from skyrl_tinker.engine.scheduling.planner import (
+    SHORT_ROWS,
     Apart,
     Barriers,
     Pass,
@@ -58,23 +59,39 @@ def units_of(rows: Sequence[QueuedRow], budget: int = 100) -> list[Unit]:
 
 def planned(left: list[QueuedRow], budget: int = 100) -> Iterator[Unit]:
     """Unit after unit out of `left`, which may grow."""
-    shares = FairShare()
+    shares = Shares()
     while True:
-        unit, shares = take(left, shares, budget)
+        unit = shares.take(left, budget)
         if unit is None:
             return
         left[:] = [each for each in left if each not in unit.rows]
         yield unit
 
 
-def take(
-    rows: Sequence[QueuedRow], shares: FairShare, budget: int, apart: Apart = lambda row: ()
-) -> tuple[Unit | None, FairShare]:
-    """The next unit, and the shares once it has taken as long as was estimated."""
-    waiting = lanes(rows)
-    shares = shares.joined_by(waiting.values())
-    unit = next_unit(waiting, waiting, shares, PassBudget(budget), seconds, apart)
-    return unit, shares.charged((each, seconds(each)) for each in unit.rows) if unit else FairShare()
+class Shares(FairShare[QueuedRow]):
+    """Fair shares of those of whom anything is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._paths: set[Path] = set()
+
+    def take(self, rows: Sequence[QueuedRow], budget: int, apart: Apart = lambda row: ()) -> Unit | None:
+        """The next unit, which takes as long as is estimated."""
+        waiting = lanes(rows)
+        paths = {path_of(mine[0]): mine for mine in waiting.values()}
+        for path in self._paths - paths.keys():
+            self.put(path, ())
+        for path, mine in paths.items():
+            self.put(path, mine)
+        self._paths = set(paths)
+        first = self.first()
+        if first is None:
+            self.clear()
+            return None
+        unit = next_unit(first, waiting, self, PassBudget(budget), seconds, apart)
+        self.choose()
+        self.charge((each, seconds(each)) for each in unit.rows)
+        return unit
 
 
 def seconds(each: QueuedRow) -> float:
@@ -152,10 +169,9 @@ def test_what_did_not_fit_into_memory_runs_with_no_others() -> None:
     def apart(each: QueuedRow) -> frozenset[int]:
         return first if each.id in first else second
 
-    unit, shares = take(rows, FairShare(), 100, apart)
-    assert unit == Pass(tuple(rows[:3]), full=True, again=True)
-    unit, _ = take(rows, shares, 100, apart)
-    assert unit == Pass((rows[3],), full=False)
+    shares = Shares()
+    assert shares.take(rows, 100, apart) == Pass(tuple(rows[:3]), full=True, again=True)
+    assert shares.take(rows, 100, apart) == Pass((rows[3],), full=False)
 
 
 def test_every_request_runs_exactly_once() -> None:
@@ -227,29 +243,21 @@ def test_whoever_had_more_in_one_unit_has_less_in_the_next_ones() -> None:
 
 
 def test_who_worked_alone_owes_nothing_after_a_pause() -> None:
-    _, shares = take([row(A, tokens=50) for _ in range(20)], FairShare(), 1000)
-    _, shares = take([], shares, 1000)
-    unit, _ = take([row(model, tokens=10) for _ in range(20) for model in (A, B)], shares, 200)
+    shares = Shares()
+    shares.take([row(A, tokens=50) for _ in range(20)], 1000)
+    shares.take([], 1000)
+    unit = shares.take([row(model, tokens=10) for _ in range(20) for model in (A, B)], 200)
     assert unit is not None
     assert tokens_of(A, [unit]) == tokens_of(B, [unit]) == 100
 
 
 def test_who_comes_back_while_others_wait_still_owes_what_it_had_more() -> None:
-    _, shares = take([row(A, tokens=50) for _ in range(20)], FairShare(), 1000)
-    _, shares = take([row(C)], shares, 1000)
-    unit, _ = take([row(model, tokens=10) for _ in range(20) for model in (A, B)], shares, 200)
+    shares = Shares()
+    shares.take([row(A, tokens=50) for _ in range(20)], 1000)
+    shares.take([row(C)], 1000)
+    unit = shares.take([row(model, tokens=10) for _ in range(20) for model in (A, B)], 200)
     assert unit is not None
     assert tokens_of(B, [unit]) == 200
-
-
-def test_a_debt_lasts_until_the_others_have_had_as_much() -> None:
-    a, b = row(A), row(B)
-    shares = FairShare().joined_by([[a], [b]]).charged([(a, 4.0), (b, 5.0)])
-    alone = shares.joined_by([[a]])
-    assert alone.joined_by([[a], [b]]).ahead(b) == 1.0
-    later = alone.charged([(a, 2.0)]).joined_by([[a]])
-    assert later.joined_by([[a], [b]]).ahead(a) == 0.0, "nobody saves up"
-    assert later.joined_by([[a]]).tags.keys() == FairShare().joined_by([[a]]).tags.keys()
 
 
 def test_a_newcomer_gets_its_share_and_no_more() -> None:
@@ -268,6 +276,14 @@ def waiting_lanes(*rows: QueuedRow) -> Lanes:
             waiting.open(model_of(each), each.seq_id)
         waiting.add(each)
     return waiting
+
+
+@pytest.mark.parametrize(("models", "decides"), [(SHORT_ROWS, True), (SHORT_ROWS + 1, False)])
+def test_the_backlog_of_a_session_is_that_of_all_its_models(models: int, decides: bool) -> None:
+    older = [row(A, SAVE) for _ in range(SHORT_ROWS + 1)]
+    newer = [row(ModelKey(100 + number), SAVE, session="many") for number in range(models)]
+    planner = Planner(waiting_lanes(*older, *newer), PassBudget(100), seconds)
+    assert planner.pop() == Barriers((newer[0] if decides else older[0],))
 
 
 @pytest.mark.parametrize(("others", "decides"), [(4, True), (3, False)])

@@ -85,7 +85,12 @@ class Run:
         """Whether there was a unit."""
         for load in self.lanes.start_fetches():
             self.lanes.fetch_ended(load)
-        before = self.lanes.runnable(BUDGET)
+        self.lanes.skip_refused()
+        models = map(ModelKey, range(TENANTS * MODELS))
+        before = {model: rows for model in models if (rows := self.lanes.runnable(model, BUDGET))}
+        assert sorted(row.id for row in self.planner.in_turn()) == sorted(
+            rows[0].id for rows in before.values()
+        )
         ahead, self.ahead = self.ahead, ()
         unit = self.planner.pop(ahead)
         if unit is None:

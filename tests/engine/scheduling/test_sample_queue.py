@@ -66,7 +66,7 @@ def test_a_session_may_change_its_owner_while_its_samples_wait() -> None:
     queue = queue_of()
     queue.add([row(0, "adopted"), *(row(number, "adopted", OwnerId(7)) for number in (1, 2, 3))])
     queue.add([row(10 + number, "other", OwnerId(8)) for number in range(3)])
-    assert [each.id for each in queue.take(3)] == [0, 10, 1]
+    assert [each.id for each in queue.take(3)] == [0, 1, 10], "each owner has a turn"
     assert [each.id for each in queue.take(3)] == [2, 11, 3], "the heir has had what its session took"
 
 
@@ -129,6 +129,27 @@ def test_a_newcomer_begins_where_a_flood_has_all_and_no_more_of_them_than_the_re
     begun = queue.take(1000)
     assert [each.session_id for each in begun] == [f"new {number}" for number in range(RESERVED_SEQUENCES)]
     assert queue.take(1000) == []
+
+
+def test_who_has_nothing_in_flight_any_more_is_a_newcomer_again() -> None:
+    queue = queue_of(10)
+    queue.add([row(number, "flood") for number in range(100)])
+    queue.take(50)
+    queue.add([row(1000 + number, "quiet") for number in range(2)])
+    assert [each.id for each in queue.take(50)] == [1000]
+    assert queue.take(50) == []
+    queue.release([1000])
+    assert [each.id for each in queue.take(50)] == [1001]
+
+
+def test_a_newcomer_begins_once_the_one_before_it_that_is_too_large_is_dropped() -> None:
+    queue = queue_of(10)
+    queue.add([row(number, "flood") for number in range(100)])
+    queue.take(50)
+    queue.add([row(1000, "new", sequences=RESERVED_SEQUENCES + 1), row(1001, "new")])
+    assert queue.take(50) == []
+    queue.discard({1000})
+    assert [each.id for each in queue.take(50)] == [1001]
 
 
 def test_ten_sessions_of_one_owner_get_as_much_as_one_of_another() -> None:
