@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
-"""Cost of the engine's sampling side before 1, 8 and 64 replicas, stand-ins that compute nothing.
+"""Cost of the engine's queues, and of its sampling side before 1, 8 and 64 replicas that compute nothing.
 
-usage: scripts/bench/scale.py [--samples N] [--waiting N] [--answer-ms N]
+usage: scripts/bench/scale.py [--sessions N] [--models N] [--samples N] [--waiting N] [--answer-ms N]
+
+First the queues alone, with samples of --sessions clients (three each) and work of --models (two passes and a
+step each), and with a tenth and a hundredth of them. Then the replicas, if --samples is not 0.
 
 The journal, the engine's queue, its client, vllm-router and the watch over the replicas are the real ones.
 The replicas answer each request after --answer-ms, in a process of their own. Samples (64 prompt tokens, 16
@@ -13,7 +16,9 @@ the wall clock.
 Needs the packages of `scripts/setup tests`. Ends by itself, with the default arguments after about five
 minutes.
 
-Prints, as its last line, one JSON object. For each number of replicas: samples_per_s (of one core of the
+Prints, as its last line, one JSON object. take_us_N: choosing what begins after one sample of N sessions has
+ended; queues_ms_N: a look at the queue; plan_ms_N_models: planning a unit, the look ahead and the charge.
+All three are medians of this process's time. For each number of replicas: samples_per_s (of one core of the
 engine), wall_per_s, cost_us (of a sample), router_us; idle_share: of a core, when nothing is to be done;
 fanout_p50_ms: an adapter on all replicas, each of which takes 20 ms; pause_p50_ms: pause and resume of all.
 cost_ratio_64, fanout_ratio_64: to one replica. errors: samples that failed. mb_per_10k_waiting.
@@ -21,12 +26,14 @@ cost_ratio_64, fanout_ratio_64: to one replica. errors: samples that failed. mb_
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -39,7 +46,15 @@ import psutil
 from sqlalchemy import Connection, func, select
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.domain.ids import FutureStatus, SamplingSessionId
+from skyrl_tinker.domain.ids import (
+    FutureStatus,
+    ModelKey,
+    OwnerId,
+    RequestId,
+    RequestKind,
+    SamplingSessionId,
+    SessionId,
+)
 from skyrl_tinker.domain.peft_config import ADAPTER_FILE
 from skyrl_tinker.domain.values import BaseModelFacts, SampleRequest, SamplingParams
 from skyrl_tinker.engine.colocation.placement import SEPARATE
@@ -50,8 +65,14 @@ from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
+from skyrl_tinker.engine.scheduling.planner import PassBudget, Planner
+from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
+from skyrl_tinker.engine.scheduling.slots import Slots
+from skyrl_tinker.engine.scheduling.throughput import TrainerPace
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.inference.constants import RESERVED_SEQUENCES
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.processes import freeze_gc, raise_open_files_limit
 from skyrl_tinker.protocol.stored_requests import sample_body
@@ -60,6 +81,7 @@ from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.tables import Future
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.futures import sample_submission
+from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 from tests.support.processes import below, title
@@ -68,6 +90,8 @@ from tests.support.serve import KINDS
 from tests.support.stand_in_replicas import stand_ins
 
 REPLICAS = (1, 8, 64)
+SENT = RequestKind.FORWARD_BACKWARD, RequestKind.FORWARD, RequestKind.OPTIM_STEP
+IN_FLIGHT, TENANTS, TAKES, PLANS, VIEWS = 256, 7, 400, 40, 9
 CLIENTS = 16
 PROMPT, SAMPLED = 64, 16
 PER_CORE = 64
@@ -186,6 +210,86 @@ async def engine(replicas: int, answer_s: float) -> AsyncIterator[Engine]:
             await asyncio.wait(running)
 
 
+def _row(number: int, session: str, kind: RequestKind, model: ModelKey | None, seq_id: int) -> QueuedRow:
+    return QueuedRow(
+        id=number,
+        request_id=RequestId(str(number)),
+        kind=kind,
+        session_id=SessionId(session),
+        owner_id=OwnerId(int(session.split()[1]) % TENANTS),
+        model_key=model,
+        sampling_session_id=None,
+        seq_id=seq_id,
+        status=FutureStatus.PENDING,
+        body_bytes=1600,
+        created_at=0.0,
+        tokens=PROMPT + SAMPLED + number % 13,
+    )
+
+
+def take_us(sessions: int) -> tuple[float, float]:
+    """Return the microseconds of a choice, and the milliseconds of a look at the queue."""
+    queue, numbers = SampleQueue(Slots(IN_FLIGHT, lambda: 1)), itertools.count()
+
+    def send(client: int) -> None:
+        queue.add([_row(next(numbers), f"client {client}", RequestKind.SAMPLE, None, 0)])
+
+    for client in [*range(sessions)] * 3:
+        send(client)
+    flying = deque(turn.id for turn in queue.take(IN_FLIGHT + RESERVED_SEQUENCES))
+    takes, views = [], []
+    for number in range(TAKES):
+        ended = flying.popleft()
+        began = time.process_time()
+        queue.release([ended])
+        turns = queue.take(IN_FLIGHT)
+        takes.append(time.process_time() - began)
+        flying += [turn.id for turn in turns]
+        send(number % sessions)
+    for _ in range(VIEWS):
+        began = time.process_time()
+        queue.view()
+        views.append(time.process_time() - began)
+    return 1e6 * statistics.median(takes), 1e3 * statistics.median(views)
+
+
+def plan_ms(models: int) -> float:
+    """Return the milliseconds of a unit's planning, while as much comes as is taken."""
+    lanes, pace, numbers = Lanes(), TrainerPace(), itertools.count()
+    planner = Planner(lanes, PassBudget(8192, 1.0), pace.seconds)
+    places = [enumerate(itertools.cycle(SENT)) for _ in range(models)]
+
+    def send(model: int) -> None:
+        seq_id, kind = next(places[model])
+        lanes.add(_row(next(numbers), f"tenant {model}", kind, ModelKey(model), seq_id))
+
+    for model in range(models):
+        lanes.open(ModelKey(model))
+    for model in [*range(models)] * 3:
+        send(model)
+    times, ahead = [], None
+    for _ in range(PLANS):
+        began = time.process_time()
+        unit = planner.pop(ahead.rows if ahead else ())
+        assert unit is not None
+        ahead = planner.full_pass_ahead()
+        planner.charge(pace.attribute(unit.rows, 0.1, {}))
+        times.append(time.process_time() - began)
+        for row in unit.rows:
+            send(int(model_of(row)))
+    return 1e3 * statistics.median(times)
+
+
+def queues(sessions: int, models: int) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for share in (100, 10, 1):
+        taken_us, viewed_ms = take_us(max(1, sessions // share))
+        found[f"take_us_{sessions // share}"] = round(taken_us, 1)
+        found[f"queues_ms_{sessions // share}"] = round(viewed_ms, 1)
+        found[f"plan_ms_{models // share}_models"] = round(plan_ms(max(1, models // share)), 2)
+    return found
+
+
 async def _p50_ms(call: Callable[[int], Awaitable[Any]]) -> float:
     times = []
     for number in range(REPEATS):
@@ -248,20 +352,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--sessions", type=int, default=10_000)
+    parser.add_argument("--models", type=int, default=1_000)
     parser.add_argument("--samples", type=int, default=20_000)
     parser.add_argument("--waiting", type=int, default=100_000)
     parser.add_argument("--answer-ms", type=float, default=50.0)
     arguments = parser.parse_args()
     raise_open_files_limit()
-    report: dict[str, float] = {"errors": 0}
-    for replicas in REPLICAS:
+    report: dict[str, float] = {"errors": 0} | queues(arguments.sessions, arguments.models)
+    print("  ".join(f"{name} {value}" for name, value in report.items()))
+    for replicas in REPLICAS if arguments.samples else ():
         waiting = arguments.waiting if replicas == REPLICAS[-1] else 0
         found = asyncio.run(measure(replicas, arguments.samples, waiting, arguments.answer_ms / 1e3))
         print(f"{replicas:3d} replicas  " + "  ".join(f"{name} {value}" for name, value in found.items()))
         report["errors"] += found.pop("errors")
         report |= {f"{name}_{replicas}": value for name, value in found.items()}
-    report["cost_ratio_64"] = round(report["cost_us_64"] / report["cost_us_1"], 2)
-    report["fanout_ratio_64"] = round(report["fanout_p50_ms_64"] / report["fanout_p50_ms_1"], 2)
+    if arguments.samples:
+        report["cost_ratio_64"] = round(report["cost_us_64"] / report["cost_us_1"], 2)
+        report["fanout_ratio_64"] = round(report["fanout_p50_ms_64"] / report["fanout_p50_ms_1"], 2)
     print(json.dumps(report))
 
 

@@ -52,6 +52,7 @@ class _Node(Generic[W]):
 
     level: "_Node[W] | None" = None
     key: object = None
+    depth: int = 0
     tag: float = 0.0
     place: "_Place[W] | None" = None  # in its level; None: nothing of it waits
     rows: Sequence[W] = ()
@@ -157,7 +158,7 @@ class FairShare(Generic[W]):
                 self._charged.setdefault(node, node.tag)
                 node.tag += taken
                 moved[node] = None
-        for node in sorted(moved, key=_depth, reverse=True):
+        for node in sorted(moved, key=lambda each: -each.depth):
             self._set_place(node)
 
     def ahead(self, path: Path) -> float:
@@ -176,7 +177,7 @@ class FairShare(Generic[W]):
             self._settle(level)
             node = level.below.get(key)
             if node is None:
-                node = level.below[key] = _Node(level, key, level.clock)
+                node = level.below[key] = _Node(level, key, level.depth + 1, level.clock)
             elif node.place is None:
                 if node.left_at < self._choice and node.tag <= level.before:
                     node.forget()
@@ -217,10 +218,6 @@ class FairShare(Generic[W]):
             if len(level.places) > 2 * len(level.below) + STALE:
                 level.places = [each for each in level.places if each is each[3].place]
                 heapify(level.places)
-
-
-def _depth(node: _Node[W]) -> int:
-    return 0 if node.level is None else 1 + _depth(node.level)
 
 
 def _head(node: _Node[W]) -> W:
