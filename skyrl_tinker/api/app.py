@@ -58,6 +58,7 @@ from skyrl_tinker.api.token_texts import TokenTexts
 from skyrl_tinker.api.waiting.backpressure import Backpressure
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
+from skyrl_tinker.api.waiting.heartbeats import Heartbeats
 from skyrl_tinker.api.waiting.key_backlogs import KeyBacklogs
 from skyrl_tinker.api.waiting.long_poll import FutureWaiter
 from skyrl_tinker.api.waiting.metrics_page import MetricsPage
@@ -166,6 +167,7 @@ def make_services(
         RequestRates(store),
         KeyBacklogs(store),
         Arrivals(store),
+        Heartbeats(store),
         room,
         SnapshotReader(store, queues, ProcessTable(directories.pid_file)),
         TokenTexts(Path(facts.directory)),
@@ -228,6 +230,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             tasks.create_task(services.watch.run(), name="loop-watch"),
             tasks.create_task(services.keys.run(), name="key-ring"),
             tasks.create_task(services.arrivals.run(), name="arrivals"),
+            tasks.create_task(services.heartbeats.run(), name="heartbeats"),
             tasks.create_task(services.queues.run(), name="engine-queues"),
         )
         yield

@@ -18,6 +18,7 @@ from skyrl_tinker.api.token_texts import TokenTexts
 from skyrl_tinker.api.waiting.backpressure import Backpressure
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
+from skyrl_tinker.api.waiting.heartbeats import Heartbeats
 from skyrl_tinker.api.waiting.key_backlogs import KeyBacklogs
 from skyrl_tinker.api.waiting.long_poll import FutureWaiter
 from skyrl_tinker.api.waiting.metrics_page import MetricsPage
@@ -53,6 +54,7 @@ class Services:
     rates: RequestRates
     backlogs: KeyBacklogs
     arrivals: Arrivals
+    heartbeats: Heartbeats
     room: DiskRoom
     snapshots: SnapshotReader
     texts: TokenTexts

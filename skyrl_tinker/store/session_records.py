@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, Connection, insert, or_, select, update
 
 from skyrl_tinker.domain.ids import ModelState, OwnerId, SessionId
 from skyrl_tinker.errors import GoneError, NotFoundError
-from skyrl_tinker.store import audit_log
+from skyrl_tinker.store import audit_log, owners
 from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.database.tables import Future, Model, SamplingSession, Session
 
@@ -20,6 +20,9 @@ BEAT_S = 10.0
 """Time between two heartbeats of the SDK."""
 MOST_BEATS = 2.5
 """Heartbeats after which one has certainly come, unless the client is away: one in two may be lost."""
+AT_ONCE = 500  # sessions in one statement
+Beat = tuple[OwnerId | None, SessionId]
+_LIVE = Session.finished_at.is_(None)
 
 
 def create(
@@ -52,15 +55,23 @@ def create(
     return session_id
 
 
-def heartbeat(conn: Connection, session_id: SessionId) -> None:
-    """Keep a session alive. Raises NotFoundError if it is unknown, GoneError if it is finished."""
-    beat = (
-        update(Session)
-        .where(Session.session_id == session_id, Session.finished_at.is_(None))
-        .values(last_heartbeat_at=time.time())
-    )
-    if not conn.execute(beat).rowcount:
-        require_live(conn, session_id)
+def heartbeat(conn: Connection, beats: Sequence[Beat]) -> dict[Beat, NotFoundError | GoneError]:
+    """Keep sessions alive; return why some are not: their owner has none such, or it is finished."""
+    failed: dict[Beat, NotFoundError | GoneError] = {}
+    for first in range(0, len(beats), AT_ONCE):
+        part = beats[first : first + AT_ONCE]
+        named = Session.session_id.in_([session_id for _, session_id in part])
+        found = conn.execute(select(Session.owner_id, Session.session_id).where(named, _LIVE))
+        live = {(owner, session_id) for owner, session_id in found}.intersection(part)
+        mine = Session.session_id.in_([session_id for _, session_id in live])
+        conn.execute(update(Session).where(mine, _LIVE).values(last_heartbeat_at=time.time()))
+        for beat in set(part) - live:
+            try:
+                owners.require_session(conn, *beat)
+                require_live(conn, beat[1])
+            except (NotFoundError, GoneError) as error:
+                failed[beat] = error
+    return failed
 
 
 def beats(conn: Connection, session_id: SessionId, now: float) -> bool:

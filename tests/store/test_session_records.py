@@ -4,13 +4,15 @@ import time
 from functools import partial
 
 import pytest
-from sqlalchemy import Connection
+from sqlalchemy import Connection, update
 
-from skyrl_tinker.domain.ids import ModelState, SamplingSessionId, SessionId, VersionId
+from skyrl_tinker.domain.ids import ModelState, OwnerId, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.errors import GoneError, NotFoundError
 from skyrl_tinker.store import model_records, sampling_sessions, session_records
+from skyrl_tinker.store.database.tables import Session
 from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.session_records import Beat
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import (
     base_sampler,
@@ -32,6 +34,10 @@ async def expired(store: Store, after_s: float, timeout_s: float = 600) -> list[
         return session_records.list_expired(conn, time.time() + after_s, timeout_s, PARKED_S)
 
 
+async def beat(store: Store, *beats: Beat) -> dict[Beat, Exception]:
+    return {**await store.write(lambda conn: session_records.heartbeat(conn, beats))}
+
+
 async def droppable(store: Store) -> list[WeightVersion]:
     with reading(store) as conn:
         return sampling_sessions.list_droppable_versions(conn)
@@ -48,12 +54,12 @@ async def sampler_on(store: Store, session: SessionId, version: VersionId) -> Sa
 async def test_a_finished_session_is_gone_and_an_unknown_one_not_found(
     store: Store, session: SessionId
 ) -> None:
-    await store.write(lambda conn: session_records.heartbeat(conn, session))
+    assert await beat(store, (None, session)) == {}
     await finish_session(store, session)
+    failed = await beat(store, (None, session), (None, NOBODY))
+    assert type(failed[None, NOBODY]) is NotFoundError
     with pytest.raises(GoneError, match="is finished \\(done\\)"):
-        await store.write(lambda conn: session_records.heartbeat(conn, session))
-    with pytest.raises(NotFoundError):
-        await store.write(lambda conn: session_records.heartbeat(conn, NOBODY))
+        raise failed[None, session]
     with pytest.raises(NotFoundError):
         await store.write(lambda conn: session_records.finish(conn, NOBODY, "done", None))
 
@@ -98,9 +104,25 @@ async def test_a_silent_session_that_only_samples_expires_once(store: Store, ses
     assert await expired(store, after_s=601) == []
 
 
+async def test_heartbeats_keep_the_sessions_of_their_owners_and_no_others(
+    store: Store, session: SessionId
+) -> None:
+    """Many in one statement, some of which are not live."""
+    others = [await new_session(store) for _ in range(session_records.AT_ONCE)]
+    await finish_session(store, others[0])
+    await store.write(lambda conn: conn.execute(update(Session).values(last_heartbeat_at=0.0)))
+    stranger = OwnerId(7), session
+    failed = await beat(store, stranger, *((None, each) for each in others))
+    assert {each: type(error) for each, error in failed.items()} == {
+        stranger: NotFoundError,
+        (None, others[0]): GoneError,
+    }
+    assert set(await expired(store, after_s=0)) == {session}
+
+
 async def test_a_heartbeat_keeps_a_session(store: Store, session: SessionId, model: ModelRow) -> None:
     asked = time.time() + 600
-    await store.write(lambda conn: session_records.heartbeat(conn, session))
+    await beat(store, (None, session))
     with reading(store) as conn:
         assert session_records.list_expired(conn, asked, 600, PARKED_S) == []
 

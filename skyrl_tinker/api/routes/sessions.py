@@ -76,13 +76,8 @@ def _tokenizer_elsewhere(facts: BaseModelFacts, request: Request) -> str | None:
     openapi_extra=takes(HeartbeatRequest),
 )
 async def session_heartbeat(request: Request, deps: Deps, owner: Owner) -> HeartbeatResponse:
-    session_id = SessionId((await read_model(request, HeartbeatRequest)).session_id)
-
-    def beat(conn: Connection) -> None:
-        owners.require_session(conn, owner, session_id)
-        session_records.heartbeat(conn, session_id)
-
-    await deps.store.write(beat)
+    message = await read_model(request, HeartbeatRequest)
+    await deps.heartbeats.keep(owner, SessionId(message.session_id))
     return HeartbeatResponse()
 
 

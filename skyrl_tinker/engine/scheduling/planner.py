@@ -173,8 +173,8 @@ class Planner:
             if not waiting:
                 del session.models[model], self._session_of[model]
         for session_id, session in changed.items():
-            waiting = chain.from_iterable(map(self._lanes.waiting, session.models))
-            rows = tuple(islice(waiting, SHORT_ROWS + 1))
+            of_models = map(self._lanes.waiting, session.models)
+            rows = tuple(islice(chain.from_iterable(of_models), SHORT_ROWS + 1))
             session.rows, session.charges = (rows if len(rows) <= SHORT_ROWS else None), -1
             if not session.models:
                 del self._sessions[session_id]

@@ -1,5 +1,6 @@
 """Sessions: opened by SDKs of every age, kept alive, finished once."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -47,6 +48,26 @@ async def test_after_finish_heartbeats_and_submits_answer_410(world: World) -> N
     ]
     for path, body in late:
         assert (await world.post(path, body)).status_code == 410, path
+
+
+async def test_of_heartbeats_that_come_together_each_gets_its_own_answer(world: World) -> None:
+    over, *live = [await world.session() for _ in range(5)]
+    await world.ok(f"sessions/{over}/finish", {"reason": {"type": "success"}, "detail": None})
+    sent = [over, *live, *live, "no", over]
+    posts = (world.post("session_heartbeat", {"session_id": each}) for each in sent)
+    answers = await asyncio.gather(*posts)
+    assert [each.status_code for each in answers] == [410, *[200] * 8, 404, 410]
+
+
+async def test_a_heartbeat_whose_client_goes_away_fails_no_other(world: World) -> None:
+    sessions = [await world.session() for _ in range(2)]
+    gone, stays = (
+        asyncio.create_task(world.post("session_heartbeat", {"session_id": each})) for each in sessions
+    )
+    same = asyncio.create_task(world.post("session_heartbeat", {"session_id": sessions[0]}))
+    await asyncio.sleep(0)
+    gone.cancel()
+    assert [(await each).status_code for each in (stays, same)] == [200, 200]
 
 
 async def test_finishing_again_is_fine(world: World) -> None:

@@ -249,7 +249,7 @@ async def test_live_sessions_lose_nothing(store: Store) -> None:
     assert await clear(store, time.time() + 1) == []
     assert await forget(store, time.time() + 1) == []
     assert await rows(store) == before
-    await store.write(lambda conn: session_records.heartbeat(conn, session))
+    await store.write(lambda conn: session_records.heartbeat(conn, [(None, session)]))
 
 
 async def sampler_of(store: Store, session: SessionId, version: VersionId) -> SamplingSessionId:
