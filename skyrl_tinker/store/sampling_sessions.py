@@ -5,12 +5,12 @@ the same model. It holds the versions that it samples from until it is finished,
 """
 
 import time
-from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, and_, insert, literal_column, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, func, insert, literal_column, or_, select, update
 from sqlalchemy.orm import aliased
 
 from skyrl_tinker.domain.ids import ModelKey, OwnerId, Reach, SamplingSessionId, SessionId, VersionId
@@ -230,18 +230,19 @@ def list_droppable_versions(conn: Connection) -> list[WeightVersion]:
 
 def list_surplus_versions(conn: Connection, keep: int) -> list[WeightVersion]:
     """Return the ephemeral versions of each model but its `keep` newest, oldest first; none is inflight."""
-    query = (
-        select(AdapterVersion.__table__)
-        .where(AdapterVersion.dropped_at.is_(None), AdapterVersion.directory.is_not(None))
-        .where(AdapterVersion.durable.is_(False), AdapterVersion.inflight.is_(False))
-        .order_by(AdapterVersion.id.desc())
+    newer = func.row_number().over(partition_by=AdapterVersion.model_key, order_by=AdapterVersion.id.desc())
+    ranked = (
+        select(AdapterVersion.id, newer.label("place"))
+        .where(*_kept(), AdapterVersion.durable.is_(False), AdapterVersion.inflight.is_(False))
+        .subquery()
     )
-    surplus, seen = [], Counter[int]()
-    for row in conn.execute(query):
-        seen[row.model_key] += 1
-        if seen[row.model_key] > keep:
-            surplus.append(_version(conn, row))
-    return surplus[::-1]
+    return _published(conn, AdapterVersion.id.in_(select(ranked.c.id).where(ranked.c.place > keep)))
+
+
+def ephemeral_ids(conn: Connection) -> list[VersionId]:
+    """Return the ids of the versions that `list_ephemeral_versions` lists."""
+    query = select(AdapterVersion.id).where(*_kept(), AdapterVersion.durable.is_(False))
+    return [VersionId(version_id) for version_id in conn.scalars(query)]
 
 
 def list_ephemeral_versions(conn: Connection, model_key: ModelKey | None = None) -> list[WeightVersion]:
@@ -251,6 +252,11 @@ def list_ephemeral_versions(conn: Connection, model_key: ModelKey | None = None)
     """
     of_model = [] if model_key is None else [AdapterVersion.model_key == model_key]
     return _published(conn, AdapterVersion.durable.is_(False), *of_model)
+
+
+def versions_of(conn: Connection, ids: Collection[VersionId]) -> list[WeightVersion]:
+    """Return the versions with these ids that are published and not dropped, oldest first."""
+    return _published(conn, AdapterVersion.id.in_(ids))
 
 
 def list_awaited_versions(conn: Connection) -> set[VersionId]:
@@ -316,12 +322,13 @@ def _set_dropped(conn: Connection, version_id: VersionId, at: float | None) -> N
     conn.execute(update(AdapterVersion).where(AdapterVersion.id == version_id).values(dropped_at=at))
 
 
+def _kept() -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+    """Return SQL: a version is published and not dropped."""
+    return AdapterVersion.dropped_at.is_(None), AdapterVersion.directory.is_not(None)
+
+
 def _published(conn: Connection, *where: ColumnElement[bool]) -> list[WeightVersion]:
-    query = (
-        select(AdapterVersion.__table__)
-        .where(AdapterVersion.dropped_at.is_(None), AdapterVersion.directory.is_not(None), *where)
-        .order_by(AdapterVersion.id)
-    )
+    query = select(AdapterVersion.__table__).where(*_kept(), *where).order_by(AdapterVersion.id)
     return [_version(conn, row) for row in conn.execute(query)]
 
 

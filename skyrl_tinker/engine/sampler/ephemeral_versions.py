@@ -5,6 +5,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -24,6 +25,7 @@ from skyrl_tinker.store.store import Store
 
 RECENT_S = 60.0
 """Time after their last sample in which weights count as those that a client goes on to sample."""
+AT_ONCE = 500  # versions that are read together
 SHARE = 0.25
 """Of the disk under home, that all versions may take by default."""
 _log = logging.getLogger(__name__)
@@ -48,11 +50,11 @@ class EphemeralVersions:
 
     async def sweep(self) -> None:
         """Drop what nobody samples any more, then the oldest above the cap, and move others to disk."""
-        kept = await self._store.fetch(sampling_sessions.list_ephemeral_versions)
-        gone = {version.id for version in await self._list_unused() if await self._drop(version)}
-        kept = [version for version in kept if version.id not in gone]
-        await self._enforce_cap(kept)
-        await self._move_oldest(kept)
+        for version in await self._list_unused():
+            await self._drop(version)
+        await self._measure()
+        await self._enforce_cap()
+        await self._move_oldest()
 
     async def retire(self, version: WeightVersion) -> bool:
         """Drop a version from the samplers and the store; returns False while it is in use.
@@ -110,12 +112,19 @@ class EphemeralVersions:
         async with self._turns.setdefault(version.id, asyncio.Lock()):
             await in_transfer_thread(work, version)
 
-    async def _enforce_cap(self, kept: list[WeightVersion]) -> None:
-        """Drop versions, oldest first, until all are below the cap; the newest of each model stays."""
-        for version in kept:
-            if not self._sizes.get(version.id):  # 0: not there yet, after a reboot
+    async def _measure(self) -> None:
+        """Bring the sizes up to date, of which only those of new versions change."""
+        kept = await self._store.fetch(sampling_sessions.ephemeral_ids)
+        self._sizes = {version_id: self._sizes.get(version_id, 0) for version_id in kept}
+        new = [version_id for version_id, size in self._sizes.items() if not size]  # or not there yet
+        for first in range(0, len(new), AT_ONCE):
+            read = partial(sampling_sessions.versions_of, ids=new[first : first + AT_ONCE])
+            for version in await self._store.fetch(read):
                 self._sizes[version.id] = await in_disk_thread(_size_of, Path(version.directory))
-        excess = sum(self._sizes[version.id] for version in kept) - await in_disk_thread(self._cap)
+
+    async def _enforce_cap(self) -> None:
+        """Drop versions, oldest first, until all are below the cap; the newest of each model stays."""
+        excess = sum(self._sizes.values()) - await in_disk_thread(self._cap)
         if excess <= 0:
             return
         for version in await self._store.fetch(lambda conn: sampling_sessions.list_surplus_versions(conn, 1)):
@@ -132,7 +141,10 @@ class EphemeralVersions:
             return int(self._settings.ephemeral_gb * GB)
         return int(SHARE * shutil.disk_usage(self._settings.root).total)
 
-    async def _move_oldest(self, kept: list[WeightVersion]) -> None:
+    async def _move_oldest(self) -> None:
+        if not await in_disk_thread(self._spill.low):
+            return
+        kept = await self._store.fetch(sampling_sessions.list_ephemeral_versions)
         for version in kept[:-1]:  # the newest is about to be sampled
             if not await in_disk_thread(self._spill.low):
                 return

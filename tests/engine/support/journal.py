@@ -24,6 +24,14 @@ def _digest() -> bytes:
     return str(next(_digests)).encode()
 
 
+async def heartbeat(store: Store, session: SessionId) -> None:
+    """Raises the error that the client gets."""
+    for error in (
+        await store.write(lambda conn: session_records.heartbeat(conn, [(None, session)]))
+    ).values():
+        raise error
+
+
 async def new_session(store: Store) -> SessionId:
     return await store.write(lambda conn: session_records.create(conn, owner=None, sdk_version="0.38.0"))
 

@@ -159,7 +159,7 @@ async def test_a_silent_session_that_only_samples_is_ended(
     pass_time(SUSPENDED_S / 2)
     await cleanup.sweep()
     with pytest.raises(GoneError, match="expired"):
-        await store.write(lambda conn: session_records.heartbeat(conn, [(None, session)]))
+        await journal.heartbeat(store, session)
 
 
 async def test_samples_of_sessions_that_are_finished_are_stopped_and_no_others(
@@ -182,7 +182,7 @@ async def test_samples_of_sessions_that_are_finished_are_stopped_and_no_others(
     await until(lambda: len(samplers.drawn) == 3)
     cleanup = cleanup_of(store, parts, tmp_path, timeout_s=SUSPENDED_S / 3, sampler=driver)
     pass_time(SUSPENDED_S / 2)
-    await store.write(lambda conn: session_records.heartbeat(conn, [(None, live)]))
+    await journal.heartbeat(store, live)
     await store.write(lambda conn: session_records.finish(conn, ended, "error", None))
     await cleanup.sweep()
     for session, reason in ((silent, "expired"), (ended, "error")):
@@ -204,11 +204,11 @@ async def test_after_the_machine_was_suspended_clients_get_their_time_again(
     cleanup = cleanup_of(store, parts, tmp_path, timeout_s=SUSPENDED_S / 3)
     pass_time(3600.0)
     await cleanup.sweep()
-    await store.write(lambda conn: session_records.heartbeat(conn, [(None, session)]))
+    await journal.heartbeat(store, session)
     pass_time(SUSPENDED_S / 2)
     await cleanup.sweep()
     with pytest.raises(GoneError, match="expired"):
-        await store.write(lambda conn: session_records.heartbeat(conn, [(None, session)]))
+        await journal.heartbeat(store, session)
 
 
 async def test_weights_under_a_running_sample_outlive_their_session(
