@@ -5,9 +5,7 @@ With the setting engine_listen also on an address, for API processes on other ho
 
 import asyncio
 import hmac
-import math
 import socket as sockets
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,6 @@ from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.store.cluster.signing_secrets import ENGINE_HEADER
 
 SHUTDOWN_S = 1.0
-VIEW_S = 0.9
 _ANY = ("0.0.0.0", "::")
 
 
@@ -54,7 +51,6 @@ class EngineHttpServer:
         self._metrics = metrics
         self._replica_metrics = replica_metrics
         self._queues = queues
-        self._view, self._viewed_at = b"", -math.inf
         app = web.Application(client_max_size=body_bytes, middlewares=[self._authorized])
         reports = [
             web.get("/metrics", self._metrics_text),
@@ -111,10 +107,7 @@ class EngineHttpServer:
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def _queues_json(self, _: web.Request) -> web.Response:
-        """Answer with the queues as they were at most VIEW_S ago: each API process asks once a second."""
-        if (now := time.monotonic()) > self._viewed_at + VIEW_S:
-            self._view, self._viewed_at = self._queues().to_bytes(), now
-        return web.Response(body=self._view, content_type="application/json")
+        return web.Response(body=self._queues().to_bytes(), content_type="application/json")
 
     async def _activity_json(self, request: web.Request) -> web.Response:
         activity = self._metrics.activity.since(float(request.query["since"]))

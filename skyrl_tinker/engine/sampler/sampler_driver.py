@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -53,6 +54,7 @@ from skyrl_tinker.store.store import Store
 
 BATCH = 256  # bodies read at once
 CACHED_SESSIONS = 4096
+LISTED_S = 0.9  # each API process asks once a second, and a list of all who wait takes milliseconds
 CONCURRENCY = {"cuda": MAX_SEQUENCES, "cpu": 96}
 """Default of the setting sample_concurrency. On a CPU a step takes longer the more sequences are in it."""
 CANCELLED = Failure("this sample was cancelled by its client (cancel_future)", "user")
@@ -96,6 +98,7 @@ class SamplerDriver:
         self._starting: set[int] = set()  # their bodies are being read
         self._queued = SampleQueue(Slots(concurrency, lambda: samplers.cores))
         self._guests = itertools.count(-1, -1)  # ids that no future has
+        self._listed, self._listed_at = self._queued.view(), -math.inf
         self._ends = EndRate()
         self._changed = asyncio.Event()  # rows came, or requests finished
         self._sources: dict[SamplingSessionId, SampleSource] = {}
@@ -158,8 +161,10 @@ class SamplerDriver:
             await self.end({future_id: _finished(session, reasons[session]) for future_id, session in over})
 
     def view(self) -> SamplingView:
-        """Return the queues and the rate at which samples end."""
-        queues, stride = self._queued.view()
+        """Return the queues, as they were at most LISTED_S ago, and how many wait and end."""
+        if (now := time.monotonic()) > self._listed_at + LISTED_S:
+            self._listed, self._listed_at = self._queued.view(), now
+        queues, stride = self._listed
         waiting = SamplingView(
             queues,
             stride,
