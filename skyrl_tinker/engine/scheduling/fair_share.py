@@ -62,7 +62,6 @@ class _Node(Generic[W]):
     clock: float = 0.0  # virtual time of the level below
     before: float = 0.0  # the same, a choice earlier
     choice: int = 0  # for which `clock` holds
-    left_at: int = 0  # the last choice before it did not wait any more
 
     def first(self) -> "_Place[W] | None":
         """Return the first place in the level below; None: nothing waits there."""
@@ -80,11 +79,6 @@ class _Node(Generic[W]):
                     heappush(ahead, (self.places[child], child))
             if place is place[3].place:
                 yield place
-
-    def forget(self) -> None:
-        """Forget who had what in the level below, in which nothing waits."""
-        self.below, self.places, self.left = {}, [], []
-        self.clock = self.before = 0.0
 
 
 _Place = tuple[float, int, int, _Node[W]]
@@ -179,8 +173,6 @@ class FairShare(Generic[W]):
             if node is None:
                 node = level.below[key] = _Node(level, key, level.depth + 1, level.clock)
             elif node.place is None:
-                if node.left_at < self._choice and node.tag <= level.before:
-                    node.forget()
                 node.tag = max(node.tag, level.clock)
             nodes.append(node)
             level = node
@@ -209,7 +201,7 @@ class FairShare(Generic[W]):
         elif first is not None:
             head = first[1]
         else:
-            node.place, node.left_at = None, self._choice
+            node.place = None
             heappush(level.left, (node.tag, next(self._numbers), node))
             return
         if had is None or had[:2] != (node.tag, head):

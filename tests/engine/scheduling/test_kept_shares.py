@@ -47,6 +47,26 @@ def test_a_debt_lasts_until_the_others_have_had_as_much() -> None:
     assert shares.first() is a, "the older one where both have had the same"
 
 
+def test_an_owner_that_comes_back_without_a_debt_has_forgotten_those_of_its_sessions() -> None:
+    other = queued(1, ModelKey(1), 0, owner=OwnerId(1), session="other")
+    older, newer = (
+        queued(number, ModelKey(number), 0, owner=OwnerId(2), session=f"{number}") for number in (2, 3)
+    )
+    shares: FairShare[QueuedRow] = FairShare()
+    for row in (other, older, newer):
+        shares.put(path_of(row), [row])
+    shares.choose()
+    shares.charge([(older, 5.0)])
+    for row in (older, newer):
+        shares.put(path_of(row), ())
+    for _ in range(3):
+        shares.choose()
+        shares.charge([(other, 6.0)])
+    for row in (older, newer):
+        shares.put(path_of(row), [row])
+    assert [row.id for row in shares.order(tokens)] == [2, 1, 3]
+
+
 def test_what_is_charged_instead_replaces_what_was_charged_last() -> None:
     a, b = (queued(number, ModelKey(number), 0, session=f"session-{number}") for number in (1, 2))
     shares: FairShare[QueuedRow] = FairShare()

@@ -131,10 +131,24 @@ def test_a_newcomer_begins_where_a_flood_has_all_and_no_more_of_them_than_the_re
     assert queue.take(1000) == []
 
 
-def test_who_has_nothing_in_flight_any_more_is_a_newcomer_again() -> None:
+def indebted() -> SampleQueue:
+    """A queue of which a flood has all places, ahead of a session that had more and has nothing left."""
     queue = queue_of(10)
-    queue.add([row(number, "flood") for number in range(100)])
-    queue.take(50)
+    queue.add([row(0, "quiet", tokens=10_000), *(row(number, "flood") for number in range(1, 100))])
+    assert len(queue.take(50)) == 10
+    queue.release([0])
+    assert [each.session_id for each in queue.take(50)] == ["flood"]
+    return queue
+
+
+def test_who_had_more_than_a_flood_is_a_newcomer_too() -> None:
+    queue = indebted()
+    queue.add([row(1000, "quiet")])
+    assert [each.id for each in queue.take(50)] == [1000]
+
+
+def test_who_has_nothing_in_flight_any_more_is_a_newcomer_again() -> None:
+    queue = indebted()
     queue.add([row(1000 + number, "quiet") for number in range(2)])
     assert [each.id for each in queue.take(50)] == [1000]
     assert queue.take(50) == []
@@ -143,10 +157,8 @@ def test_who_has_nothing_in_flight_any_more_is_a_newcomer_again() -> None:
 
 
 def test_a_newcomer_begins_once_the_one_before_it_that_is_too_large_is_dropped() -> None:
-    queue = queue_of(10)
-    queue.add([row(number, "flood") for number in range(100)])
-    queue.take(50)
-    queue.add([row(1000, "new", sequences=RESERVED_SEQUENCES + 1), row(1001, "new")])
+    queue = indebted()
+    queue.add([row(1000, "quiet", sequences=RESERVED_SEQUENCES + 1), row(1001, "quiet")])
     assert queue.take(50) == []
     queue.discard({1000})
     assert [each.id for each in queue.take(50)] == [1001]
