@@ -186,6 +186,11 @@ def test_barriers_that_the_workers_take_together_go_together(kind: RequestKind) 
     assert plan(a, row(C), b) == Barriers((a, b))
 
 
+def test_barriers_of_another_kind_wait() -> None:
+    a, b = row(A, STEP), row(B, SYNC)
+    assert plan(a, b) == Barriers((a,))
+
+
 def test_saves_and_loads_run_one_at_a_time() -> None:
     a, b, c = row(A, SAVE), row(B, LOAD), row(C, SAVE)
     assert [unit.rows for unit in units_of([a, b, c])] == [(a,), (b,), (c,)]
@@ -306,6 +311,29 @@ def test_who_always_comes_back_with_little_to_do_decides_for_half_of_the_time() 
         if ran[-1] == B:
             waiting.add(row(B, SAVE))
     assert ran == [B, A, A, A, B, A, A, A]
+
+
+def test_a_unit_counts_as_what_it_took_and_not_as_its_estimate_besides() -> None:
+    mine = [row(A, SAVE) for _ in range(20)]
+    other = [row(B, SAVE) for _ in range(20)]
+    planner = Planner(waiting_lanes(*mine, *other), PassBudget(100), seconds)
+    ran = []
+    for _ in range(8):
+        unit = planner.pop()
+        assert unit is not None
+        ran.append(model_of(unit.rows[0]))
+        planner.charge([(unit.rows[0], 0.3 if ran[-1] == B else 0.01)])
+    assert ran == [A, B, A, A, A, A, A, A]
+
+
+def test_what_a_session_has_to_do_is_estimated_again_after_each_unit() -> None:
+    estimates = {SAVE: 0.1, STEP: 0.1}
+    older, newer = [row(A, STEP) for _ in range(3)], [row(B, SAVE) for _ in range(3)]
+    planner = Planner(waiting_lanes(*older, *newer), PassBudget(100), lambda each: estimates[each.kind])
+    assert planner.pop() == Barriers((older[0],))
+    planner.charge([(older[0], 5.0)])
+    estimates[SAVE] = 10.0
+    assert planner.pop() == Barriers((older[1],)), "it has little to do now, beside the other one"
 
 
 def test_a_session_may_change_its_owner_while_its_requests_wait() -> None:
