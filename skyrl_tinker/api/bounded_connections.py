@@ -43,11 +43,15 @@ def source(address: str) -> str:
 
 
 class ConnectionCaps:
-    """Count of open connections, by address; shared by the connections of a process."""
+    """Count of open connections, by address; shared by the connections of a process.
+
+    An address alone may have `per_address` of `total`. Beside others it may have the same multiple of the places
+    that are free, so that however many it and they ask for, a newcomer finds some: by default two leave a third.
+    """
 
     def __init__(self, total: int, per_address: int) -> None:
         self._total = total
-        self._per_address = per_address
+        self._per_address = min(per_address, total)
         self._open: Counter[str] = Counter()
         self._count = 0
         self._heads = 0  # bytes
@@ -58,16 +62,17 @@ class ConnectionCaps:
         return now <= SMALL_HEAD_BYTES or self._heads <= ALL_HEADS_BYTES
 
     def admit(self, address: str) -> str | None:
-        """Count a connection; None if it is within the caps, else why not. Each needs a `release`."""
+        """Count a connection, which then needs a `release`, and return None; or return why it is refused."""
+        own, free = self._open[address], self._total - self._count
+        if free <= 0:
+            return f"found {self._total} connections, the server's setting max_connections"
+        if own * (self._total - self._per_address) >= self._per_address * free:
+            return (
+                f"found {own} connections from this address and {self._count - own} from others, expected fewer "
+                f"by the server's setting max_connections_per_address, {self._per_address}"
+            )
         self._open[address] += 1
         self._count += 1
-        if self._count > self._total:
-            return f"found {self._total} connections, the server's setting max_connections"
-        if self._open[address] > self._per_address:
-            return (
-                f"found {self._per_address} connections from this address, "
-                "the server's setting max_connections_per_address"
-            )
         return None
 
     def release(self, address: str) -> None:
@@ -127,7 +132,7 @@ class _Http(HttpToolsProtocol):
     def __init__(self, *args: Any, caps: ConnectionCaps, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._caps = caps
-        self._address = ""
+        self._address: str | None = None  # once counted
         self._outside = 0  # bytes since the parser last gave out a whole head or a part of a body
         self._held = 0  # of them, as counted by the caps
         self._in_head = True
@@ -138,14 +143,16 @@ class _Http(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._address = source(self.client[0]) if self.client else ""
-        if (why := self._caps.admit(self._address)) is not None:
+        address = source(self.client[0]) if self.client else ""
+        if (why := self._caps.admit(address)) is not None:
             self._refuse(503, why)
         else:
+            self._address = address
             self._arm("head", HEAD_S, self._refuse_late_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._caps.release(self._address)
+        if self._address is not None:
+            self._caps.release(self._address)
         self._caps.resize_head(self._held, 0)
         self._disarm(*self._timers)
         super().connection_lost(exc)

@@ -21,6 +21,8 @@ WHOLE = HEAD + b"Content-Length: 5\r\n\r\nhello"
 LONG = b"X: " + b"a" * 10 * HEAD_BYTES  # more than is read at once
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Connect = Callable[..., Awaitable[Stream]]
+"""Opens a connection, from another address of this host if one is given."""
 
 
 async def length(scope: Scope, receive: Receive, send: Send) -> None:
@@ -30,19 +32,19 @@ async def length(scope: Scope, receive: Receive, send: Send) -> None:
 
 @asynccontextmanager
 async def served(
-    app: ASGIApp = length, total: int = 100, per_address: int = 100
-) -> AsyncIterator[Callable[[], Awaitable[Stream]]]:
+    app: ASGIApp = length, total: int = 100, per_address: int = 100, host: str = "127.0.0.1"
+) -> AsyncIterator[Connect]:
     """Serve the app; yields what opens a connection to it."""
     config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_keep_alive=3600)
     connection, state = Connections(ConnectionCaps(total, per_address)), ServerState()
     server = await asyncio.get_running_loop().create_server(
-        lambda: connection(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+        lambda: connection(config=config, server_state=state, app_state={}), host, 0
     )
     port = server.sockets[0].getsockname()[1]
     async with server, AsyncExitStack() as closing:
 
-        async def connect() -> Stream:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        async def connect(address: str = "127.0.0.1") -> Stream:
+            reader, writer = await asyncio.open_connection(host, port, local_addr=(address, 0))
             closing.callback(writer.close)
             return reader, writer
 
@@ -130,6 +132,51 @@ async def test_connections_over_the_caps_are_told_and_closed(caps: dict[str, int
         await until(lambda: is_served(connect))
 
 
+async def connect_all(connect: Connect, address: str) -> list[Stream]:
+    """Open connections from this address until one is refused; those that are served."""
+    streams: list[Stream] = []
+    while True:
+        stream = await connect(address)
+        if not (await answer(stream, WHOLE)).endswith(b"5 bytes"):
+            return streams
+        streams.append(stream)
+
+
+async def test_an_address_leaves_places_for_others() -> None:
+    async with served(total=12, per_address=6) as connect:
+        taken = [len(await connect_all(connect, f"127.0.0.{each}")) for each in (1, 2, 3, 4)]
+        assert taken == [6, 3, 2, 1]
+
+
+async def test_two_addresses_that_want_all_leave_a_third() -> None:
+    async with served(total=12, per_address=6) as connect:
+        wanted = [await connect(f"127.0.0.{1 + each % 2}") for each in range(20)]
+        served_there = [(await answer(stream, WHOLE)).endswith(b"5 bytes") for stream in wanted]
+        assert served_there == [True] * 8 + [False] * 12
+        assert len(await connect_all(connect, "127.0.0.3")) == 2
+
+
+async def test_an_address_may_be_allowed_all_connections() -> None:
+    """Such as a proxy's."""
+    async with served(total=4, per_address=100) as connect:
+        assert len(await connect_all(connect, "127.0.0.1")) == 4
+
+
+async def test_refused_connections_take_no_place_of_others() -> None:
+    async with served(total=6, per_address=3) as connect:
+        streams = await connect_all(connect, "127.0.0.1")
+        assert len(streams) == 3
+        refused = [await connect("127.0.0.1") for _ in range(12)]
+        for stream in refused:
+            assert (await answer(stream)).startswith(b"HTTP/1.1 503")
+        assert (await answer(await connect("127.0.0.2"), WHOLE)).endswith(b"5 bytes")
+
+
+async def test_connections_of_ipv6_have_the_same_caps() -> None:
+    async with served(total=4, per_address=2, host="::1") as connect:
+        assert len(await connect_all(connect, "::1")) == 2
+
+
 async def test_heads_together_have_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ones and whole ones are served while long ones that nobody completes are refused."""
     monkeypatch.setattr(bounded_connections, "ALL_HEADS_BYTES", 4 * 30_000)
@@ -190,7 +237,7 @@ async def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch)
         await asyncio.wait_for(ended.wait(), 60)
 
 
-async def is_served(connect: Callable[[], Awaitable[Stream]], request: bytes = WHOLE) -> bool:
+async def is_served(connect: Connect, request: bytes = WHOLE) -> bool:
     """Ask on a new connection."""
     stream = await connect()
     found = await answer(stream, request)
