@@ -378,8 +378,8 @@ class Settings(BaseSettings):
     max_connections_per_address: int = Field(
         5_000,
         ge=1,
-        description="Connections at once from one address, which for a proxy's clients is its own; beside others "
-        "fewer, so that some are free for newcomers",
+        description="Connections at once from one address, which for a proxy's clients is its own; "
+        "beside others fewer, so that newcomers find some",
     )
     wire_body_mb: int = Field(64, ge=1, description="Largest body of a pass as sent, in protobuf")
     expanded_body_mb: int = Field(64, ge=1, description="Largest body of a pass after decompression")

@@ -45,8 +45,8 @@ def source(address: str) -> str:
 class ConnectionCaps:
     """Count of open connections, by address; shared by the connections of a process.
 
-    An address alone may have `per_address` of `total`. Beside others it may have the same multiple of the places
-    that are free, so that however many it and they ask for, a newcomer finds some: by default two leave a third.
+    An address alone may have `per_address` of `total`. Beside others it may have the same multiple of the
+    free places, so that newcomers find some: by default two that want all leave a third.
     """
 
     def __init__(self, total: int, per_address: int) -> None:
@@ -68,8 +68,8 @@ class ConnectionCaps:
             return f"found {self._total} connections, the server's setting max_connections"
         if own * (self._total - self._per_address) >= self._per_address * free:
             return (
-                f"found {own} connections from this address and {self._count - own} from others, expected fewer "
-                f"by the server's setting max_connections_per_address, {self._per_address}"
+                f"found {own} connections from this address and {self._count - own} from others, "
+                f"the server's setting max_connections_per_address: {self._per_address}, fewer beside others"
             )
         self._open[address] += 1
         self._count += 1
