@@ -91,8 +91,8 @@ class StrictMessage(Message):
             return payload
         known = [field.alias or name for name, field in cls.__pydantic_fields__.items()]
         given = {key: value for key, value in payload.items() if value is not None or key in known}
-        if unknown := sorted(given.keys() - set(known)):
-            context = {"key": shorten(unknown[0]), "known": ", ".join(known)}
+        if unknown := given.keys() - set(known):
+            context = {"key": shorten(min(unknown)), "known": ", ".join(known)}
             raise PydanticCustomError(_UNKNOWN_KEY, "has the unknown key {key}, expected {known}", context)
         return given
 

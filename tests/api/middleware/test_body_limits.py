@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
+import orjson
 import pytest
 import zstandard
 from starlette.datastructures import Headers
@@ -19,7 +20,7 @@ from skyrl_tinker.api.middleware import arriving_body
 from skyrl_tinker.api.middleware.body_limits import PROTOBUF, BodyLimitMiddleware, BodyLimits
 from skyrl_tinker.api.middleware.byte_budget import ByteBudget, Share
 from skyrl_tinker.api.middleware.compression import decompress, most_expanded
-from skyrl_tinker.api.requests.json_bounds import MAX_ITEMS, parse_json
+from skyrl_tinker.api.requests.json_bounds import MAX_ITEMS, MAX_OBJECTS, parse_json
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import TooLargeError, UserError
 from tests.api.support.world import World
@@ -199,6 +200,18 @@ def test_json_of_too_many_values_is_refused_before_it_is_parsed() -> None:
     for part, named in ((b"[],", "brackets"), (b"1,", "commas"), (b'"",', "quotes"), (b"{},", "brackets")):
         with pytest.raises(TooLargeError, match=f"found .*{named}.*, expected at most"):
             parse_json(b"[" + part * (MAX_ITEMS + (named == "commas")) + b"1]")
+
+
+def test_json_of_many_objects_is_refused_before_it_is_validated() -> None:
+    """Each part of a prompt is one; brackets within a text are none."""
+
+    def prompt(parts: int, text: str) -> bytes:
+        return orjson.dumps({"text": text, "chunks": [{"tokens": [1]}] * parts})
+
+    text = '{"a\\": ' * (MAX_OBJECTS + 1)
+    assert parse_json(prompt(MAX_OBJECTS - 1, text))
+    with pytest.raises(TooLargeError, match=f"found {MAX_OBJECTS + 1} objects, expected at most"):
+        parse_json(prompt(MAX_OBJECTS, text))
 
 
 @pytest.mark.parametrize(
