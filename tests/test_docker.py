@@ -142,7 +142,26 @@ def test_the_image_has_the_scripts_that_run_in_it() -> None:
         assert os.access(DOCKER / script, os.X_OK)
 
 
-def test_servers_of_compose_have_no_privileges() -> None:
-    for server in SERVERS.values():
-        assert server["cap_drop"] == ["ALL"]
-        assert server["security_opt"] == ["no-new-privileges:true"]
+def test_services_of_compose_have_no_privileges() -> None:
+    for service in SERVICES.values():
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_images_of_others_are_named_by_digest() -> None:
+    base = re.findall(r"^ARG BASE=(.*)", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
+    images = base + [service["image"] for name, service in SERVICES.items() if name not in SERVERS]
+    assert len(images) == 3
+    assert [image for image in images if re.fullmatch(r"[\w/]+:[\w.-]+@sha256:[0-9a-f]{64}", image)] == images
+
+
+@pytest.mark.parametrize(("password", "starts"), [("", False), ("admin", False), ("of mine", True)])
+def test_grafana_starts_with_a_password_that_not_everybody_knows(password: str, starts: bool) -> None:
+    grafana = SERVICES["grafana"]
+    assert grafana["environment"]["GF_SECURITY_ADMIN_PASSWORD"] == "${GRAFANA_PASSWORD:-}"
+    *shell, script = grafana["entrypoint"]
+    command = [*shell, script.replace("$$", "$").replace("exec /run.sh", "echo started")]
+    variables = os.environ | {"GF_SECURITY_ADMIN_PASSWORD": password}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert (done.returncode == 0, done.stdout == "started\n") == (starts, starts)
+    assert ("GRAFANA_PASSWORD: found none" in done.stderr) != starts
