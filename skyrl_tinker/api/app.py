@@ -186,7 +186,14 @@ def make_app(settings: Settings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    app.add_middleware(FastPaths, routes=app.routes)
+    error_responses.install(app)
+    app.mount(pages.DOCS_ASSETS_URL, pages.docs_assets())
+    app.mount(pages.PAGES_URL, pages.pages())
+    for root in (pages.root, health.root, auth.root, metrics.router, openai.router, download.root):
+        app.include_router(root)
+    for resource in RESOURCES:
+        app.include_router(resource.router, prefix="/api/v1")
+    app.add_middleware(FastPaths)
     app.add_middleware(
         BodyLimitMiddleware,
         limits=_body_limits(settings),
@@ -197,15 +204,7 @@ def make_app(settings: Settings) -> FastAPI:
     app.add_middleware(ArrivalsMiddleware)
     app.add_middleware(AuthMiddleware, metrics_key=settings.metrics_key)
     app.add_middleware(OwnHostsMiddleware, host=settings.host, allowed=settings.allowed_hosts)
-    app.add_middleware(RequestMetricsMiddleware, routes=app.routes)
-    # added last, runs first
-    error_responses.install(app)
-    app.mount(pages.DOCS_ASSETS_URL, pages.docs_assets())
-    app.mount(pages.PAGES_URL, pages.pages())
-    for root in (pages.root, health.root, auth.root, metrics.router, openai.router, download.root):
-        app.include_router(root)
-    for resource in RESOURCES:
-        app.include_router(resource.router, prefix="/api/v1")
+    app.add_middleware(RequestMetricsMiddleware, routes=app.routes)  # added last, runs first
     return app
 
 

@@ -4,13 +4,12 @@ FastAPI's own work per request (matching routes one by one, resolving dependenci
 stacks) costs more than everything that the API does for these.
 """
 
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
-from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyrl_tinker.api import error_responses
@@ -34,18 +33,18 @@ class FastRoute(APIRoute):
 
 
 class FastPaths:
-    """ASGI layer that calls a FastRoute's handler, found by path; other requests go on to the router."""
+    """ASGI layer that calls handlers of FastRoutes by path; the router finds each of them the first time."""
 
-    def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._handlers = {
-            route.path: route.get_route_handler() for route in routes if isinstance(route, FastRoute)
-        }
+        self._handlers: dict[str, Handler] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         handler = self._handlers.get(scope["path"]) if scope["type"] == "http" else None
         if handler is None or scope["method"] != "POST":
             await self._app(scope, receive, send)
+            if isinstance(route := scope.get("route"), FastRoute):
+                self._handlers[scope["path"]] = route.get_route_handler()
             return
         request = Request(scope, receive)
         try:
