@@ -9,6 +9,7 @@ them.
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
@@ -19,6 +20,7 @@ from skyrl_tinker.engine.scheduling.lanes import Gap
 from skyrl_tinker.engine.suspends import Suspends
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.store import server_state, session_records
+from skyrl_tinker.store.database.after_commit import after_commit
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import expected_requests
 from skyrl_tinker.store.futures.missing import fail_missing
@@ -101,7 +103,8 @@ class Gaps:
     def _fail(self, conn: Connection, never: Mapping[ModelKey, _Due]) -> None:
         for model, each in never.items():
             if missing := fail_missing(conn, model, each.gap.seq_ids, _never_came(each.gap)):
-                _log.warning("model %s: seq_ids %s never came, and are failed", model, missing)
+                told = "model %s: seq_ids %s never came, and are failed", model, missing
+                after_commit(conn, partial(_log.warning, *told))
 
 
 def _never_came(gap: Gap) -> Callable[[int], Failure]:

@@ -191,7 +191,12 @@ class KeyRing:
 
         if used or refused:
             self._noted_at = time.monotonic()
-            await self._store.write(write)
+            try:
+                await self._store.write(write)
+            except OperationalError:
+                self._used = used | self._used
+                self._refusals.put_back(refused)
+                raise
 
 
 def _caller(secret_id: str, secret: Secret, limits: KeyLimits) -> Caller:

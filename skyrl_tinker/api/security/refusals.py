@@ -3,11 +3,13 @@
 import logging
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.store import audit_log
+from skyrl_tinker.store.database.after_commit import after_commit
 
 MOST_ADDRESSES = 32
 OTHERS = "other addresses"
@@ -29,10 +31,15 @@ class Refusals:
     def __init__(self) -> None:
         self._counts: Counter[Refusal] = Counter()
 
-    def note(self, refusal: Refusal) -> None:
+    def note(self, refusal: Refusal, count: int = 1) -> None:
         if refusal not in self._counts and len(self._counts) >= MOST_ADDRESSES:
             refusal = Refusal(OTHERS, "any")
-        self._counts[refusal] += 1
+        self._counts[refusal] += count
+
+    def put_back(self, counts: Counter[Refusal]) -> None:
+        """Count again what was taken and could not be recorded."""
+        for refusal, count in counts.items():
+            self.note(refusal, count)
 
     def take(self) -> Counter[Refusal]:
         """Return the counts and begin anew."""
@@ -45,4 +52,5 @@ def record(conn: Connection, counts: Counter[Refusal]) -> None:
     for refusal, count in counts.items():
         event = "login_fail" if refusal.key is None else "key_ended_use"
         audit_log.record_key(conn, event, refusal.key, address=refusal.address, why=refusal.why, count=count)
-        _log.warning("refused %d credentials from %s: %s", count, refusal.address, refusal.why)
+        told = "refused %d credentials from %s: %s", count, refusal.address, refusal.why
+        after_commit(conn, partial(_log.warning, *told))

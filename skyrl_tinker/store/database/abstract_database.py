@@ -5,8 +5,8 @@ five times a transaction, which takes longer than most statements: 0.6 ms for on
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ import orjson
 from sqlalchemy import Connection, Engine
 
 from skyrl_tinker.errors import LeaseLostError
+from skyrl_tinker.store.database.after_commit import calling_afterwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,18 @@ class Database(ABC):
     def reading(self, conn: Connection) -> AbstractContextManager[None]:
         """Run a transaction that sees one state of the database."""
 
-    @abstractmethod
-    def writing(self, conn: Connection) -> AbstractContextManager[None]:
+    @contextmanager
+    def writing(self, conn: Connection) -> Iterator[None]:
         """Run a transaction behind those of all other writers; what it commits is durable.
 
         So ids are in the order of commits. What is raised within it undoes it.
         """
+        with calling_afterwards(conn), self._writing(conn):
+            yield
+
+    @abstractmethod
+    def _writing(self, conn: Connection) -> AbstractContextManager[None]:
+        """Begin, then commit, or roll back what was raised in between."""
 
     def writer(self) -> Connection:
         """Connect for a Writer, which calls `written`."""

@@ -14,10 +14,11 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.errors import SkyrlTinkerError
 from skyrl_tinker.store.database.abstract_database import Database
+from skyrl_tinker.store.database.after_commit import dropping_undone
 
 T = TypeVar("T")
 Op = Callable[[Connection], T]
-"""May run twice, its first run being undone: so it changes nothing but the database."""
+"""May run twice, its first run being undone: it changes nothing but the database, and logs `after_commit`."""
 
 MAX_OPS = 256
 MAX_HOLD_S = 0.02
@@ -193,7 +194,7 @@ class Writer:
 
 def _run_isolated(conn: Connection, write: _Write) -> None:
     try:
-        with conn.begin_nested():
+        with dropping_undone(conn), conn.begin_nested():
             write.value = write.op(conn)
     except OperationalError as error:  # disk full, I/O, a cut connection: all may be undone
         write.error = error

@@ -80,7 +80,7 @@ class PostgresDatabase(Database):
         execute(conn, "COMMIT")
 
     @contextmanager
-    def writing(self, conn: Connection) -> Iterator[None]:
+    def _writing(self, conn: Connection) -> Iterator[None]:
         cursor = _begin(conn, _WRITE if self._fence is None else _WRITE + _EPOCH)
         cursor.nextset()
         row = cursor.fetchone()

@@ -28,7 +28,7 @@ class SqliteDatabase(Database):
         return sqlite.transaction(conn)
 
     @contextmanager
-    def writing(self, conn: Connection) -> Iterator[None]:
+    def _writing(self, conn: Connection) -> Iterator[None]:
         with self._lock, sqlite.transaction(conn, sqlite.BEGIN_WRITE):
             yield
 

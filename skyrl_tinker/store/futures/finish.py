@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import orjson
@@ -10,6 +11,7 @@ from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
 from skyrl_tinker.domain.ids import FutureStatus
 from skyrl_tinker.domain.values import Failure, Usage
+from skyrl_tinker.store.database.after_commit import after_commit
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.tables import Future, Request, Result
 
@@ -56,7 +58,8 @@ def fail(conn: Connection, future_id: int, failure: Failure, *, keep_body: bool 
     if _finish(conn, future_id, end, JSON_TYPE, body, NO_USAGE, keep_body=keep_body):
         named = select(Future.kind, Future.request_id, Future.session_id).where(Future.id == future_id)
         kind, request, session = conn.execute(named).one()
-        _log.info("%s %s of session %s failed: %s", kind, request, session, failure.message)
+        told = "%s %s of session %s failed: %s", kind, request, session, failure.message
+        after_commit(conn, partial(_log.info, *told))
 
 
 def failure_body(failure: Failure) -> bytes:

@@ -28,6 +28,7 @@ from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store import api_keys, audit_log
 from skyrl_tinker.store.cluster import signing_secrets
 from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets
+from skyrl_tinker.store.database import sqlite
 from tests.api.support.world import BASE, World, running
 from tests.support.reads import reading
 from tests.support.waiting import until
@@ -487,6 +488,20 @@ async def test_refused_credentials_are_counted_by_address_in_the_audit_log(
     await ask(world, "eyJ.no.jwt")
     await ask(world)  # no credential: nobody tried to log in
     await until(lambda: refused(world), {("127.0.0.1", "unknown keys or invalid JWTs"): 4}.__eq__)
+
+
+async def test_notes_that_the_database_does_not_take_are_written_later(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keyring, "NOTE_EVERY_S", 0.0)
+    await key_of(world, "alice")
+    with monkeypatch.context() as broken:
+        broken.setattr(sqlite, "BEGIN_WRITE", "BEGIN NEVER")
+        await ask(world, "tml-wrong")
+        await until(lambda: any("trying again" in line for line in caplog.messages))
+        assert not any("refused 1 credentials" in line for line in caplog.messages)
+    await until(lambda: refused(world), {("127.0.0.1", "unknown keys or invalid JWTs"): 1}.__eq__)
+    await until(lambda: sum("refused 1 credentials" in line for line in caplog.messages) == 1)
 
 
 async def refused(world: World) -> Counter[tuple[str, str]]:

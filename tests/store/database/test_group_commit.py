@@ -18,6 +18,7 @@ from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.errors import SkyrlTinkerError, StartupError, UserError
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database import group_commit, sqlite
+from skyrl_tinker.store.database.after_commit import after_commit
 from skyrl_tinker.store.database.group_commit import LARGE_BYTES, OVERTAKEN
 from skyrl_tinker.store.store import Store, write_once
 from tests.store.support.databases import on_sqlite
@@ -115,6 +116,33 @@ async def test_only_what_is_committed_has_its_callback_called(store: Store, whol
         return_exceptions=True,
     )
     assert called == ["good"]
+
+
+async def test_what_waits_for_the_commit_is_called_once_and_only_after_one(
+    store: Store, whole_batches: None
+) -> None:
+    """A batch with a failing op runs twice."""
+    called: list[str] = []
+
+    def told(key: str, error: Exception | None = None) -> Coroutine[Any, Any, None]:
+        def op(conn: Connection) -> None:
+            server_state.put(conn, key, 1)
+            after_commit(conn, lambda: called.append(key))
+            assert key not in called
+            if error is not None:
+                raise error
+
+        return store.write(op)
+
+    await asyncio.gather(told("a"), told("bad", UserError("no")), told("b"), return_exceptions=True)
+    assert called == ["a", "b"]
+    disk = OperationalError("INSERT", None, OSError("disk I/O error"))
+    await asyncio.gather(told("c"), told("bad", disk), return_exceptions=True)
+    with pytest.raises(UserError):
+        await told("alone", UserError("no"))
+    assert called == ["a", "b"]
+    await told("last")
+    assert called == ["a", "b", "last"]
 
 
 @on_sqlite

@@ -1,11 +1,14 @@
 """Futures end once, and what they ended with can be fetched any number of times."""
 
+import asyncio
 import time
 
 import pytest
+from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import ModelState, RequestKind, SamplingSessionId, SessionId
 from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.errors import UserError
 from skyrl_tinker.store import model_records, usage_records
 from skyrl_tinker.store.futures import finish, outcomes, queue, record, training_submission
 from skyrl_tinker.store.model_records import ModelRow
@@ -64,6 +67,22 @@ async def test_the_first_end_of_a_future_stands_and_a_failure_is_logged(
     await succeed(store, accepted, b"late")
     found = await outcome(store, accepted.request_id)
     assert (found.status, found.body) == ("failed", b'{"error":"the engine died","category":"server"}')
+
+
+async def test_a_failure_that_is_undone_is_not_logged_and_one_that_is_tried_again_is_logged_once(
+    store: Store, model: ModelRow, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    first, second = [await id_of(store, await step(store, model, seq_id)) for seq_id in (1, 2)]
+
+    def undone(conn: Connection) -> None:
+        finish.fail(conn, second, LOST)
+        raise UserError("no")
+
+    await asyncio.gather(
+        store.write(lambda conn: finish.fail(conn, first, LOST)), store.write(undone), return_exceptions=True
+    )
+    assert sum("failed: the engine died" in line for line in caplog.messages) == 1
 
 
 async def test_finished_futures_come_in_the_order_in_which_they_finished(
