@@ -20,7 +20,7 @@ from skyrl_tinker.engine.scheduling.lanes import Gap
 from skyrl_tinker.engine.suspends import Suspends
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.store import server_state, session_records
-from skyrl_tinker.store.database.after_commit import after_commit
+from skyrl_tinker.store.database.abstract_database import after_commit
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import expected_requests
 from skyrl_tinker.store.futures.missing import fail_missing

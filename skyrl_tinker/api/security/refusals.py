@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.store import audit_log
-from skyrl_tinker.store.database.after_commit import after_commit
+from skyrl_tinker.store.database.abstract_database import after_commit
 
 MOST_ADDRESSES = 32
 OTHERS = "other addresses"

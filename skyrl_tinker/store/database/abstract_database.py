@@ -14,7 +14,10 @@ import orjson
 from sqlalchemy import Connection, Engine
 
 from skyrl_tinker.errors import LeaseLostError
-from skyrl_tinker.store.database.after_commit import calling_afterwards
+
+Call = Callable[[], object]
+_CALLS = "after_commit"
+"""Key of the calls of a connection's transaction, in its `info`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,33 @@ class LeaseFence:
         if row is None or row[0] != self.epoch:
             self.end("another server has taken over the database")
             raise LeaseLostError("database_url: another server has taken over")
+
+
+def after_commit(conn: Connection, call: Call) -> None:
+    """Have it called once the write that runs is on disk, by the thread that wrote; never if it is undone."""
+    conn.info[_CALLS].append(call)
+
+
+@contextmanager
+def _calling_afterwards(conn: Connection) -> Iterator[None]:
+    """Context of a whole transaction, around its commit."""
+    calls: list[Call] = []
+    conn.info[_CALLS] = calls
+    yield
+    for call in calls:
+        call()
+
+
+@contextmanager
+def dropping_undone(conn: Connection) -> Iterator[None]:
+    """Context of a part that is undone if it raises: then its calls are dropped."""
+    calls: list[Call] = conn.info[_CALLS]
+    before = len(calls)
+    try:
+        yield
+    except BaseException:
+        del calls[before:]
+        raise
 
 
 class Database(ABC):
@@ -55,7 +85,7 @@ class Database(ABC):
 
         So ids are in the order of commits. What is raised within it undoes it.
         """
-        with calling_afterwards(conn), self._writing(conn):
+        with _calling_afterwards(conn), self._writing(conn):
             yield
 
     @abstractmethod

@@ -13,8 +13,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.errors import SkyrlTinkerError
-from skyrl_tinker.store.database.abstract_database import Database
-from skyrl_tinker.store.database.after_commit import dropping_undone
+from skyrl_tinker.store.database.abstract_database import Database, dropping_undone
 
 T = TypeVar("T")
 Op = Callable[[Connection], T]

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
 from skyrl_tinker.domain.ids import FutureStatus
 from skyrl_tinker.domain.values import Failure, Usage
-from skyrl_tinker.store.database.after_commit import after_commit
+from skyrl_tinker.store.database.abstract_database import after_commit
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.tables import Future, Request, Result
 

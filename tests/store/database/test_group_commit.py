@@ -18,7 +18,7 @@ from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.errors import SkyrlTinkerError, StartupError, UserError
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database import group_commit, sqlite
-from skyrl_tinker.store.database.after_commit import after_commit
+from skyrl_tinker.store.database.abstract_database import after_commit
 from skyrl_tinker.store.database.group_commit import LARGE_BYTES, OVERTAKEN
 from skyrl_tinker.store.store import Store, write_once
 from tests.store.support.databases import on_sqlite
