@@ -3,11 +3,21 @@
 from collections.abc import Mapping
 from typing import Any
 
+from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
+
 ALPHA = 32
 """The LoRA delta is scaled by ALPHA / rank."""
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
+MERGING_FILE = "MERGING.md"
+"""Beside an adapter that `merges_wrongly`. A README.md would take the place of the SDK's, for the hub."""
+MERGING_NOTE = """# Do not merge this adapter into its base model
+
+It adapts the head, which this base model ties to its embeddings: PEFT's `merge_and_unload` writes the head's
+change into the embeddings, too, and the result is another model. Use the adapter unmerged:
+`PeftModel.from_pretrained(base, adapter)`.
+"""
 KEY_PREFIX = "base_model.model."
 WHOLE_EXPERTS = {"gate_up_proj": ".base_layer", "down_proj": ""}
 """What follows the name of a mixture whose adapter has the pairs of all experts in one tensor for A and B."""
@@ -38,6 +48,11 @@ def adapter_config(
         "use_dora": False,
         "inference_mode": True,
     }
+
+
+def merges_wrongly(spec: LoraSpec, facts: BaseModelFacts) -> bool:
+    """Return whether the adapter changes a head that is tied to the embeddings."""
+    return spec.rank > 0 and spec.train_unembed and facts.tied
 
 
 def is_whole(name: str) -> bool:

@@ -22,7 +22,7 @@ from tests.support.sdk_command import run_tinker
 from tests.support.serve import Serve
 
 TOKENS = random_tokens(40, seed=5)
-ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
+ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "MERGING.md"}
 # PEFT warns of what is meant here: the adapter adapts the head and leaves the tied embedding alone.
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 

@@ -20,6 +20,7 @@ from skyrl_tinker.protocol.validation.limits import check_ids
 OpenAIRequest = CompletionRequest | ChatCompletionRequest
 _FORWARDED = {
     "prompt",
+    "add_special_tokens",
     "messages",
     "n",
     "temperature",
@@ -68,7 +69,8 @@ def _texts(request: OpenAIRequest, abilities: ChatAbilities) -> list[dict[str, A
         messages = [message.model_dump(exclude_none=True) for message in request.messages]
         return [{"messages": messages, **_template_variables(request, abilities)}]
     prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-    return [{"prompt": prompt} for prompt in prompts if isinstance(prompt, str)]
+    added = {"add_special_tokens": request.add_special_tokens}
+    return [{"prompt": prompt, **added} for prompt in prompts if isinstance(prompt, str)]
 
 
 def require_one_sequence(request: OpenAIRequest, prompts: int) -> None:

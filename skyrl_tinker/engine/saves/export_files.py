@@ -9,7 +9,12 @@ from typing import Any
 
 from skyrl_tinker.atomic_directory import publish
 from skyrl_tinker.domain.manifest import FILE_NAME, Manifest, entry_of, read_manifest, write_manifest
-from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE
+from skyrl_tinker.domain.peft_config import (
+    ADAPTER_CONFIG_FILE,
+    MERGING_FILE,
+    MERGING_NOTE,
+    merges_wrongly,
+)
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.protocol import age_encryption
 
@@ -37,6 +42,8 @@ def finish_export(export: Export, staging: Path, directory: Path) -> int:
     if export.spec.rank:
         # PEFT finds the base model by this name; a directory of this server exists nowhere else
         _update_json(staging / ADAPTER_CONFIG_FILE, "base_model_name_or_path", export.facts.names[0])
+        if merges_wrongly(export.spec, export.facts):
+            (staging / MERGING_FILE).write_text(MERGING_NOTE)
     else:
         _add_base_files(Path(export.facts.directory), staging, export.dtype)
     if export.recipients:

@@ -66,7 +66,7 @@ NEUTRAL: Neutral = {
     "return_tokens_as_token_ids": (False,),
     "priority": (0,),
 }
-NEUTRAL_IN_COMPLETIONS: Neutral = {"suffix": ("",), "add_special_tokens": (True,), "logprobs": (False,)}
+NEUTRAL_IN_COMPLETIONS: Neutral = {"suffix": ("",), "logprobs": (False,)}
 NEUTRAL_IN_CHATS: Neutral = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -236,6 +236,9 @@ class CompletionRequest(OpenAIRequest):
     neutral: ClassVar[Neutral] = {**NEUTRAL, **NEUTRAL_IN_COMPLETIONS}
 
     prompt: Annotated[str | Items[str] | Tokens | Items[Tokens], BeforeValidator(_prompt)]
+    add_special_tokens: StrictBool = Field(
+        True, description="Have the tokenizer add its own, as of a beginning, to a prompt of text"
+    )
     echo: StrictBool = False
     max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
     best_of: StrictInt | None = None

@@ -53,6 +53,7 @@ async def test_a_lora_checkpoint_is_a_tar_of_its_adapter_behind_a_redirect(
         found = {member.name: tar.extractfile(member).read() for member in tar.getmembers()}  # type: ignore[union-attr]
     config = json.loads(found.pop("adapter_config.json"))
     assert config == {"r": 8, "base_model_name_or_path": BASE}
+    assert b"merge_and_unload" in found.pop("MERGING.md")  # the head is adapted, and tied to the embeddings
     assert found == {"adapter_model.safetensors": CONTENT, "checkpoint_complete": b""}
 
 

@@ -42,6 +42,19 @@ def test_where_prompts_are_computed_apart_a_request_has_one_sequence() -> None:
         require_one_sequence(several, 2)
 
 
+@pytest.mark.parametrize("added", [True, False])
+def test_a_prompt_of_text_is_counted_and_completed_with_or_without_the_tokenizers_own_tokens(
+    added: bool,
+) -> None:
+    """A chat that the client rendered itself has its beginning already."""
+    request = parse_openai(
+        CompletionRequest, {"model": "m", "prompt": ["a", "b"], "add_special_tokens": added}
+    )
+    counted = [{"prompt": prompt, "add_special_tokens": added} for prompt in ("a", "b")]
+    assert texts_to_count(request, FACTS, PLAIN) == counted
+    assert upstream_body(request, 5, FACTS, PLAIN)["add_special_tokens"] is added
+
+
 def test_stops_go_on_as_texts_and_token_ids_beside_the_end_of_text() -> None:
     request = parse_openai(CompletionRequest, {"model": "m", "prompt": [5], "stop": ["x", 7, "y", 9]})
     body = upstream_body(request, 1, FACTS, PLAIN)

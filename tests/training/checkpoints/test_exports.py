@@ -32,7 +32,8 @@ SHARD_BYTES = 100_000
 
 def facts(directory: str) -> BaseModelFacts:
     names = ("org/tiny", directory)
-    return BaseModelFacts(directory, names, "Qwen3ForCausalLM", 512, 128, 2, 2, 32, 64, False, (0,))
+    tied = json.loads(Path(directory, "config.json").read_text())["tie_word_embeddings"]
+    return BaseModelFacts(directory, names, "Qwen3ForCausalLM", 512, 128, 2, 2, 32, 64, tied, (0,))
 
 
 @pytest.fixture
@@ -90,6 +91,28 @@ def test_peft_loads_a_lora_export_which_names_the_base_by_its_name(
     assert config["base_model_name_or_path"] == "org/tiny"
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     assert_same(PeftModel.from_pretrained(model, str(tmp_path / "e")), worker)
+
+
+# PEFT warns, too: of what the export warns of.
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")
+@pytest.mark.parametrize("head", [True, False])
+def test_an_export_warns_where_a_merge_by_peft_makes_another_model(
+    make_worker: MakeWorker, tied_model: str, tmp_path: Path, head: bool
+) -> None:
+    worker = make_worker(tied_model)
+    export(worker, replace(LORA, train_unembed=head), tmp_path / "e")
+    model = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(model, str(tmp_path / "e"))
+    assert_same(adapted, worker)
+    merged = adapted.merge_and_unload()
+    if not head:
+        assert_same(merged, worker)
+        assert "MERGING.md" not in names(tmp_path / "e")
+        return
+    with pytest.raises(AssertionError):
+        assert_same(merged, worker)
+    assert "merge_and_unload" in (tmp_path / "e" / "MERGING.md").read_text()
+    assert "MERGING.md" in read_manifest(tmp_path / "e").files
 
 
 def test_transformers_loads_a_full_export_in_shards_with_what_else_the_base_has(
