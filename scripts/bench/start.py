@@ -27,15 +27,16 @@ from subprocess import PIPE, Popen
 from threading import Thread
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import psutil
+
+from tests.support.serve import KINDS as SERVED
 
 OWN = Path(__file__).resolve().parents[2]
 POLL_S = 0.1
 KINDS = {  # part of the title
-    "api.api_process": "API",
-    "engine.engine_process": "engine",
-    "gcs/gcs_server": "Ray: GCS",
-    "raylet/raylet": "Ray: raylet",
+    **{part: f"Ray: {kind}" if kind in ("raylet", "GCS") else kind for kind, part in SERVED.items()},
     "raylet_ended": "Ray: agents",
     "ray::DashboardAgent": "Ray: agents",
     "ray::RuntimeEnvAgent": "Ray: agents",
@@ -44,11 +45,9 @@ KINDS = {  # part of the title
     "dashboard/dashboard.py": "Ray: dashboard",
     "_private/monitor.py": "Ray: autoscaler",
     "log_monitor.py": "Ray: log monitor",
-    "ray::RankProcess": "trainer rank",
     "ray::VllmServer": "actor of vLLM",
     "ray::IDLE": "worker",
     "default_worker.py": "worker",
-    "servers.vllm_entry": "vLLM server",
     "VLLM::EngineCore": "vLLM core",
     "skyrl_tinker serve": "serve",
 }

@@ -4,9 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from skyrl_tinker.engine.outbox import Outbox
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.store import Store
 from tests.engine.support.world import World
@@ -25,6 +29,22 @@ def bell(tmp_path: Path) -> Iterator[Doorbell]:
     bound = SocketBell.bind(tmp_path, "engine")
     yield bound
     bound.close()
+
+
+@pytest.fixture
+def rung() -> list[str]:
+    """Whom the sender has rung."""
+    return []
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+def sender(store: Store, rung: list[str], metrics: Metrics) -> Outbox:
+    return Outbox(store, cast(Doorbell, SimpleNamespace(ring=rung.append)), metrics)
 
 
 @pytest.fixture

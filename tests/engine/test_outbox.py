@@ -69,21 +69,6 @@ def commits(monkeypatch: pytest.MonkeyPatch) -> Commits:
     return commits
 
 
-@pytest.fixture
-def rung() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def metrics() -> Metrics:
-    return Metrics()
-
-
-@pytest.fixture
-def sender(store: Store, rung: list[str], metrics: Metrics) -> Outbox:
-    return Outbox(store, cast(Doorbell, SimpleNamespace(ring=rung.append)), metrics)
-
-
 async def waiting(store: Store, count: int = 1) -> list[QueuedRow]:
     session = await journal.new_session(store)
     for number in range(count):

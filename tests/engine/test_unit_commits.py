@@ -29,18 +29,8 @@ WRITTEN = "units written"
 
 
 @pytest.fixture
-def rung() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def metrics() -> Metrics:
-    return Metrics()
-
-
-@pytest.fixture
-async def commits(store: Store, rung: list[str], metrics: Metrics) -> AsyncIterator[UnitCommits]:
-    made = UnitCommits(Outbox(store, cast(Doorbell, SimpleNamespace(ring=rung.append)), metrics))
+async def commits(sender: Outbox) -> AsyncIterator[UnitCommits]:
+    made = UnitCommits(sender)
     running = asyncio.create_task(made.run())
     yield made
     running.cancel()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.domain.ids import CheckpointKind, RequestKind
+from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.engine.recovery.leftovers import (
     list_abandoned,
@@ -36,9 +36,7 @@ async def test_tries_of_saves_that_were_not_recorded_go_and_what_is_unknown_stay
     store: Store, tmp_path: Path
 ) -> None:
     model = await journal.ready_model(store)
-    key = await journal.key_of(store, model)
-    saved = await journal.submit(store, model, 1, RequestKind.SAVE_WEIGHTS)
-    number = (await journal.outcome(store, saved)).future_id
+    key, number = await journal.submit_save(store, model)
     step = (await journal.outcome(store, await journal.submit_step(store, model, 2))).future_id
     of_model = tmp_path / str(key) / "weights"
     recorded, removed = of_model / f"a~{number}.0a1b2c3d", of_model / "b~7"
@@ -59,10 +57,7 @@ async def test_tries_of_saves_that_were_not_recorded_go_and_what_is_unknown_stay
 
 
 async def test_saves_stay_whose_root_has_another_name_now(store: Store, tmp_path: Path) -> None:
-    model = await journal.ready_model(store)
-    key = await journal.key_of(store, model)
-    saved = await journal.submit(store, model, 1, RequestKind.SAVE_WEIGHTS)
-    number = (await journal.outcome(store, saved)).future_id
+    key, number = await journal.submit_save(store, await journal.ready_model(store))
     disk, link = tmp_path / "disk", tmp_path / "link"
     directory = disk / str(key) / "weights" / f"a~{number}.0a1b2c3d"
     imported = disk / "import-1" / "weights" / "b"

@@ -35,6 +35,7 @@ from tests.support.reads import reading
 from tests.support.scripted_trainer import ScriptedTrainer
 
 DEAD = TrainerError("rank 0 died")
+UNREADABLE = StorageError("checkpoint 1/6 cannot be read: Input/output error")
 NewEngine = Callable[[World], World]
 
 
@@ -536,7 +537,7 @@ async def test_a_disk_that_fails_for_some_seconds_delays_a_replay(
     monkeypatch.setattr(replay, "AWAY_S", 0.01)
     model, _ = await with_snapshot(world, monkeypatch)
     after = new_engine(world)
-    after.workers.failing["load"] = StorageError("checkpoint 1/6 cannot be read: Input/output error")
+    after.workers.failing["load"] = UNREADABLE
     await after.until(lambda: after.workers.names().count("load"), lambda tries: tries == 2)
     after.workers.failing.clear()
     await train(after, model, 7, 1)
@@ -587,7 +588,7 @@ async def test_a_model_on_a_disk_that_fails_for_longer_is_parked_with_its_files(
     await start(world.store)
     model, snapshot = await with_snapshot(world, monkeypatch)
     after = new_engine(world)
-    after.workers.failing["load"] = StorageError("checkpoint 1/6 cannot be read: Input/output error")
+    after.workers.failing["load"] = UNREADABLE
     await after.until(lambda: journal.model_of(world.store, model), _is_parked)
     assert after.workers.names().count("load") == replay.READS
     assert snapshot.is_dir()

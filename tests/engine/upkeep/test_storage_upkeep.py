@@ -5,7 +5,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from skyrl_tinker.domain.ids import CheckpointKind, RequestKind
+from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.manifest import FILE_NAME
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.engine.upkeep.storage_upkeep import CHECKPOINTS, StorageUpkeep
@@ -20,10 +20,7 @@ async def test_saves_that_were_stored_whole_and_never_recorded_go_after_a_day(
     store: Store, tmp_path: Path
 ) -> None:
     """Their host died between the two, and the save is repeated elsewhere."""
-    model = await journal.ready_model(store)
-    key = await journal.key_of(store, model)
-    saved = await journal.submit(store, model, 1, RequestKind.SAVE_WEIGHTS)
-    number = (await journal.outcome(store, saved)).future_id
+    key, number = await journal.submit_save(store, await journal.ready_model(store))
     local, remote = tmp_path / "local", tmp_path / "remote"
     names = {name: f"a~{number}.{name}" for name in ("recorded", "died", "young")} | {"foreign": "a~99.x"}
     storage = CheckpointStorage(local, f"file://{remote}")
