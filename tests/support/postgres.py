@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
+import psutil
 import psycopg
 import pytest
 
 from skyrl_tinker.store.database.migrate import migrate
 from tests.support.hosts import Host
+from tests.support.processes import title
 
 PASSWORD = "secret"
 _MIGRATED = "migrated"
@@ -104,6 +106,21 @@ class Postgres:
 
     def drop(self, url: str) -> None:
         self.execute(f"DROP DATABASE {url.rpartition('/')[2]} WITH (FORCE)")
+
+    @contextmanager
+    def backends_stopped(self) -> Iterator[None]:
+        """Let the processes that serve connections stand still; the connections stay open."""
+        (pid, *_) = (self._data / "postmaster.pid").read_text().split()
+        children = psutil.Process(int(pid)).children()
+        backends = [each for each in children if f"{self._address}(" in title(each)]
+        assert backends, "nobody is connected"
+        for each in backends:
+            each.suspend()
+        try:
+            yield
+        finally:
+            for each in backends:
+                each.resume()
 
     def execute(self, sql: str) -> None:
         """Run a statement of an administrator."""

@@ -59,7 +59,7 @@ async def ready_model(store: Store) -> ModelId:
 
 
 async def submit_save(store: Store, model: ModelId) -> tuple[ModelKey, int]:
-    """Queue a save; returns the keys of the model and of its future, which is in the name of its directory."""
+    """Queue a save; returns the keys of the model and of its future, which names the save's directory."""
     saved = await submit(store, model, 1, RequestKind.SAVE_WEIGHTS)
     return await key_of(store, model), (await outcome(store, saved)).future_id
 
