@@ -19,6 +19,7 @@ each and, as its last line, one JSON object; exits with 1 when a bar was missed.
 import argparse
 import http.client
 import json
+import logging
 import os
 import shutil
 import signal
@@ -150,15 +151,16 @@ def adapters(place: Place) -> Report:
 
 
 def storage(place: Place) -> Report:
-    loads, passes = place.training(), place.training()
-    train(loads)
-    path = loads.save_state("stored").result(LIMIT_S).path
+    saves, passes = place.training(), place.training()
+    train(saves)
+    path = saves.save_state("stored").result(LIMIT_S).path
     train(passes)
     alone = [seconds(lambda: train(passes)) for _ in during(BEFORE_S)]
     shutil.rmtree(Directories(Settings(home=place.server.home)).checkpoint_root)  # a cache of what is stored
     beside = []
     with slow_objects():
-        loading = Thread(target=lambda: loads.load_state(path).result(LIMIT_S))
+        load = place.service().create_training_client_from_state
+        loading = Thread(target=lambda: load(path).result(LIMIT_S))
         began = time.perf_counter()
         loading.start()
         while loading.is_alive():
@@ -280,6 +282,7 @@ def main() -> int:
     names = parser.parse_args().measures or list(MEASURES)
     if unknown := [name for name in names if name not in MEASURES]:
         parser.error(f"found {unknown[0]}, expected some of {', '.join(MEASURES)}")
+    logging.disable(logging.WARNING)  # requests to the storage, and clients whose server has ended
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended all the same
     report: Report = {}
     for make in dict.fromkeys(MEASURES[name][0] for name in MEASURES if name in names):
