@@ -22,12 +22,12 @@ from skyrl_tinker.training.models import (
     recompute,
     weight_loading,
 )
+from skyrl_tinker.training.models.fsdp_state import RowCollectives
 from skyrl_tinker.training.models.fused import fused_layers
 from skyrl_tinker.training.models.logprobs import KEPT_OF_ROW, Head, shared_tokens, token_logprobs
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.lora_layers import Active, Adapters, Routing
 from skyrl_tinker.training.models.planned_device import device_type
-from skyrl_tinker.training.models.row_collectives import RowCollectives
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 
 _UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale")
