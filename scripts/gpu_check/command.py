@@ -11,7 +11,19 @@ from typing import Any
 
 import torch
 
-from gpu_check import attention, cuda_ipc, families, fused, logprobs, losses, machine, parity, speed, state
+from gpu_check import (
+    attention,
+    cuda_ipc,
+    families,
+    fused,
+    logprobs,
+    losses,
+    machine,
+    parity,
+    several,
+    speed,
+    state,
+)
 from gpu_check.checks import Check
 from gpu_check.forked import Forked, ForkedError, alone
 from gpu_check.rows import BROKEN, HEADER, SKIPPED, Row, failed
@@ -37,6 +49,7 @@ PARTS: dict[str, Checks] = {
     "families": families.checks,
     "losses": losses.checks,
     "state": state.checks,
+    "ranks": several.checks,
     "cuda_ipc": cuda_ipc.checks,
     "speed": partial(speed.checks, recompute=None),
     "speed-kept": partial(speed.checks, recompute=False),
@@ -69,7 +82,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--serve", action="store_true", help="check servers, through the SDK")
     parser.add_argument("--cpu", action="store_true", help="the same code at small sizes on the CPU")
-    parser.add_argument("--ranks", type=int, default=1, help="trainer ranks of `parity`, a GPU each (NCCL)")
+    parser.add_argument("--ranks", type=int, default=1, help="of `parity` and `ranks`, a GPU each (NCCL)")
     minutes = f"after which the rest is not ok ({_MINUTES:g}, with --serve {_SERVED_MINUTES:g})"
     parser.add_argument("--minutes", type=float, help=minutes)
     arguments = parser.parse_args()

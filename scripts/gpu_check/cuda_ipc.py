@@ -51,9 +51,9 @@ def _read_captured(setting: Setting) -> Iterator[Row]:
     buffer = ChunkBuffer(CapturedSource(share, LIMIT, everywhere=True), setting.device)
     arrived: dict[str, tuple[str, str]] = {}
     for index, chunk in enumerate(buffer.chunks):
-        arrived |= _sums(buffer.load(index), update_message(chunk, ""))
+        arrived |= sums(buffer.load(index), update_message(chunk, ""))
     buffer.close()
-    yield same(f"captured weights: {len(tensors)} tensors, chunk by chunk", arrived == _described(tensors))
+    yield same(f"captured weights: {len(tensors)} tensors, chunk by chunk", arrived == described(tensors))
     pinned = all(tensor.is_pinned() for tensor in share.tensors.values() if tensor.numel())
     if not setting.small:
         yield require("captured weights: in pinned memory", pinned, str(pinned), "True")
@@ -82,7 +82,7 @@ def _send() -> Iterator[Row]:
             "captured copies": (captured, lambda: sender.open_captured(share, LIMIT)),
         }
         for name, (tensors, open_source) in opened.items():
-            yield from _exchange(name, here, sender, open_source(), _described(tensors))
+            yield from _exchange(name, here, sender, open_source(), described(tensors))
     here.send(None)
     reader.join(TIMEOUT_S)
     yield require("CUDA IPC: exit code of the reader", reader.exitcode == 0, str(reader.exitcode), "0")
@@ -127,7 +127,7 @@ def _captured(tensors: Mapping[str, torch.Tensor], device: torch.device) -> Weig
     return WeightShare(0, torch.bfloat16, [shapes], copies, None)
 
 
-def _described(tensors: Mapping[str, torch.Tensor]) -> Sums:
+def described(tensors: Mapping[str, torch.Tensor]) -> Sums:
     return {name: (str(tensor.dtype)[6:], _checksum(tensor)) for name, tensor in tensors.items()}
 
 
@@ -150,10 +150,10 @@ def _read(updates: Connection) -> None:
             arguments[6] = 0  # the device as this process counts
             buffer = rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
         assert buffer is not None
-        updates.send(_sums(buffer, update))
+        updates.send(sums(buffer, update))
 
 
-def _sums(buffer: torch.Tensor, update: Mapping[str, Any]) -> Sums:
+def sums(buffer: torch.Tensor, update: Mapping[str, Any]) -> Sums:
     sizes = update["tensor_sizes"]
     parts = torch.split(buffer[: sum(sizes)], sizes)
     described = zip(update["names"], update["dtype_names"], update["shapes"], parts, strict=True)

@@ -12,7 +12,7 @@ NOT_ON_CPU = "not on cpu"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`device`: cuda, or cpu: the same code at small sizes. `ranks`: of the trainers in `parity`."""
+    """`device`: cuda, or cpu: the same code at small sizes. `ranks`: of trainers in `parity`, `ranks`."""
 
     device: str
     ranks: int = 1

@@ -29,7 +29,7 @@ from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.network import frozen_network, network_tensors, trainable_network
 from skyrl_tinker.training.models.trainable_model import TrainableModel
 from skyrl_tinker.training.optimizers.step import optim_step
-from skyrl_tinker.training.passes.out_of_memory import run_or_refuse
+from skyrl_tinker.training.passes.out_of_memory import ExhaustedError, Shortage, refuse
 from skyrl_tinker.training.passes.pass_runner import PassRunner
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.weight_share import WeightShare
@@ -102,16 +102,21 @@ class Worker:
     def run_pass(self, batch: TrainingInputBatch, token_budget: int | None = None) -> RankOutput:
         """Run a pass in rows of `token_budget` tokens, by default that of the spec."""
         self._require_onloaded()
-        self._device_cache.load(info.model for info in batch.requests)
-        self._device_cache.mark_changed({info.model for info in batch.requests if info.backward})
-        most = self.spec.token_budget
-        budget = token_budget or most
+        budget = token_budget or self.spec.token_budget
+        try:
+            self._load_models([info.model for info in batch.requests])
+            self._device_cache.mark_changed({info.model for info in batch.requests if info.backward})
+            return self._runner.execute_pass(batch, budget)
+        except ExhaustedError as error:
+            reason = str(error)
+        return refuse(batch, budget, self.spec.token_budget, reason)
 
-        def run(tokens: int) -> RankOutput:
-            return self._runner.execute_pass(batch, tokens)
-
-        # Of several ranks the others wait in a collective, and only fresh ones get on.
-        return run_or_refuse(batch, budget, most, run, self._recover) if self.spec.ranks == 1 else run(budget)
+    def _load_models(self, models: Sequence[ModelKey]) -> None:
+        """Load models onto the device. Raises ExhaustedError, on all ranks alike."""
+        shortage = Shortage()
+        shortage.survive(lambda: self._device_cache.load(models))
+        if self.spec.resident_models:  # else all are there
+            shortage.agree(self._ranks)
 
     def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
         for item in steps:
@@ -215,13 +220,6 @@ class Worker:
             self._base_buffer.onload()
             self._device_cache.onload()
             self._offloaded = False
-
-    def _recover(self) -> None:
-        """Recover from a pass that was aborted anywhere, on a single rank."""
-        models = (model for model in self._models.values() if isinstance(model, FullModel))
-        for network in (self._base, *(model.network for model in models)):
-            network.reset()
-        allocator.give_back()
 
     def _make_model(self, key: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily) -> TrainableModel:
         if spec.rank == 0:

@@ -50,17 +50,23 @@ class Synced:
 
 
 async def sync_weights(
-    control: WeightUpdateTarget, transport: WeightTransport, source: WeightSource, version: str
+    control: WeightUpdateTarget,
+    transport: WeightTransport,
+    source: WeightSource,
+    version: str,
+    *,
+    awake: bool = True,
 ) -> Synced:
     """Make the replicas of `control` serve the weights of `source` as `version`.
 
     Requests are paused as briefly as the transport can, then continue with the new weights and nothing cached
     from the old. WeightSyncError, naming phase and replicas: no replica serves the new weights, and all but
-    those that are lost serve the old ones. One sync at a time per transport.
+    those that are lost serve the old ones. One sync at a time per transport. Replicas that are not `awake`
+    stand still before and after: their caches must wake first.
     """
     if not control.server_urls:
         raise SamplerError("no sampler is running")
-    update = _Update({url: control.replica(url) for url in control.server_urls}, transport)
+    update = _Update({url: control.replica(url) for url in control.server_urls}, transport, awake)
     try:
         return await update.run(source, version)
     except BaseException as error:
@@ -71,9 +77,10 @@ async def sync_weights(
 
 
 class _Update:
-    def __init__(self, replicas: Mapping[str, Replica], transport: WeightTransport) -> None:
+    def __init__(self, replicas: Mapping[str, Replica], transport: WeightTransport, awake: bool) -> None:
         self._replicas = replicas
         self._transport = transport
+        self._awake = awake
         self._phase: SyncPhase = "open"
         self._failures: Mapping[str, BaseException] = {}
         self._first: Sequence[str] = ()  # of the failures
@@ -114,7 +121,7 @@ class _Update:
         if self._stuck:
             return tuple(self._stuck)
         await _try_all(replica.update_weights(DISCARD) for replica in self._replicas.values())
-        if self._paused_at is None:
+        if self._paused_at is None or not self._awake:
             return ()
         resumed = await asyncio.gather(*(_try_all([each.resume()]) for each in self._replicas.values()))
         return tuple(url for url, done in zip(self._replicas, resumed, strict=True) if not done)
@@ -191,7 +198,8 @@ class _Update:
         )
         for error in (result for result in ended if result is not None):
             raise error
-        await replica.resume()
+        if self._awake:
+            await replica.resume()
 
     async def _call_all(
         self,

@@ -62,6 +62,9 @@ def test_all_parts_hold_on_a_cpu_without_the_servers_packages(tmp_path: Path) ->
         "recomputed or not",
         "checkpoint of",
         "captured weights",
+        "3 ranks, cpu float32",
+        "published while training on 3 ranks",
+        "one of 3 ranks has no memory",
     ):
         assert part in names
     for layers in ("kept", "recomputed", "as memory allows"):

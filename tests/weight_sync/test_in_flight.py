@@ -1,7 +1,7 @@
 """Rollouts that run during a sync go on at the same token with the new policy."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import orjson
+import pytest
 
 from skyrl_tinker.weight_sync.sync import sync_weights
 from skyrl_tinker.weight_sync.transport import WeightTransport
@@ -60,6 +61,22 @@ async def _choices(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, 
             yield orjson.loads(line.removeprefix(b"data: "))["choices"][0]
 
 
+async def switched_asleep(
+    rollouts: list[Rollout], sampler: Sampler, transport: WeightTransport, new: Path
+) -> None:
+    """Run them all on the base; the new weights come while of the samplers only the weights are awake."""
+    control = sampler.client.control
+    await sync_weights(control, transport, Path(sampler.facts.directory), "base")
+    running = [asyncio.create_task(rollout.run(sampler.client.server_urls[0])) for rollout in rollouts]
+    await asyncio.gather(*(rollout.under_way.wait() for rollout in rollouts))
+    await control.sleep(1, "keep")
+    await control.wake_up(["weights"])
+    await sync_weights(control, transport, new, "new", awake=False)
+    assert await control.is_paused(), "nothing runs without its cache"
+    await control.wake_up(["kv_cache"])
+    await asyncio.gather(*running)
+
+
 async def switched_under(
     rollouts: list[Rollout], sampler: Sampler, transport: WeightTransport, new: Path
 ) -> None:
@@ -72,15 +89,16 @@ async def switched_under(
     await asyncio.gather(*running)
 
 
+@pytest.mark.parametrize("switched", [switched_under, switched_asleep])
 async def test_a_running_rollout_changes_regime_at_one_token(
-    sampler: Sampler, transport: WeightTransport, tmp_path: Path
+    sampler: Sampler, transport: WeightTransport, tmp_path: Path, switched: Callable[..., Awaitable[None]]
 ) -> None:
     old, new = Path(sampler.facts.directory), tmp_path / "new"
     write_model(new, tied=sampler.facts.tied, seed=3)
     changes: list[int] = []
     while not changes:  # on a busy machine all may have ended before they could be held
         rollouts = [Rollout(prompt_of(10, seed)) for seed in range(4)]
-        await switched_under(rollouts, sampler, transport, new)
+        await switched(rollouts, sampler, transport, new)
         for rollout in rollouts:
             before, after = rollout.agreement(old), rollout.agreement(new)
             change = LENGTH if before.all() else int(np.argmin(before))  # the first token not of the old

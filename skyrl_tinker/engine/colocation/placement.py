@@ -34,6 +34,13 @@ class Placement(Protocol):
         """Enclose what must not pause: changes of adapters, weights, replicas. Inside, vLLM is awake."""
         ...
 
+    def updating(self) -> AbstractAsyncContextManager[bool]:
+        """Enclose the replacement of all weights, which may come before the samplers' caches wake.
+
+        Yields whether vLLM is awake. If not, its weights are, and it stands still until they are replaced.
+        """
+        ...
+
     @property
     def asleep(self) -> bool:
         """True while samples pause because it is not their phase."""
@@ -61,6 +68,7 @@ class Separate:
     trains = True
     totals: Mapping[PhaseState, PhaseTotals] = MappingProxyType({})
     _free: AbstractAsyncContextManager[None] = nullcontext()
+    _awake: AbstractAsyncContextManager[bool] = nullcontext(True)
 
     def training(self) -> AbstractAsyncContextManager[None]:
         return self._free
@@ -70,6 +78,9 @@ class Separate:
 
     def awake(self) -> AbstractAsyncContextManager[None]:
         return self._free
+
+    def updating(self) -> AbstractAsyncContextManager[bool]:
+        return self._awake
 
     async def run(self, samplers: "Sleeper") -> None:
         """Return at once: there are no phases."""
@@ -89,7 +100,14 @@ class Sleeper(Protocol):
     """Samplers, which sleep and wake. Neither raises: a replica that fails is ended and frees its memory."""
 
     async def sleep(self) -> None: ...
-    async def wake(self) -> None: ...
+
+    async def wake_weights(self) -> None:
+        """Wake the weights alone, so that they can be replaced."""
+        ...
+
+    async def wake_caches(self) -> None:
+        """Wake what still sleeps, and let requests go on."""
+        ...
 
 
 @dataclass(slots=True)
@@ -127,6 +145,10 @@ class Colocated:
         self._sides = {PhaseState.TRAINING: _Side(), PhaseState.SAMPLING: _Side()}
         self._totals = {state: PhaseTotals() for state in PhaseState}
         self._state = PhaseState.SAMPLING
+        self._sides[self._state].opened.set()
+        self._updates = 0  # in their context or waiting for it
+        self._updatable = asyncio.Event()  # set while the samplers' weights are awake
+        self._updatable.set()
         self._since = clock()  # when the state began
         self._closed_at = self._since  # when the other side's phase ended
         self._changed = asyncio.Event()
@@ -156,6 +178,16 @@ class Colocated:
     def awake(self) -> AbstractAsyncContextManager[None]:
         return self._phase(PhaseState.SAMPLING, pinned=1)
 
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[bool]:
+        self._updates += 1
+        try:
+            async with self._phase(PhaseState.SAMPLING, pinned=1, opened=self._updatable):
+                yield self._state is PhaseState.SAMPLING
+        finally:
+            self._updates -= 1
+            self._changed.set()
+
     async def run(self, samplers: Sleeper) -> None:
         while True:
             self._switch_if_due()
@@ -168,9 +200,11 @@ class Colocated:
                 await self._switch(samplers)
 
     @asynccontextmanager
-    async def _phase(self, phase: PhaseState, *, pinned: int) -> AsyncIterator[None]:
+    async def _phase(
+        self, phase: PhaseState, *, pinned: int, opened: asyncio.Event | None = None
+    ) -> AsyncIterator[None]:
         side = self._sides[phase]
-        await self._enter(side, phase)
+        await self._enter(side, opened or side.opened)
         side.inside += 1
         side.pinned += pinned
         try:
@@ -181,15 +215,15 @@ class Colocated:
             side.left_at = self._clock()
             self._switch_if_due()
 
-    async def _enter(self, side: _Side, phase: PhaseState) -> None:
-        if self._state is phase:
+    async def _enter(self, side: _Side, opened: asyncio.Event) -> None:
+        if opened.is_set():
             return
         ticket = object()
         side.waiting[ticket] = self._clock()
         self._switch_if_due()
         try:
-            while self._state is not phase:
-                await side.opened.wait()
+            while not opened.is_set():
+                await opened.wait()
         finally:
             del side.waiting[ticket]
             self._changed.set()
@@ -198,6 +232,7 @@ class Colocated:
         """Begin a due switch at once, not in a task: the next context might pin the phase again."""
         if self._due_in() <= TICK_S:
             self._sides[self._state].opened.clear()
+            self._updatable.clear()
             self._closed_at = self._clock()
             self._set_state(_SWITCHES[self._state])
         self._changed.set()
@@ -220,8 +255,19 @@ class Colocated:
             self._open(PhaseState.TRAINING)
         else:
             await self._trainer.offload()
-            await samplers.wake()
+            await samplers.wake_weights()
+            await self._let_update()
+            await samplers.wake_caches()
             self._open(PhaseState.SAMPLING)
+            self._updatable.set()
+
+    async def _let_update(self) -> None:
+        """Let weights that wait be replaced: caches leave no room for it, and would be of the old ones."""
+        self._updatable.set()
+        while self._updates:
+            self._changed.clear()
+            await self._changed.wait()
+        self._updatable.clear()
 
     def _open(self, phase: PhaseState) -> None:
         cost = self._clock() - self._since
@@ -248,6 +294,12 @@ class AwakeLock:
     @property
     def held(self) -> bool:
         return self._lock.locked()
+
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[bool]:
+        """Hold the lock while all weights are replaced, as the placement's `updating` does."""
+        async with self._lock, self._placement.updating() as awake:
+            yield awake
 
     async def __aenter__(self) -> None:
         """Acquire the lock first: waiting for it must not keep the samplers awake."""

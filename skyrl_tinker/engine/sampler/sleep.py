@@ -21,9 +21,13 @@ class SleepControl:
         """Return when all GPU memory is free, of what sleeps and of what had to be ended."""
         await self._call_all("go to sleep", lambda replica: replica.sleep(1, "keep"))
 
-    async def wake(self) -> None:
+    async def wake_weights(self) -> None:
+        """Return when the weights of all members can be replaced; they serve after `wake_caches`."""
+        await self._call_all("wake up", lambda replica: replica.wake_up(["weights"]))
+
+    async def wake_caches(self) -> None:
         """Return when all members serve; there may be none left, and others on their way."""
-        await self._call_all("wake up", _wake)
+        await self._call_all("wake up", lambda replica: replica.wake_up(["kv_cache"]))
 
     async def _call_all(self, what: str, call: Callable[[ControlPlane], Awaitable[None]]) -> None:
         await asyncio.gather(*(self._call(url, what, call) for url in self._fleet.client.server_urls))
@@ -35,8 +39,3 @@ class SleepControl:
         except (SamplerError, TimeoutError) as error:
             self._fleet.condemn(url, f"it did not {what}: {error!r}")
             await self._fleet.wait_ended(url)
-
-
-async def _wake(replica: ControlPlane) -> None:
-    await replica.wake_up(["weights"])
-    await replica.wake_up(["kv_cache"])

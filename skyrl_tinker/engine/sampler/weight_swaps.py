@@ -69,12 +69,12 @@ class WeightSwaps:
         """
         if new is not None and new.id not in self._lent:
             await asyncio.to_thread(require_files, new)
-        async with self._fleet.changing:
+        async with self._fleet.changing.updating() as awake:
             try:
                 with self._fleet.long_calls():
                     if self._fleet.disaggregated:  # or a prompt of the old weights is continued by the new
                         await self._fleet.client.control.abort_tagged()
-                    synced = await self._sync(self._fleet.client, new)
+                    synced = await self._sync(self._fleet.client, new, awake=awake)
             except WeightSyncError as error:
                 for url in error.lost:
                     self._fleet.condemn(url, str(error))
@@ -96,10 +96,12 @@ class WeightSwaps:
         if resident is not None or served != VLLM_START_VERSION:  # one that others started may have any
             await self._sync(newcomer, resident)
 
-    async def _sync(self, client: RemoteInferenceClient, version: WeightVersion | None) -> Synced:
+    async def _sync(
+        self, client: RemoteInferenceClient, version: WeightVersion | None, *, awake: bool = True
+    ) -> Synced:
         async with self._syncing:
             source, name = self._source(version)
-            synced = await sync_weights(client.control, self._transport, source, name)
+            synced = await sync_weights(client.control, self._transport, source, name, awake=awake)
         self._metrics.synced(name, synced.seconds, synced.paused_s)
         origin = "files" if isinstance(source, Path) else "the ranks"
         figures = synced.size / 1e6, synced.seconds, 1000 * synced.paused_s

@@ -13,12 +13,10 @@ import numpy as np
 import torch
 
 from skyrl_tinker.inference.client.vllm_requests import SCORES_KEY, ScoreWork, unpack_work
-from skyrl_tinker.inference.plugin.prompt_adapters import adapter_of
+from skyrl_tinker.inference.plugin.prompt_adapters import LOGIT_ROWS, adapter_of
 
 PROCESSED = "processed_logprobs"
 """vLLM's --logprobs-mode in which logprobs are of the distribution that was sampled from."""
-LOGIT_ROWS = 128
-"""Rows of logits held at once."""
 
 
 @dataclass

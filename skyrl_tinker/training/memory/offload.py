@@ -40,12 +40,18 @@ class OffloadBuffer:
             copy.storage.resize_(0)
 
     def onload(self) -> None:
-        for copy in self._copies:
-            copy.storage.resize_(copy.size)
-            if copy.host is None:
-                _bytes(copy.storage).zero_()
-            else:
-                _bytes(copy.storage).copy_(copy.host, non_blocking=True)
+        """Restore all of them, or none when that fails."""
+        try:
+            for copy in self._copies:
+                copy.storage.resize_(copy.size)
+                if copy.host is None:
+                    _bytes(copy.storage).zero_()
+                else:
+                    _bytes(copy.storage).copy_(copy.host, non_blocking=True)
+        except BaseException:
+            for copy in self._copies:
+                copy.storage.resize_(0)
+            raise
         self._finish_copies()
 
     def forget(self) -> None:

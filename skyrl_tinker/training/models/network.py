@@ -22,6 +22,7 @@ from skyrl_tinker.training.models import (
     recompute,
     weight_loading,
 )
+from skyrl_tinker.training.models.fsdp_state import RowCollectives
 from skyrl_tinker.training.models.fused import fused_layers
 from skyrl_tinker.training.models.logprobs import KEPT_OF_ROW, Head, shared_tokens, token_logprobs
 from skyrl_tinker.training.models.lora import LoraModel
@@ -45,6 +46,7 @@ class Network(nn.Module):
         self.fused = fused_layers.install(causal_lm)
         self._logits_scaling = float(getattr(causal_lm.config, "logits_scaling", 1.0))  # of Granite
         self._has_run = False
+        self.collectives = RowCollectives()
         self._head_name = next(target.name for target in self.targets if target.is_head)
 
     @property
@@ -70,7 +72,7 @@ class Network(nn.Module):
         )
 
     def reset(self) -> None:
-        """Reset after a forward or backward pass that was aborted, with the peers' connections intact."""
+        """Reset after a forward or backward pass that was aborted."""
         if self._has_run and isinstance(self, FSDPModule):
             fsdp_state.reset(self)
 
@@ -209,9 +211,9 @@ def make_trainable(causal_lm: Any, compute: torch.dtype, mesh: DeviceMesh) -> Ne
 
 def _shard(network: Network, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Shard, and reshard after forward: a forward-only call otherwise leaves stale whole weights behind."""
-    for layer in network.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    fully_shard(network, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    for module in (*network.layers, network):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        network.collectives.install(module)
 
 
 def _empty(spec: TrainerSpec, dtype: torch.dtype) -> Any:

@@ -4,7 +4,9 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,13 +19,16 @@ from skyrl_tinker.training.batching.outputs import PassMetrics, RankOutput, merg
 from skyrl_tinker.training.batching.packed_row import Row, Span, idle_row, make_row
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.losses.custom_bounds import seconds_left
+from skyrl_tinker.training.memory import allocator
 from skyrl_tinker.training.models.full_parameter import FullModel
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.network import Network
 from skyrl_tinker.training.models.planned_device import device_type
 from skyrl_tinker.training.models.trainable_model import TrainableModel
+from skyrl_tinker.training.passes.out_of_memory import Shortage
 from skyrl_tinker.training.passes.request_losses import RequestLoss, row_loss, whole_loss
 
+T = TypeVar("T")
 _OVERFLOW = Failure(
     "the loss is finite, but its gradients overflow on their way through the network; the request left no "
     "gradients",
@@ -36,6 +41,7 @@ class _Attempt:
     """Results of one run through the micro-batches on this rank."""
 
     batch: TrainingInputBatch
+    shortage: Shortage = field(default_factory=Shortage)
     segments: list[int] = field(default_factory=list)
     logprobs: list[torch.Tensor] = field(default_factory=list)
     joined: Float32 | None = None
@@ -57,7 +63,7 @@ class _Attempt:
             self.unread.append((request, scored, report))
 
     def read(self, models: Sequence[TrainableModel], device: torch.device) -> None:
-        """Read at once what the host must know of the device: which losses failed, metrics, overflows."""
+        """Read at once what the host must know of the device: failed losses, metrics, overflows, logprobs."""
         sums = [model.gradient_sum() for model in models]
         losses = [
             value for _, scored, _ in self.unread for value in (scored.finite, *scored.metrics.values())
@@ -71,6 +77,8 @@ class _Attempt:
                 self.failures.setdefault(request, scored.explain())
             elif report:
                 self.metrics[request] = merge_metrics(self.metrics.get(request, {}), metrics)
+        parts = self.logprobs
+        self.joined = torch.cat(parts).cpu().numpy() if parts else np.empty(0, np.float32)
 
     def seconds_left(self, request: int) -> float:
         return seconds_left(self.spent.get(request, 0.0), self.spent_on_row)
@@ -95,7 +103,9 @@ class PassRunner:
 
         The pass is then undone and run again without it, so that the other requests get, to the last bit,
         what they would have got without it. Failures are rare; a pass without failures has no extra cost.
-        Whatever is raised here, every model has the gradients that it had before.
+        Whatever is raised here, every model has the gradients that it had before. Raises ExhaustedError, on
+        all ranks, when memory runs out on one: it goes through the other rows with its peers, computing
+        nothing.
         """
         failures = self._without_state(batch)
         excluded = set(failures)
@@ -128,20 +138,25 @@ class PassRunner:
         for model in self._training(batch, alive):
             model.rollback()
 
-    def _agree(self, attempt: _Attempt) -> set[int]:
-        """Return the requests that failed on any rank."""
-        flags = [index in attempt.failures for index in range(len(attempt.batch.requests))]
-        return {index for index, failed in enumerate(self.ranks.any_(flags)) if failed}
+    def _agree(self, attempt: _Attempt, subjects: Sequence[T], check: Callable[[T], bool]) -> list[T]:
+        """Return those for which the check is true on any rank. Raises ExhaustedError."""
+        flags = [False] * len(subjects)
+
+        def look() -> None:
+            flags[:] = [check(subject) for subject in subjects]
+
+        attempt.shortage.survive(look)
+        found = attempt.shortage.agree(self.ranks, flags)
+        return [subject for subject, flag in zip(subjects, found, strict=True) if flag]
 
     def _attempt_checked(
         self, batch: TrainingInputBatch, alive: frozenset[int], budget: int
     ) -> tuple[_Attempt, set[int]]:
         """Run an attempt; also return the requests that failed. Its gradients await commit or rollback."""
         try:
-            for model in self._training(batch, alive):
-                model.begin()
             attempt = self._attempt(batch, alive, budget)
-            bad = self._agree(attempt) or self._overflown(attempt, alive, budget)
+            failed = self._agree(attempt, range(len(batch.requests)), attempt.failures.__contains__)
+            bad = set(failed) or self._overflown(attempt, alive, budget)
         except BaseException:  # whatever it is: earlier gradients must survive
             self._rollback(batch, alive)
             raise
@@ -151,10 +166,7 @@ class PassRunner:
         """Return the requests with a finite loss whose gradients overflow in the network."""
         infos = attempt.batch.requests
         models = self._training(attempt.batch, alive)
-        flags = self.ranks.any_(
-            [model in attempt.suspects and not model.gradients_finite() for model in models]
-        )
-        bad = [model for model, flag in zip(models, flags, strict=True) if flag]
+        bad = self._not_finite(attempt, models)
         suspects = [
             index
             for index in sorted(alive)
@@ -173,21 +185,31 @@ class PassRunner:
         for index in suspects if len(suspects) > 1 else ():
             model = self.models[batch.requests[index].model]
             model.rollback()
-            model.begin()
             alone = self._attempt(batch, frozenset({index}), budget)
-            if any(self.ranks.any_([bool(alone.suspects) and not model.gradients_finite()])):
+            if self._not_finite(alone, [model]):
                 culprits.add(index)
         return culprits
 
+    def _not_finite(self, attempt: _Attempt, models: Sequence[TrainableModel]) -> list[TrainableModel]:
+        """Return the models with gradients that are not finite on any rank."""
+        if not models:
+            return []
+        return self._agree(
+            attempt, models, lambda model: model in attempt.suspects and not model.gradients_finite()
+        )
+
     def _attempt(self, batch: TrainingInputBatch, alive: frozenset[int], budget: int) -> _Attempt:
+        """Run the micro-batches. Where memory runs out, the results are void, and peers have not heard."""
         attempt = _Attempt(batch)
+        models = self._training(batch, alive)
+        for model in models:
+            attempt.shortage.survive(model.begin)
         self._score_whole(attempt, alive, budget)
         for micro in self._plan(batch, alive, budget):
-            self._run_micro_batch(micro, attempt)
-        attempt.read(self._training(batch, alive), self.ranks.device)
-        # Joining takes memory, so it comes before gradients are committed.
-        parts = attempt.logprobs
-        attempt.joined = torch.cat(parts).cpu().numpy() if parts else np.empty(0, np.float32)
+            self._run(attempt, micro, self._run_micro_batch)
+        if not attempt.shortage:
+            # Joining takes memory, so it comes before gradients are committed.
+            attempt.shortage.survive(lambda: attempt.read(models, self.ranks.device))
         return attempt
 
     def _plan(
@@ -210,7 +232,18 @@ class PassRunner:
 
     # Micro-batches
 
-    def _run_micro_batch(self, micro: MicroBatch, attempt: _Attempt) -> None:
+    def _run(self, attempt: _Attempt, micro: MicroBatch, run: Callable[[_Attempt, MicroBatch], None]) -> None:
+        """Run a micro-batch. Without the memory for it, only take part in its collectives, or in the rest."""
+        network = self._network(micro.network)
+        network.collectives.begin()
+        if not attempt.shortage and not attempt.shortage.survive(lambda: run(attempt, micro)):
+            network.reset()
+            allocator.give_back()
+            network.collectives.begin_again()
+        if attempt.shortage and self.ranks.world > 1:
+            run(attempt, replace(micro, segments=()))
+
+    def _run_micro_batch(self, attempt: _Attempt, micro: MicroBatch) -> None:
         row, logprobs = self._forward(micro, attempt.batch)
         upstream = self._losses(attempt, row, logprobs.detach(), micro.backward)
         if micro.backward:
@@ -256,13 +289,17 @@ class PassRunner:
         if not whole:
             return
         logprobs = torch.zeros(len(batch.targets), device=self.ranks.device)
-        for micro in self._plan(batch, whole, budget, forward_only=True):
+
+        def score(_: _Attempt, micro: MicroBatch) -> None:
             row, row_logprobs = self._forward(micro, batch)
             for span in row.datums:
                 logprobs[batch.cells_of(span.owner)] = row_logprobs[span.part]
+
+        for micro in self._plan(batch, whole, budget, forward_only=True):
+            self._run(attempt, micro, score)
         self.ranks.sum_(logprobs)  # each cell is computed on one rank
         for index in sorted(whole):
-            self._score_request(attempt, index, logprobs)
+            attempt.shortage.survive(partial(self._score_request, attempt, index, logprobs))
 
     def _score_request(self, attempt: _Attempt, index: int, logprobs: torch.Tensor) -> None:
         """Score one whole request. All ranks get the same result; rank 0 reports it."""

@@ -23,7 +23,8 @@ class Devices:
 
     def __init__(self, switch_s: float = 0.5, limits: PhaseLimits = LIMITS) -> None:
         self.switch_s = switch_s
-        self.awake, self.onloaded = True, False
+        self.awake, self.weights_awake, self.onloaded = True, True, False
+        self.updated_asleep: list[bool] = []
         self.waits: dict[PhaseState, list[float]] = {PhaseState.TRAINING: [], PhaseState.SAMPLING: []}
         self.placement = Colocated(self, limits, now)
         self.changing = AwakeLock(self.placement)
@@ -39,12 +40,17 @@ class Devices:
 
     async def sleep(self) -> None:
         await asyncio.sleep(self.switch_s / 2)
-        self.awake = False
+        self.awake = self.weights_awake = False
 
-    async def wake(self) -> None:
+    async def wake_weights(self) -> None:
         assert not self.onloaded
+        await asyncio.sleep(self.switch_s / 4)
+        self.weights_awake = True
+
+    async def wake_caches(self) -> None:
+        assert self.weights_awake
         self.awake = True
-        await asyncio.sleep(self.switch_s / 2)
+        await asyncio.sleep(self.switch_s / 4)
 
     async def _move(self) -> None:
         await asyncio.sleep(self.switch_s / 2)
@@ -63,6 +69,14 @@ class Devices:
             await asyncio.sleep(seconds)
             assert (self.onloaded, self.awake) == (False, True)
             assert self.switches == before, "put to sleep half done"
+
+    async def update(self, seconds: float) -> None:
+        async with self.changing.updating() as awake:
+            self.updated_asleep.append(not awake)
+            for _ in range(2):
+                assert (self.onloaded, self.weights_awake, self.awake) == (False, True, awake)
+                await asyncio.sleep(seconds / 2)
+            assert self.awake == awake, "requests went on in the middle of it"
 
     async def sample(self, seconds: float) -> None:
         """Makes progress only while awake."""
@@ -130,10 +144,11 @@ jobs = st.lists(st.tuples(gaps, durations), max_size=8)
 
 
 @settings(max_examples=150)
-@given(jobs, jobs, st.lists(jobs, max_size=3), st.floats(0.01, 1), st.floats(0.01, 4), st.floats(0, 3))
+@given(jobs, jobs, jobs, st.lists(jobs, max_size=3), st.floats(0.01, 1), st.floats(0.01, 4), st.floats(0, 3))
 def test_one_side_at_a_time_and_nobody_starves(
     units: list[tuple[float, float]],
     changes: list[tuple[float, float]],
+    updates: list[tuple[float, float]],
     clients: list[list[tuple[float, float]]],
     min_s: float,
     max_s: float,
@@ -150,11 +165,13 @@ def test_one_side_at_a_time_and_nobody_starves(
         async with devices.running(), asyncio.TaskGroup() as tasks:
             tasks.create_task(in_turn(devices.unit, units))
             tasks.create_task(in_turn(devices.change, changes))
+            tasks.create_task(in_turn(devices.update, updates))
             for client in clients:
                 tasks.create_task(in_turn(devices.sample, client))
 
     simulate(story())
     longest = max((seconds for _, seconds in (*units, *changes)), default=0.0)
+    longest += sum(seconds for _, seconds in updates)  # those that follow one another come before caches wake
     bound = max(min_s, max_s, IDLE_S) + longest + 2 * switch_s + SLACK_S
     assert all(wait <= bound for waits in devices.waits.values() for wait in waits)
     assert len(devices.waits[PhaseState.TRAINING]) == len(units)
@@ -210,6 +227,24 @@ def test_both_sides_flooded_share_the_time() -> None:
     )
 
 
+def test_weights_that_wait_are_replaced_before_the_caches_wake() -> None:
+    devices = Devices()
+
+    async def story() -> None:
+        async with devices.running():
+            sample = asyncio.create_task(devices.sample(30.0))
+            await devices.update(1.0)
+            unit = asyncio.create_task(devices.unit(5.0))
+            await asyncio.sleep(LIMITS.max_s + 2)
+            assert devices.placement.state is PhaseState.TRAINING
+            await devices.update(1.0)
+            assert not devices.awake
+            await asyncio.gather(sample, unit)
+
+    simulate(story())
+    assert devices.updated_asleep == [False, True]
+
+
 def test_a_steady_stream_of_changes_lets_the_trainer_in() -> None:
     devices = Devices()
 
@@ -251,4 +286,6 @@ async def test_separate_parts_never_wait() -> None:
     placement = Separate()
     async with placement.training(), placement.sampling(), placement.awake(), AwakeLock(placement):
         await placement.run(Devices())
+    async with placement.updating() as awake:
+        assert awake
     assert not placement.totals

@@ -84,7 +84,8 @@ async def test_running_requests_are_kept_and_the_weights_come_back_first(
     replicas = Replica(), Replica()
     async with fleet_of(*replicas, status=EngineStatus(store, bell)) as (fleet, _):
         await SleepControl(fleet).sleep()
-        await SleepControl(fleet).wake()
+        await SleepControl(fleet).wake_weights()
+        await SleepControl(fleet).wake_caches()
     for replica in replicas:
         assert replica.asked == [
             "/sleep?level=1&mode=keep",
@@ -103,7 +104,7 @@ async def test_a_replica_that_does_not_sleep_or_wake_is_ended_and_the_others_go_
     ):
         await SleepControl(fleet).sleep()
         assert processes.ended == [1], "its memory must be free when this returns"
-        await SleepControl(fleet).wake()
+        await SleepControl(fleet).wake_weights()
         assert processes.ended == [1, 2]
         assert fleet.client.server_urls == (sound.url,)
     assert drowsy.asked == ["/sleep?level=1&mode=keep", "/wake_up?tags=weights"]

@@ -118,7 +118,7 @@ async def test_all_scores_of_one_request_come_together(sampler: Sampler) -> None
     ]
 
 
-async def test_targets_are_exact_with_and_without_adapters_in_one_batch(
+async def test_long_prompts_are_scored_with_and_without_adapters_in_one_batch(
     each_sampler: Sampler, tmp_path: Path
 ) -> None:
     """More prompt tokens than one step takes, so that prompts are scored in chunks, beside ones that
@@ -131,7 +131,14 @@ async def test_targets_are_exact_with_and_without_adapters_in_one_batch(
     targets = [dense_targets(len(prompt) - 1, 3, seed=index) for index, prompt in enumerate(prompts)]
     names = ["base", name] * 10
     requests = [
-        ask(prompt, max_tokens=1, target_prompt_logprobs=each, prompt_alt_tokens_k=1)
+        ask(
+            prompt,
+            max_tokens=1,
+            prompt_logprobs=True,
+            topk_prompt_logprobs=2,
+            target_prompt_logprobs=each,
+            prompt_alt_tokens_k=1,
+        )
         for prompt, each in zip(prompts, targets, strict=True)
     ]
     generating = asyncio.gather(*(each_sampler(name, ask(prompt_of(5), max_tokens=40)) for _ in range(3)))
@@ -139,6 +146,9 @@ async def test_targets_are_exact_with_and_without_adapters_in_one_batch(
     await generating
     for model, prompt, each, output in zip(names, prompts, targets, outputs, strict=True):
         expected = all_logprobs(models[model], prompt)
+        own = expected.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        np.testing.assert_allclose((output.prompt_logprobs or ())[1:], own, atol=ATOL)
+        assert_top((output.topk_prompt_logprobs or ())[1:], expected, 2)
         assert_targets(output, each, expected)
         assert_draws(output, expected, 1)
 

@@ -30,6 +30,10 @@ def test_samples_beside_them_keep_their_adapters(found: dict[str, Any]) -> None:
     assert found["kept"]
 
 
+def test_few_rows_of_logits_are_held_at_once(found: dict[str, Any]) -> None:
+    assert found["rows"] == 128 < max(len(prompt) for _, prompt in _batch())
+
+
 def _batch() -> Batch:
     """Base and adapters in turn; a prompt longer than a slice of logits, others shorter than the batch."""
     prompts = [(0, 1), (0, 30), (0, 5), (2, 2), (2, 200), (1, 3), (1, 2), *((1, 1) for _ in range(8))]

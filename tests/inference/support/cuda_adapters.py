@@ -35,7 +35,8 @@ def hidden_states(batch: Batch) -> Tensor:
 def score(batch: Batch) -> dict[str, Any]:
     """Score each prompt in both ways: vLLM's prompt logprobs, and ours of given tokens; [len - 1] each.
 
-    `kept`: whether the maps of the samples' own logits are afterwards what they were.
+    `kept`: whether the maps of the samples' own logits are afterwards what they were. `rows`: the most rows
+    of logits at once.
     """
     os.environ |= {"TRITON_INTERPRET": "1", "TORCH_COMPILE_DISABLE": "1"}
     import vllm.triton_utils
@@ -67,6 +68,7 @@ def score(batch: Batch) -> dict[str, Any]:
         "logprobs": {name: lists.logprobs[:, 0].tolist() for name, lists in listed.items()},
         "scores": {name: rows[:, 0].tolist() for name, rows in runner.skyrl_tinker_scores.items()},
         "kept": before == after,
+        "rows": runner.model.most_rows,
     }
 
 
@@ -84,8 +86,10 @@ def _model(wrapper: Any) -> torch.nn.Module:
             torch.nn.Module.__init__(self)
             self.punica_wrapper = wrapper
             self.weights = weights()
+            self.most_rows = 0
 
         def compute_logits(self, rows: Tensor) -> Tensor:
+            self.most_rows = max(self.most_rows, len(rows))
             logits = rows @ self.weights["head"].T
             self.punica_wrapper.add_lora_logits(logits, rows, self.weights["a"], self.weights["b"], 1.0)
             return logits
