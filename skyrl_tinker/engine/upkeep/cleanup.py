@@ -61,7 +61,7 @@ class Cleanup:
             versions.sweep,
             self._remove_checkpoints,
             Purge(store, settings).run_when_due,
-            StorageUpkeep(store, storage, settings.checkpoint_cache_gb).run_when_due,
+            StorageUpkeep(store, storage, settings.checkpoint_cache_gb, creation.is_loading).run_when_due,
         )
 
     async def run(self) -> None:
