@@ -1,7 +1,7 @@
 """Models in training."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,10 +96,20 @@ def add(conn: Connection, new: NewModel, state: ModelState, reason: str | None) 
     return ModelKey(insert_id(conn, insert(Model), values))
 
 
-def set_state(conn: Connection, key: ModelKey, state: ModelState, reason: str | None = None) -> None:
-    """Set the state of a model. One that has ended, while it was created perhaps, keeps its end."""
-    held = Model.state.in_(session_records.HELD)
-    conn.execute(update(Model).where(Model.key == key, held).values(state=state, state_reason=reason))
+def set_state(
+    conn: Connection,
+    key: ModelKey,
+    state: ModelState,
+    reason: str | None = None,
+    *,
+    was: Collection[ModelState] = session_records.HELD,
+) -> bool:
+    """Set the state of a model that is in one of the states `was`; returns whether it is.
+
+    By default one that has ended, while it was created perhaps, keeps its end.
+    """
+    change = update(Model).where(Model.key == key, Model.state.in_(was))
+    return bool(conn.execute(change.values(state=state, state_reason=reason)).rowcount)
 
 
 def note_base(conn: Connection, fingerprint: str) -> None:
