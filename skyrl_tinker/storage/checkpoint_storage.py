@@ -121,7 +121,7 @@ class CheckpointStorage:
             self._files.auto_mkdir = True
         self._locks: WeakValueDictionary[Path, threading.Lock] = WeakValueDictionary()
         self._locking = threading.Lock()
-        self._turns: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()
+        self._fetching: dict[Path, asyncio.Task[None]] = {}
         self._known: dict[Path, float] = {}  # directories found here, until when no other look is due
 
     def probe(self) -> None:
@@ -193,13 +193,20 @@ class CheckpointStorage:
     async def fetch_off_loop(self, directory: Path) -> None:
         """Fetch it beside the event loop; at once if that has just found it here.
 
-        However many wait for one directory, one thread fetches it. Use it from one event loop.
+        However many wait for one directory, one thread fetches it, and all have its outcome. Use it from one
+        event loop.
         """
         if self._knows(directory):
             return
-        async with self._turns.setdefault(directory, asyncio.Lock()):
-            if not self._knows(directory) and not await in_disk_thread(self._look, directory):
-                await in_transfer_thread(self.fetch, directory)
+        if directory not in self._fetching:
+            fetching = self._fetching[directory] = asyncio.create_task(self._fetch_in_thread(directory))
+            fetching.add_done_callback(lambda _: self._fetching.pop(directory))
+            fetching.add_done_callback(asyncio.Task.exception)  # all that waited may be gone
+        await asyncio.shield(self._fetching[directory])
+
+    async def _fetch_in_thread(self, directory: Path) -> None:
+        if not await in_disk_thread(self._look, directory):
+            await in_transfer_thread(self.fetch, directory)
 
     def _look(self, directory: Path) -> bool:
         with self._lock(directory):
