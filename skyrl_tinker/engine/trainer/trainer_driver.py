@@ -194,7 +194,7 @@ class TrainerDriver:
             while True:
                 unit = await self._next_unit(report)
                 self._worked_s, began_at = 0.0, time.time()
-                self._metrics.began(unit.rows, began_at)
+                self._metrics.began(unit.rows, self._store.now())
                 with self._unit_times.unit(unit.rows):
                     await self._run(unit, report)
                 self._metrics.unit(unit.rows, began_at, self._worked_s)

@@ -41,6 +41,8 @@ class Database(ABC):
     engine: Engine
     local: ClassVar[bool]
     """A read of a few rows is faster than a change of threads, and waits for nobody."""
+    skew_s = 0.0
+    """By how much its clock is ahead of this host's, as the last transaction found."""
 
     def connect(self) -> Connection:
         """Connect. One connection serves one transaction at a time."""

@@ -1,7 +1,6 @@
 """End of futures: once, with bytes that stay fetchable."""
 
 import logging
-import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
 from skyrl_tinker.domain.ids import FutureStatus
 from skyrl_tinker.domain.values import Failure, Usage
+from skyrl_tinker.store.database import clock
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.tables import Future, Request, Result
 
@@ -42,7 +42,7 @@ def succeed_all(
 
     Skips futures that have finished already; returns the ids of the others.
     """
-    end = _end(FutureStatus.DONE, None)
+    end = _end(conn, FutureStatus.DONE, None)
     return [
         future_id
         for future_id, result in results.items()
@@ -52,7 +52,7 @@ def succeed_all(
 
 def fail(conn: Connection, future_id: int, failure: Failure, *, keep_body: bool = False) -> None:
     """Finish with an error, and log it. Does nothing if the future has finished already."""
-    end, body = _end(FutureStatus.FAILED, failure), failure_body(failure)
+    end, body = _end(conn, FutureStatus.FAILED, failure), failure_body(failure)
     if _finish(conn, future_id, end, JSON_TYPE, body, NO_USAGE, keep_body=keep_body):
         named = select(Future.kind, Future.request_id, Future.session_id).where(Future.id == future_id)
         kind, request, session = conn.execute(named).one()
@@ -85,10 +85,10 @@ def _finish(
     return True
 
 
-def _end(status: FutureStatus, failure: Failure | None) -> dict[str, Any]:
+def _end(conn: Connection, status: FutureStatus, failure: Failure | None) -> dict[str, Any]:
     return {
         "status": status,
-        "finished_at": time.time(),
+        "finished_at": clock.now(conn),
         "error": failure and failure.message,
         "category": failure and failure.category,
     }

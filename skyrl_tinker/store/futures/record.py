@@ -1,6 +1,5 @@
 """Records of requests: a new future, or the first request of the same key."""
 
-import time
 from dataclasses import dataclass
 from uuid import uuid4
 
@@ -8,6 +7,7 @@ from sqlalchemy import Connection, insert
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey, RequestId, RequestKind
 from skyrl_tinker.errors import SeqIdReusedError, UserError
+from skyrl_tinker.store.database import clock
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.database.tables import Future, Request, Session
@@ -67,7 +67,7 @@ def insert_future(conn: Connection, new: NewFuture, model_id: ModelId | None) ->
             "digest": new.digest,
             "sequence_ids": (),
             "status": FutureStatus.PENDING,
-            "created_at": time.time(),
+            "created_at": clock.now(conn),
         },
     )
     return row.id, Accepted(request_id, (), model_id, created=True)

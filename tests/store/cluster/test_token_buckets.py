@@ -5,13 +5,14 @@ from collections.abc import Callable
 import pytest
 
 from skyrl_tinker.store.cluster import token_buckets
+from skyrl_tinker.store.database import clock
 from skyrl_tinker.store.store import Store
 
 
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     def set_clock(now: float) -> None:
-        monkeypatch.setattr(token_buckets, "_now", lambda conn: now)
+        monkeypatch.setattr(clock, "now", lambda conn: now)
 
     return set_clock
 
