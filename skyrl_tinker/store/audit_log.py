@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, false, insert, select, true
 
 from skyrl_tinker.domain.ids import ALL_OWNERS, OwnerId, Reach
-from skyrl_tinker.store.database import clock
+from skyrl_tinker.store.cluster import clock
 from skyrl_tinker.store.database.rows import PAGE
 from skyrl_tinker.store.database.tables import ApiKey, AuditEvent, KeyEvent, Session
 from skyrl_tinker.store.owners import OWNER_NAME, within

@@ -10,7 +10,7 @@ from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, Reach, Se
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store import audit_log
-from skyrl_tinker.store.database import clock
+from skyrl_tinker.store.cluster import clock
 from skyrl_tinker.store.database.file_paths import from_stored, to_stored
 from skyrl_tinker.store.database.rows import AnyRow, insert_id
 from skyrl_tinker.store.database.tables import Model, SavedCheckpoint, Session

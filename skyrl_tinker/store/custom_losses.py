@@ -8,7 +8,7 @@ from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.values import CustomLoss
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol import custom_loss
-from skyrl_tinker.store.database import clock
+from skyrl_tinker.store.cluster import clock
 from skyrl_tinker.store.database.tables import UploadedLoss
 
 MAX_PER_SESSION = 1000

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Select, insert, select, update
 from skyrl_tinker.domain.ids import ModelId, ModelKey, ModelState, Reach, SessionId
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.store import session_records
-from skyrl_tinker.store.database import clock
+from skyrl_tinker.store.cluster import clock
 from skyrl_tinker.store.database.rows import AnyRow, insert_id
 from skyrl_tinker.store.database.tables import Model, Session
 from skyrl_tinker.store.owners import within

@@ -16,7 +16,7 @@ from skyrl_tinker.domain.ids import ModelKey, OwnerId, Reach, SamplingSessionId,
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.errors import NotFoundError, SeqIdReusedError
 from skyrl_tinker.store import session_records
-from skyrl_tinker.store.database import clock
+from skyrl_tinker.store.cluster import clock
 from skyrl_tinker.store.database.file_paths import from_stored, to_stored
 from skyrl_tinker.store.database.rows import AnyRow, insert_id
 from skyrl_tinker.store.database.tables import AdapterVersion, Future, Model, SamplingSession, Session

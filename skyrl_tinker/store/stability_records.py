@@ -12,7 +12,7 @@ from sqlalchemy import Connection, bindparam, insert, select, update
 
 from skyrl_tinker.domain.ids import FutureStatus, SessionId, request_of
 from skyrl_tinker.domain.values import Float32, Int32, RoutedExperts
-from skyrl_tinker.store.database import clock
+from skyrl_tinker.store.cluster import clock
 from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.database.tables import Future, StabilityRecord
 

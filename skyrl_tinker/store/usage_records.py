@@ -25,7 +25,7 @@ from sqlalchemy import (
 from skyrl_tinker.domain.ids import OwnerId, Reach, RequestKind, openai_session
 from skyrl_tinker.domain.values import Usage
 from skyrl_tinker.store import server_state
-from skyrl_tinker.store.database import clock
+from skyrl_tinker.store.cluster import clock
 from skyrl_tinker.store.database.rows import total, upsert
 from skyrl_tinker.store.database.tables import Future, Model, Result, SamplingSession, Session, UsageRecord
 from skyrl_tinker.store.owners import within

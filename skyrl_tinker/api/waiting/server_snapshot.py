@@ -15,8 +15,8 @@ from skyrl_tinker.domain.ids import OwnerId, SessionId, is_openai, owner_of_open
 from skyrl_tinker.processes import Identity
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.store import api_keys, server_state
+from skyrl_tinker.store.cluster import clock
 from skyrl_tinker.store.console.pending import NamedModel, PendingGroup, named_models, pending_groups
-from skyrl_tinker.store.database import clock
 from skyrl_tinker.store.store import Store
 
 EVERY_S = 1.0

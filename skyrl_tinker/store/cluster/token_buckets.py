@@ -3,7 +3,7 @@
 from sqlalchemy import Connection
 
 from skyrl_tinker.store import server_state
-from skyrl_tinker.store.database import clock
+from skyrl_tinker.store.cluster import clock
 
 _PART = 0.25
 

@@ -17,6 +17,9 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.errors import LeaseLostError
 
+SKEW = "skew_s"
+"""Where a connection keeps by how much the database's clock is ahead of this host's."""
+
 
 @dataclass(frozen=True, slots=True)
 class LeaseFence:

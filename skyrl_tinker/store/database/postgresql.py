@@ -15,8 +15,7 @@ from sqlalchemy import URL, Connection, NullPool, create_engine, event
 from sqlalchemy.exc import DataError, DBAPIError, OperationalError
 
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.store.database import clock
-from skyrl_tinker.store.database.abstract_database import Database, LeaseFence, json_text
+from skyrl_tinker.store.database.abstract_database import SKEW, Database, LeaseFence, json_text
 
 if TYPE_CHECKING:
     import psycopg
@@ -126,7 +125,7 @@ class PostgresDatabase(Database):
         conn.close()
 
     def _note_clock(self, conn: Connection, now: float) -> None:
-        conn.info[clock.SKEW] = self.skew_s = now - time.time()
+        conn.info[SKEW] = self.skew_s = now - time.time()
 
     def _committed(self, transaction: str, timeline: str | None, lost: OperationalError) -> bool:
         """Return whether a transaction was committed whose connection broke in its commit.

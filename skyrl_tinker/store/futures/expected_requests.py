@@ -12,7 +12,7 @@ from sqlalchemy import Connection, select
 
 from skyrl_tinker.domain.ids import ModelId, ModelKey, OwnerId
 from skyrl_tinker.store import server_state
-from skyrl_tinker.store.database import clock
+from skyrl_tinker.store.cluster import clock
 from skyrl_tinker.store.database.tables import Model, Session
 from skyrl_tinker.store.session_records import HELD
 

@@ -7,7 +7,7 @@ from sqlalchemy import Connection, insert
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey, RequestId, RequestKind
 from skyrl_tinker.errors import SeqIdReusedError, UserError
-from skyrl_tinker.store.database import clock
+from skyrl_tinker.store.cluster import clock
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.database.tables import Future, Request, Session

@@ -14,7 +14,7 @@ from skyrl_tinker.domain.ids import (
 )
 from skyrl_tinker.errors import NotFoundError, OverloadedError
 from skyrl_tinker.store import session_records
-from skyrl_tinker.store.database import clock
+from skyrl_tinker.store.cluster import clock
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.tables import Future, SamplingSession, Session
 from skyrl_tinker.store.futures.record import (

@@ -13,8 +13,8 @@ from skyrl_tinker.domain.ids import ModelId, ModelState, OwnerId, RequestKind
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.errors import KeyLimitError, NotFoundError, OverloadedError, SeqIdReusedError
 from skyrl_tinker.store import custom_losses, model_records, owners, session_records
+from skyrl_tinker.store.cluster import clock
 from skyrl_tinker.store.custom_losses import NewLoss
-from skyrl_tinker.store.database import clock
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.tables import Future, Model, Session, UploadedLoss
 from skyrl_tinker.store.futures import finish

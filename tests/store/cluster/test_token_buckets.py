@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from skyrl_tinker.store.cluster import token_buckets
-from skyrl_tinker.store.database import clock
+from skyrl_tinker.store.cluster import clock, token_buckets
 from skyrl_tinker.store.store import Store
 
 

@@ -7,8 +7,7 @@ import time
 
 from sqlalchemy import Connection
 
-SKEW = "skew_s"
-"""Where a connection keeps by how much that clock is ahead of this host's; each transaction sets it."""
+from skyrl_tinker.store.database.abstract_database import SKEW
 
 
 def now(conn: Connection) -> float:
