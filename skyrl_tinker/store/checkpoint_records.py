@@ -10,9 +10,8 @@ from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, Reach, Se
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store import audit_log
-from skyrl_tinker.store.cluster import clock
 from skyrl_tinker.store.database.file_paths import from_stored, to_stored
-from skyrl_tinker.store.database.rows import AnyRow, insert_id
+from skyrl_tinker.store.database.rows import AnyRow, database_time, insert_id
 from skyrl_tinker.store.database.tables import Model, SavedCheckpoint, Session
 from skyrl_tinker.store.model_records import spec_columns, spec_from_row
 from skyrl_tinker.store.owners import within
@@ -75,7 +74,7 @@ def add(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
 
     Raises UserError if there is one and `replace` is false.
     """
-    now = clock.now(conn)
+    now = database_time(conn)
     same = (
         SavedCheckpoint.model_key == new.model_key,
         SavedCheckpoint.kind == new.kind,
@@ -137,7 +136,7 @@ def latest_for_model(conn: Connection, model_key: ModelKey, kind: CheckpointKind
 
 def delete(conn: Connection, row: CheckpointRow) -> None:
     """Hide the checkpoint: it becomes garbage."""
-    _update(conn, row, deleted_at=clock.now(conn))
+    _update(conn, row, deleted_at=database_time(conn))
     _audit(conn, row, "delete")
 
 
@@ -175,7 +174,7 @@ def list_directories(conn: Connection) -> dict[str, bool]:
 
 def mark_removed(conn: Connection, checkpoint_id: int) -> None:
     """Note that the directory is removed. The row stays for billing."""
-    now = clock.now(conn)
+    now = database_time(conn)
     ended = func.coalesce(SavedCheckpoint.deleted_at, SavedCheckpoint.expires_at, now)
     values = {"removed_at": now, "deleted_at": ended}
     conn.execute(update(SavedCheckpoint).where(SavedCheckpoint.id == checkpoint_id).values(values))
@@ -199,12 +198,12 @@ def _audit(conn: Connection, row: CheckpointRow, action: str, **details: Any) ->
 
 
 def expiry(conn: Connection, ttl_seconds: int | None) -> float | None:
-    return None if ttl_seconds is None else clock.now(conn) + ttl_seconds
+    return None if ttl_seconds is None else database_time(conn) + ttl_seconds
 
 
 def is_live(conn: Connection) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     """Return SQL conditions: neither deleted nor expired."""
-    return SavedCheckpoint.deleted_at.is_(None), _not_expired(clock.now(conn))
+    return SavedCheckpoint.deleted_at.is_(None), _not_expired(database_time(conn))
 
 
 def _not_expired(now: float) -> ColumnElement[bool]:

@@ -9,8 +9,7 @@ from sqlalchemy import Connection, Select, insert, select, update
 from skyrl_tinker.domain.ids import ModelId, ModelKey, ModelState, Reach, SessionId
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.store import session_records
-from skyrl_tinker.store.cluster import clock
-from skyrl_tinker.store.database.rows import AnyRow, insert_id
+from skyrl_tinker.store.database.rows import AnyRow, database_time, insert_id
 from skyrl_tinker.store.database.tables import Model, Session
 from skyrl_tinker.store.owners import within
 
@@ -79,7 +78,7 @@ def list_for_session(conn: Connection, session_id: SessionId) -> list[ModelRow]:
 
 def add(conn: Connection, new: NewModel, state: ModelState, reason: str | None) -> ModelKey:
     """Insert a model. The caller has looked for duplicates in the same transaction."""
-    now = clock.now(conn)
+    now = database_time(conn)
     values = {
         "model_id": new.model_id,
         "session_id": new.session_id,

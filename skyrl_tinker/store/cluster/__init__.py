@@ -1,5 +1,4 @@
-"""Shared parts of the hosts of one server: bells through PostgreSQL, the database's lease, its clock,
-signing secrets.
+"""Shared parts of the hosts of one server: bells through PostgreSQL, the database's lease, signing secrets.
 
-In: a database URL and a home. Out: wake-ups, the right to commit, times, secrets and what is derived from them.
+In: a database URL and a home. Out: wake-ups, the right to commit, secrets and what is derived from them.
 """

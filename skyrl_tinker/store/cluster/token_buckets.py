@@ -3,7 +3,7 @@
 from sqlalchemy import Connection
 
 from skyrl_tinker.store import server_state
-from skyrl_tinker.store.cluster import clock
+from skyrl_tinker.store.database.rows import database_time
 
 _PART = 0.25
 
@@ -14,7 +14,7 @@ def take(conn: Connection, name: str, *, rate: float, most: float, wanted: float
     Of few that are left it takes a part, so that others find some. Returns how many were taken, and what the
     bucket then has. Writers take turns, so all is counted.
     """
-    now = clock.now(conn)
+    now = database_time(conn)
     left, counted_at = server_state.get(conn, name) or (most, now)
     left = min(most, left + max(0.0, now - counted_at) * rate)
     taken = int(min(wanted, max(1.0, left * _PART), left))

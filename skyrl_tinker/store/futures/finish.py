@@ -9,8 +9,8 @@ from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
 from skyrl_tinker.domain.ids import FutureStatus
 from skyrl_tinker.domain.values import Failure, Usage
-from skyrl_tinker.store.cluster import clock
 from skyrl_tinker.store.database.prepared import Prepared
+from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.database.tables import Future, Request, Result
 
 JSON_TYPE = "application/json"
@@ -88,7 +88,7 @@ def _finish(
 def _end(conn: Connection, status: FutureStatus, failure: Failure | None) -> dict[str, Any]:
     return {
         "status": status,
-        "finished_at": clock.now(conn),
+        "finished_at": database_time(conn),
         "error": failure and failure.message,
         "category": failure and failure.category,
     }

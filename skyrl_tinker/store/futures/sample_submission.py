@@ -14,8 +14,8 @@ from skyrl_tinker.domain.ids import (
 )
 from skyrl_tinker.errors import NotFoundError, OverloadedError
 from skyrl_tinker.store import session_records
-from skyrl_tinker.store.cluster import clock
 from skyrl_tinker.store.database.prepared import Prepared
+from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.database.tables import Future, SamplingSession, Session
 from skyrl_tinker.store.futures.record import (
     FIRST,
@@ -95,7 +95,7 @@ def submit_sample(
     request_id = RequestId(uuid4().hex)
     ids = sequence_ids(request_id, num_samples)
     key = {"sampling_session_id": sampling_session_id, "seq_id": seq_id, "owner": owner}
-    new = {"request_id": request_id, "digest": digest, "sequence_ids": ids, "now": clock.now(conn)}
+    new = {"request_id": request_id, "digest": digest, "sequence_ids": ids, "now": database_time(conn)}
     values = {**key, **new, "tokens": tokens, "sequences": sequences}
     row = None if refusal else _INSERT.row(conn, values)
     if row is None:

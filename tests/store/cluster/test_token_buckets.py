@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 import pytest
 
-from skyrl_tinker.store.cluster import clock, token_buckets
+from skyrl_tinker.store.cluster import token_buckets
 from skyrl_tinker.store.store import Store
 
 
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     def set_clock(now: float) -> None:
-        monkeypatch.setattr(clock, "now", lambda conn: now)
+        monkeypatch.setattr(token_buckets, "database_time", lambda conn: now)
 
     return set_clock
 
