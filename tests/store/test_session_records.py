@@ -60,7 +60,7 @@ async def test_heartbeats_count_by_the_clock_of_the_database_s_host(
     """As those that a host with a wrong clock receives, of which the engine's is another."""
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() - behind_s)
-    await store.write(lambda conn: session_records.heartbeat(conn, session))
+    await store.write(lambda conn: session_records.heartbeat(conn, [(None, session)]))
     assert abs(store.now() - real()) < 300
     monkeypatch.undo()
     for after_s, over in ((300.0, []), (900.0, [session])):
