@@ -19,6 +19,7 @@ SkyrlTinkerError              500  server
 ├── StorageError              500  server   a disk is broken; models and weights are as before
 │   ├── DiskFullError         500  server   it has no room: the same work may succeed later
 │   └── StorageAwayError      500  server   object storage does not answer: it may later
+├── StatementError            500  server   the database fails a statement each time: it takes too long
 ├── OverloadedError           429  server   too many requests wait; says when to try again
 │   ├── NoRoomError           503  server   the disk is nearly full
 │   └── DatabaseError         503  server   the database is full, busy or away
@@ -149,6 +150,10 @@ class DiskFullError(StorageError):
 
 
 class StorageAwayError(StorageError):
+    pass
+
+
+class StatementError(SkyrlTinkerError):
     pass
 
 

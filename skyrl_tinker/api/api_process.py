@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -141,18 +141,15 @@ async def run(
 
     `files_home`: what paths in rows are relative to, where that is not this process's home.
     """
-    store = Store.open(settings.store_url, files_home or settings.root)
-    try:
-        bell = bind_doorbell(settings.store_url, settings.root, "api")
+    with closing(bind_doorbell(settings.store_url, settings.root, "api")) as bell:
+        store = Store.open(settings.store_url, files_home or settings.root)
         try:
             facts = await read_facts(store, bell)
             app = create_app(settings, store, facts, bell)
             freeze_gc()
             await ApiServer(app, listens).serve([listener])
         finally:
-            bell.close()
-    finally:
-        await store.close()
+            await store.close()  # its last commits ring
 
 
 def prepare() -> None:

@@ -126,6 +126,7 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
         Intake(store, env.bell, driver, sampler_driver, metrics),
         Cleanup(store, driver, sampler_driver, training.creation, versions, settings, samplers.storage),
         Deadlines(
+            store,
             metrics,
             driver,
             sampler_driver,
@@ -168,7 +169,7 @@ def make_span_export(settings: Settings, store: Store, metrics: Metrics) -> "Spa
 
 def make_metrics(settings: Settings, store: Store) -> Metrics:
     """Build the metrics, with those by owner where reading them asks for a key."""
-    return Metrics(partial(_owner_name, store) if settings.metrics_key else None)
+    return Metrics(partial(_owner_name, store) if settings.metrics_key else None, store.now)
 
 
 def make_samplers(

@@ -1,7 +1,6 @@
 """Deadlines of requests: what is stuck fails with a message that names what it waited for."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 from itertools import takewhile
 
@@ -11,9 +10,11 @@ from skyrl_tinker.engine.gaps import Gaps
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.scheduling.lanes import LaneStatus
+from skyrl_tinker.engine.suspends import Suspends
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.store import Store
 
 _UNLIMITED = frozenset({RequestKind.CANCEL_SAMPLE, RequestKind.UNLOAD_MODEL})
 LOOK_S = 0.5
@@ -24,6 +25,7 @@ class Deadlines:
 
     def __init__(
         self,
+        store: Store,
         metrics: Metrics,
         trainer: TrainerDriver,
         sampler: SamplerDriver,
@@ -31,17 +33,20 @@ class Deadlines:
         gaps: Gaps,
         request_s: float,
     ) -> None:
+        self._store = store
         self._metrics = metrics
         self._trainer = trainer
         self._sampler = sampler
         self._outbox = outbox
         self._gaps = gaps
         self._request_s = request_s
+        self._suspends = Suspends(store.now)
+        self._resumed_at = 0.0
 
     async def run(self) -> None:
         """Enforce deadlines indefinitely."""
         while True:
-            await self.enforce(time.time())
+            await self.enforce(self._store.now())
             await asyncio.sleep(LOOK_S)
 
     async def enforce(self, now: float) -> None:
@@ -57,6 +62,10 @@ class Deadlines:
         return (row for row in self._metrics.pending() if row.kind not in _UNLIMITED)
 
     async def _expire(self, now: float) -> None:
+        if self._suspends.noticed():
+            self._resumed_at = now
+        if now - self._resumed_at < self._request_s:
+            return
         due = list(takewhile(lambda row: row.created_at + self._request_s <= now, self._limited()))
         if not due:
             return

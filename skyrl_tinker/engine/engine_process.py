@@ -117,8 +117,8 @@ async def _main(settings: Settings, directories: Directories, ray: "RayCluster")
         metrics = make_metrics(settings, store)
         return await Engine(Environment(settings, directories, ray, store, bell, status, metrics)).run(stop)
     finally:
-        bell.close()
         await store.close()
+        bell.close()  # which the last commits ring
 
 
 async def _fence(settings: Settings) -> LeaseFence | None:

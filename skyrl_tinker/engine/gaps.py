@@ -50,9 +50,9 @@ class Gaps:
         self._bell = bell
         self._trainer = trainer
         self._gap_s = gap_s
-        self._seen: dict[ModelKey, tuple[Gap, float]] = {}  # by this process's clock: hosts' may differ
+        self._seen: dict[ModelKey, tuple[Gap, float]] = {}  # when it was first seen
         self._written: dict[ModelKey, float] = {}  # when the database took a write, late in the wait
-        self._suspends = Suspends()
+        self._suspends = Suspends(store.now)
 
     async def close(self, now: float) -> None:
         """Fail the numbers that never come. `now`: seconds since the epoch."""

@@ -13,9 +13,10 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.errors import DiskFullError, SkyrlTinkerError, StorageAwayError
+from skyrl_tinker.errors import DiskFullError, SkyrlTinkerError, StatementError, StorageAwayError, cut
 from skyrl_tinker.redaction import redact, without_paths
 from skyrl_tinker.store import stability_records
+from skyrl_tinker.store.database.abstract_database import is_of_statement
 from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import finish
@@ -24,6 +25,7 @@ from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
 
 RETRY_S, AWAY_S = 1.0, 5.0
+STATEMENT_TRIES = 3
 _log = logging.getLogger(__name__)
 
 
@@ -115,11 +117,19 @@ class Outbox:
 
 
 async def persistently(op: Callable[[], Awaitable[T]]) -> T:
-    """Retry while the database fails, so that a failure delays requests but neither loses nor ends any."""
+    """Retry while the database fails, so that a failure delays requests but neither loses nor ends any.
+
+    StatementError: it fails a statement each time.
+    """
+    failed = 0
     while True:
         try:
             return await op()
         except OperationalError as error:
+            failed += is_of_statement(error)
+            if failed == STATEMENT_TRIES:
+                cause = f"the database has failed a statement {failed} times ({error.orig})"
+                raise StatementError(cut(f"{cause}: {error.statement}")) from error
             _log.warning("the store failed, trying again in %.0f s: %s", RETRY_S, error)
             await asyncio.sleep(RETRY_S)
 

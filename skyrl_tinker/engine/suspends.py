@@ -1,22 +1,27 @@
 """Suspends of the machine: hours in which no client could send anything."""
 
 import time
+from collections.abc import Callable
 
 SUSPENDED_S = 30.0
-"""Advance of wall clock over monotonic clock from which the machine counts as having been suspended."""
+"""Advance of wall clock over monotonic clock from which the machine counts as having been suspended.
+
+A database that another host goes on with may have a clock that is ahead: that is no time of clients, either.
+"""
 
 
 class Suspends:
-    def __init__(self) -> None:
-        self._offset_s = _offset_s()
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock`: of the times that are compared, in seconds since the epoch."""
+        self._clock = clock
+        self._offset_s = self._offset()
 
     def noticed(self) -> bool:
         """Return whether the machine was suspended since the last call."""
-        advance_s = _offset_s() - self._offset_s
+        advance_s = self._offset() - self._offset_s
         self._offset_s += advance_s
         return advance_s > SUSPENDED_S
 
-
-def _offset_s() -> float:
-    """Return wall clock minus monotonic clock, which stands still while the machine is suspended."""
-    return time.time() - time.monotonic()
+    def _offset(self) -> float:
+        """Return wall clock minus monotonic clock, which stands still while the machine is suspended."""
+        return self._clock() - time.monotonic()

@@ -27,6 +27,8 @@ from skyrl_tinker.off_loop import in_disk_thread, in_transfer_thread
 from skyrl_tinker.storage import owner_mark
 
 T = TypeVar("T")
+InUse = Callable[[str], bool]
+"""Tells whether a directory is being read."""
 TRIES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses before a call is repeated."""
 FILES_AT_ONCE = 8
@@ -54,7 +56,7 @@ class Storage(Protocol):
     def has(self, directory: Path) -> bool: ...
     def listed(self, pattern: str, below: Path | None = None) -> Sequence[Path]: ...
     def discard_old(self, pattern: str, unneeded: Collection[Path]) -> None: ...
-    def evict(self, limit: float) -> None: ...
+    def evict(self, limit: float, in_use: InUse) -> None: ...
 
 
 class LocalDisk:
@@ -93,7 +95,7 @@ class LocalDisk:
     def discard_old(self, pattern: str, unneeded: Collection[Path]) -> None:
         """Do nothing: directories appear whole, and who sweeps sees them."""
 
-    def evict(self, limit: float) -> None:
+    def evict(self, limit: float, in_use: InUse) -> None:
         """Do nothing: this is no cache."""
 
 
@@ -119,7 +121,7 @@ class CheckpointStorage:
             self._files.auto_mkdir = True
         self._locks: WeakValueDictionary[Path, threading.Lock] = WeakValueDictionary()
         self._locking = threading.Lock()
-        self._turns: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()
+        self._fetching: dict[Path, asyncio.Task[None]] = {}
         self._known: dict[Path, float] = {}  # directories found here, until when no other look is due
 
     def probe(self) -> None:
@@ -191,13 +193,20 @@ class CheckpointStorage:
     async def fetch_off_loop(self, directory: Path) -> None:
         """Fetch it beside the event loop; at once if that has just found it here.
 
-        However many wait for one directory, one thread fetches it. Use it from one event loop.
+        However many wait for one directory, one thread fetches it, and all have its outcome. Use it from one
+        event loop.
         """
         if self._knows(directory):
             return
-        async with self._turns.setdefault(directory, asyncio.Lock()):
-            if not self._knows(directory) and not await in_disk_thread(self._look, directory):
-                await in_transfer_thread(self.fetch, directory)
+        if directory not in self._fetching:
+            fetching = self._fetching[directory] = asyncio.create_task(self._fetch_in_thread(directory))
+            fetching.add_done_callback(lambda _: self._fetching.pop(directory))
+            fetching.add_done_callback(asyncio.Task.exception)  # all that waited may be gone
+        await asyncio.shield(self._fetching[directory])
+
+    async def _fetch_in_thread(self, directory: Path) -> None:
+        if not await in_disk_thread(self._look, directory):
+            await in_transfer_thread(self.fetch, directory)
 
     def _look(self, directory: Path) -> bool:
         with self._lock(directory):
@@ -317,10 +326,10 @@ class CheckpointStorage:
     def _written_at(self, place: str) -> float:
         return float(self._files.modified(place).timestamp())
 
-    def evict(self, limit: float) -> None:
+    def evict(self, limit: float, in_use: InUse) -> None:
         """Delete stored directories from this host, the longest unused first, until all take `limit` bytes.
 
-        Those used within an hour stay.
+        Those used within an hour stay, and those `in_use`: a load may wait for longer.
         """
         found = [file.parent for file in self._root.glob(f"**/{FILE_NAME}") if file.parent.name[0] != "."]
         sizes = {directory: sum(file.stat().st_size for file in directory.iterdir()) for directory in found}
@@ -328,14 +337,14 @@ class CheckpointStorage:
         for directory in sorted(found, key=_used_at):
             if excess <= 0 or not _unused(directory):
                 return
-            if self.has(directory) and self._evict(directory):
+            if self.has(directory) and self._evict(directory, in_use):
                 excess -= sizes[directory]
 
-    def _evict(self, directory: Path) -> bool:
-        """Delete it here, unless a fetch has found it meanwhile; returns whether it did."""
+    def _evict(self, directory: Path, in_use: InUse) -> bool:
+        """Delete it here, unless it is in use, or a fetch has found it meanwhile; returns whether it did."""
         doomed = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
         with self._lock(directory):
-            if not _unused(directory):
+            if not _unused(directory) or in_use(str(directory)):
                 return False
             self._known.pop(directory, None)
             directory.rename(doomed)  # in one step, and not where a fetch of it makes it anew

@@ -1,6 +1,5 @@
 """Audit log of sessions, checkpoints and API keys. An event is written in the commit of its change."""
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -9,7 +8,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, false, insert, select, true
 
 from skyrl_tinker.domain.ids import ALL_OWNERS, OwnerId, Reach
-from skyrl_tinker.store.database.rows import PAGE
+from skyrl_tinker.store.database.rows import PAGE, database_time
 from skyrl_tinker.store.database.tables import ApiKey, AuditEvent, KeyEvent, Session
 from skyrl_tinker.store.owners import OWNER_NAME, within
 
@@ -28,13 +27,13 @@ class Event:
 
 def record(conn: Connection, session_id: str, event: str, **details: Any) -> None:
     """Record an event, named <resource>_<action>; `details` are JSON."""
-    row = {"at": time.time(), "session_id": session_id, "event": event, "details": details}
+    row = {"at": database_time(conn), "session_id": session_id, "event": event, "details": details}
     conn.execute(_EVENT, row)
 
 
 def record_key(conn: Connection, event: str, key: OwnerId | None, **details: Any) -> None:
     """Record an event of a key, None: of no known key, or of the whole server."""
-    conn.execute(_KEY_EVENT, {"at": time.time(), "key_id": key, "event": event, "details": details})
+    conn.execute(_KEY_EVENT, {"at": database_time(conn), "key_id": key, "event": event, "details": details})
 
 
 def record_admin(conn: Connection, reach: Reach, key: OwnerId | None, action: str, **details: Any) -> None:

@@ -83,7 +83,7 @@ def add(conn: Connection, owner: OwnerId | None, new: NewCopy) -> bool:
         return False
     _require_or_create_session(conn, owner, new.destination)
     key = _insert_run(conn, new)
-    checkpoint_records.add(conn, _checkpoint(new, key, _publish_version(conn, new, key)), replace=False)
+    checkpoint_records.add(conn, _checkpoint(conn, new, key, _publish_version(conn, new, key)), replace=False)
     audit_log.record(
         conn,
         new.destination.session_id,
@@ -137,7 +137,7 @@ def _publish_version(conn: Connection, new: NewCopy, key: ModelKey) -> VersionId
     return version
 
 
-def _checkpoint(new: NewCopy, key: ModelKey, version: VersionId | None) -> NewCheckpoint:
+def _checkpoint(conn: Connection, new: NewCopy, key: ModelKey, version: VersionId | None) -> NewCheckpoint:
     source = new.source
     return NewCheckpoint(
         model_key=key,
@@ -151,5 +151,5 @@ def _checkpoint(new: NewCopy, key: ModelKey, version: VersionId | None) -> NewCh
         optimizer_config=source.optimizer_config,
         user_metadata=source.user_metadata,
         version_id=version,
-        expires_at=expiry(new.ttl_seconds),
+        expires_at=expiry(conn, new.ttl_seconds),
     )

@@ -1,6 +1,5 @@
 """Named checkpoints. Each has a directory of its own, never reused; a replaced one becomes garbage."""
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.database.file_paths import from_stored, to_stored
-from skyrl_tinker.store.database.rows import AnyRow, insert_id
+from skyrl_tinker.store.database.rows import AnyRow, database_time, insert_id
 from skyrl_tinker.store.database.tables import Model, SavedCheckpoint, Session
 from skyrl_tinker.store.model_records import spec_columns, spec_from_row
 from skyrl_tinker.store.owners import within
@@ -75,7 +74,7 @@ def add(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
 
     Raises UserError if there is one and `replace` is false.
     """
-    now = time.time()
+    now = database_time(conn)
     same = (
         SavedCheckpoint.model_key == new.model_key,
         SavedCheckpoint.kind == new.kind,
@@ -111,7 +110,7 @@ def find_of_any_owner(
 
 def by_id(conn: Connection, checkpoint_id: int) -> CheckpointRow | None:
     """Return a checkpoint, None if it is deleted or expired."""
-    rows = _select(conn, SavedCheckpoint.id == checkpoint_id, *is_live())
+    rows = _select(conn, SavedCheckpoint.id == checkpoint_id, *is_live(conn))
     return rows[0] if rows else None
 
 
@@ -127,17 +126,17 @@ def require_within(
 
 def list_for_model(conn: Connection, model_key: ModelKey) -> list[CheckpointRow]:
     """Return the model's live checkpoints, oldest first."""
-    return _select(conn, SavedCheckpoint.model_key == model_key, *is_live())
+    return _select(conn, SavedCheckpoint.model_key == model_key, *is_live(conn))
 
 
 def latest_for_model(conn: Connection, model_key: ModelKey, kind: CheckpointKind) -> CheckpointRow | None:
-    rows = _select(conn, SavedCheckpoint.model_key == model_key, SavedCheckpoint.kind == kind, *is_live())
+    rows = _select(conn, SavedCheckpoint.model_key == model_key, SavedCheckpoint.kind == kind, *is_live(conn))
     return rows[-1] if rows else None
 
 
 def delete(conn: Connection, row: CheckpointRow) -> None:
     """Hide the checkpoint: it becomes garbage."""
-    _update(conn, row, deleted_at=time.time())
+    _update(conn, row, deleted_at=database_time(conn))
     _audit(conn, row, "delete")
 
 
@@ -150,7 +149,7 @@ def publish(conn: Connection, row: CheckpointRow, public: bool) -> None:
 
 def set_ttl(conn: Connection, row: CheckpointRow, ttl_seconds: int | None) -> None:
     """Let the checkpoint expire after `ttl_seconds` from now, or never (None)."""
-    expires_at = expiry(ttl_seconds)
+    expires_at = expiry(conn, ttl_seconds)
     _update(conn, row, expires_at=expires_at)
     _audit(conn, row, "set_ttl", expires_at=expires_at)
 
@@ -175,7 +174,7 @@ def list_directories(conn: Connection) -> dict[str, bool]:
 
 def mark_removed(conn: Connection, checkpoint_id: int) -> None:
     """Note that the directory is removed. The row stays for billing."""
-    now = time.time()
+    now = database_time(conn)
     ended = func.coalesce(SavedCheckpoint.deleted_at, SavedCheckpoint.expires_at, now)
     values = {"removed_at": now, "deleted_at": ended}
     conn.execute(update(SavedCheckpoint).where(SavedCheckpoint.id == checkpoint_id).values(values))
@@ -185,7 +184,7 @@ def _find_named(
     conn: Connection, owned: ColumnElement[bool], model_id: ModelId, kind: CheckpointKind, name: str
 ) -> CheckpointRow | None:
     named = (Model.model_id == model_id, SavedCheckpoint.kind == kind, SavedCheckpoint.name == name)
-    rows = _select(conn, owned, *named, *is_live())
+    rows = _select(conn, owned, *named, *is_live(conn))
     return rows[0] if rows else None
 
 
@@ -198,13 +197,13 @@ def _audit(conn: Connection, row: CheckpointRow, action: str, **details: Any) ->
     audit_log.record(conn, row.session_id, f"checkpoint_{action}", **details)
 
 
-def expiry(ttl_seconds: int | None) -> float | None:
-    return None if ttl_seconds is None else time.time() + ttl_seconds
+def expiry(conn: Connection, ttl_seconds: int | None) -> float | None:
+    return None if ttl_seconds is None else database_time(conn) + ttl_seconds
 
 
-def is_live() -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+def is_live(conn: Connection) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     """Return SQL conditions: neither deleted nor expired."""
-    return SavedCheckpoint.deleted_at.is_(None), _not_expired(time.time())
+    return SavedCheckpoint.deleted_at.is_(None), _not_expired(database_time(conn))
 
 
 def _not_expired(now: float) -> ColumnElement[bool]:

@@ -1,6 +1,5 @@
 """Losses uploaded by clients. Each may be used only in its own session."""
 
-import time
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, func, insert, select
@@ -9,6 +8,7 @@ from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.values import CustomLoss
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol import custom_loss
+from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.database.tables import UploadedLoss
 
 MAX_PER_SESSION = 1000
@@ -35,7 +35,7 @@ def add(conn: Connection, new: NewLoss, future_id: int) -> None:
         seq_id=new.seq_id,
         future_id=future_id,
         definition=None if new.loss is None else custom_loss.to_bytes(new.loss),
-        created_at=time.time(),
+        created_at=database_time(conn),
     )
     conn.execute(row)
 

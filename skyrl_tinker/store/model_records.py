@@ -1,7 +1,6 @@
 """Models in training."""
 
-import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ from sqlalchemy import Connection, Select, insert, select, update
 from skyrl_tinker.domain.ids import ModelId, ModelKey, ModelState, Reach, SessionId
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.store import session_records
-from skyrl_tinker.store.database.rows import AnyRow, insert_id
+from skyrl_tinker.store.database.rows import AnyRow, database_time, insert_id
 from skyrl_tinker.store.database.tables import Model, Session
 from skyrl_tinker.store.owners import within
 
@@ -79,7 +78,7 @@ def list_for_session(conn: Connection, session_id: SessionId) -> list[ModelRow]:
 
 def add(conn: Connection, new: NewModel, state: ModelState, reason: str | None) -> ModelKey:
     """Insert a model. The caller has looked for duplicates in the same transaction."""
-    now = time.time()
+    now = database_time(conn)
     values = {
         "model_id": new.model_id,
         "session_id": new.session_id,
@@ -96,10 +95,20 @@ def add(conn: Connection, new: NewModel, state: ModelState, reason: str | None) 
     return ModelKey(insert_id(conn, insert(Model), values))
 
 
-def set_state(conn: Connection, key: ModelKey, state: ModelState, reason: str | None = None) -> None:
-    """Set the state of a model. One that has ended, while it was created perhaps, keeps its end."""
-    held = Model.state.in_(session_records.HELD)
-    conn.execute(update(Model).where(Model.key == key, held).values(state=state, state_reason=reason))
+def set_state(
+    conn: Connection,
+    key: ModelKey,
+    state: ModelState,
+    reason: str | None = None,
+    *,
+    was: Collection[ModelState] = session_records.HELD,
+) -> bool:
+    """Set the state of a model that is in one of the states `was`; returns whether it is.
+
+    By default one that has ended, while it was created perhaps, keeps its end.
+    """
+    change = update(Model).where(Model.key == key, Model.state.in_(was))
+    return bool(conn.execute(change.values(state=state, state_reason=reason)).rowcount)
 
 
 def note_base(conn: Connection, fingerprint: str) -> None:

@@ -4,7 +4,6 @@ A session is pinned to its version, or, if that version is inflight, follows the
 the same model. It holds the versions that it samples from until it is finished, as expired sessions are.
 """
 
-import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.errors import NotFoundError, SeqIdReusedError
 from skyrl_tinker.store import session_records
 from skyrl_tinker.store.database.file_paths import from_stored, to_stored
-from skyrl_tinker.store.database.rows import AnyRow, insert_id
+from skyrl_tinker.store.database.rows import AnyRow, database_time, insert_id
 from skyrl_tinker.store.database.tables import AdapterVersion, Future, Model, SamplingSession, Session
 from skyrl_tinker.store.owners import owned_by, within
 
@@ -66,7 +65,7 @@ def create(
         base_model=base_model,
         model_path=model_path,
         version_id=version_id,
-        created_at=time.time(),
+        created_at=database_time(conn),
     )
     conn.execute(row)
     return new_id
@@ -171,7 +170,7 @@ def insert_version(
         "durable": durable,
         "inflight": inflight,
         "future_id": future_id,
-        "created_at": time.time(),
+        "created_at": database_time(conn),
     }
     return VersionId(insert_id(conn, insert(AdapterVersion), values))
 
@@ -203,7 +202,7 @@ def drop_unpublished(conn: Connection) -> None:
     """Drop the versions whose saves had not ended when an engine died; they are saved again as others."""
     kept = AdapterVersion.dropped_at.is_(None)
     query = update(AdapterVersion).where(kept, AdapterVersion.directory.is_(None))
-    conn.execute(query.values(dropped_at=time.time()))
+    conn.execute(query.values(dropped_at=database_time(conn)))
 
 
 def newest_inflight(conn: Connection, model_key: ModelKey) -> WeightVersion | None:
@@ -310,7 +309,7 @@ def _superseded() -> ColumnElement[bool]:
 
 
 def mark_dropped(conn: Connection, version_id: VersionId) -> None:
-    _set_dropped(conn, version_id, time.time())
+    _set_dropped(conn, version_id, database_time(conn))
 
 
 def keep(conn: Connection, version_id: VersionId) -> None:

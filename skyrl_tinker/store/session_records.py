@@ -1,6 +1,5 @@
 """Client sessions: live while they send heartbeats, refused once finished."""
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +10,7 @@ from sqlalchemy import ColumnElement, Connection, insert, or_, select, update
 from skyrl_tinker.domain.ids import ModelState, OwnerId, SessionId
 from skyrl_tinker.errors import GoneError, NotFoundError
 from skyrl_tinker.store import audit_log, owners
-from skyrl_tinker.store.database.rows import AnyRow
+from skyrl_tinker.store.database.rows import AnyRow, database_time
 from skyrl_tinker.store.database.tables import Future, Model, SamplingSession, Session
 
 HELD = (ModelState.CREATING, ModelState.READY, ModelState.PARKED)
@@ -38,7 +37,7 @@ def create(
 ) -> SessionId:
     """Create a session; `session_id`, by default random, must be new."""
     session_id = session_id or SessionId(str(uuid4()))
-    now = time.time()
+    now = database_time(conn)
     row = insert(Session).values(
         session_id=session_id,
         owner_id=owner,
@@ -64,7 +63,7 @@ def heartbeat(conn: Connection, beats: Sequence[Beat]) -> dict[Beat, NotFoundErr
         found = conn.execute(select(Session.owner_id, Session.session_id).where(named, _LIVE))
         live = {(owner, session_id) for owner, session_id in found}.intersection(part)
         mine = Session.session_id.in_([session_id for _, session_id in live])
-        conn.execute(update(Session).where(mine, _LIVE).values(last_heartbeat_at=time.time()))
+        conn.execute(update(Session).where(mine, _LIVE).values(last_heartbeat_at=database_time(conn)))
         for beat in set(part) - live:
             try:
                 owners.require_session(conn, *beat)
@@ -85,7 +84,7 @@ def finish(conn: Connection, session_id: SessionId, reason: str, detail: str | N
     end = (
         update(Session)
         .where(Session.session_id == session_id, Session.finished_at.is_(None))
-        .values(finished_at=time.time(), finish_reason=reason, finish_detail=detail)
+        .values(finished_at=database_time(conn), finish_reason=reason, finish_detail=detail)
     )
     if conn.execute(end).rowcount:
         audit_log.record(conn, session_id, "session_finish", reason=reason, detail=detail)

@@ -4,7 +4,6 @@ A record belongs to the session that sampled it, and is kept for a time after it
 """
 
 import io
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from sqlalchemy import Connection, bindparam, insert, select, update
 
 from skyrl_tinker.domain.ids import FutureStatus, SessionId, request_of
 from skyrl_tinker.domain.values import Float32, Int32, RoutedExperts
-from skyrl_tinker.store.database.rows import AnyRow
+from skyrl_tinker.store.database.rows import AnyRow, database_time
 from skyrl_tinker.store.database.tables import Future, StabilityRecord
 
 MAX_IDS = 10_000
@@ -61,7 +60,7 @@ _REQUESTS = select(Future.session_id, Future.sequence_ids, Future.status).where(
 
 def add(conn: Connection, records: Mapping[int, Sequence[SequenceRecord]]) -> None:
     """Insert records by the id of the future that sampled them."""
-    now = time.time()
+    now = database_time(conn)
     rows = [
         {
             "future_id": future_id,
@@ -108,7 +107,7 @@ def request_statuses(conn: Connection, ids: Collection[str]) -> dict[Key, Future
 def renew(conn: Connection, ids: Collection[str]) -> None:
     """Count these records as used now."""
     for portion in _portions(ids):
-        conn.execute(_RENEW, {"ids": portion, "now": time.time()})
+        conn.execute(_RENEW, {"ids": portion, "now": database_time(conn)})
 
 
 def _portions(ids: Collection[str]) -> Iterator[list[str]]:

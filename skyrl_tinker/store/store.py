@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -48,6 +49,10 @@ class Store:
         `fence`: what bars the writes of a server that another one has replaced.
         """
         return cls(open_database(url, home, fence))
+
+    def now(self) -> float:
+        """Return the seconds since the epoch by the database's clock, which times in rows are of."""
+        return time.time() + self._database.skew_s
 
     async def wait_until_there(self) -> None:
         """Return once the database answers: it may be away when a process starts."""

@@ -4,7 +4,6 @@ A result is written with its tokens, at no extra statement. `roll_up` adds each 
 are purged; until then a query counts them. OpenAI's requests have no result here and are added at once.
 """
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,7 @@ from sqlalchemy import (
 from skyrl_tinker.domain.ids import OwnerId, Reach, RequestKind, openai_session
 from skyrl_tinker.domain.values import Usage
 from skyrl_tinker.store import server_state
-from skyrl_tinker.store.database.rows import total, upsert
+from skyrl_tinker.store.database.rows import database_time, total, upsert
 from skyrl_tinker.store.database.tables import Future, Model, Result, SamplingSession, Session, UsageRecord
 from skyrl_tinker.store.owners import within
 
@@ -61,7 +60,7 @@ def roll_up(conn: Connection, most: int | None = None) -> bool:
 
 def add_openai(conn: Connection, owner: OwnerId | None, base_model: str, usage: Usage) -> None:
     """Count an answered request of an OpenAI client: all of one owner are a session, which ended with it."""
-    session, now = openai_session(owner), time.time()
+    session, now = openai_session(owner), database_time(conn)
     row = upsert(conn, Session).values(
         session_id=session,
         owner_id=owner,

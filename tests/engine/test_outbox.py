@@ -11,7 +11,7 @@ from typing import cast
 
 import numpy as np
 import pytest
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, select, text
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import FutureStatus
@@ -19,7 +19,7 @@ from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.outbox import FutureOutcome, FutureResult, Outbox, failure_of, json_answer
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.errors import DiskFullError, StateLostError, UserError
+from skyrl_tinker.errors import DiskFullError, StateLostError, StatementError, UserError
 from skyrl_tinker.store import server_state, stability_records
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.database.tables import Result
@@ -286,6 +286,18 @@ async def test_a_read_waits_for_a_database_that_fails_for_a_moment(store: Store,
         await outbox.read_persistently(store, read)
     await store.write(put)
     assert await outbox.read_persistently(store, read) == 1
+
+
+async def test_a_statement_that_fails_each_time_is_named(store: Store, commits: Commits) -> None:
+    tried: list[int] = []
+
+    def read(conn: Connection) -> object:
+        tried.append(1)
+        return conn.execute(text("SELECT * FROM no_such"))
+
+    with pytest.raises(StatementError, match=r"3 times \(no such table: no_such\): SELECT \* FROM no_such"):
+        await outbox.read_persistently(store, read)
+    assert len(tried) == outbox.STATEMENT_TRIES
 
 
 async def test_what_was_acknowledged_waits_for_room_on_the_disk(commits: Commits) -> None:

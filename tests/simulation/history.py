@@ -56,6 +56,11 @@ MISSING = "missing"
 send something with it once all else is answered, which is too late."""
 STORED = (5, 9)
 """Seeds, modulo 16, of histories with object storage, whose machine comes back with an empty disk."""
+TWO_APIS = (2, 3)
+"""Seeds, modulo 16, of histories with two API processes, of which any may have a request."""
+OTHER_BASE = (14, 15)
+"""Seeds, modulo 16, of histories in which the server serves another base model for a time."""
+PARKED, OTHER = "parked", "other"
 BEAT_S = 10.0
 INFLIGHT = "publish inflight"
 """In a quarter of the histories, instead of some others: its clients follow newer ones of its kind."""
@@ -103,7 +108,7 @@ class Truth:
                 return float(len(self.steps))
             case "forward":
                 return float(len(self.steps))
-            case "bad" | "refused" | "deadly" | "missing":
+            case "bad" | "refused" | "deadly" | "missing" | "parked":
                 self.poisoned = True
                 return False
             case "step":
@@ -142,6 +147,8 @@ class History:
         self._follows = seed % 4 == 0
         self._forgets = seed % 8 == 6
         self._stores = seed % 16 in STORED
+        self._apis = 2 if seed % 16 in TWO_APIS else 1
+        self._parks = seed % 16 in OTHER_BASE
         # Reads suspend their callers, as those of PostgreSQL do, or do not, whichever database it is.
         SqliteDatabase.local = PostgresDatabase.local = seed // 16 % 2 == 0
         self._home = home
@@ -168,7 +175,8 @@ class History:
         return loop.trace
 
     async def _story(self, loop: VirtualLoop) -> None:
-        server = Server(self._settings, self._facts, self.faults, ROLLOUT_S if self._follows else 0.0)
+        rollout_s = ROLLOUT_S if self._follows else 0.0
+        server = Server(self._settings, self._facts, self.faults, rollout_s, self._apis)
         self._server = server
         self._client = Client(server, self.faults)
         telling = asyncio.create_task(self._tell())
@@ -186,6 +194,8 @@ class History:
     async def _tell(self) -> None:
         count = self._random.choice(MODELS)
         models = await asyncio.gather(*(self._model() for _ in range(count)))
+        if self._parks:
+            await self._park(models)
         truths = [self._truth(model) for model in models]
         both = list(zip(models, truths, strict=True))
         await asyncio.gather(*(self._epilogue(model, truth) for model, truth in both))
@@ -214,6 +224,24 @@ class History:
             if request.kind == INFLIGHT and request.error is None:
                 request.late = await self._sample(request, 2)
         return model
+
+    async def _park(self, models: list[_Model]) -> None:
+        """Serve another base model for a time, then go on with these models."""
+        directory = str(Path(self._facts.directory) / OTHER)
+        self._server.serve(replace(self._facts, directory=directory, names=(OTHER,)))
+        await asyncio.gather(*(self._continue(model, PARKED) for model in models))
+        self._server.serve(self._facts)
+        await asyncio.gather(*(self._continue(model, "pass", "step", "pass", "step") for model in models))
+
+    async def _continue(self, model: _Model, *kinds: str) -> None:
+        for kind in kinds:
+            request = Request(kind, len(model.requests) + 1)
+            model.requests.append(request)
+            await self._request(model, request)
+            assert kind != PARKED or "is parked" in str(request.error)
+        for request in model.requests:
+            if PARKED not in kinds and request.kind == "publish" and request.error is None:
+                request.samples.append(await self._sample(request, 3))
 
     async def _beat(self, session: str) -> None:
         """Send heartbeats."""
@@ -386,4 +414,6 @@ def make_template(directory: Path) -> None:
     """Write what every history begins with: a database without rows, and a base model."""
     directory.mkdir(parents=True, exist_ok=True)
     migrate(f"sqlite:///{directory / 'store.db'}")
-    (directory / "config.json").write_text("{}")
+    (directory / OTHER).mkdir(exist_ok=True)
+    for base, config in ((directory, "{}"), (directory / OTHER, '{"another": 1}')):
+        (base / "config.json").write_text(config)

@@ -212,6 +212,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sqlite, "engine", _Engine)
     patch.setattr(sqlite, "transaction", _transaction(sqlite.transaction))
     patch.setattr(postgresql, "create_engine", _shared(postgresql.create_engine))
+    patch.setattr(PostgresDatabase, "_note_clock", lambda *_: None)
     patch.setattr(PostgresDatabase, "writing", _writing(PostgresDatabase.writing))
     patch.setattr(time, "sleep", _sleep(time.sleep))
     patch.setattr(checkpoint_storage, "ThreadPoolExecutor", _InTurn)

@@ -1,11 +1,12 @@
-"""A server on a VirtualLoop: API and engine as they are, each started again when it dies."""
+"""A server on a VirtualLoop: APIs and engine as they are, each started again when it dies."""
 
 import asyncio
 import shutil
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from contextvars import Context, copy_context
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import httpx
@@ -40,12 +41,13 @@ Life = Callable[[Store], Awaitable[None]]
 
 
 class Bell:
-    """Doorbell of a process, where `bells` hang by role. A ring is lost now and then."""
+    """Doorbell of a process, where `bells` hang by the processes' names. A ring is lost now and then."""
 
-    def __init__(self, bells: dict[str, "Bell"], role: Role) -> None:
+    def __init__(self, bells: dict[str, "Bell"], name: str, role: Role) -> None:
         self._bells = bells
+        self._role = role
         self._rung = asyncio.Event()
-        bells[role] = self
+        bells[name] = self
 
     async def wait(self, timeout: float) -> bool:  # noqa: ASYNC109 (as the real one)
         try:
@@ -57,15 +59,19 @@ class Bell:
         return True
 
     def ring(self, role: Role) -> None:
-        if role in self._bells and not fault("a ring is lost"):
-            self._bells[role]._rung.set()
+        for bell in self._bells.values():
+            if bell._role == role and not fault("a ring is lost"):
+                bell._rung.set()
 
 
 class Server:
-    """`failure`: what ended a process that must not end by itself. `rollout_s`: time that a sample takes."""
+    """`failure`: what ended a process that must not end by itself. `rollout_s`: time that a sample takes.
+
+    `apis`: number of API processes; the attribute has their apps by name.
+    """
 
     def __init__(
-        self, settings: Settings, facts: BaseModelFacts, faults: Faults, rollout_s: float = 0.0
+        self, settings: Settings, facts: BaseModelFacts, faults: Faults, rollout_s: float = 0.0, apis: int = 1
     ) -> None:
         self.faults = faults
         self.rollout_s = rollout_s
@@ -76,25 +82,33 @@ class Server:
         self._settings = settings
         self._facts = facts
         self._bells: dict[str, Bell] = {}
-        self._processes: dict[str, Process] = {}
-        self._connections: list[Connection] = []  # that one process has left, and the next one takes over
+        self._processes: dict[str, Process] = {}  # by name
+        self._connections: deque[tuple[float, Connection]] = (
+            deque()
+        )  # that one process has left, and the next one takes over
         with closing(open_database(settings.store_url, settings.root)) as database:
             self._writing = database.connect()
         self._directories = Directories(settings)
         self._directories.run_dir.mkdir()
         self._by_another_path = _links(self._directories)
-        self._app = _app()
-        self._transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
-        lives = {"api": self._run_api, "engine": self._run_engine}
-        self._keeping = [asyncio.create_task(self._keep(kind, life)) for kind, life in lives.items()]
+        self.apis = {f"api {number}": _app(number) for number in range(apis)}
+        lives: dict[str, Life] = {name: partial(self._run_api, app) for name, app in self.apis.items()}
+        lives["engine"] = self._run_engine
+        self._keeping = [asyncio.create_task(self._keep(name, life)) for name, life in lives.items()]
 
     def stop(self) -> None:
         for keeping in self._keeping:
             keeping.cancel()
         for process in self._processes.values():
             process.kill()
-        for connection in (*self._connections, self._writing):
+        for connection in (*(each for _, each in self._connections), self._writing):
             connection.close()
+
+    def serve(self, facts: BaseModelFacts) -> None:
+        """Start again, with this base model."""
+        self._facts = facts
+        for process in self._processes.values():
+            process.kill()
 
     def reboot(self) -> None:
         """End all processes, and lose what is in memory; with object storage also what is on the disk."""
@@ -113,20 +127,25 @@ class Server:
         return self.engine_queues()
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
-        """Have the API answer. Raises ConnectionError when there is none, or it dies before."""
-        process = self._processes.get("api")
+        """Have an API answer. Raises ConnectionError when there is none, or it dies before."""
+        names = list(self.apis)
+        name = self.faults.random.choice(names) if len(names) > 1 else names[0]
+        process = self._processes.get(name)
         if process is None or process.dead or not process.ready:
             raise ConnectionRefusedError
         answered = asyncio.get_running_loop().create_future()
         process.connections.add(answered)
-        self._spawn(process, self._handle(request, answered))
+        self._spawn(process, self._handle(self.apis[name], request, answered))
         try:
             return cast(httpx.Response, await answered)
         finally:
             process.connections.discard(answered)
 
-    async def _handle(self, request: httpx.Request, answered: "asyncio.Future[httpx.Response]") -> None:
-        response = await self._transport.handle_async_request(request)
+    async def _handle(
+        self, app: FastAPI, request: httpx.Request, answered: "asyncio.Future[httpx.Response]"
+    ) -> None:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        response = await transport.handle_async_request(request)
         await response.aread()
         point("before an answer")
         if not answered.done():
@@ -134,15 +153,16 @@ class Server:
 
     # Processes
 
-    async def _keep(self, kind: str, life: Life) -> None:
+    async def _keep(self, name: str, life: Life) -> None:
+        kind = name.split()[0]
         while True:
             loop = cast(VirtualLoop, asyncio.get_running_loop())
-            process = self._processes[kind] = Process(kind, self, loop)
+            process = self._processes[name] = Process(kind, self, loop)
             self._spawn(process, self._live(process, life))
             if self.faults.due(f"{kind}: at some moment"):
                 loop.call_later(self.faults.random.random() * MOMENT_S, self._strike, process)
             await process.died
-            self._bells.pop(kind, None)
+            self._bells.pop(name, None)
             if kind == "api" and not self.faults.ended:
                 write_once(self._settings.store_url, expected_requests.note_outage)  # as `serve` does
             await travel(1.0)
@@ -158,7 +178,8 @@ class Server:
 
     async def _live(self, process: Process, life: Life) -> None:
         store = Store.open(self._settings.store_url, self._settings.root)
-        store._idle, store._writer._conn = self._connections, self._writing
+        store._rows._idle = store._bulk._idle = self._connections
+        store._writer._conn = self._writing
         try:
             await life(store)
         except Exception as error:
@@ -167,15 +188,18 @@ class Server:
                 self.failure.set_exception(error)
         process.kill()
 
-    async def _run_api(self, store: Store) -> None:
-        bell = cast(Doorbell, Bell(self._bells, "api"))
-        self._app.state.services = make_services(self._settings, store, self._facts, bell)
-        async with self._app.router.lifespan_context(self._app):
-            self._processes["api"].ready = True
+    async def _run_api(self, app: FastAPI, store: Store) -> None:
+        process = PROCESS.get()
+        assert process is not None
+        name = next(name for name, each in self.apis.items() if each is app)
+        bell = cast(Doorbell, Bell(self._bells, name, "api"))
+        app.state.services = make_services(self._settings, store, self._facts, bell)
+        async with app.router.lifespan_context(app):
+            process.ready = True
             await asyncio.get_running_loop().create_future()
 
     async def _run_engine(self, store: Store) -> None:
-        bell = cast(Doorbell, Bell(self._bells, "engine"))
+        bell = cast(Doorbell, Bell(self._bells, "engine", "engine"))
         self.ranks, self.replicas = Ranks(), Replicas(self.rollout_s)
         if fault("the directories have another path"):
             self._settings = self._settings.model_copy(update=self._by_another_path)
@@ -207,6 +231,6 @@ def _links(directories: Directories) -> dict[str, str]:
 
 
 @cache
-def _app() -> FastAPI:
-    """Build it once, as it takes as long as ten histories: of the settings it needs the limits only."""
+def _app(number: int) -> FastAPI:
+    """Build each once, as it takes as long as ten histories: of the settings it needs the limits only."""
     return make_app(Settings())

@@ -210,9 +210,9 @@ def test_the_longest_unused_leave_the_cache_and_come_back(s3: ObjectStorage, tmp
             storage.store(directory)
     storage.fetch(used)
     size = sum(file.stat().st_size for file in new.iterdir())
-    storage.evict(4.5 * size)
+    storage.evict(4.5 * size, lambda _: False)
     assert {path for path in found if path.exists()} == {unstored, old, used, new}
-    storage.evict(0)
+    storage.evict(0, lambda _: False)
     assert {path for path in found if path.exists()} == {unstored, used, new}
     storage.fetch(oldest)
     assert content(oldest) == content(new)
@@ -269,7 +269,7 @@ async def test_what_was_fetched_waits_for_no_transfer_until_it_leaves(
         go_on.set()
     await asyncio.gather(*transfers)
     os.utime(evicted, (0, 0))
-    storage.evict(0)
+    storage.evict(0, lambda _: False)
     storage.remove(removed)
     assert not any(map(storage._knows, directories))
     await storage.fetch_off_loop(evicted)

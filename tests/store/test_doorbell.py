@@ -1,6 +1,7 @@
 """The doorbell wakes at once, counts nothing, and never gets in the way of who rings."""
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -161,6 +162,20 @@ def test_a_bell_rings_on_after_its_loop_has_ended(
     for times in (2, 3):
         engine.ring("engine")
         asyncio.run(has_heard(engine, heard, times))
+
+
+@on_postgresql
+async def test_a_ring_after_the_end_reaches_no_file_that_was_opened_since(url: str, home: Path) -> None:
+    """As that of a commit on its way while its process ends."""
+    bell = bind_doorbell(url, home, "engine")
+    bell.close()
+    read, write = os.pipe2(os.O_NONBLOCK)
+    with pytest.raises(OSError):  # noqa: PT011 (which a Writer ignores)
+        bell.ring("api")
+    with pytest.raises(BlockingIOError):
+        os.read(read, 1)
+    for file in (read, write):
+        os.close(file)
 
 
 @on_postgresql

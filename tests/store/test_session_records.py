@@ -14,6 +14,7 @@ from skyrl_tinker.store.database.tables import Session
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.session_records import Beat
 from skyrl_tinker.store.store import Store
+from tests.store.support.databases import on_postgresql
 from tests.store.support.rows import (
     base_sampler,
     create,
@@ -49,6 +50,21 @@ async def sampler_on(store: Store, session: SessionId, version: VersionId) -> Sa
             conn, session, 0, base_model="tiny", model_path=None, version_id=version
         )
     )
+
+
+@on_postgresql
+@pytest.mark.parametrize("behind_s", [900.0, -900.0])
+async def test_heartbeats_count_by_the_clock_of_the_database_s_host(
+    store: Store, session: SessionId, behind_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those that a host with a wrong clock receives, of which the engine's is another."""
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - behind_s)
+    await store.write(lambda conn: session_records.heartbeat(conn, [(None, session)]))
+    assert abs(store.now() - real()) < 300
+    monkeypatch.undo()
+    for after_s, over in ((300.0, []), (900.0, [session])):
+        assert await expired(store, after_s) == over
 
 
 async def test_a_finished_session_is_gone_and_an_unknown_one_not_found(

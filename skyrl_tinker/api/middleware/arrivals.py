@@ -4,7 +4,6 @@ Told are those that take long to arrive or to be stored, and those that were los
 """
 
 import asyncio
-import time
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
@@ -64,7 +63,7 @@ class Arrivals:
         self._some = asyncio.Event()
 
     def begin(self, owner: OwnerId | None, headers: Headers) -> Arrival:
-        arrival = Arrival(owner, headers, time.time())
+        arrival = Arrival(owner, headers, self._store.now())
         self._under_way.add(arrival)
         self._some.set()
         return arrival
@@ -73,7 +72,7 @@ class Arrivals:
         """Note an end. `again_s`: the client will most likely send it again, not before so long."""
         self._under_way.discard(arrival)
         if again_s is not None:
-            self._lost[arrival.sender] = time.time() + again_s + RETRY_S
+            self._lost[arrival.sender] = self._store.now() + again_s + RETRY_S
 
     async def run(self) -> None:
         """Tell the engine, by the store, until cancelled."""
@@ -81,7 +80,7 @@ class Arrivals:
             await self._some.wait()
             await asyncio.sleep(LOOK_S)
             with suppress(OperationalError):  # the database failed: told the next time
-                await self.tell(time.time())
+                await self.tell(self._store.now())
             if not self._under_way and not self._lost:
                 self._some.clear()
 

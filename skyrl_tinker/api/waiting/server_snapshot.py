@@ -16,6 +16,7 @@ from skyrl_tinker.processes import Identity
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.store import api_keys, server_state
 from skyrl_tinker.store.console.pending import NamedModel, PendingGroup, named_models, pending_groups
+from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.store import Store
 
 EVERY_S = 1.0
@@ -69,7 +70,7 @@ class SnapshotReader:
     def _build(self, conn: Connection, queues: QueuesView | None) -> ServerSnapshot:
         server = server_state.get(conn, server_state.SERVER)
         return ServerSnapshot(
-            time.time(),
+            database_time(conn),
             engine_state(conn),
             server and server["started_at"],
             server_state.get(conn, server_state.WARNING),

@@ -2,10 +2,11 @@
 
 import asyncio
 import itertools
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -39,7 +40,7 @@ from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
 from skyrl_tinker.engine.scheduling.slots import Slots
 from skyrl_tinker.engine.scheduling.throughput import EndRate
 from skyrl_tinker.engine.telemetry.engine_metrics import OPENAI, Metrics
-from skyrl_tinker.errors import NotFoundError, StateLostError
+from skyrl_tinker.errors import NotFoundError, StateLostError, StorageAwayError
 from skyrl_tinker.inference.constants import MAX_SEQUENCES
 from skyrl_tinker.off_loop import OFF_LOOP_BYTES
 from skyrl_tinker.protocol.protobuf import pass_results, sample_results
@@ -58,12 +59,16 @@ LISTED_S = 0.9  # each API process asks once a second, and a list of all who wai
 CONCURRENCY = {"cuda": MAX_SEQUENCES, "cpu": 96}
 """Default of the setting sample_concurrency. On a CPU a step takes longer the more sequences are in it."""
 CANCELLED = Failure("this sample was cancelled by its client (cancel_future)", "user")
+_log = logging.getLogger(__name__)
 EMPTY: Mapping[int, FutureOutcome] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class _Guest:
-    """Request of an OpenAI client, which the store does not know. `come`: done once its turn has come."""
+    """Request of an OpenAI client, which the store does not know, or one that has given its turn to others.
+
+    `come`: done once its turn has come.
+    """
 
     id: int
     owner_id: OwnerId | None
@@ -119,14 +124,21 @@ class SamplerDriver:
     @asynccontextmanager
     async def turn(self, owner: OwnerId | None, tokens: int, sequences: int) -> AsyncIterator[None]:
         """Wait for a turn among the samples, and have it; `tokens`: the most that is computed in it."""
+        began = time.monotonic()
+        async with self._turn(owner, openai_session(owner), tokens, sequences):
+            self._metrics.waited(OPENAI, time.monotonic() - began)
+            yield
+
+    @asynccontextmanager
+    async def _turn(
+        self, owner: OwnerId | None, session: SessionId, tokens: int, sequences: int
+    ) -> AsyncIterator[None]:
         come: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        guest = _Guest(next(self._guests), owner, openai_session(owner), tokens, sequences, come)
+        guest = _Guest(next(self._guests), owner, session, tokens, sequences, come)
         self._queued.add([guest])
         self._changed.set()
-        began = time.monotonic()
         try:
             await come
-            self._metrics.waited(OPENAI, time.monotonic() - began)
             yield
         finally:
             if come.cancelled():
@@ -229,7 +241,7 @@ class SamplerDriver:
 
     async def _finish(self, row: QueuedRow, body: bytes) -> None:
         began_at = time.time()
-        self._metrics.began([row], began_at)
+        self._metrics.began([row], self._store.now())
         replicas: list[str] = []
         outcome = await self._outcome(row, body, replicas)
         self._metrics.activity.sample(row.id, began_at, replicas)
@@ -241,7 +253,7 @@ class SamplerDriver:
             assert row.sampling_session_id is not None
             source = await self._source(row.sampling_session_id)
             request = self._read(body)
-            output = await self._samplers.sample(source, request, share_of(row.owner_id, row.session_id))
+            output = await self._sample(row, source, request)
             replicas.extend(output.replicas)
             self._metrics.sampled(output, row.owner_id)
             records = _records(row, request, output) if request.record_stability_info else ()
@@ -252,6 +264,21 @@ class SamplerDriver:
             )
         except Exception as error:  # becomes the result of this request
             return failure_of(error)
+
+    async def _sample(self, row: QueuedRow, source: SampleSource, request: SampleRequest) -> SampleOutput:
+        """Sample. Where the weights are in storage that is away, others have the turn until they are here."""
+        share = share_of(row.owner_id, row.session_id)
+        try:
+            return await self._samplers.sample(source, request, share)
+        except StorageAwayError as error:
+            _log.warning("request %s waits: %s", row.request_id, error)
+        self._queued.release([row.id])
+        self._changed.set()
+        while True:
+            await self._samplers.await_files(source)
+            with suppress(StorageAwayError):  # they have left the cache meanwhile
+                async with self._turn(row.owner_id, row.session_id, row.tokens, row.sequences):
+                    return await self._samplers.sample(source, request, share)
 
     def _read(self, body: bytes) -> SampleRequest:
         request = sample_from_body(body)

@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, SampleRequest, WeightVersion
+from skyrl_tinker.engine.outbox import when_possible
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterCache, AdapterLimits
 from skyrl_tinker.engine.sampler.affinity import Affinity
 from skyrl_tinker.engine.sampler.fleet import Fleet
@@ -62,8 +64,13 @@ class Samplers:
     async def sample(self, source: SampleSource, request: SampleRequest, share: Share = None) -> SampleOutput:
         """Sample, again where vLLM died meanwhile; an inflight target is followed to its newest version."""
         with self._counted(source):  # also between the requests that one sample may take
-            await self._await_files(source)
+            await self._fetch(source)
             return await self._fleet.with_retry(lambda: self._sample(source, request, share))
+
+    async def await_files(self, source: SampleSource) -> None:
+        """Return once the files are here, however long storage is away. Raises StorageError."""
+        with self._counted(source):
+            await when_possible(partial(self._fetch, source))
 
     @property
     def replicas(self) -> int:
@@ -189,7 +196,7 @@ class Samplers:
                 del self._users[source.id]
             self._used_at[source.id] = time.monotonic()
 
-    async def _await_files(self, source: SampleSource) -> None:
+    async def _fetch(self, source: SampleSource) -> None:
         if source is None:
             return
         await self.storage.fetch_off_loop(Path(newest(source).directory))

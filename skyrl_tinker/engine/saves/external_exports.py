@@ -72,5 +72,5 @@ class Exporter(SaveFlow[ExternalExport]):
         await save.captured.drop()
 
     def _record(self, conn: Connection, save: ExternalExport, size: int) -> Mapping[str, Any]:
-        checkpoint_records.add(conn, save.checkpoint(size), replace=False)
+        checkpoint_records.add(conn, save.checkpoint(conn, size), replace=False)
         return {"path": str(save.path), "size_bytes": size}

@@ -222,7 +222,7 @@ class Publisher(SaveFlow[SamplerSave]):
         if save.path is None:
             return {"sampling_session_id": _create_session(conn, save)}
         checkpoint = replace(
-            save.checkpoint(size), user_metadata=save.body.user_metadata, version_id=save.version.id
+            save.checkpoint(conn, size), user_metadata=save.body.user_metadata, version_id=save.version.id
         )
         checkpoint_records.add(conn, checkpoint, replace=False)
         return {"path": str(save.path)}

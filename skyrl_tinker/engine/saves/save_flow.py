@@ -59,7 +59,7 @@ class Save:
     def staging(self) -> Path:
         return staging_of(self.directory)
 
-    def checkpoint(self, size: int) -> NewCheckpoint:
+    def checkpoint(self, conn: Connection, size: int) -> NewCheckpoint:
         assert self.path is not None, "ephemeral weights are not a checkpoint"
         return NewCheckpoint(
             model_key=self.model.key,
@@ -69,7 +69,7 @@ class Save:
             base_model=self.model.base_model,
             spec=self.model.spec,
             size_bytes=size,
-            expires_at=expiry(self.body.ttl_seconds),
+            expires_at=expiry(conn, self.body.ttl_seconds),
         )
 
 

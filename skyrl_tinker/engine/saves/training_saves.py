@@ -59,7 +59,7 @@ class Saver(SaveFlow[TrainingSave]):
 
     def _record(self, conn: Connection, save: TrainingSave, size: int) -> Mapping[str, Any]:
         checkpoint = replace(
-            save.checkpoint(size),
+            save.checkpoint(conn, size),
             has_optimizer=True,
             optimizer_config=save.model.optimizer_config,
             user_metadata=save.body.user_metadata,

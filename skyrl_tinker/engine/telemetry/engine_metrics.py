@@ -31,12 +31,13 @@ OutcomeLabel = Literal["ok", "user", "server", "unknown", "cancelled"]
 class Metrics:
     """Counters, gauges and histograms. Labels are bounded: kinds, outcomes and a few owners, never models."""
 
-    def __init__(self, owner_name: OwnerName | None = None) -> None:
-        """`owner_name`: for counters by owner; without it there are none."""
+    def __init__(self, owner_name: OwnerName | None = None, clock: Callable[[], float] = time.time) -> None:
+        """`owner_name`: for counters by owner; without it there are none. `clock`: of times in rows."""
+        self._clock = clock
         self._registry = CollectorRegistry()
         self._pending: dict[int, QueuedRow] = {}  # by future id
         self._begun: set[int] = set()  # of these
-        self._since = time.time()
+        self._since = clock()
         self._last_refused = 0  # future id
         self._requests = self._counter("requests", "Requests answered", "kind", "outcome")
         self._latency = self._histogram(
@@ -110,7 +111,7 @@ class Metrics:
         self._begun.discard(future_id)
         if row is not None:
             self.counted(row.kind, outcome, row.owner_id)
-            self._latency.labels(row.kind).observe(max(0.0, time.time() - row.created_at))
+            self._latency.labels(row.kind).observe(max(0.0, self._clock() - row.created_at))
 
     def pending(self) -> Iterator[QueuedRow]:
         """Iterate over the requests without a result, the oldest first."""
@@ -124,7 +125,7 @@ class Metrics:
     # Work
 
     def began(self, rows: Iterable[QueuedRow], at: float) -> None:
-        """Note the start of work at a time (UTC seconds). Work that is repeated began the first time."""
+        """Note the start of work at a time of the clock. Work that is repeated began the first time."""
         for row in rows:
             if row.id in self._pending and row.id not in self._begun:
                 self._begun.add(row.id)

@@ -185,7 +185,7 @@ def optimizer_family(config: Mapping[str, Any]) -> OptimizerFamily:
 
 def _set_ready(model: ModelRow) -> Op[None]:
     def op(conn: Connection) -> None:
-        model_records.set_state(conn, model.key, ModelState.READY)
+        model_records.set_state(conn, model.key, ModelState.READY, was=[ModelState.CREATING])
 
     return op
 

@@ -85,19 +85,45 @@ class ModelLifecycle:
         closed = {model: self._lanes.closed_by(model) for model in models}
         return ended | {model: failure for model, failure in closed.items() if failure is not None}
 
-    async def fail_creation(self, row: QueuedRow, model: ModelRow, failure: Failure) -> None:
-        """Fail a creation and every request that waits for it."""
-        waiting = Failure(f"model {model.model_id} was not created: {failure.message}", failure.category)
-        failures = [(row.id, failure), *self._close(model.key, waiting)]
-        await self._outbox.send(failures, _set_state(model.key, ModelState.FAILED, failure.message))
-        self._lanes.forget(model.key)
+    async def fail_creation(self, row: QueuedRow, model: ModelRow, failure: Failure) -> bool:
+        """Fail a creation and every request that waits for it; returns False if it has ended just now."""
+        creating = (ModelState.CREATING,)
+        if failed := await self._fail(model.key, creating, failure.message, [(row.id, failure)]):
+            waiting = Failure(f"model {model.model_id} was not created: {failure.message}", failure.category)
+            await self._outbox.send(self._close(model.key, waiting))
+            self._lanes.forget(model.key)
+        return failed
 
     async def give_up(self, failures: Mapping[ModelKey, Failure]) -> None:
-        """End these models, and fail all their requests, those that wait and those to come."""
+        """End these models, and fail all their requests, those that wait and those to come.
+
+        One that was parked just now stays so, and one that has ended.
+        """
+        training = (ModelState.CREATING, ModelState.READY)
         for model, failure in failures.items():
-            failed = _set_state(model, ModelState.FAILED, failure.message)
-            await self._outbox.send(self._close(model, failure), failed)
-            self.release(model)
+            if await self._fail(model, training, failure.message):
+                await self._outbox.send(self._close(model, failure))
+                self.release(model)
+
+    async def _fail(
+        self,
+        model: ModelKey,
+        was: Collection[ModelState],
+        reason: str,
+        outcomes: Iterable[tuple[int, FutureOutcome]] = (),
+    ) -> bool:
+        """Record that a model in one of the states `was` has failed; returns whether it was in one."""
+        failed = False
+
+        def op(conn: Connection) -> None:
+            nonlocal failed
+            failed = model_records.set_state(conn, model, ModelState.FAILED, reason, was=was)
+
+        self._lanes.hold(model)  # it may be ready meanwhile
+        await self._outbox.send(outcomes, op)
+        if not failed:
+            self._lanes.resume(model)
+        return failed
 
     def unload(self, row: QueuedRow) -> None:
         """Release a model, as its client asked, once all requests before this one have run."""

@@ -157,8 +157,8 @@ class TrainerDriver:
         )
         for row, failure in late:
             if row.seq_id == 0:
-                await self._models.fail_creation(row, await self._models.row(model_of(row)), failure)
-                if row.id in begun:
+                model = await self._models.row(model_of(row))
+                if await self._models.fail_creation(row, model, failure) and row.id in begun:
                     self._models.release(model_of(row))  # which the ranks have by the next unit
         self._woken.set()
 
@@ -194,7 +194,7 @@ class TrainerDriver:
             while True:
                 unit = await self._next_unit(report)
                 self._worked_s, began_at = 0.0, time.time()
-                self._metrics.began(unit.rows, began_at)
+                self._metrics.began(unit.rows, self._store.now())
                 with self._unit_times.unit(unit.rows):
                     await self._run(unit, report)
                 self._metrics.unit(unit.rows, began_at, self._worked_s)

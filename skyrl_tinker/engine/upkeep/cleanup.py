@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import shutil
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -53,15 +52,15 @@ class Cleanup:
         self._versions = versions
         self._storage = storage
         self._timeout_s, self._parked_s = settings.session_timeout_s, settings.history_ttl_s
-        self._listening_since = time.time()
-        self._suspends = Suspends()
+        self._listening_since = store.now()
+        self._suspends = Suspends(store.now)
         self._steps: tuple[Step, ...] = (
             self._end_expired_sessions,
             self._end_samples,
             versions.sweep,
             self._remove_checkpoints,
             Purge(store, settings).run_when_due,
-            StorageUpkeep(store, storage, settings.checkpoint_cache_gb).run_when_due,
+            StorageUpkeep(store, storage, settings.checkpoint_cache_gb, creation.is_loading).run_when_due,
         )
 
     async def run(self) -> None:
@@ -84,7 +83,7 @@ class Cleanup:
 
         After a restart, and after the machine was suspended, clients get the full time again.
         """
-        now = time.time()
+        now = self._store.now()
         if self._suspends.noticed():
             self._listening_since = now
         listened = now - self._listening_since > self._timeout_s
@@ -106,7 +105,7 @@ class Cleanup:
             await self._sampler.end_sessions(reasons)
 
     async def _remove_checkpoints(self) -> None:
-        now = time.time()
+        now = self._store.now()
         for row in await self._store.fetch(lambda conn: checkpoint_records.list_garbage(conn, now)):
             if not self._creation.is_loading(row.directory):
                 await _tried(partial(self._remove, row))

@@ -1,6 +1,5 @@
 """Purge of old rows, in slices: other writers wait for one slice at most."""
 
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -25,7 +24,7 @@ class Purge:
         self._purged_at = 0.0
 
     async def run_when_due(self) -> None:
-        now = time.time()
+        now = self._store.now()
         if now - self._purged_at > min(PURGE_S, self._settings.result_ttl_s):
             self._purged_at = now
             await self.run(now)

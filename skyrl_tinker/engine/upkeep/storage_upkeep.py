@@ -7,7 +7,7 @@ from functools import partial
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.engine.recovery import leftovers
 from skyrl_tinker.off_loop import in_transfer_thread
-from skyrl_tinker.storage.checkpoint_storage import Storage
+from skyrl_tinker.storage.checkpoint_storage import InUse, Storage
 from skyrl_tinker.store.store import Store
 
 EVICT_S = 300.0
@@ -17,10 +17,11 @@ CHECKPOINTS = "[0-9]*/*/*"
 
 
 class StorageUpkeep:
-    def __init__(self, store: Store, storage: Storage, cache_gb: float | None) -> None:
-        """`cache_gb`: what the cache may take; None: no bound."""
+    def __init__(self, store: Store, storage: Storage, cache_gb: float | None, in_use: InUse) -> None:
+        """`cache_gb`: what the cache may take, but for what is `in_use`; None: no bound."""
         self._store = store
         self._storage = storage
+        self._in_use = in_use
         self._cache_bytes = math.inf if cache_gb is None else cache_gb * GB
         self._evicted_at = self._discarded_at = -math.inf
 
@@ -29,7 +30,7 @@ class StorageUpkeep:
         now = time.monotonic()
         if math.isfinite(self._cache_bytes) and now - self._evicted_at > EVICT_S:
             self._evicted_at = now
-            await in_transfer_thread(self._storage.evict, self._cache_bytes)
+            await in_transfer_thread(self._storage.evict, self._cache_bytes, self._in_use)
         if now - self._discarded_at > DISCARD_S:
             self._discarded_at = now
             await self._discard_left()

@@ -65,11 +65,15 @@ class NotifyBell(Doorbell):
         self._wake_thread()
         self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():  # else it connects to a database that is away
-            for file in (self._woken, self._wake):
-                os.close(file)
+            with self._lock:
+                os.close(self._woken)
+                os.close(self._wake)
+                self._wake = -1
 
     def _wake_thread(self) -> None:
-        os.write(self._wake, b"\0")
+        """Have the thread look. Raises OSError once the bell is closed."""
+        with self._lock:
+            os.write(self._wake, b"\0")
 
     def _run(self) -> None:
         while not self._closed.is_set():

@@ -1,10 +1,9 @@
 """Token buckets that all API processes of a database share, each a value of `server_state`."""
 
-import time
-
-from sqlalchemy import Connection, extract, func, select
+from sqlalchemy import Connection
 
 from skyrl_tinker.store import server_state
+from skyrl_tinker.store.database.rows import database_time
 
 _PART = 0.25
 
@@ -15,17 +14,10 @@ def take(conn: Connection, name: str, *, rate: float, most: float, wanted: float
     Of few that are left it takes a part, so that others find some. Returns how many were taken, and what the
     bucket then has. Writers take turns, so all is counted.
     """
-    now = _now(conn)
+    now = database_time(conn)
     left, counted_at = server_state.get(conn, name) or (most, now)
     left = min(most, left + max(0.0, now - counted_at) * rate)
     taken = int(min(wanted, max(1.0, left * _PART), left))
     if taken:
         server_state.put(conn, name, (left - taken, now))
     return taken, left - taken
-
-
-def _now(conn: Connection) -> float:
-    """Return the time in seconds of the one clock that all processes ask: a file's are on one host."""
-    if conn.dialect.name == "sqlite":
-        return time.time()
-    return float(conn.execute(select(extract("epoch", func.clock_timestamp()))).scalar_one())

@@ -4,6 +4,7 @@ A connection runs each transaction as a whole in one thread. SQLAlchemy's AsyncE
 five times a transaction, which takes longer than most statements: 0.6 ms for one row of SQLite's against 0.2.
 """
 
+import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -12,12 +13,15 @@ from typing import Any, ClassVar
 
 import orjson
 from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.errors import LeaseLostError
 
 Call = Callable[[], object]
 _CALLS = "after_commit"
 """Key of the calls of a connection's transaction, in its `info`."""
+SKEW = "skew_s"
+"""Where a connection keeps by how much the database's clock is ahead of this host's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,8 @@ class Database(ABC):
     engine: Engine
     local: ClassVar[bool]
     """A read of a few rows is faster than a change of threads, and waits for nobody."""
+    skew_s = 0.0
+    """By how much its clock is ahead of this host's, as the last transaction found."""
 
     def connect(self) -> Connection:
         """Connect. One connection serves one transaction at a time."""
@@ -115,6 +121,19 @@ class Database(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close what is not a connection; those are closed by their users."""
+
+
+def is_of_statement(error: OperationalError) -> bool:
+    """Return whether a statement has failed, and would elsewhere: it is too slow, too large or wrong.
+
+    Else it is the database, which may be away, full, or locked by somebody, and serves it later.
+    """
+    state = getattr(error.orig, "sqlstate", None) or ""  # 57014: query_canceled, 54…: program_limit_exceeded
+    return (
+        state == "57014"
+        or state.startswith("54")
+        or getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
+    )
 
 
 def json_text(value: object) -> str:

@@ -13,7 +13,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.errors import SkyrlTinkerError
-from skyrl_tinker.store.database.abstract_database import Database, dropping_undone
+from skyrl_tinker.store.database.abstract_database import Database, dropping_undone, is_of_statement
 
 T = TypeVar("T")
 Op = Callable[[Connection], T]
@@ -195,11 +195,10 @@ def _run_isolated(conn: Connection, write: _Write) -> None:
     try:
         with dropping_undone(conn), conn.begin_nested():
             write.value = write.op(conn)
-    except OperationalError as error:  # disk full, I/O, a cut connection: all may be undone
-        write.error = error
-        raise
     except Exception as error:  # one op's failure is its own result
         write.error = error
+        if isinstance(error, OperationalError) and not is_of_statement(error):
+            raise  # disk full, I/O, a cut connection: all may be undone
 
 
 def _without_frames(error: Exception) -> Exception:

@@ -15,7 +15,7 @@ from sqlalchemy import URL, Connection, NullPool, create_engine, event
 from sqlalchemy.exc import DataError, DBAPIError, OperationalError
 
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.store.database.abstract_database import Database, LeaseFence, json_text
+from skyrl_tinker.store.database.abstract_database import SKEW, Database, LeaseFence, json_text
 
 if TYPE_CHECKING:
     import psycopg
@@ -24,9 +24,10 @@ DRIVER = "postgresql+psycopg"
 WRITERS = 7_310_593_858_020_254_313
 """Advisory lock of the transaction that writes; such locks are of one database."""
 _RETRY_S = 0.5
-_READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; SET LOCAL statement_timeout = '60s'"
+_NOW = "extract(epoch FROM clock_timestamp())::float8"
+_READ = f"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; SET LOCAL statement_timeout = '60s'; SELECT {_NOW}"
 """A statement that takes longer gives its thread to others."""
-_WRITE = f"BEGIN; SELECT pg_current_xact_id()::text FROM pg_advisory_xact_lock({WRITERS}) AS turn"
+_WRITE = f"BEGIN; SELECT pg_current_xact_id()::text, {_NOW} FROM pg_advisory_xact_lock({WRITERS}) AS turn"
 _EPOCH = "; SELECT (value->>'epoch')::bigint FROM server_state WHERE key = 'lease'"
 """Behind _WRITE: a statement of its own sees what was committed before the turn came."""
 _TIMELINE = "SELECT left(pg_walfile_name(pg_current_wal_lsn()), 8)"
@@ -74,7 +75,12 @@ class PostgresDatabase(Database):
 
     @contextmanager
     def reading(self, conn: Connection) -> Iterator[None]:
-        _begin(conn, _READ)
+        cursor = _begin(conn, _READ)
+        cursor.nextset()
+        cursor.nextset()
+        row = cursor.fetchone()
+        assert row is not None
+        self._note_clock(conn, row[0])
         with _undone(conn):
             yield
         execute(conn, "COMMIT")
@@ -86,6 +92,7 @@ class PostgresDatabase(Database):
         row = cursor.fetchone()
         assert row is not None
         transaction, timeline = str(row[0]), conn.info[_TIMELINE]
+        self._note_clock(conn, row[1])
         with _undone(conn):
             if self._fence is not None:
                 cursor.nextset()
@@ -116,6 +123,9 @@ class PostgresDatabase(Database):
         if not conn.invalidated:
             conn.invalidate()  # or SQLAlchemy would roll back, which fails on a broken one
         conn.close()
+
+    def _note_clock(self, conn: Connection, now: float) -> None:
+        conn.info[SKEW] = self.skew_s = now - time.time()
 
     def _committed(self, transaction: str, timeline: str | None, lost: OperationalError) -> bool:
         """Return whether a transaction was committed whose connection broke in its commit.

@@ -1,13 +1,24 @@
-"""Row type, page size and insertion of rows, for every module of queries."""
+"""Row type, page size, insertion and times of rows, for every module of queries."""
 
+import time
 from typing import Any
 
 from sqlalchemy import BigInteger, Connection, Insert, Row, cast, func
 from sqlalchemy.dialects import postgresql, sqlite
 
+from skyrl_tinker.store.database.abstract_database import SKEW
+
 AnyRow = Row[*tuple[Any, ...]]
 PAGE = 1000
 """Rows that one query of a long list reads."""
+
+
+def database_time(conn: Connection) -> float:
+    """Return the seconds since the epoch by the clock of the database's host, which all processes ask.
+
+    Times in rows are of it, as the clocks of several hosts differ; processes with a file are on one.
+    """
+    return time.time() + float(conn.info.get(SKEW, 0.0))
 
 
 def insert_id(conn: Connection, row: Insert, values: dict[str, Any]) -> int:

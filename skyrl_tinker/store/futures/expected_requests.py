@@ -4,7 +4,6 @@ What API processes note here holds for a while even if they die. It lies in one 
 over.
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from sqlalchemy import Connection, select
 
 from skyrl_tinker.domain.ids import ModelId, ModelKey, OwnerId
 from skyrl_tinker.store import server_state
+from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.database.tables import Model, Session
 from skyrl_tinker.store.session_records import HELD
 
@@ -40,7 +40,7 @@ def note(conn: Connection, until: Mapping[Sender, float]) -> None:
 def note_outage(conn: Connection) -> None:
     """Expect what clients may have sent in vain while API processes were away: of every live model."""
     live = conn.scalars(select(Model.key).where(Model.state.in_(HELD)))
-    _note(conn, dict.fromkeys(map(_of_model, live), time.time() + OUTAGE_S))
+    _note(conn, dict.fromkeys(map(_of_model, live), database_time(conn) + OUTAGE_S))
 
 
 def expected(conn: Connection, model: ModelKey, owner: OwnerId | None, now: float) -> bool:
@@ -50,7 +50,7 @@ def expected(conn: Connection, model: ModelKey, owner: OwnerId | None, now: floa
 
 
 def _note(conn: Connection, until: Mapping[str, float]) -> None:
-    now = time.time()
+    now = database_time(conn)
     noted = {key: at for key, at in _read(conn).items() if at > now}
     later = {key: max(at, noted.get(key, 0.0)) for key, at in until.items()}
     server_state.put(conn, server_state.EXPECTED, noted | later)

@@ -1,7 +1,6 @@
 """End of futures: once, with bytes that stay fetchable."""
 
 import logging
-import time
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from skyrl_tinker.domain.ids import FutureStatus
 from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.store.database.abstract_database import after_commit
 from skyrl_tinker.store.database.prepared import Prepared
+from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.database.tables import Future, Request, Result
 
 JSON_TYPE = "application/json"
@@ -44,7 +44,7 @@ def succeed_all(
 
     Skips futures that have finished already; returns the ids of the others.
     """
-    end = _end(FutureStatus.DONE, None)
+    end = _end(conn, FutureStatus.DONE, None)
     return [
         future_id
         for future_id, result in results.items()
@@ -54,7 +54,7 @@ def succeed_all(
 
 def fail(conn: Connection, future_id: int, failure: Failure, *, keep_body: bool = False) -> None:
     """Finish with an error, and log it. Does nothing if the future has finished already."""
-    end, body = _end(FutureStatus.FAILED, failure), failure_body(failure)
+    end, body = _end(conn, FutureStatus.FAILED, failure), failure_body(failure)
     if _finish(conn, future_id, end, JSON_TYPE, body, NO_USAGE, keep_body=keep_body):
         named = select(Future.kind, Future.request_id, Future.session_id).where(Future.id == future_id)
         kind, request, session = conn.execute(named).one()
@@ -88,10 +88,10 @@ def _finish(
     return True
 
 
-def _end(status: FutureStatus, failure: Failure | None) -> dict[str, Any]:
+def _end(conn: Connection, status: FutureStatus, failure: Failure | None) -> dict[str, Any]:
     return {
         "status": status,
-        "finished_at": time.time(),
+        "finished_at": database_time(conn),
         "error": failure and failure.message,
         "category": failure and failure.category,
     }

@@ -1,6 +1,5 @@
 """Records of requests: a new future, or the first request of the same key."""
 
-import time
 from dataclasses import dataclass
 from uuid import uuid4
 
@@ -9,7 +8,7 @@ from sqlalchemy import Connection, insert
 from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey, RequestId, RequestKind
 from skyrl_tinker.errors import SeqIdReusedError, UserError
 from skyrl_tinker.store.database.prepared import Prepared
-from skyrl_tinker.store.database.rows import AnyRow
+from skyrl_tinker.store.database.rows import AnyRow, database_time
 from skyrl_tinker.store.database.tables import Future, Request, Session
 
 MAX_SEQ_ID = 2**63 - 1
@@ -67,7 +66,7 @@ def insert_future(conn: Connection, new: NewFuture, model_id: ModelId | None) ->
             "digest": new.digest,
             "sequence_ids": (),
             "status": FutureStatus.PENDING,
-            "created_at": time.time(),
+            "created_at": database_time(conn),
         },
     )
     return row.id, Accepted(request_id, (), model_id, created=True)

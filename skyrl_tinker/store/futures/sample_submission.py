@@ -1,6 +1,5 @@
 """Submission of samples: one statement checks the request and inserts the future."""
 
-import time
 from uuid import uuid4
 
 from sqlalchemy import Connection, and_, bindparam, insert, literal, select
@@ -16,6 +15,7 @@ from skyrl_tinker.domain.ids import (
 from skyrl_tinker.errors import NotFoundError, OverloadedError
 from skyrl_tinker.store import session_records
 from skyrl_tinker.store.database.prepared import Prepared
+from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.database.tables import Future, SamplingSession, Session
 from skyrl_tinker.store.futures.record import (
     FIRST,
@@ -95,7 +95,7 @@ def submit_sample(
     request_id = RequestId(uuid4().hex)
     ids = sequence_ids(request_id, num_samples)
     key = {"sampling_session_id": sampling_session_id, "seq_id": seq_id, "owner": owner}
-    new = {"request_id": request_id, "digest": digest, "sequence_ids": ids, "now": time.time()}
+    new = {"request_id": request_id, "digest": digest, "sequence_ids": ids, "now": database_time(conn)}
     values = {**key, **new, "tokens": tokens, "sequences": sequences}
     row = None if refusal else _INSERT.row(conn, values)
     if row is None:

@@ -4,7 +4,6 @@ Each `submit_*` is one write: it finds the first request of its key or inserts t
 duplicates get the same answer.
 """
 
-import time
 from collections.abc import Callable
 
 from sqlalchemy import Connection, and_, bindparam, exists, select, update
@@ -16,6 +15,7 @@ from skyrl_tinker.errors import KeyLimitError, NotFoundError, OverloadedError, S
 from skyrl_tinker.store import custom_losses, model_records, owners, session_records
 from skyrl_tinker.store.custom_losses import NewLoss
 from skyrl_tinker.store.database.prepared import Prepared
+from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.database.tables import Future, Model, Session, UploadedLoss
 from skyrl_tinker.store.futures import finish
 from skyrl_tinker.store.futures.record import (
@@ -132,7 +132,7 @@ def submit_training(
         admit(conn)
     except KeyLimitError as error:
         failure = failure or Failure(str(error), error.category)
-    _TOUCH_MODEL.change(conn, {"model_key": row.key, "now": time.time()})
+    _TOUCH_MODEL.change(conn, {"model_key": row.key, "now": database_time(conn)})
     new = NewFuture(kind, seq_id, digest, row.session_id, model_key=row.key)
     return _insert(conn, new, body, failure, model_id)
 

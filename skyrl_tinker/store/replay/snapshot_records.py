@@ -1,12 +1,12 @@
 """Snapshots of models in training: the newest one of each, from which replay begins."""
 
-import time
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, delete, insert, select
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.store.database.file_paths import from_stored, to_stored
+from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.database.tables import Snapshot
 
 _DIRECTORIES = select(Snapshot.model_key, Snapshot.directory)
@@ -29,7 +29,7 @@ def put(conn: Connection, model: ModelKey, snapshot: SnapshotRow) -> None:
         "seq_id": snapshot.seq_id,
         "directory": to_stored(conn, snapshot.directory),
         "optimizer": snapshot.optimizer,
-        "created_at": time.time(),
+        "created_at": database_time(conn),
     }
     conn.execute(insert(Snapshot), values)
 

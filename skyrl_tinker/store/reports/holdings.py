@@ -41,7 +41,7 @@ def stored_bytes(conn: Connection, owner: OwnerId | None) -> int:
         select(func.coalesce(total(SavedCheckpoint.size_bytes), 0))
         .join(Model, Model.key == SavedCheckpoint.model_key)
         .join(Session, Session.session_id == Model.session_id)
-        .where(owned_by(owner), *is_live())
+        .where(owned_by(owner), *is_live(conn))
     )
     return _number(conn, query)
 

@@ -61,7 +61,7 @@ def _checkpoints(conn: Connection) -> Iterable[Any]:
         select(Session.owner_id, func.count(), total(SavedCheckpoint.size_bytes))
         .join(Model, Model.session_id == Session.session_id)
         .join(SavedCheckpoint, SavedCheckpoint.model_key == Model.key)
-        .where(*is_live())
+        .where(*is_live(conn))
     )
     return conn.execute(query.group_by(Session.owner_id))
 

@@ -162,8 +162,8 @@ def search(conn: Connection, reach: Reach, conditions: Search, limit: int) -> li
             Session.finish_detail,
             Session.display_name,
             Session.user_metadata,
-            _of_checkpoints(func.count()),
-            _of_checkpoints(func.coalesce(total(SavedCheckpoint.size_bytes), 0)),
+            _of_checkpoints(conn, func.count()),
+            _of_checkpoints(conn, func.coalesce(total(SavedCheckpoint.size_bytes), 0)),
         )
         .outerjoin(ApiKey, ApiKey.id == Session.owner_id)
         .where(*where)
@@ -224,11 +224,11 @@ def _older(conn: Connection, reach: Reach, cursor: SearchPosition) -> ColumnElem
     return tuple_(Session.created_at, Session.session_id) < last
 
 
-def _of_checkpoints(value: Any) -> Any:
+def _of_checkpoints(conn: Connection, value: Any) -> Any:
     return (
         select(value)
         .select_from(SavedCheckpoint)
         .join(Model, Model.key == SavedCheckpoint.model_key)
-        .where(Model.session_id == Session.session_id, *is_live())
+        .where(Model.session_id == Session.session_id, *is_live(conn))
         .scalar_subquery()
     )

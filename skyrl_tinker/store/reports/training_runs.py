@@ -63,7 +63,7 @@ def page(
     project_id: str | None = None,
 ) -> RunPage:
     """Return a page of runs, the one with the latest request first."""
-    where = [_visible(reach, scope)]
+    where = [_visible(conn, reach, scope)]
     if project_id is not None:
         where.append(in_project([project_id]))
     count = select(func.count()).select_from(Model).join(Session, Session.session_id == Model.session_id)
@@ -73,7 +73,7 @@ def page(
 
 def find(conn: Connection, reach: Reach, model_id: ModelId, scope: Scope) -> Run | None:
     """Return a run, None if the caller does not see it."""
-    runs = _runs(conn, reach, [Model.model_id == model_id, _visible(reach, scope)], 1, 0)
+    runs = _runs(conn, reach, [Model.model_id == model_id, _visible(conn, reach, scope)], 1, 0)
     return runs[0] if runs else None
 
 
@@ -85,7 +85,7 @@ def list_checkpoints(
     Raises NotFoundError if the caller sees nothing of the run.
     """
     readable = or_(within(reach), SavedCheckpoint.public)
-    where = Model.model_id == model_id, readable, SavedCheckpoint.kind.in_(kinds), *is_live()
+    where = Model.model_id == model_id, readable, SavedCheckpoint.kind.in_(kinds), *is_live(conn)
     rows = [
         checkpoint_from_row(conn, row)
         for row in conn.execute(WITH_MODEL.where(*where).order_by(SavedCheckpoint.id))
@@ -99,7 +99,7 @@ def page_checkpoints(
     conn: Connection, reach: Reach, kinds: Collection[CheckpointKind], limit: int, offset: int
 ) -> CheckpointPage:
     """Return a page of the checkpoints that the caller sees, newest first."""
-    where: tuple[ColumnElement[bool], ...] = (within(reach), SavedCheckpoint.kind.in_(kinds), *is_live())
+    where: tuple[ColumnElement[bool], ...] = (within(reach), SavedCheckpoint.kind.in_(kinds), *is_live(conn))
     count = (
         select(func.count())
         .select_from(SavedCheckpoint)
@@ -111,11 +111,11 @@ def page_checkpoints(
     return CheckpointPage(checkpoints, conn.scalar(count.where(*where)) or 0)
 
 
-def _visible(reach: Reach, scope: Scope) -> ColumnElement[bool]:
+def _visible(conn: Connection, reach: Reach, scope: Scope) -> ColumnElement[bool]:
     if scope == "owned":
         return within(reach)
     published = select(SavedCheckpoint.id).where(
-        SavedCheckpoint.model_key == Model.key, SavedCheckpoint.public, *is_live()
+        SavedCheckpoint.model_key == Model.key, SavedCheckpoint.public, *is_live(conn)
     )
     return or_(within(reach), published.exists())
 
@@ -161,7 +161,9 @@ def _last(
         select(func.max(SavedCheckpoint.id))
         .join(Model, Model.key == SavedCheckpoint.model_key)
         .join(Session, Session.session_id == Model.session_id)
-        .where(SavedCheckpoint.model_key.in_(models), or_(within(reach), SavedCheckpoint.public), *is_live())
+        .where(
+            SavedCheckpoint.model_key.in_(models), or_(within(reach), SavedCheckpoint.public), *is_live(conn)
+        )
         .group_by(SavedCheckpoint.model_key, SavedCheckpoint.kind)
     )
     last: dict[ModelKey, dict[CheckpointKind, CheckpointRow]] = {}

@@ -27,7 +27,7 @@ def purge_key(conn: Connection, former: str) -> tuple[int, int]:
     sessions = [SessionId(each) for each in conn.scalars(select(Session.session_id).where(owned_by(owner)))]
     for session in sessions:
         session_records.finish(conn, session, REASON, None)
-    saved = WITH_MODEL.where(owned_by(owner), *checkpoint_records.is_live())
+    saved = WITH_MODEL.where(owned_by(owner), *checkpoint_records.is_live(conn))
     checkpoints = [checkpoint_from_row(conn, row) for row in conn.execute(saved)]
     for checkpoint in checkpoints:
         checkpoint_records.delete(conn, checkpoint)

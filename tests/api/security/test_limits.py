@@ -273,7 +273,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(token_buckets, "_now", made)
+    monkeypatch.setattr(token_buckets, "database_time", made)
     return made
 
 

@@ -79,6 +79,7 @@ class Waiting:
         self.driver = half.driver
         self._intake = Intake(store, self.bell, self.driver, self.sampler, metrics)
         self.deadlines = Deadlines(
+            store,
             metrics,
             self.driver,
             self.sampler,

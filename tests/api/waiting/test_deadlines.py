@@ -308,6 +308,22 @@ async def test_samples_are_given_up_in_the_sampler_too(made: Waiting) -> None:
     assert (made.sampler.queued(), made.sampler.in_flight()) == (0, 0)
 
 
+async def test_requests_have_their_time_again_after_the_machine_was_suspended(
+    made: Waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = await made.api.sampler()
+    request_id = await submit(made.api, "asample", sample(sampler, 0))
+    await until(lambda: len(made.samplers.drawn) == 1)
+    now, wall = time.time(), time.time
+    await made.deadlines.enforce(now)
+    monkeypatch.setattr(time, "time", lambda: wall() + 2 * DAY)
+    await made.deadlines.enforce(now + 2 * DAY)
+    await made.deadlines.enforce(now + 3 * DAY - 1)
+    assert made.samplers.stopped == []
+    await made.deadlines.enforce(now + 3 * DAY)
+    assert "this sample was not done within 86400 s" in await server_failure(made, request_id)
+
+
 class Elsewhere(Separate):
     """The trainer has its turn when `mine` is set; `asked` counts the units that wait for it."""
 

@@ -1,38 +1,134 @@
 """Samples of weights in object storage, of which this host has a cache."""
 
+import asyncio
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from skyrl_tinker.domain.ids import VersionId
+import pytest
+from sqlalchemy import Connection
+
+from skyrl_tinker.domain.ids import FutureStatus, SamplingSessionId, VersionId
 from skyrl_tinker.domain.manifest import write_listing
 from skyrl_tinker.domain.values import WeightVersion
+from skyrl_tinker.engine import outbox
+from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Fleet
+from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
+from skyrl_tinker.store import sampling_sessions
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures import queue, sample_submission
+from skyrl_tinker.store.futures.outcomes import Outcome
+from skyrl_tinker.store.futures.record import Accepted
+from skyrl_tinker.store.store import Store
 from tests.engine.sampler.test_adapter_turns import Batch, ask
 from tests.engine.sampler.test_sampler_driver import FACTS
+from tests.engine.support import journal
+from tests.support.reads import reading
+from tests.support.waiting import until
+
+
+def stored(storage: CheckpointStorage, root: Path) -> Path:
+    """A directory that is here, and in storage."""
+    directory = root / "local" / "v1"
+    directory.mkdir(parents=True)
+    (directory / "adapter_model.safetensors").write_bytes(b"weights")
+    write_listing(directory)
+    storage.store(directory)
+    return directory
+
+
+def samplers_of(storage: CheckpointStorage) -> Samplers:
+    client = RemoteInferenceClient("http://replica", ("http://replica",))
+    client.data.http = client.control.http = cast(Any, Batch())
+    fleet = Fleet(cast(Any, None), client, cores=(1,))
+    return Samplers(fleet, cast(Any, None), FACTS, AdapterLimits(4, 1), Metrics(), storage)
 
 
 async def test_weights_that_were_deleted_from_the_cache_are_fetched_again(tmp_path: Path) -> None:
     """At once, though they had counted as here."""
     storage = CheckpointStorage(tmp_path / "local", f"file://{tmp_path}/bucket")
-    directory = tmp_path / "local" / "v1"
-    directory.mkdir(parents=True)
-    (directory / "adapter_model.safetensors").write_bytes(b"weights")
-    write_listing(directory)
-    storage.store(directory)
-    client = RemoteInferenceClient("http://replica", ("http://replica",))
-    client.data.http = client.control.http = cast(Any, Batch())
-    samplers = Samplers(
-        Fleet(cast(Any, None), client), cast(Any, None), FACTS, AdapterLimits(4, 1), Metrics(), storage
-    )
+    directory, samplers = stored(storage, tmp_path), samplers_of(storage)
     version = WeightVersion(VersionId(1), "lora", str(directory))
     await samplers.sample(version, ask(1))
     await samplers.unload(version)
     shutil.rmtree(directory)
     await samplers.sample(version, ask(1))
     assert directory.exists()
+
+
+async def test_samples_of_weights_in_storage_that_is_away_wait_and_others_have_their_turns(
+    store: Store, bell: Doorbell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "AWAY_S", 0.01)
+    storage = CheckpointStorage(tmp_path / "local", f"file://{tmp_path}/bucket", pauses_s=())
+    directory, exists, away = stored(storage, tmp_path), storage._files.exists, True
+    shutil.rmtree(directory)
+    (tmp_path / "unnamed").mkdir()
+    monkeypatch.setattr(storage._files, "exists", lambda place: _there(away) and exists(place))
+    driver = SamplerDriver(store, samplers_of(storage), Outbox(store, bell, Metrics()), 1, Metrics())
+    model = await journal.ready_model(store)
+    key = await journal.key_of(store, model)
+    session = (await journal.model_of(store, model)).session_id
+
+    def new_sampler(conn: Connection, number: int, directory: Path) -> SamplingSessionId:
+        version = sampling_sessions.insert_version(conn, key, "lora", durable=True)
+        sampling_sessions.publish_version(conn, version, str(directory))
+        return sampling_sessions.create(
+            conn, session, number, base_model="new", model_path=None, version_id=version
+        )
+
+    far, near = [
+        await store.write(lambda conn, number=number, at=at: new_sampler(conn, number, at))  # type: ignore[misc]
+        for number, at in enumerate((directory, tmp_path / "unnamed"))
+    ]
+    waiting = [await submit(store, driver, far, number) for number in range(3)]
+    running = asyncio.create_task(driver.run())
+    others = [await submit(store, driver, near, number) for number in range(3)]
+    for accepted in others:
+        await until(lambda each=accepted: journal.outcome(store, each), _is_done)  # type: ignore[misc]
+    for accepted in waiting:
+        assert (await journal.outcome(store, accepted)).status is FutureStatus.PENDING
+    away = False
+    for accepted in waiting:
+        await until(lambda each=accepted: journal.outcome(store, each), _is_done)  # type: ignore[misc]
+    assert (driver.in_flight(), driver.queued()) == (0, 0)
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+
+
+def _there(away: bool) -> bool:
+    if away:
+        raise OSError("no route to host")
+    return True
+
+
+def _is_done(found: Outcome) -> bool:
+    return found.status is FutureStatus.DONE
+
+
+async def submit(store: Store, driver: SamplerDriver, sampler: SamplingSessionId, seq_id: int) -> Accepted:
+    accepted = await store.write(
+        lambda conn: sample_submission.submit_sample(
+            conn,
+            sampler,
+            seq_id,
+            owner=None,
+            body=sample_body(ask(1)),
+            digest=b"",
+            num_samples=1,
+            tokens=3,
+            sequences=1,
+        )
+    )
+    with reading(store) as conn:
+        driver.submit(queue.queued_after(conn, 0)[-1:])
+    return accepted

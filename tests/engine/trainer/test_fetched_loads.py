@@ -1,6 +1,7 @@
 """Loads of checkpoints that are in storage: nobody else waits for it, and the load waits while it is away."""
 
 import asyncio
+import os
 import shutil
 import threading
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ import pytest
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, RequestKind
 from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.engine import outbox
+from skyrl_tinker.engine.upkeep.storage_upkeep import StorageUpkeep
 from skyrl_tinker.errors import StorageAwayError, TrainerError
 from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
@@ -180,6 +182,21 @@ async def test_what_was_fetched_outlives_the_ranks(far: Far) -> None:
     workers.go_on.set()
     await far.done(loaded, await far.step(saved, 3))
     assert (far.ran("load"), workers.restarts, len(far.kept())) == (["load", "load"], 1, 1)
+
+
+async def test_what_was_fetched_stays_in_the_cache_however_long_its_load_waits(far: Far) -> None:
+    saved, is_loading = await far.saved(), far.world.creation.is_loading
+    far.world.workers.go_on.clear()
+    loaded = await far.load(saved, 2, saved)
+    await far.world.until(lambda: far.ran("load"))
+    (directory,) = far.world.root.glob("*/weights/a~*")
+    os.utime(directory, (0, 0))
+    await StorageUpkeep(far.world.store, far.storage, 0.0, is_loading).run_when_due()
+    assert directory.exists()
+    far.world.workers.go_on.set()
+    await far.done(loaded)
+    far.storage.evict(0.0, is_loading)
+    assert not directory.exists()
 
 
 async def test_a_load_that_waits_for_its_turn_when_its_session_ends_runs_all_the_same(far: Far) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ async def test_a_full_disk_under_the_database_delays_creations_and_releases(
 ) -> None:
     write, failures = model_records.set_state, [OperationalError("UPDATE", None, OSError("disk full"))] * 2
 
-    def set_state(conn: Connection, key: ModelKey, state: ModelState, reason: str | None = None) -> None:
+    def set_state(
+        conn: Connection, key: ModelKey, state: ModelState, reason: str | None = None, **was: Any
+    ) -> bool:
         if failures:
             raise failures.pop()
-        write(conn, key, state, reason)
+        return write(conn, key, state, reason, **was)
 
     monkeypatch.setattr(model_records, "set_state", set_state)
     monkeypatch.setattr(outbox, "RETRY_S", 0.01)
@@ -93,12 +96,14 @@ async def test_ranks_that_die_right_behind_a_release_do_not_bring_the_model_back
     key = await journal.key_of(world.store, gone)
     write, failures = model_records.set_state, [OperationalError("UPDATE", None, OSError("disk full"))]
 
-    def set_state(conn: Connection, key: ModelKey, state: ModelState, reason: str | None = None) -> None:
+    def set_state(
+        conn: Connection, key: ModelKey, state: ModelState, reason: str | None = None, **was: Any
+    ) -> bool:
         if failures:
             world.workers.broken = TrainerError("rank 0 died")
             world.driver.wake()
             raise failures.pop()
-        write(conn, key, state, reason)
+        return write(conn, key, state, reason, **was)
 
     monkeypatch.setattr(model_records, "set_state", set_state)
     monkeypatch.setattr(outbox, "RETRY_S", 0.01)
@@ -139,6 +144,28 @@ async def test_a_model_whose_creation_ends_too_late_is_failed_and_leaves_the_ran
     late = await journal.submit_pass(world.store, accepted.model_id, 1)
     await world.done(late)
     assert (await journal.error_of(world.store, late)).message == "too late"
+
+
+async def test_a_creation_that_ends_as_its_deadline_comes_has_ended(world: World) -> None:
+    accepted = await journal.submit_create(world.store, await journal.new_session(world.store))
+    (row,) = await world.store.read(lambda conn: queue.queued_after(conn, 0))
+    assert (await world.done(accepted)).status is FutureStatus.DONE
+    assert accepted.model_id is not None
+    await world.driver.expire([(row, Failure("too late", "server"))])
+    passed = await journal.submit_pass(world.store, accepted.model_id, 1)
+    assert (await world.done(passed)).status is FutureStatus.DONE
+    assert (await journal.model_of(world.store, accepted.model_id)).state is ModelState.READY
+
+
+async def test_a_model_that_is_parked_as_it_is_given_up_stays_parked(world: World) -> None:
+    """Its state is kept, and a later start brings it back."""
+    model = await world.model()
+    key = await journal.key_of(world.store, model)
+    parked = partial(model_records.set_state, key=key, state=ModelState.PARKED, reason="unreadable")
+    await world.store.write(parked)
+    await world.driver.give_up({key: Failure("a request is missing", "user")})
+    row = await journal.model_of(world.store, model)
+    assert (row.state, row.state_reason) == (ModelState.PARKED, "unreadable")
 
 
 async def test_a_released_model_runs_what_it_can_and_fails_the_rest(world: World) -> None:

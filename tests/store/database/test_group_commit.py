@@ -18,7 +18,7 @@ from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.errors import SkyrlTinkerError, StartupError, UserError
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database import group_commit, sqlite
-from skyrl_tinker.store.database.abstract_database import after_commit
+from skyrl_tinker.store.database.abstract_database import after_commit, is_of_statement
 from skyrl_tinker.store.database.group_commit import LARGE_BYTES, OVERTAKEN
 from skyrl_tinker.store.store import Store, write_once
 from tests.store.support.databases import on_sqlite
@@ -103,6 +103,27 @@ async def test_an_op_in_which_the_disk_fails_undoes_what_it_would_be_committed_w
     )
     assert [type(result) for result in results] == [OperationalError] * 3 + [type(None)]
     assert [await value(store, key) for key in "abc"] == [None, None, 1]
+
+
+async def test_a_statement_that_the_database_fails_fails_alone(store: Store, whole_batches: None) -> None:
+    """As often as it is tried again: it must not take the others with it each time."""
+
+    def bad(conn: Connection) -> None:
+        if conn.dialect.name == "sqlite":
+            conn.execute(text("SELECT * FROM no_such"))
+        conn.execute(text("SET LOCAL statement_timeout = 1"))
+        conn.execute(text("SELECT pg_sleep(9)"))
+
+    results = await asyncio.gather(
+        store.write(lambda conn: server_state.put(conn, "a", 1)),
+        store.write(bad),
+        store.write(lambda conn: server_state.put(conn, "b", 1)),
+        return_exceptions=True,
+    )
+    assert [type(result) for result in results] == [type(None), OperationalError, type(None)]
+    assert isinstance(results[1], OperationalError)
+    assert is_of_statement(results[1])
+    assert [await value(store, key) for key in "ab"] == [1, 1]
 
 
 async def test_only_what_is_committed_has_its_callback_called(store: Store, whole_batches: None) -> None:

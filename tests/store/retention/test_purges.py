@@ -334,7 +334,7 @@ async def test_what_a_key_left_goes_at_the_administrators_word(store: Store) -> 
         models = conn.execute(select(Model.session_id, Model.user_metadata))
         of_models = {row.session_id: row.user_metadata for row in models}
         saved = select(Model.session_id).join(SavedCheckpoint, SavedCheckpoint.model_key == Model.key)
-        live = conn.scalars(saved.where(*checkpoint_records.is_live())).all()
+        live = conn.scalars(saved.where(*checkpoint_records.is_live(conn))).all()
         forgotten = session_purges.ended_sessions(conn, 1.0)
     assert [described[each].user_metadata for each in (left, trained)] == [{}, {}]
     assert {described[each].display_name or described[each].project_id for each in (left, trained)} == {None}
