@@ -37,7 +37,7 @@ async def test_the_sdk_trains_and_samples_over_tls(tmp_path: Path) -> None:
                 ]
                 variables = {**os.environ, "TINKER_API_KEY": "tml-test", "SSL_CERT_FILE": str(cert)}
                 user = await asyncio.to_thread(
-                    subprocess.run, command, cwd=ROOT, env=variables, timeout=60, check=False
+                    subprocess.run, command, cwd=ROOT, env=variables, timeout=300, check=False
                 )
         await store.close()
     assert user.returncode == 0

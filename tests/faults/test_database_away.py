@@ -75,7 +75,7 @@ def _is_told(server: Serve, seconds: float) -> None:
 
 def test_a_database_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     server = Serve(tmp_path / "home", "--database-url", "postgresql+psycopg://u:hidden@127.0.0.1:9/none")
-    _, complaint = server.process.communicate(timeout=60)
+    _, complaint = server.process.communicate(timeout=300)
     assert server.process.returncode == 1
     assert "database_url" in complaint
     assert "Connection refused" in complaint
