@@ -124,7 +124,9 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
         driver,
         sampler_driver,
         Intake(store, env.bell, driver, sampler_driver, metrics),
-        Cleanup(store, driver, sampler_driver, training.creation, versions, settings, samplers.storage),
+        Cleanup(
+            store, driver, sampler_driver, training.creation.is_loading, versions, settings, samplers.storage
+        ),
         Deadlines(
             store,
             metrics,

@@ -63,7 +63,7 @@ class Deadlines:
 
     async def _expire(self, now: float) -> None:
         if self._suspends.noticed():
-            self._resumed_at = now
+            self._resumed_at = max(now, self._store.now())  # it was read before the gaps were closed
         if now - self._resumed_at < self._request_s:
             return
         due = list(takewhile(lambda row: row.created_at + self._request_s <= now, self._limited()))

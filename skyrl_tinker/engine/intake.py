@@ -10,6 +10,7 @@ from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
+from skyrl_tinker.errors import StatementError
 from skyrl_tinker.store.database.rows import PAGE
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
@@ -46,7 +47,7 @@ class Intake:
             try:
                 while await self._read_page():
                     pass
-            except OperationalError as error:
+            except (OperationalError, StatementError) as error:
                 # A database that fails briefly costs one round: the cursor has not moved.
                 _log.warning("new requests could not be read, trying again: %s", error)
             await self._bell.wait(FALLBACK_POLL_S)

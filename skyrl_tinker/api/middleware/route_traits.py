@@ -64,4 +64,7 @@ TRAITS: Mapping[str, Trait] = {
 
 def has(scope: Scope, trait: Trait) -> bool:
     """Return whether a scope is of a request to a path of this trait."""
-    return scope["type"] == "http" and trait in TRAITS.get(scope["path"], Trait.NONE)
+    if scope["type"] != "http":
+        return False
+    path = scope["path"].removesuffix("\n")  # which the router's patterns overlook: they end with `$`
+    return trait in TRAITS.get(path, Trait.NONE)

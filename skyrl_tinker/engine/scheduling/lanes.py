@@ -59,7 +59,7 @@ class _Lane:
     publishing: int = 0  # saves for samplers being written: no load begins, which would become the snapshot
     writing: set[int] = field(default_factory=set)  # of those, the ids of which the ranks hold the weights
     loads: dict[int, bool] = field(default_factory=dict)  # id of one next in turn -> its files are here
-    held: bool = False  # nothing begins
+    held: int = 0  # how many hold it: nothing begins
     window_error: str | None = None  # why the gradients of the current accumulation window are invalid
     last: int | None = None  # the last seq_id that runs: the model is to be unloaded
     over: set[int] = field(default_factory=set)  # seq_ids behind rows that were put back
@@ -234,11 +234,12 @@ class Lanes:
         return self._lane(model).apart.get(seq_id, frozenset())
 
     def hold(self, model: ModelKey) -> None:
-        """Begin nothing of this model until `resume`."""
-        self._changing(model).held = True
+        """Begin nothing of this model until each that held it calls `resume`."""
+        self._changing(model).held += 1
 
     def resume(self, model: ModelKey) -> None:
-        self._changing(model).held = False
+        lane = self._changing(model)
+        lane.held = max(0, lane.held - 1)  # it may be another lane by now, which nobody holds
 
     def block_storage(self, model: ModelKey) -> None:
         """Make saves and loads of this model wait until `unblock_storage`; the rest goes on."""
@@ -265,7 +266,7 @@ class Lanes:
         """Return True while files of this model are written or fetched, or it waits to be tried again."""
         lane = self._lane(model)
         fetching = not all(lane.loads.values())
-        return lane.storage_blocked or lane.publishing > 0 or lane.held or fetching
+        return lane.storage_blocked or lane.publishing > 0 or lane.held > 0 or fetching
 
     def invalidate_window(self, model: ModelKey, why: str) -> None:
         """Make the next optim_step of this model fail with this reason; the first reason stays."""

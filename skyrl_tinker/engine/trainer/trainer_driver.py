@@ -158,8 +158,8 @@ class TrainerDriver:
         for row, failure in late:
             if row.seq_id == 0:
                 model = await self._models.row(model_of(row))
-                if await self._models.fail_creation(row, model, failure) and row.id in begun:
-                    self._models.release(model_of(row))  # which the ranks have by the next unit
+                if await self._models.fail_creation(row, model, failure):
+                    self._models.release(model.key)  # it may have begun: the ranks have it by the next unit
         self._woken.set()
 
     async def give_up(self, failures: Mapping[ModelKey, Failure]) -> None:

@@ -17,7 +17,6 @@ from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.suspends import Suspends
-from skyrl_tinker.engine.trainer.model_creation import ModelCreation
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.upkeep.purge import Purge
 from skyrl_tinker.engine.upkeep.storage_upkeep import StorageUpkeep
@@ -40,7 +39,7 @@ class Cleanup:
         store: Store,
         trainer: TrainerDriver,
         sampler: SamplerDriver,
-        creation: ModelCreation,
+        is_loading: Callable[[str], bool],
         versions: EphemeralVersions,
         settings: Settings,
         storage: Storage = LOCAL_DISK,
@@ -48,7 +47,7 @@ class Cleanup:
         self._store = store
         self._trainer = trainer
         self._sampler = sampler
-        self._creation = creation
+        self._is_loading = is_loading
         self._versions = versions
         self._storage = storage
         self._timeout_s, self._parked_s = settings.session_timeout_s, settings.history_ttl_s
@@ -60,7 +59,7 @@ class Cleanup:
             versions.sweep,
             self._remove_checkpoints,
             Purge(store, settings).run_when_due,
-            StorageUpkeep(store, storage, settings.checkpoint_cache_gb, creation.is_loading).run_when_due,
+            StorageUpkeep(store, storage, settings.checkpoint_cache_gb, is_loading).run_when_due,
         )
 
     async def run(self) -> None:
@@ -107,7 +106,7 @@ class Cleanup:
     async def _remove_checkpoints(self) -> None:
         now = self._store.now()
         for row in await self._store.fetch(lambda conn: checkpoint_records.list_garbage(conn, now)):
-            if not self._creation.is_loading(row.directory):
+            if not self._is_loading(row.directory):
                 await _tried(partial(self._remove, row))
 
     async def _remove(self, row: CheckpointRow) -> None:

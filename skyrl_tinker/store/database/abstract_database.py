@@ -47,16 +47,6 @@ def after_commit(conn: Connection, call: Call) -> None:
 
 
 @contextmanager
-def _calling_afterwards(conn: Connection) -> Iterator[None]:
-    """Context of a whole transaction, around its commit."""
-    calls: list[Call] = []
-    conn.info[_CALLS] = calls
-    yield
-    for call in calls:
-        call()
-
-
-@contextmanager
 def dropping_undone(conn: Connection) -> Iterator[None]:
     """Context of a part that is undone if it raises: then its calls are dropped."""
     calls: list[Call] = conn.info[_CALLS]
@@ -91,8 +81,12 @@ class Database(ABC):
 
         So ids are in the order of commits. What is raised within it undoes it.
         """
-        with _calling_afterwards(conn), self._writing(conn):
+        calls: list[Call] = []
+        with self._writing(conn):
+            conn.info[_CALLS] = calls  # now: a connection that was cut is replaced as it begins
             yield
+        for call in calls:
+            call()
 
     @abstractmethod
     def _writing(self, conn: Connection) -> AbstractContextManager[None]:

@@ -25,8 +25,11 @@ WRITERS = 7_310_593_858_020_254_313
 """Advisory lock of the transaction that writes; such locks are of one database."""
 _RETRY_S = 0.5
 _NOW = "extract(epoch FROM clock_timestamp())::float8"
-_READ = f"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; SET LOCAL statement_timeout = '60s'; SELECT {_NOW}"
-"""A statement that takes longer gives its thread to others."""
+_READ = (
+    "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; "
+    f"SET LOCAL statement_timeout = '60s'; SET LOCAL lock_timeout = '50s'; SELECT {_NOW}"
+)
+"""A statement that takes longer gives its thread to others; one that waits for a lock says so before."""
 _WRITE = f"BEGIN; SELECT pg_current_xact_id()::text, {_NOW} FROM pg_advisory_xact_lock({WRITERS}) AS turn"
 _EPOCH = "; SELECT (value->>'epoch')::bigint FROM server_state WHERE key = 'lease'"
 """Behind _WRITE: a statement of its own sees what was committed before the turn came."""
@@ -76,8 +79,8 @@ class PostgresDatabase(Database):
     @contextmanager
     def reading(self, conn: Connection) -> Iterator[None]:
         cursor = _begin(conn, _READ)
-        cursor.nextset()
-        cursor.nextset()
+        while cursor.nextset():
+            pass  # up to the time
         row = cursor.fetchone()
         assert row is not None
         self._note_clock(conn, row[0])

@@ -33,6 +33,7 @@ async def test_new_work_waits_for_room_and_what_was_accepted_does_not(world: Wor
     free[0] = 250_000_000
     refused = await world.post("optim_step", {**step, "seq_id": 2})
     assert refused.status_code == 503
+    assert (await world.post("optim_step%0A", {**step, "seq_id": 2})).status_code == 503, "the same route"
     assert int(refused.headers["retry-after"]) > 0
     assert "0.25 GB are free at" in refused.json()["detail"]
     assert "needs 1 GB (setting min_free_gb)" in refused.json()["detail"]

@@ -57,7 +57,8 @@ async def test_a_model_trains_on_while_its_export_is_written(world: World) -> No
     assert row is not None
     config = json.loads((Path(row.directory) / "adapter_config.json").read_text())
     assert config == {"base_model_name_or_path": "tiny"}
-    size = len(b"weights") + (Path(row.directory) / "adapter_config.json").stat().st_size
+    beside = ("adapter_config.json", "MERGING.md")
+    size = len(b"weights") + sum((Path(row.directory) / name).stat().st_size for name in beside)
     path = f"tinker://{model}/external_weights/a"
     assert answer == {"path": path, "size_bytes": size, "type": "save_weights_external"}
     assert row.size_bytes == size

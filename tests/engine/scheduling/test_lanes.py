@@ -266,6 +266,16 @@ def test_a_held_lane_runs_up_to_its_next_save_or_load(kind: RequestKind) -> None
     assert drain(lanes) == [3, 4]
 
 
+def test_a_lane_that_two_hold_waits_for_both() -> None:
+    lanes = created(row(1))
+    lanes.hold(MODEL)
+    lanes.hold(MODEL)
+    lanes.resume(MODEL)
+    assert drain(lanes) == []
+    lanes.resume(MODEL)
+    assert drain(lanes) == [1]
+
+
 def test_a_model_that_was_closed_meanwhile_is_resumed_in_vain() -> None:
     lanes = created()
     lanes.block_storage(MODEL)

@@ -88,7 +88,7 @@ def cleanup_of(
     (root / "memory").mkdir(exist_ok=True)
     settings = Settings(home=root, session_timeout_s=timeout_s, ephemeral_keep=2, ephemeral_idle_s=60.0)
     versions = EphemeralVersions(store, any_part, any_part, spill, settings)
-    return Cleanup(store, any_part, sampler or any_part, any_part, versions, settings, storage)
+    return Cleanup(store, any_part, sampler or any_part, parts.is_loading, versions, settings, storage)
 
 
 async def new_model(store: Store, session: SessionId) -> ModelRow:
@@ -367,7 +367,7 @@ async def test_when_memory_is_low_all_but_the_newest_ephemeral_weights_move(
         spill = TmpfsSpill(Path(memory), tmp_path / "disk", spare=1.0)
         any_part = cast(Any, parts)
         ephemeral = EphemeralVersions(store, any_part, any_part, spill, Settings(home=tmp_path))
-        cleanup = Cleanup(store, any_part, any_part, any_part, ephemeral, Settings(home=tmp_path))
+        cleanup = Cleanup(store, any_part, any_part, parts.is_loading, ephemeral, Settings(home=tmp_path))
         await cleanup.sweep()
         assert sorted(names(tmp_path / "disk")) == [version.name for version in versions[:-1]]
         assert all(exists(version) for version in versions)

@@ -12,6 +12,7 @@ from sqlalchemy import Connection, make_url, text
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.store import server_state
+from skyrl_tinker.store.database.abstract_database import after_commit
 from skyrl_tinker.store.database.postgresql import _TIMELINE, PostgresDatabase
 from skyrl_tinker.store.store import Store
 from tests.store.support.databases import on_postgresql
@@ -153,8 +154,15 @@ async def test_who_stands_still_in_the_middle_of_a_write_loses_its_turn(url: str
 async def test_nobody_notices_a_restart_of_the_server_between_transactions(
     store: Store, postgres: Postgres
 ) -> None:
+    told: list[int] = []
+
+    def op(conn: Connection) -> None:
+        increase(conn)
+        after_commit(conn, lambda: told.append(len(told) + 1))
+
     for number in (1, 2, 3):
-        await store.write(increase)
+        await store.write(op)
+        assert told[-1] == number
         assert await store.read(count) == number
         assert await store.fetch(lambda conn: server_state.get(conn, "count")) == number
         postgres.stop("immediate" if number == 1 else "fast")
