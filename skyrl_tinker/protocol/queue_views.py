@@ -19,7 +19,7 @@ INCIDENTS = 16
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """Loss of a process, or a recovery (`mended`). `at`: UTC seconds."""
+    """Loss of a process, or a recovery (`mended`). `at`: UTC seconds by the database's clock."""
 
     at: float
     text: str
@@ -98,7 +98,8 @@ class SamplingView:
 
     `queued`: by session, in the order of their turns, which count as one sample each here. `stride`: one in
     so many ids is listed. `per_second`: recent rate of finished samples. `paused`: why none proceeds.
-    `weights`: names of the versions that every replica has loaded.
+    `weights`: names of the versions that every replica has loaded. `away`: future ids, at most SHOWN, of
+    samples that gave their turn to others, as the storage of their weights did not answer; not in `queued`.
     """
 
     queued: Mapping[str, QueueView] = field(default_factory=dict)
@@ -111,6 +112,7 @@ class SamplingView:
     weights: tuple[str, ...] = ()
     rates: TokenRates = TokenRates()
     incidents: tuple[Incident, ...] = ()
+    away: tuple[int, ...] = ()
 
     def ahead(self, session_id: str | None, future_id: int) -> int | None:
         """Return how many waiting samples come before this one; None when it no longer waits."""

@@ -14,6 +14,7 @@ from skyrl_tinker.store.futures.cancellation import QueuePosition
 
 CREATED = "the model is being created"
 HELD = "waiting for an earlier save of this model to be written, or a checkpoint to be fetched"
+AWAY = "waiting, as the storage of its weights did not answer"
 _RUNNING = {
     RequestKind.CREATE_MODEL: CREATED,
     RequestKind.LOAD_WEIGHTS: "the weights are being loaded",
@@ -49,6 +50,8 @@ def _sampling(position: QueuePosition, view: SamplingView) -> Reason:
     ahead = view.ahead(position.session_id, position.future_id)
     if view.paused is not None:
         return Reason("paused_capacity", view.paused)
+    if position.future_id in view.away:
+        return Reason("paused_capacity", AWAY)
     if ahead is None:
         return _running(position)
     rate = view.per_second

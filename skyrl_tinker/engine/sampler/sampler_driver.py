@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -37,14 +37,14 @@ from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.priorities import share_of
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
-from skyrl_tinker.engine.scheduling.slots import Slots
+from skyrl_tinker.engine.scheduling.slots import SampleTurn, Slots
 from skyrl_tinker.engine.scheduling.throughput import EndRate
 from skyrl_tinker.engine.telemetry.engine_metrics import OPENAI, Metrics
 from skyrl_tinker.errors import NotFoundError, StateLostError, StorageAwayError
 from skyrl_tinker.inference.constants import MAX_SEQUENCES
 from skyrl_tinker.off_loop import OFF_LOOP_BYTES
 from skyrl_tinker.protocol.protobuf import pass_results, sample_results
-from skyrl_tinker.protocol.queue_views import SamplingView
+from skyrl_tinker.protocol.queue_views import SHOWN, SamplingView
 from skyrl_tinker.protocol.stored_requests import sample_from_body
 from skyrl_tinker.store import sampling_sessions, session_records
 from skyrl_tinker.store.futures import queue
@@ -65,17 +65,13 @@ EMPTY: Mapping[int, FutureOutcome] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class _Guest:
-    """Request of an OpenAI client, which the store does not know, or one that has given its turn to others.
-
-    `come`: done once its turn has come.
-    """
+    """Request of an OpenAI client, which the store does not know."""
 
     id: int
     owner_id: OwnerId | None
     session_id: SessionId
     tokens: int
     sequences: int
-    come: asyncio.Future[None]
     model_key: ModelKey | None = None
 
 
@@ -103,6 +99,8 @@ class SamplerDriver:
         self._starting: set[int] = set()  # their bodies are being read
         self._queued = SampleQueue(Slots(concurrency, lambda: samplers.cores))
         self._guests = itertools.count(-1, -1)  # ids that no future has
+        self._awaited: dict[int, asyncio.Future[None]] = {}  # turns that a task waits for, by id
+        self._away: dict[int, None] = {}  # future ids; the storage of their weights did not answer
         self._listed, self._listed_at = self._queued.view(), -math.inf
         self._ends = EndRate()
         self._changed = asyncio.Event()  # rows came, or requests finished
@@ -125,25 +123,27 @@ class SamplerDriver:
     async def turn(self, owner: OwnerId | None, tokens: int, sequences: int) -> AsyncIterator[None]:
         """Wait for a turn among the samples, and have it; `tokens`: the most that is computed in it."""
         began = time.monotonic()
-        async with self._turn(owner, openai_session(owner), tokens, sequences):
+        guest = _Guest(next(self._guests), owner, openai_session(owner), tokens, sequences)
+        await self._await_turn(guest)
+        try:
             self._metrics.waited(OPENAI, time.monotonic() - began)
             yield
+        finally:
+            self._note_end(guest.id)
 
-    @asynccontextmanager
-    async def _turn(
-        self, owner: OwnerId | None, session: SessionId, tokens: int, sequences: int
-    ) -> AsyncIterator[None]:
-        come: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        guest = _Guest(next(self._guests), owner, session, tokens, sequences, come)
-        self._queued.add([guest])
+    async def _await_turn(self, turn: SampleTurn) -> None:
+        """Queue a turn and return once it has come."""
+        come = self._awaited[turn.id] = asyncio.get_running_loop().create_future()
+        self._queued.add([turn])
         self._changed.set()
         try:
             await come
-            yield
+        except asyncio.CancelledError:
+            self._queued.discard({turn.id})
+            self._give_back(turn.id)  # it may have come in this moment
+            raise
         finally:
-            if come.cancelled():
-                self._queued.discard({guest.id})
-            self._note_end(guest.id)
+            del self._awaited[turn.id]
 
     async def cancel(self, rows: Sequence[QueuedRow]) -> None:
         """Cancel samples; the body of each row is the future id of one that was submitted before it."""
@@ -175,7 +175,7 @@ class SamplerDriver:
     def view(self) -> SamplingView:
         """Return the queues, as they were at most LISTED_S ago, and how many wait and end."""
         if (now := time.monotonic()) > self._listed_at + LISTED_S:
-            self._listed, self._listed_at = self._queued.view(), now
+            self._listed, self._listed_at = self._queued.view(self._away), now
         queues, stride = self._listed
         waiting = SamplingView(
             queues,
@@ -184,6 +184,7 @@ class SamplerDriver:
             self.in_flight(),
             self._ends.per_second(),
             rates=self._metrics.sampled_meter.rates(),
+            away=tuple(itertools.islice(self._away, SHOWN)),
         )
         return self._samplers.view(waiting)
 
@@ -207,18 +208,23 @@ class SamplerDriver:
 
     def _note_end(self, turn_id: int) -> None:
         self._tasks.pop(turn_id, None)
-        self._queued.release([turn_id])
         self._ends.record()
+        self._give_back(turn_id)
+
+    def _give_back(self, turn_id: int) -> None:
+        self._queued.release([turn_id])
         self._changed.set()
 
     async def _next_rows(self) -> list[QueuedRow]:
-        """Wait for at least one row whose turn has come, and return all; tell guests that theirs has."""
+        """Wait for at least one row whose turn has come, and return all; tell tasks that wait for one."""
         while True:
             turns = self._queued.take(BATCH)
             for turn in turns:
-                if isinstance(turn, _Guest) and not turn.come.done():  # it may be cancelled in this moment
-                    turn.come.set_result(None)
-            if rows := [turn for turn in turns if isinstance(turn, QueuedRow)]:
+                come = self._awaited.get(turn.id)
+                if come is not None and not come.done():  # it may be cancelled in this moment
+                    come.set_result(None)
+            new = (turn for turn in turns if turn.id not in self._awaited)
+            if rows := [turn for turn in new if isinstance(turn, QueuedRow)]:
                 return rows
             if not turns:
                 self._changed.clear()
@@ -240,8 +246,8 @@ class SamplerDriver:
         return await read_persistently(self._store, read)
 
     async def _finish(self, row: QueuedRow, body: bytes) -> None:
-        began_at = time.time()
-        self._metrics.began([row], self._store.now())
+        began_at = self._store.now()
+        self._metrics.began([row], began_at)
         replicas: list[str] = []
         outcome = await self._outcome(row, body, replicas)
         self._metrics.activity.sample(row.id, began_at, replicas)
@@ -268,17 +274,18 @@ class SamplerDriver:
     async def _sample(self, row: QueuedRow, source: SampleSource, request: SampleRequest) -> SampleOutput:
         """Sample. Where the weights are in storage that is away, others have the turn until they are here."""
         share = share_of(row.owner_id, row.session_id)
-        try:
-            return await self._samplers.sample(source, request, share)
-        except StorageAwayError as error:
-            _log.warning("request %s waits: %s", row.request_id, error)
-        self._queued.release([row.id])
-        self._changed.set()
-        while True:
-            await self._samplers.await_files(source)
-            with suppress(StorageAwayError):  # they have left the cache meanwhile
-                async with self._turn(row.owner_id, row.session_id, row.tokens, row.sequences):
-                    return await self._samplers.sample(source, request, share)
+        while True:  # they may leave the cache again
+            try:
+                return await self._samplers.sample(source, request, share)
+            except StorageAwayError as error:
+                _log.warning("request %s waits: %s", row.request_id, error)
+            self._give_back(row.id)
+            self._away[row.id] = None
+            try:
+                await self._samplers.await_files(source)
+                await self._await_turn(replace(row, tokens=0))  # they were charged for the first turn
+            finally:
+                del self._away[row.id]
 
     def _read(self, body: bytes) -> SampleRequest:
         request = sample_from_body(body)

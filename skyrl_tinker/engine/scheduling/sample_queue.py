@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from itertools import islice
 
 from skyrl_tinker.engine.scheduling.fair_share import FairShare, Path, path_of
@@ -74,15 +74,21 @@ class SampleQueue:
             else:
                 del self._queues[path]
 
-    def view(self) -> tuple[dict[str, QueueView], int]:
-        """Return the queues by session, the next one first, and the stride: one turn in so many is shown."""
+    def view(self, away: Collection[int] = ()) -> tuple[dict[str, QueueView], int]:
+        """Return the queues by session, the next one first, and the stride: one turn in so many is shown.
+
+        `away`: turns that are not shown: they had one, so ids after theirs may be of samples that run.
+        """
         stride = max(1, math.ceil(self._count / SHOWN))
         queues: dict[str, QueueView] = {}
         for turn in self._shares.order(_tokens, _head):
             queue, of_session = self._queues[path_of(turn)], str(turn.session_id)
+            shown = [each for each in queue if each.id not in away] if away else queue
+            if not shown:
+                continue
             others = queues.get(of_session, QueueView((), 0))  # of an owner that gave its session away
-            ids = sorted((*others.ids, *(each.id for each in islice(queue, 0, None, stride))))
-            queues[of_session] = QueueView(tuple(ids), others.waiting + len(queue))
+            ids = sorted((*others.ids, *(each.id for each in islice(shown, 0, None, stride))))
+            queues[of_session] = QueueView(tuple(ids), others.waiting + len(shown))
         return queues, stride
 
     def _beginning(self) -> Iterator[SampleTurn]:

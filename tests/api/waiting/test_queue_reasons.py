@@ -202,6 +202,14 @@ def test_what_a_training_request_waits_for(asked: QueuePosition, training: Train
     assert queue_reason(asked, QueuesView(training, SamplingView())).text == text
 
 
+def test_a_sample_whose_weights_are_in_storage_that_is_away_waits() -> None:
+    view = SamplingView({"b": QueueView((9,), 1)}, waiting=1, away=(5,))
+    assert queue_reason(place(RequestKind.SAMPLE, future_id=5), QueuesView(IDLE, view)) == Reason(
+        "paused_capacity", "waiting, as the storage of its weights did not answer"
+    )
+    assert queue_reason(place(RequestKind.SAMPLE, future_id=6), QueuesView(IDLE, view)).text == "sampling"
+
+
 def test_of_very_many_samples_the_engine_tells_every_so_many() -> None:
     queue = QueueView(tuple(range(100, 200, 10)), 95)
     view = SamplingView({"b": queue}, stride=10, waiting=95, per_second=2.0)

@@ -96,6 +96,7 @@ async def test_requests_that_the_store_does_not_know_take_their_turns_among_samp
         assert driver.queued() == 1
     await waiting
     assert driver.in_flight() == driver.queued() == 0
+    assert len(driver._ends._times) == 2, "of those that had a turn"
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running

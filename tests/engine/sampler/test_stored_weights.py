@@ -16,7 +16,7 @@ from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Fleet
-from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.sampler.sampler_driver import CANCELLED, SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
@@ -96,10 +96,16 @@ async def test_samples_of_weights_in_storage_that_is_away_wait_and_others_have_t
         await until(lambda each=accepted: journal.outcome(store, each), _is_done)  # type: ignore[misc]
     for accepted in waiting:
         assert (await journal.outcome(store, accepted)).status is FutureStatus.PENDING
+    ids = [(await journal.outcome(store, accepted)).future_id for accepted in waiting]
+    assert list(driver._away) == ids
+    assert driver._queued.view(driver._away)[0] == {}
+    await driver.end({ids[0]: CANCELLED})
+    assert (await journal.outcome(store, waiting.pop(0))).status is FutureStatus.FAILED
     away = False
     for accepted in waiting:
         await until(lambda each=accepted: journal.outcome(store, each), _is_done)  # type: ignore[misc]
-    assert (driver.in_flight(), driver.queued()) == (0, 0)
+    assert (driver.in_flight(), driver.queued(), len(driver._away)) == (0, 0, 0)
+    assert len(driver._ends._times) == 6, "each ended once"
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running

@@ -16,7 +16,7 @@ from skyrl_tinker.domain.ids import (
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
 from skyrl_tinker.engine.scheduling.slots import SampleTurn, Slots
 from skyrl_tinker.inference.constants import RESERVED_SEQUENCES
-from skyrl_tinker.protocol.queue_views import SamplingView
+from skyrl_tinker.protocol.queue_views import QueueView, SamplingView
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 
@@ -52,6 +52,14 @@ def view(queue: SampleQueue) -> SamplingView:
 def take_one(queue: SampleQueue) -> SampleTurn:
     (each,) = queue.take(1)
     return each
+
+
+def test_turns_that_were_given_to_others_are_not_shown() -> None:
+    """Those with ids between are in flight, and wait for nobody."""
+    queue = queue_of()
+    queue.add([row(9, "one"), row(3, "one"), row(4, "two")])
+    shown, _ = queue.view({3: None, 4: None})
+    assert shown == {"one": QueueView((9,), 1)}
 
 
 def test_a_flood_keeps_nobody_waiting() -> None:
