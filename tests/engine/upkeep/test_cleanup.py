@@ -16,6 +16,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import CheckpointKind, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.domain.values import LoraSpec, WeightVersion
 from skyrl_tinker.engine.outbox import Outbox
+from skyrl_tinker.engine.sampler import ephemeral_versions
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
@@ -374,8 +375,9 @@ async def test_when_memory_is_low_all_but_the_newest_ephemeral_weights_move(
 
 
 async def test_above_the_cap_the_oldest_ephemeral_weights_go_but_never_the_newest_of_a_model(
-    store: Store, parts: Parts, tmp_path: Path
+    store: Store, parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ephemeral_versions, "AT_ONCE", 4)  # so sizes come in two portions
     session = await journal.new_session(store)
     models = [await new_model(store, session), await new_model(store, await journal.new_session(store))]
     versions = []
@@ -394,7 +396,12 @@ async def test_above_the_cap_the_oldest_ephemeral_weights_go_but_never_the_newes
         return EphemeralVersions(store, any_part, any_part, spill, settings)
 
     parts.used.add(versions[0].id)
+    ids = [version.id for version in versions]
+    asked = [*reversed(ids), VersionId(99)]
+    assert await store.read(lambda conn: sampling_sessions.versions_of(conn, asked)) == versions
+    assert await store.read(lambda conn: sampling_sessions.versions_of(conn, ids[3:4])) == versions[3:4]
     await capped(4500e-9).sweep()
+    assert await store.read(lambda conn: sampling_sessions.versions_of(conn, ids[:3])) == versions[:1]
     assert [exists(version) for version in versions] == [True, False, False, True, True, True]
     await capped(1e-9).sweep()
     assert [exists(version) for version in versions] == [True, False, False, False, True, True]
