@@ -1,6 +1,5 @@
 """Composition root of the API."""
 
-import time
 from asyncio import TaskGroup
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -106,11 +105,11 @@ def create_app(
     store: Store,
     facts: BaseModelFacts,
     bell: Doorbell,
-    clock: Callable[[], float] = time.time,
+    clock: Callable[[], float] | None = None,
 ) -> FastAPI:
     """Build the API on an open store and a bound doorbell, both of which the caller closes.
 
-    `clock`: UTC seconds, by which keys and JWTs expire.
+    `clock`: UTC seconds, by which keys and JWTs expire; default: the database's.
     """
     app = make_app(settings)
     app.state.services = make_services(settings, store, facts, bell, clock)
@@ -122,7 +121,7 @@ def make_services(
     store: Store,
     facts: BaseModelFacts,
     bell: Doorbell,
-    clock: Callable[[], float] = time.time,
+    clock: Callable[[], float] | None = None,
 ) -> Services:
     """Build what one run of the app works with; its lifespan starts and ends them."""
     directories = Directories(settings)

@@ -2,11 +2,10 @@
 
 import re
 import sys
-import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, overload
 
 import typer
 
@@ -69,7 +68,7 @@ def create(
     from skyrl_tinker.store.store import write_once
 
     def create_key(conn: "Connection") -> tuple[str, int, int]:
-        key = api_keys.create(conn, name, expires_at=_from_now(expires_in), admin=admin)
+        key = api_keys.create(conn, name, expires_at=_from_now(conn, expires_in), admin=admin)
         adopted = api_keys.adopt(conn, name, api_keys.NO_KEY) if adopt else 0
         return key, adopted, owners.count_ownerless(conn)
 
@@ -96,10 +95,12 @@ def list_keys(home: Home = None, database_url: DatabaseUrl = None, config_file: 
     from skyrl_tinker.store import api_keys
 
     with one_line_errors():
-        rows = _run(home, database_url, config_file, api_keys.list_keys)
+        now, rows = _run(
+            *(home, database_url, config_file), lambda conn: (_from_now(conn, 0), api_keys.list_keys(conn))
+        )
     for row in rows:
         used = "never used" if row.last_used_at is None else f"used {_utc(row.last_used_at)}"
-        print(f"{row.id:>4}  {row.name:<32}  made {_utc(row.created_at)}  {used:<25}  {_state(row)}")
+        print(f"{row.id:>4}  {row.name:<32}  made {_utc(row.created_at)}  {used:<25}  {_state(row, now)}")
     if not rows:
         print("no keys", file=sys.stderr)
 
@@ -126,16 +127,15 @@ def rotate(
     """
     from skyrl_tinker.store import api_keys
 
+    def rotate_key(conn: "Connection") -> tuple[str, float]:
+        secret = api_keys.rotate(conn, key, overlap, expires_at=_from_now(conn, expires_in))
+        return secret, _from_now(conn, overlap)
+
     with one_line_errors():
-        secret = _run(
-            home,
-            database_url,
-            config_file,
-            lambda conn: api_keys.rotate(conn, key, overlap, expires_at=_from_now(expires_in)),
-        )
+        secret, until = _run(home, database_url, config_file, rotate_key)
     print(secret)
     print(_SHOWN_ONCE, file=sys.stderr)
-    print(f"the old one ends at {_utc(time.time() + overlap)} at the latest", file=sys.stderr)
+    print(f"the old one ends at {_utc(until)} at the latest", file=sys.stderr)
 
 
 @app.command()
@@ -282,12 +282,18 @@ def _run(home: Path | None, database_url: str | None, config_file: Path | None, 
     return write_once(url, op)
 
 
-def _from_now(seconds: int | None) -> float | None:
-    return None if seconds is None else time.time() + seconds
+@overload
+def _from_now(conn: "Connection", seconds: int) -> float: ...
+@overload
+def _from_now(conn: "Connection", seconds: int | None) -> float | None: ...
+def _from_now(conn: "Connection", seconds: int | None) -> float | None:
+    from skyrl_tinker.store.database.rows import database_time
+
+    return None if seconds is None else database_time(conn) + seconds
 
 
-def _state(row: "KeyRow") -> str:
-    now, parts = time.time(), ["admin"] if row.admin else []
+def _state(row: "KeyRow", now: float) -> str:
+    parts = ["admin"] if row.admin else []
     if row.revoked_at is not None:
         return " ".join([f"revoked {_utc(row.revoked_at)}", *parts])
     if row.expires_at is not None:

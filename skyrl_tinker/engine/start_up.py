@@ -70,7 +70,8 @@ class StartUp:
             servers = launch_servers(settings, spec, self._shutdowns)
             tasks.create_task(self._await_ready("sampler", servers.ready()))
         fleet = await assemble(
-            settings, servers, placement, facts.directory, directories.log_dir, self._shutdowns
+            *(settings, servers, placement, facts.directory, directories.log_dir, self._shutdowns),
+            self._env.store.now,
         )
         samplers = make_samplers(settings, facts, trainer, fleet, self._env.metrics, self._env.ray.address)
         if settings.external_urls:

@@ -1,4 +1,7 @@
-"""Activity of the engine in the last minutes, as the API gets it for a trace. Times are UTC seconds."""
+"""Activity of the engine in the last minutes, as the API gets it for a trace. Times are UTC seconds.
+
+They are by the database's clock, as those of the requests beside them.
+"""
 
 from dataclasses import dataclass
 

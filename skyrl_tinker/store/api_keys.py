@@ -7,7 +7,6 @@ SP 800-63B, 5.1.2.2: secrets of at least 112 bits of entropy are hashed with an 
 import hashlib
 import re
 import secrets
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, selec
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store import audit_log, owners, server_state
-from skyrl_tinker.store.database.rows import insert_id
+from skyrl_tinker.store.database.rows import database_time, insert_id
 from skyrl_tinker.store.database.tables import ApiKey
 
 PREFIX = "tml-"
@@ -38,7 +37,10 @@ End = Literal["revoked", "expired", "replaced"]
 
 @dataclass(frozen=True, slots=True)
 class KeyRow:
-    """One key. `previous_until`: end of the secret before the last rotation. Times are UTC seconds."""
+    """One key. `previous_until`: end of the secret before the last rotation.
+
+    Times are UTC seconds by the database's clock.
+    """
 
     id: OwnerId
     name: str
@@ -90,7 +92,7 @@ def create(
     if _find_live(conn, name) is not None:
         raise UserError(f"name: found {name!r}, which a live key has: revoke that one, or take another name")
     key = _new_key()
-    row = {"name": name, "hash": digest(key), "created_at": time.time()}
+    row = {"name": name, "hash": digest(key), "created_at": database_time(conn)}
     key_id = insert_id(conn, insert(ApiKey), {**row, "expires_at": expires_at, "admin": admin})
     _note(conn, "key_create", key_id, by, admin=admin, expires_at=expires_at)
     return key
@@ -112,7 +114,7 @@ def rotate(
     if overlap_s > MOST_OVERLAP_S:
         raise UserError(f"overlap: found {overlap_s:.0f} s, expected at most {MOST_OVERLAP_S} s (7 days)")
     row = find_live(conn, id_or_name)
-    key, until = _new_key(), time.time() + overlap_s
+    key, until = _new_key(), database_time(conn) + overlap_s
     changes = {"previous_hash": ApiKey.hash, "previous_until": until, "hash": digest(key)}
     expiry = row.expires_at if expires_at is None else expires_at
     conn.execute(update(ApiKey).where(ApiKey.id == row.id).values(**changes, expires_at=expiry))
@@ -123,7 +125,7 @@ def rotate(
 def revoke(conn: Connection, id_or_name: str, by: str | None = None) -> KeyRow:
     """Revoke a live key, given by id or name. Raises NotFoundError."""
     row = find_live(conn, id_or_name)
-    conn.execute(update(ApiKey).where(ApiKey.id == row.id).values(revoked_at=time.time()))
+    conn.execute(update(ApiKey).where(ApiKey.id == row.id).values(revoked_at=database_time(conn)))
     _note(conn, "key_revoke", row.id, by)
     return row
 
@@ -192,7 +194,7 @@ def live_id(conn: Connection, name: str) -> OwnerId:
 def find_live(conn: Connection, id_or_name: str) -> KeyRow:
     """Return a live key, given by id or name. Raises NotFoundError."""
     row = _by_id(conn, id_or_name) if _ID.fullmatch(id_or_name) else _by_name(conn, id_or_name)
-    if row is None or not row.is_live(time.time()):
+    if row is None or not row.is_live(database_time(conn)):
         raise _no_live_key(id_or_name)
     return row
 
@@ -206,7 +208,7 @@ def find_dead(conn: Connection, id_or_name: str) -> KeyRow:
     named = [by_id] if by_id else [row for row in list_keys(conn) if row.name == id_or_name]
     if not named:
         raise NotFoundError(f"no key {id_or_name!r}: see `skyrl-tinker keys list`")
-    dead = [row for row in named if not row.is_live(time.time())]
+    dead = [row for row in named if not row.is_live(database_time(conn))]
     if not dead:
         (row,) = named
         raise UserError(f"key {row.id} ({row.name}) is live: revoke it first")
@@ -249,16 +251,16 @@ def _secrets(row: KeyRow, current: bytes, previous: bytes | None) -> Iterator[tu
 
 
 def _find_live(conn: Connection, name: str) -> int | None:
-    return conn.scalar(select(ApiKey.id).where(ApiKey.name == name, _is_live()))
+    return conn.scalar(select(ApiKey.id).where(ApiKey.name == name, _is_live(conn)))
 
 
-def _is_live() -> ColumnElement[bool]:
-    unexpired = or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > time.time())
+def _is_live(conn: Connection) -> ColumnElement[bool]:
+    unexpired = or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > database_time(conn))
     return and_(ApiKey.revoked_at.is_(None), unexpired)
 
 
 def _by_name(conn: Connection, name: str) -> KeyRow | None:
-    row = conn.execute(select(*_COLUMNS).where(ApiKey.name == name, _is_live())).one_or_none()
+    row = conn.execute(select(*_COLUMNS).where(ApiKey.name == name, _is_live(conn))).one_or_none()
     return None if row is None else _key(row)
 
 

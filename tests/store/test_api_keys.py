@@ -1,20 +1,24 @@
 """API keys at rest: by their hash alone, each name at most once among the living."""
 
 import time
+from pathlib import Path
 
 import pytest
 from sqlalchemy import text
 
+from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.domain.ids import ALL_OWNERS, OwnerId, Reach
-from skyrl_tinker.errors import NotFoundError, UserError
+from skyrl_tinker.errors import NotFoundError, UnauthenticatedError, UserError
 from skyrl_tinker.store import api_keys, audit_log
 from skyrl_tinker.store.api_keys import Secret
+from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.database.tables import Base
 from skyrl_tinker.store.reports import session_listing
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import new_session
 from tests.support.reads import reading
+from tests.support.skew import skew
 
 
 async def made(store: Store, name: str) -> str:
@@ -36,6 +40,23 @@ async def test_the_database_holds_no_key_only_its_sha256(store: Store) -> None:
     dump = str(rows)
     assert str(api_keys.digest(key)) in dump
     assert not any(part in dump for part in (key, key[4:], key[-8:], key[4:12]))
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    skew(monkeypatch, 3600.0)
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+async def test_keys_live_by_the_clock_of_the_database(ahead: None, store: Store, tmp_path: Path) -> None:
+    """One clock for all API processes and the command line, whatever hosts they are on."""
+    key = await store.write(lambda conn: api_keys.create(conn, "alice", expires_at=store.now() - 60))
+    ring = KeyRing(store, SigningSecrets(tmp_path))
+    await ring.start()
+    with pytest.raises(UnauthenticatedError, match="expired"):
+        ring.caller(key)
+    with pytest.raises(NotFoundError):
+        await store.read(lambda conn: api_keys.find_live(conn, "alice"))
 
 
 async def test_two_keys_are_never_the_same(store: Store) -> None:

@@ -1,6 +1,5 @@
 """Keys of all owners, for the dashboard of an administrator. Each change is in the audit log."""
 
-import time
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
@@ -35,7 +34,7 @@ router = APIRouter(tags=["console"], prefix="/console/admin")
 @router.get("", summary="Keys, their limits, and what their owners have", response_model=AdminResponse)
 async def list_keys(deps: Deps, caller: CallerDep) -> Response:
     require_admin(caller)
-    limits, now = deps.keys.limits, time.time()
+    limits, now = deps.keys.limits, deps.store.now()
     return await json_from_rows(deps.store, lambda conn: overview(conn, limits, now))
 
 
@@ -48,7 +47,7 @@ async def list_keys(deps: Deps, caller: CallerDep) -> Response:
 async def create_key(request: Request, deps: Deps, caller: CallerDep) -> JSONResponse:
     require_admin(caller)
     new = await read_model(request, CreateKeyRequest)
-    expires_at = None if new.expires_in_s is None else time.time() + new.expires_in_s
+    expires_at = None if new.expires_in_s is None else deps.store.now() + new.expires_in_s
     return _secret(
         await _change(
             deps,

@@ -1,6 +1,5 @@
 """Usage, without prices: costs are null."""
 
-import time
 from datetime import datetime
 from typing import Annotated
 
@@ -35,7 +34,7 @@ router = APIRouter(tags=["billing"], prefix="/billing/usage")
 )
 async def usage_events(query: Annotated[UsageQuery, Query()], deps: Deps, reach: Reached) -> Response:
     """Usage up to the last answer. OpenAI clients of an owner are one session; a stream counts at its end."""
-    now = time.time()
+    now = deps.store.now()
     first, end = _hour("starting_on", query.starting_on), _hour("ending_before", query.ending_before)
     if first * HOUR_S > now:
         raise UserError(f"starting_on: found {query.starting_on.isoformat()}, expected a time in the past")

@@ -1,6 +1,5 @@
 """Routes of the dashboard and of `skyrl-tinker status`."""
 
-import time
 from dataclasses import asdict
 from typing import Annotated
 
@@ -114,7 +113,7 @@ async def points_csv(run: str, deps: Deps, reach: Reached) -> StreamingResponse:
 )
 async def trace(query: Annotated[TraceQuery, Query()], deps: Deps, reach: Reached) -> Response:
     """Show the caller's requests. What the engine remembers is gone with it: then they have no parts."""
-    since = time.time() - 60 * query.minutes
+    since = deps.store.now() - 60 * query.minutes
     try:
         activity = activity_from_bytes(await deps.engine.get(f"/activity?since={since}"))
     except EngineUnavailableError:

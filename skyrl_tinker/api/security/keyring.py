@@ -45,14 +45,14 @@ class KeyRing:
         store: Store,
         signing: SigningSecrets,
         limits: KeyLimits = UNLIMITED,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        """`limits`: of keys that have none of their own. `clock`: UTC seconds."""
+        """`limits`: of keys that have none of their own. `clock`: UTC seconds; default: the database's."""
         self._store = store
         self._signing = signing
         self._limits = limits
         self._nobody = Caller(None, owners.LOCAL_OWNER, limits=limits.filled(several=False))
-        self._clock = clock
+        self._clock = clock or store.now
         self._refreshing = asyncio.Lock()
         self._changes = -1  # of the keys that are here
         self._secrets: dict[str, Secret] = {}  # by secret_id

@@ -1,6 +1,7 @@
 """Signed download URLs, which need no key until they expire.
 
 The signature is HMAC-SHA256 (RFC 2104) over expiry and path, with a secret that all API processes share.
+Expiry is by the clocks of the hosts that sign and serve.
 """
 
 import hashlib

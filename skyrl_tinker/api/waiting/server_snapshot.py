@@ -32,8 +32,9 @@ class Guest:
 
 @dataclass(frozen=True, slots=True)
 class ServerSnapshot:
-    """State at `at`, in UTC seconds like `started_at`. `queues` None: the engine does not answer.
+    """State at `at`, in UTC seconds by the database's clock. `queues` None: the engine does not answer.
 
+    `started_at`: by the clock of the server's host, to be shown and not compared with `at`.
     `models`: by key. `guests`: owners of the sessions of OpenAI clients that wait, which the store does not
     know yet.
     """

@@ -56,11 +56,13 @@ class Fleet:
         placement: Placement = SEPARATE,
         step_s: float = 600.0,
         cores: Sequence[int] = (),
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """Start with all `client.server_urls`, which are ready, and known to the router if it is ours.
 
         `step_s`: a member whose core answers nothing for longer is replaced. `cores`: of each replica, those
         that decode, 0 where it computes prompts for others; default: one.
+        `clock`: of incidents.
         """
         self.client = client
         self.changing = AwakeLock(placement)
@@ -68,6 +70,7 @@ class Fleet:
         self._servers = servers
         self._router = router
         self._step_s = step_s
+        self._clock = clock
         self._long_calls = 0
         self._proxy_url = client.proxy_url if client.proxy_url not in client.server_urls else None
         self._replicas = len(client.server_urls)
@@ -170,7 +173,7 @@ class Fleet:
             loss = await self._wait_lost(index)
             _log.error("sampler %d at %s is lost and is replaced: %s", index, loss.url, loss.reason)
             self.incidents.append(
-                Incident(time.time(), f"sampler {index} at {loss.url} was lost: {loss.reason}")
+                Incident(self._clock(), f"sampler {index} at {loss.url} was lost: {loss.reason}")
             )
             self._remove(index)
             await self._report(status)
@@ -287,7 +290,7 @@ class Fleet:
         while True:
             reason = await router.wait_died()
             _log.error("%s and is started again", reason)
-            self.incidents.append(Incident(time.time(), reason))
+            self.incidents.append(Incident(self._clock(), reason))
             self._losses += 1
             self._proxy_url = None  # one member serves all meanwhile
             self._retarget()

@@ -1,6 +1,7 @@
 """Assembly of the sampling side: servers of ours or by URL, a router before several, and the fleet."""
 
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -46,10 +47,11 @@ async def assemble(
     base_model: str,
     log_dir: Path,
     to_end: ToEnd,
+    clock: Callable[[], float] = time.time,
 ) -> Fleet:
     """Make the fleet of `servers`, which are ready. A single one needs no router.
 
-    `base_model`: its directory.
+    `base_model`: its directory. `clock`: of incidents.
     """
     router, token = None, servers.token
     if len(servers.urls) > 1 and settings.router_url is None:
@@ -66,7 +68,8 @@ async def assemble(
         client.data.most_sequences = 1  # a prompt's keys and values can be fetched only once
     to_end.append(client.close)
     step_s = settings.sampler_step_s or STEP_S[settings.device]
-    return Fleet(servers, client, router, placement, step_s, _cores(settings, len(servers.urls)))
+    cores = _cores(settings, len(servers.urls))
+    return Fleet(servers, client, router, placement, step_s, cores, clock)
 
 
 def sampler_gpus(settings: Settings) -> int:

@@ -23,7 +23,9 @@ S = TypeVar("S", UnitSpan, SampleSpan, PublishSpan, SyncSpan)
 
 
 class ActivityLog:
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        """`clock`: of times in rows, beside which spans are shown."""
+        self._clock = clock
         self._units: deque[UnitSpan] = deque(maxlen=SPANS)
         self._samples: deque[SampleSpan] = deque(maxlen=SPANS)
         self._publishes: deque[PublishSpan] = deque(maxlen=SPANS)
@@ -36,11 +38,13 @@ class ActivityLog:
         self._followers.append(follower)
 
     def ranks(self, method: str, replies: Sequence[RankReply]) -> None:
-        """Note a call of all ranks, as a part of the unit that ends next."""
+        """Note a call of all ranks, as a part of the unit that ends next; they have this host's clock."""
+        skew_s = self._clock() - time.time()
+        begun = [reply.began_at + skew_s for reply in replies]
         self._calls.append(
             tuple(
-                RankSpan(rank, method, reply.began_at, reply.began_at + reply.seconds)
-                for rank, reply in enumerate(replies)
+                RankSpan(rank, method, began_at, began_at + reply.seconds)
+                for rank, (began_at, reply) in enumerate(zip(begun, replies, strict=True))
             )
         )
 
@@ -50,20 +54,20 @@ class ActivityLog:
         self._calls.clear()
         tokens = sum(cost(row) for row in rows if row.kind in PASSES)
         ids = tuple(row.id for row in rows[:UNIT_ROWS])
-        self._note(self._units, UnitSpan(rows[0].kind, began_at, time.time(), tokens, ids, calls))
+        self._note(self._units, UnitSpan(rows[0].kind, began_at, self._clock(), tokens, ids, calls))
 
     def sample(self, future_id: int, began_at: float, replicas: Iterable[str] = ()) -> None:
         """Note a sample that has just ended."""
-        self._note(self._samples, SampleSpan(future_id, began_at, time.time(), tuple(replicas)))
+        self._note(self._samples, SampleSpan(future_id, began_at, self._clock(), tuple(replicas)))
 
     def publish(self, weights: str, future_id: int, seconds: float) -> None:
         """Note weights that have just been published."""
-        now = time.time()
+        now = self._clock()
         self._note(self._publishes, PublishSpan(weights, future_id, now - seconds, now))
 
     def sync(self, version: str, seconds: float, paused_s: float) -> None:
         """Note a sync of full parameters that has just ended."""
-        now = time.time()
+        now = self._clock()
         self._note(self._syncs, SyncSpan(version, now - seconds, now - paused_s, now))
 
     def since(self, at: float) -> Activity:

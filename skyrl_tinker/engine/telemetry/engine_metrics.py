@@ -84,7 +84,7 @@ class Metrics:
         )
         self.owners = OwnerMetrics(self._registry, owner_name)
         self.trained_meter, self.sampled_meter = TokenMeter(), TokenMeter()
-        self.activity = ActivityLog()
+        self.activity = ActivityLog(clock)
         self._registry.register(_Pending(self._pending))
 
     def text(self) -> bytes:

@@ -8,7 +8,6 @@ answers. The collector is spoken to in a thread of its own.
 import asyncio
 import logging
 import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -125,7 +124,7 @@ class SpanExport:
     async def _export_page(self, cursor: int, settle_s: float) -> bool:
         """Export units, syncs and requests that finished `settle_s` ago; return whether there may be more."""
         page = await self._store.fetch(partial(finished_requests, after=cursor, limit=PAGE))
-        now = time.time()
+        now = self._store.now()
         settled = list(takewhile(lambda each: not 0 <= now - each.finished_at < settle_s, page))
         work = list(islice(self._work.values(), PAGE))
         if not settled and not work:

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from operator import add
@@ -23,6 +23,7 @@ from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.console.step_points import Measured
 from skyrl_tinker.store.database.group_commit import Op
+from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 MOST_WINDOWS = 1024
@@ -71,7 +72,9 @@ class _Window:
 
 
 class StepCurves:
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        """`clock`: of times in rows."""
+        self._clock = clock
         self._windows: dict[ModelKey, _Window] = {}
 
     def passed(
@@ -103,7 +106,7 @@ class StepCurves:
         steps = [(step, self._windows.get(model_of(step.row)) or _fresh(step.row)) for step in taken]
         for row in rows:
             self.drop(model_of(row))
-        return EndedWindows(steps, seconds, time.time())
+        return EndedWindows(steps, seconds, self._clock())
 
     def _window(self, model: ModelKey, row: QueuedRow) -> _Window:
         window = self._windows.pop(model) if model in self._windows else _fresh(row)
@@ -127,7 +130,7 @@ class EndedWindows:
 
     def _op(self, step: TakenStep, window: _Window, sums: PassSums) -> Op[None]:
         def write(conn: Connection) -> None:
-            at = time.time()
+            at = database_time(conn)
             compute_s, answer_s = window.compute_s + self.seconds, max(0.0, at - self.at)
             wait_s = max(0.0, at - window.since - compute_s - answer_s)
             assert step.row.seq_id is not None, "training requests are numbered"

@@ -193,8 +193,8 @@ class TrainerDriver:
             await self._rebuild(report)
             while True:
                 unit = await self._next_unit(report)
-                self._worked_s, began_at = 0.0, time.time()
-                self._metrics.began(unit.rows, self._store.now())
+                self._worked_s, began_at = 0.0, self._store.now()
+                self._metrics.began(unit.rows, began_at)
                 with self._unit_times.unit(unit.rows):
                     await self._run(unit, report)
                 self._metrics.unit(unit.rows, began_at, self._worked_s)
@@ -305,7 +305,7 @@ class TrainerDriver:
                     if self._trainer.broken is not None:
                         cause = f"the trainer was lost: {self._trainer.broken}"
                         if not self._incidents or self._incidents[-1].text != cause:
-                            self._incidents.append(Incident(time.time(), cause))
+                            self._incidents.append(Incident(self._store.now(), cause))
                         await report(f"the trainer is restarted: {self._trainer.broken}")
                         await self._trainer.restart()
                     replayed = await self._replay.run(
@@ -318,7 +318,7 @@ class TrainerDriver:
             await self._models.park(model, f"{without_paths(cause)}; {again}")
         if replayed.models:
             _log.info("%s", replayed)
-            self._incidents.append(Incident(time.time(), str(replayed), mended=True))
+            self._incidents.append(Incident(self._store.now(), str(replayed), mended=True))
         await report("")
 
 

@@ -71,7 +71,7 @@ class UnitExecution:
         self._background = asyncio.TaskGroup()
         self._writes: set[asyncio.Task[Any]] = set()  # saves on their way to the disk and the samplers
         self._units = itertools.count()
-        self._curves = StepCurves()
+        self._curves = StepCurves(store.now)
         self._own_s: Counter[int] = Counter()
 
     def take_own_seconds(self) -> Mapping[int, float]:

@@ -16,7 +16,8 @@ PAGE = 1000
 def database_time(conn: Connection) -> float:
     """Return the seconds since the epoch by the clock of the database's host, which all processes ask.
 
-    Times in rows are of it, as the clocks of several hosts differ; processes with a file are on one.
+    Times in rows are of it, as the clocks of several hosts differ; processes with a file are on one. Only
+    `started_at` and `since` of the server's state are of the host that writes them: compared with no row.
     """
     return time.time() + float(conn.info.get(SKEW, 0.0))
 

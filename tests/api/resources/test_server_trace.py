@@ -19,10 +19,13 @@ from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.waiting import Waiting, ready_model, submit, waiting
 from tests.api.support.world import World, sample, step
 from tests.engine.support.rows import queued
+from tests.support.skew import skew
 
 
 @pytest.fixture
-async def busy(settings: Settings) -> AsyncIterator[Waiting]:
+async def busy(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Waiting]:
+    """On a database whose clock is behind: all times of a trace are of it."""
+    skew(monkeypatch, -7200.0)
     async with waiting(settings) as made:
         made.samplers.go_on.set()
         yield made
@@ -67,7 +70,7 @@ async def test_a_trace_has_the_callers_requests_only(world: World) -> None:
 
 def test_the_log_is_bounded_and_gives_what_ended_since(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activity_log, "SPANS", 3)
-    log = ActivityLog()
+    log = ActivityLog(lambda: time.time() + 7200)
     for number in range(5):
         log.sample(number, 0.0)
     log.publish("lora", 9, 1.5)
@@ -78,12 +81,15 @@ def test_the_log_is_bounded_and_gives_what_ended_since(monkeypatch: pytest.Monke
     assert [span.future_id for span in told.samples] == [2, 3, 4]
     assert told.publishes[0].ended_at - told.publishes[0].began_at == pytest.approx(1.5)
     assert (told.units[0].future_ids, told.units[0].tokens) == ((9,), 10)
-    assert told.units[0].ranks == (RankSpan(0, "run_pass", 1.0, 1.5), RankSpan(1, "run_pass", 1.0, 1.25))
+    ranks = told.units[0].ranks
+    assert [(span.rank, span.method) for span in ranks] == [(0, "run_pass"), (1, "run_pass")]
+    assert [span.ended_at - span.began_at for span in ranks] == pytest.approx([0.5, 0.25])
+    assert [span.began_at for span in ranks] == pytest.approx([7201.0] * 2, abs=60.0), "as on the given clock"
     (sync,) = told.syncs
     assert (sync.ended_at - sync.began_at, sync.ended_at - sync.paused_at) == pytest.approx((2.0, 0.5))
     log.unit([queued(10, 1, 2, tokens=10)], 0.0)  # type: ignore[arg-type]
     assert log.since(0.0).units[1].ranks == (), "calls belong to the unit in which they were made"
-    assert log.since(time.time() + 1) == Activity()
+    assert log.since(time.time() + 7201) == Activity()
 
 
 def test_ranks_are_threads_of_the_trainer_and_samples_name_their_replicas() -> None:

@@ -17,6 +17,7 @@ from tests.api.support.passes import old_json
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import BASE, Json, World, sample
 from tests.support.reads import reading
+from tests.support.skew import skew
 
 NOW = datetime.min  # the hour in which a test begins
 SEQ = count(1)
@@ -55,6 +56,16 @@ async def kept(world: World, run: str, size: int, **times: float | None) -> None
     values = {key: None if at is None else NOW.timestamp() + at * 3600 for key, at in times.items()}
     move = update(SavedCheckpoint).where(SavedCheckpoint.name == name).values(values)
     await world.store.write(lambda conn: conn.execute(move))
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    skew(monkeypatch, 3 * 3600.0)
+
+
+async def test_the_past_is_that_of_the_database(ahead: None, world: World) -> None:
+    """By whose clock is recorded when something was used."""
+    assert (await bill(world, first=2, end=4))["data"] == []
 
 
 async def test_tokens_are_billed_by_what_was_done_with_them(world: World) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import time
 from collections.abc import AsyncIterator
 
@@ -25,6 +26,7 @@ from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.waiting import Waiting, ready_model, submit, waiting
 from tests.api.support.world import BASE, Json, World, sample, step
 from tests.support.reads import reading
+from tests.support.skew import skew
 from tests.support.waiting import until
 
 
@@ -159,6 +161,21 @@ async def test_a_lost_process_and_a_standing_warning_are_told_to_who_sees_all(bu
     key = await new_user(busy.api, "alice")
     speak_as(busy.api, key)
     assert (await now(busy.api))["problems"] == []
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, 3600.0])
+async def test_an_incident_is_as_old_as_the_database_says(
+    ahead_s: float, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose clock is that of all times which are told beside it."""
+    skew(monkeypatch, ahead_s)
+    async with waiting(settings) as busy:
+        busy.trainer.broken = "rank 0 died"
+        busy.driver.wake()
+        await until(lambda: busy.trainer.restarts)
+        problems = (await now(busy.api))["problems"]
+        (text,) = [each["text"] for each in problems if each["subject"] == "processes"]
+        assert re.fullmatch(r"\d+ s ago the trainer was lost: rank 0 died", text)
 
 
 async def test_processes_are_those_that_serve_has_written_down(world: World) -> None:

@@ -68,7 +68,7 @@ class Waiting:
     def __post_init__(self) -> None:
         self.bell = SocketBell.bind(self.settings.root, "engine")
         store, trainer, samplers = self.store, cast(Any, self.trainer), cast(Any, self.samplers)
-        metrics = self.metrics = Metrics()
+        metrics = self.metrics = Metrics(clock=store.now)
         outbox = Outbox(store, self.bell, metrics)
         self.sampler = SamplerDriver(store, samplers, outbox, self.settings.sample_concurrency or 8, metrics)
         spill = make_tmpfs_spill(self.settings)

@@ -1,6 +1,5 @@
 """The API on a real store, with the test in the engine's place: it finishes futures in that store."""
 
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -170,7 +169,7 @@ def settings_for(home: Path, **changes: Any) -> Settings:
 
 @asynccontextmanager
 async def running(
-    settings: Settings, facts: BaseModelFacts = FACTS, clock: Callable[[], float] = time.time
+    settings: Settings, facts: BaseModelFacts = FACTS, clock: Callable[[], float] | None = None
 ) -> AsyncIterator[World]:
     """The app of `settings`, whose database is migrated already."""
     store = Store.open(settings.store_url)

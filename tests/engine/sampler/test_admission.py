@@ -1,6 +1,8 @@
 """A newcomer is a member only with all that the others have. The servers are scripted."""
 
 import asyncio
+from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -9,6 +11,7 @@ from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import Loss
 from tests.engine.support.simulation import simulated
+from tests.support.waiting import until
 
 OLD, NEW = "http://old", "http://new"
 
@@ -31,6 +34,17 @@ class Servers:
 
     async def replace(self, index: int) -> str:
         return NEW
+
+
+async def test_a_loss_is_noted_at_the_time_of_the_given_clock() -> None:
+    """The database's, as the age of an incident is told by it."""
+    fleet = Fleet(Servers(), RemoteInferenceClient(OLD, (OLD,)), clock=lambda: 5.0)
+    supervising = asyncio.create_task(fleet.supervise(cast(Any, AsyncMock()), AsyncMock()))
+    fleet.condemn(OLD, "it stands still")
+    await until(lambda: fleet.incidents)
+    supervising.cancel()
+    await asyncio.wait((supervising,))
+    assert [incident.at for incident in fleet.incidents] == [5.0]
 
 
 @simulated

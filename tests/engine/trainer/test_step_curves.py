@@ -1,6 +1,7 @@
 """Points of curves against sums written out here, and where the windows of models end."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 from tests.engine.support.rows import queued
 from tests.support.reads import reading
+from tests.support.skew import skew
 
 LOGPROBS = ([-0.5, -1.0, -2.0], [-4.0])
 
@@ -102,6 +104,20 @@ async def test_a_step_adds_up_the_passes_of_its_window(store: Store, curves: Ste
     assert (first.measured.learning_rate, first.measured.compute_s) == (0.25, 2.5)
     assert second.measured.reward_proxy == pytest.approx(-4.0 / 3)
     assert second.measured.grad_norm is None
+
+
+@pytest.fixture
+def behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    skew(monkeypatch, -3600.0)
+
+
+async def test_a_wait_is_between_two_times_of_the_database(behind: None, store: Store) -> None:
+    await journal.submit_create(store, await journal.new_session(store))
+    row = replace(queued(1, ModelKey(1), 1), created_at=store.now())
+    for op in await StepCurves(store.now).stepped([row], [TakenStep(row, {}, 0.25)], 0.0).ops():
+        await store.write(op)
+    (point,) = await points(store)
+    assert point.measured.wait_s + point.measured.answer_s < 1800
 
 
 async def test_a_dropped_window_is_no_part_of_the_next_step(store: Store, curves: StepCurves) -> None:
