@@ -1,15 +1,16 @@
 """A newcomer is a member only with all that the others have. The servers are scripted."""
 
 import asyncio
-from typing import Any, cast
-from unittest.mock import AsyncMock
 
 import pytest
 
 from skyrl_tinker.engine.sampler.fleet import Fleet
+from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import Loss
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.store import Store
 from tests.engine.support.simulation import simulated
 from tests.support.waiting import until
 
@@ -36,10 +37,14 @@ class Servers:
         return NEW
 
 
-async def test_a_loss_is_noted_at_the_time_of_the_given_clock() -> None:
+async def test_a_loss_is_noted_at_the_time_of_the_given_clock(store: Store, bell: Doorbell) -> None:
     """The database's, as the age of an incident is told by it."""
     fleet = Fleet(Servers(), RemoteInferenceClient(OLD, (OLD,)), clock=lambda: 5.0)
-    supervising = asyncio.create_task(fleet.supervise(cast(Any, AsyncMock()), AsyncMock()))
+
+    async def equip(newcomer: RemoteInferenceClient) -> None:
+        """The newcomer needs nothing."""
+
+    supervising = asyncio.create_task(fleet.supervise(EngineStatus(store, bell), equip))
     fleet.condemn(OLD, "it stands still")
     await until(lambda: fleet.incidents)
     supervising.cancel()
