@@ -48,7 +48,10 @@ def dropped_gradients(root: nn.Module) -> Iterator[None]:
     trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
     for parameter in trained:
         _drop(parameter)
-    hooks = [parameter.register_post_accumulate_grad_hook(_drop) for parameter in trained]
+    hooks: list[Any] = [
+        parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
+        for parameter in trained
+    ]
     try:
         yield
     finally:

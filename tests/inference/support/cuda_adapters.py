@@ -62,13 +62,14 @@ def score(batch: Batch) -> dict[str, Any]:
     before = _maps(wrapper)
     prompts = [state.prompt_token_ids for state in runner.requests.values()]
     copies: list[type] = []
-    copy = gpu_model_runner.async_tensor_h2d
+    module: Any = gpu_model_runner
+    copy = module.async_tensor_h2d
 
     def counted(data: Any, **kwargs: Any) -> Tensor:
         copies.append(type(data))
         return copy(data, **kwargs)
 
-    gpu_model_runner.async_tensor_h2d = counted
+    module.async_tensor_h2d = counted
     scheduled = {str(number): len(prompt) for number, (_, prompt) in enumerate(batch)}
     listed: Mapping[str, Any] = GPUModelRunner._get_prompt_logprobs_dict(
         runner, hidden_states(batch), scheduled

@@ -244,7 +244,7 @@ def _on_both(directory: str, every: int) -> Sequence[list[Found]]:
         return list(pool.map(_on_rank, (directory,) * 2, (place,) * 2, (0, 1), (every,) * 2))
 
 
-@pytest.mark.parametrize("every", [24, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [32, pytest.param(1, marks=pytest.mark.long)])
 def test_both_ranks_refuse_the_pass_and_nothing_is_left_of_it(untied_model: str, every: int) -> None:
     one, other = _on_both(untied_model, every)
     assert len(one) > 60 // every
