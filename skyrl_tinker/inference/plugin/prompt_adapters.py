@@ -32,7 +32,7 @@ def apply() -> None:
         results: dict[str, Any] = {}
         for request in [request for request in waiting if request in scheduled]:
             self.num_prompt_logprobs = {request: waiting[request]}
-            with adapter_of(self, request):
+            with adapter_of(self, request), _prompt_as_tensor(self.requests[request]):
                 for start in range(0, scheduled[request], LOGIT_ROWS):
                     count = min(LOGIT_ROWS, scheduled[request] - start)
                     with _computed(self.requests[request], start):
@@ -43,6 +43,18 @@ def apply() -> None:
         return results
 
     GPUModelRunner._get_prompt_logprobs_dict = score_each  # type: ignore[method-assign, assignment]
+
+
+@contextmanager
+def _prompt_as_tensor(state: Any) -> Iterator[None]:
+    """Context in which a request's prompt is a tensor on the host, or vLLM would make one for each slice."""
+    tokens = state.prompt_token_ids
+    if tokens is not None:  # else there are embeddings, which are not scored
+        state.prompt_token_ids = torch.tensor(tokens)
+    try:
+        yield
+    finally:
+        state.prompt_token_ids = tokens
 
 
 @contextmanager

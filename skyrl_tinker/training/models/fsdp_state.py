@@ -4,6 +4,7 @@ They are counted, so that a rank which gave an iteration up can make the rest of
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ def reset(root: nn.Module) -> None:
     `root`: the outermost FSDP module, which has run.
     """
     assert isinstance(root, FSDPModule)
+    _finish_collectives(root)
     if hasattr(root, "reset_iter_state"):  # from torch 2.13 on
         root.reset_iter_state()
     else:
@@ -29,8 +31,40 @@ def reset(root: nn.Module) -> None:
                 parameter._unsharded_param.grad = None
 
 
+def _finish_collectives(root: FSDPModule) -> None:
+    """Wait on the host until no collective reads or writes memory that is about to be freed.
+
+    For returning expandable segments, CUDA's allocator waits only for the streams that allocated in them.
+    """
+    state = root._get_fsdp_state()
+    if state._device.type == "cuda":
+        state._comm_ctx.all_gather_stream.synchronize()
+        state._comm_ctx.reduce_scatter_stream.synchronize()
+
+
+@contextmanager
+def dropped_gradients(root: nn.Module) -> Iterator[None]:
+    """Drop the sharded gradients, and each further one as soon as it is reduced: for a pass that is void."""
+    trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        _drop(parameter)
+    hooks: list[Any] = [
+        parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
+        for parameter in trained
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
 def _reset_iter_state(root: FSDPModule) -> None:
-    """Do what torch 2.13 does, for one rank, which has no collectives to wait for.
+    """Do what torch 2.13 does, after `_finish_collectives`, so that there are no events to wait for.
 
     Hooks would take the next forward for the second one of a checkpoint, and finish no backward.
     """

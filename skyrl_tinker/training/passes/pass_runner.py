@@ -20,6 +20,7 @@ from skyrl_tinker.training.batching.packed_row import Row, Span, idle_row, make_
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.losses.custom_bounds import seconds_left
 from skyrl_tinker.training.memory import allocator
+from skyrl_tinker.training.models.fsdp_state import dropped_gradients
 from skyrl_tinker.training.models.full_parameter import FullModel
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.network import Network
@@ -203,7 +204,8 @@ class PassRunner:
         attempt = _Attempt(batch)
         models = self._training(batch, alive)
         for model in models:
-            attempt.shortage.survive(model.begin)
+            if not attempt.shortage.survive(model.begin):
+                allocator.give_back()
         self._score_whole(attempt, alive, budget)
         for micro in self._plan(batch, alive, budget):
             self._run(attempt, micro, self._run_micro_batch)
@@ -241,7 +243,8 @@ class PassRunner:
             allocator.give_back()
             network.collectives.begin_again()
         if attempt.shortage and self.ranks.world > 1:
-            run(attempt, replace(micro, segments=()))
+            with dropped_gradients(network):  # a second set of them might not fit
+                run(attempt, replace(micro, segments=()))
 
     def _run_micro_batch(self, attempt: _Attempt, micro: MicroBatch) -> None:
         row, logprobs = self._forward(micro, attempt.batch)

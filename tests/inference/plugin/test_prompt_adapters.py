@@ -34,6 +34,10 @@ def test_few_rows_of_logits_are_held_at_once(found: dict[str, Any]) -> None:
     assert found["rows"] == 128 < max(len(prompt) for _, prompt in _batch())
 
 
+def test_a_prompt_is_read_from_its_list_once_not_for_each_slice(found: dict[str, Any]) -> None:
+    assert found["listed"] == 0
+
+
 def _batch() -> Batch:
     """Base and adapters in turn; a prompt longer than a slice of logits, others shorter than the batch."""
     prompts = [(0, 1), (0, 30), (0, 5), (2, 2), (2, 200), (1, 3), (1, 2), *((1, 1) for _ in range(8))]

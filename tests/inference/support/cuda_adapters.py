@@ -35,8 +35,8 @@ def hidden_states(batch: Batch) -> Tensor:
 def score(batch: Batch) -> dict[str, Any]:
     """Score each prompt in both ways: vLLM's prompt logprobs, and ours of given tokens; [len - 1] each.
 
-    `kept`: whether the maps of the samples' own logits are afterwards what they were. `rows`: the most rows
-    of logits at once.
+    `kept`: whether the prompts and the maps of the samples' own logits are afterwards what they were. `rows`:
+    the most rows of logits at once. `listed`: how often a prompt is copied to the device from a list.
     """
     os.environ |= {"TRITON_INTERPRET": "1", "TORCH_COMPILE_DISABLE": "1"}
     import vllm.triton_utils
@@ -46,6 +46,7 @@ def score(batch: Batch) -> dict[str, Any]:
     importlib.reload(vllm.triton_utils)
     from vllm.lora.layers import LoRAMapping
     from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
+    from vllm.v1.worker import gpu_model_runner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from skyrl_tinker.inference.plugin import prompt_adapters, score_extraction
@@ -59,15 +60,30 @@ def score(batch: Batch) -> dict[str, Any]:
     wrapper.update_metadata(mapping, [*range(1, SLOTS), None], SLOTS, VOCAB)
     runner = _runner(batch, _model(wrapper))
     before = _maps(wrapper)
+    prompts = [state.prompt_token_ids for state in runner.requests.values()]
+    copies: list[type] = []
+    module: Any = gpu_model_runner
+    copy = module.async_tensor_h2d
+
+    def counted(data: Any, **kwargs: Any) -> Tensor:
+        copies.append(type(data))
+        return copy(data, **kwargs)
+
+    module.async_tensor_h2d = counted
     scheduled = {str(number): len(prompt) for number, (_, prompt) in enumerate(batch)}
     listed: Mapping[str, Any] = GPUModelRunner._get_prompt_logprobs_dict(
         runner, hidden_states(batch), scheduled
     )
     after = _maps(wrapper)
+    same = all(
+        state.prompt_token_ids is prompt
+        for state, prompt in zip(runner.requests.values(), prompts, strict=True)
+    )
     return {
         "logprobs": {name: lists.logprobs[:, 0].tolist() for name, lists in listed.items()},
         "scores": {name: rows[:, 0].tolist() for name, rows in runner.skyrl_tinker_scores.items()},
-        "kept": before == after,
+        "kept": before == after and same,
+        "listed": copies.count(list),
         "rows": runner.model.most_rows,
     }
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.training.models import fsdp_state
 from skyrl_tinker.training.models.full_parameter import FullModel
 from skyrl_tinker.training.models.trainable_model import Part
 from skyrl_tinker.training.worker import Worker
@@ -69,3 +70,33 @@ def test_the_pass_after_an_aborted_one_has_the_same_bits(
     assert metrics == expected_metrics
     for name in other.shapes():
         assert torch.equal(trained.read(Part.WEIGHT, name), other.read(Part.WEIGHT, name))
+
+
+class Stream:
+    """A stream of CUDA, of which it is noted when the host waited for it."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        self._name, self._events = name, events
+
+    def synchronize(self) -> None:
+        self._events.append(self._name)
+
+
+@pytest.mark.parametrize("of_torch", [True, False], ids=["torch's reset", "ours"])
+def test_on_cuda_the_host_waits_for_collectives_before_their_memory_is_freed(
+    make_worker: MakeWorker, untied_model: str, monkeypatch: pytest.MonkeyPatch, of_torch: bool
+) -> None:
+    if not of_torch:
+        monkeypatch.delattr(FSDPModule, "reset_iter_state")
+    worker = make_worker(untied_model)
+    worker.create_model(ModelKey(2), SPECS[2])
+    run_one(worker, make_item(2, make_data((40,), 1)))
+    root, events = _network(worker, 2), list[str]()
+    state = root._get_fsdp_state()
+    monkeypatch.setattr(state, "_device", torch.device("cuda"))
+    for name in ("all_gather_stream", "reduce_scatter_stream"):
+        monkeypatch.setattr(state._comm_ctx, name, Stream(name, events))
+    group = state._fsdp_param_group
+    monkeypatch.setattr(group, "_to_sharded", lambda: events.append("freed"))
+    fsdp_state.reset(root)
+    assert events[:3] == ["all_gather_stream", "reduce_scatter_stream", "freed"]
