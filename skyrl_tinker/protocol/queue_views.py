@@ -1,6 +1,6 @@
 """The engine's queues as it reports them to the API, which tells a client what its request waits for.
 
-The size is bounded by SHOWN samples and by the sessions and models that have waiting requests.
+The size is bounded by SHOWN samples of LISTED sessions, and by the models that have waiting requests.
 """
 
 from bisect import bisect_left
@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from skyrl_tinker.domain.values import Way
 
 SHOWN = 2000  # samples
+LISTED = 500  # sessions whose samples wait
 INCIDENTS = 16
 
 
@@ -96,14 +97,17 @@ class QueueView:
 class SamplingView:
     """The samplers' queue.
 
-    `queued`: by session, in the order of their turns, which count as one sample each here. `stride`: one in
-    so many ids is listed. `per_second`: recent rate of finished samples. `paused`: why none proceeds.
-    `weights`: names of the versions that every replica has loaded. `away`: future ids, at most SHOWN, of
-    samples that gave their turn to others, as the storage of their weights did not answer; not in `queued`.
+    `queued`: by session, in the order of their turns, which count as one sample each here; the first LISTED.
+    `stride`: one in so many ids is listed. `running`: future ids of the samples that do not wait any more,
+    while sessions are not listed that have some that do; else None. `per_second`: recent rate of finished
+    samples. `paused`: why none proceeds. `weights`: names of the versions that every replica has loaded.
+    `away`: future ids, at most SHOWN, of samples that gave their turn to others, as the storage of their
+    weights did not answer; not in `queued`.
     """
 
     queued: Mapping[str, QueueView] = field(default_factory=dict)
     stride: int = 1
+    running: tuple[int, ...] | None = None
     waiting: int = 0
     in_flight: int = 0
     per_second: float | None = None
@@ -115,9 +119,12 @@ class SamplingView:
     away: tuple[int, ...] = ()
 
     def ahead(self, session_id: str | None, future_id: int) -> int | None:
-        """Return how many waiting samples come before this one; None when it no longer waits."""
+        """Return how many waiting samples come before this one; None when it no longer waits.
+
+        Of a session that is not listed: how many do at least.
+        """
         if session_id is None or session_id not in self.queued:
-            return None
+            return None if self.running is None or future_id in self.running else len(self.queued)
         place, queue = list(self.queued).index(session_id), self.queued[session_id]
         if future_id < queue.ids[0]:
             return None

@@ -56,6 +56,7 @@ def _sampling(position: QueuePosition, view: SamplingView) -> Reason:
         return _running(position)
     rate = view.per_second
     text = f"{_count(ahead, 'sample')} ahead of this one" if ahead else "next to be sampled"
+    text = text if position.session_id in view.queued else f"at least {text}"
     return Reason("paused_capacity", text + (_duration((ahead + 1) / rate) if rate else ""))
 
 

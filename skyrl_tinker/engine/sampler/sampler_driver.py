@@ -176,13 +176,11 @@ class SamplerDriver:
         """Return the queues, as they were at most LISTED_S ago, and how many wait and end."""
         if (now := time.monotonic()) > self._listed_at + LISTED_S:
             self._listed, self._listed_at = self._queued.view(self._away), now
-        queues, stride = self._listed
-        waiting = SamplingView(
-            queues,
-            stride,
-            len(self._queued),
-            self.in_flight(),
-            self._ends.per_second(),
+        waiting = replace(
+            self._listed,
+            waiting=len(self._queued),
+            in_flight=self.in_flight(),
+            per_second=self._ends.per_second(),
             rates=self._metrics.sampled_meter.rates(),
             away=tuple(itertools.islice(self._away, SHOWN)),
         )

@@ -7,7 +7,7 @@ from itertools import islice
 
 from skyrl_tinker.engine.scheduling.fair_share import FairShare, Path, path_of
 from skyrl_tinker.engine.scheduling.slots import SampleTurn, Slots, width
-from skyrl_tinker.protocol.queue_views import SHOWN, QueueView
+from skyrl_tinker.protocol.queue_views import LISTED, SHOWN, QueueView, SamplingView
 
 
 class SampleQueue:
@@ -74,8 +74,8 @@ class SampleQueue:
             else:
                 del self._queues[path]
 
-    def view(self, away: Collection[int] = ()) -> tuple[dict[str, QueueView], int]:
-        """Return the queues by session, the next one first, and the stride: one turn in so many is shown.
+    def view(self, away: Collection[int] = ()) -> SamplingView:
+        """Return the queues of the first sessions, the next one first, and how many wait and run.
 
         `away`: turns that are not shown: they had one, so ids after theirs may be of samples that run.
         """
@@ -87,9 +87,11 @@ class SampleQueue:
             if not shown:
                 continue
             others = queues.get(of_session, QueueView((), 0))  # of an owner that gave its session away
+            if len(queues) == LISTED and of_session not in queues:
+                return SamplingView(queues, stride, self._slots.turns(), self._count, self.in_flight())
             ids = sorted((*others.ids, *(each.id for each in islice(shown, 0, None, stride))))
             queues[of_session] = QueueView(tuple(ids), others.waiting + len(shown))
-        return queues, stride
+        return SamplingView(queues, stride, None, self._count, self.in_flight())
 
     def _beginning(self) -> Iterator[SampleTurn]:
         """Yield turns in order while there is room for the next, and then those that the reserve is for."""

@@ -36,6 +36,10 @@ class Slots:
         """Count the turns in flight."""
         return len(self._shared.turns) + len(self._reserve.turns)
 
+    def turns(self) -> tuple[int, ...]:
+        """Return the ids of the turns in flight."""
+        return (*self._shared.turns, *self._reserve.turns)
+
     def take(self, turn: SampleTurn) -> bool:
         """Begin a turn where it fits; one that is larger than all there is begins without others."""
         fits = self._shared.fits(turn, self._cores()) or not self._shared.turns

@@ -217,9 +217,19 @@ def test_of_very_many_samples_the_engine_tells_every_so_many() -> None:
     assert found == Reason("paused_capacity", "50 samples ahead of this one, about 26 s")
 
 
+def test_of_a_session_that_is_not_listed_a_bound_is_told() -> None:
+    view = SamplingView({"a": QueueView((9,), 1), "c": QueueView((7,), 1)}, running=(4,), per_second=1.0)
+    found = {
+        future_id: queue_reason(place(RequestKind.SAMPLE, future_id=future_id), QueuesView(IDLE, view)).text
+        for future_id in (4, 5)
+    }
+    assert found == {4: "sampling", 5: "at least 2 samples ahead of this one, about 3 s"}
+
+
 def test_what_the_engine_tells_is_read_as_it_was_told() -> None:
     training = TrainingView({7: LANE}, ("a", "b"), (3, 7), "forward", 4.2)
     view = QueuesView(
-        training, SamplingView({"b": QueueView((1, 2), 2)}, 1, 2, 3, 0.5, "samplers are updating weights")
+        training,
+        SamplingView({"b": QueueView((1, 2), 2)}, 1, (9, 8), 2, 3, 0.5, "samplers are updating weights"),
     )
     assert queues_from_bytes(view.to_bytes()) == view

@@ -98,7 +98,7 @@ async def test_samples_of_weights_in_storage_that_is_away_wait_and_others_have_t
         assert (await journal.outcome(store, accepted)).status is FutureStatus.PENDING
     ids = [(await journal.outcome(store, accepted)).future_id for accepted in waiting]
     assert list(driver._away) == ids
-    assert driver._queued.view(driver._away)[0] == {}
+    assert driver._queued.view(driver._away).queued == {}
     await driver.end({ids[0]: CANCELLED})
     assert (await journal.outcome(store, waiting.pop(0))).status is FutureStatus.FAILED
     away = False

@@ -16,7 +16,7 @@ from skyrl_tinker.domain.ids import (
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
 from skyrl_tinker.engine.scheduling.slots import SampleTurn, Slots
 from skyrl_tinker.inference.constants import RESERVED_SEQUENCES
-from skyrl_tinker.protocol.queue_views import QueueView, SamplingView
+from skyrl_tinker.protocol.queue_views import QueueView
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 
@@ -44,11 +44,6 @@ def queue_of(slots: int = 10_000) -> SampleQueue:
     return SampleQueue(Slots(slots, lambda: 1))
 
 
-def view(queue: SampleQueue) -> SamplingView:
-    shown, stride = queue.view()
-    return SamplingView(shown, stride, len(queue))
-
-
 def take_one(queue: SampleQueue) -> SampleTurn:
     (each,) = queue.take(1)
     return each
@@ -58,8 +53,7 @@ def test_turns_that_were_given_to_others_are_not_shown() -> None:
     """Those with ids between are in flight, and wait for nobody."""
     queue = queue_of()
     queue.add([row(9, "one"), row(3, "one"), row(4, "two")])
-    shown, _ = queue.view({3: None, 4: None})
-    assert shown == {"one": QueueView((9,), 1)}
+    assert queue.view({3: None, 4: None}).queued == {"one": QueueView((9,), 1)}
 
 
 def test_a_flood_keeps_nobody_waiting() -> None:
@@ -194,7 +188,7 @@ def test_it_is_told_about_how_many_come_first(seed: int) -> None:
     queue = queue_of()
     queue.add([row(number, draw.choice("aaabbc")) for number in range(40)])
     queue.take(draw.randrange(20))
-    seen = view(queue)
+    seen = queue.view()
     told = [seen.ahead(each.session_id, each.id) for each in queue.take(len(queue))]
     assert all(abs((ahead or 0) - place) <= 2 for place, ahead in enumerate(told))
     assert seen.ahead("nobody", 1) is None
@@ -204,5 +198,25 @@ def test_of_very_many_few_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skyrl_tinker.engine.scheduling.sample_queue.SHOWN", 10)
     queue = queue_of()
     queue.add([row(number, "a") for number in range(100)])
-    assert [len(each.ids) for each in view(queue).queued.values()] == [10]
-    assert view(queue).ahead("a", 45) == 50
+    assert [len(each.ids) for each in queue.view().queued.values()] == [10]
+    assert queue.view().ahead("a", 45) == 50
+
+
+def test_of_very_many_sessions_the_first_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the others nobody knows how many are ahead, but who runs is not said to wait."""
+    monkeypatch.setattr("skyrl_tinker.engine.scheduling.sample_queue.LISTED", 3)
+    queue = queue_of()
+    queue.add([row(number, f"session {number % 5}") for number in range(10)])
+    (running,) = queue.take(1)
+    seen = queue.view()
+    assert list(seen.queued) == ["session 1", "session 2", "session 3"]
+    assert (seen.waiting, seen.running, running.id) == (9, (0,), 0)
+    assert [seen.ahead("session 4", 4), seen.ahead("session 0", 0), seen.ahead("session 0", 5)] == [
+        3,
+        None,
+        3,
+    ]
+    queue.take(4)
+    assert queue.view().running is not None
+    queue.discard({5, 6})
+    assert queue.view().running is None
