@@ -11,7 +11,9 @@ the same work through the tinker SDK, whose own work shares the machine's cores.
 tokens, as many as the cookbook's rl_loop asks for; --tokens changes that. With its defaults it takes four to
 five minutes on 2 cores; --seconds is the time for the comparison, of which every side has at least one turn.
 Publish-to-first-token: from `save_weights_and_get_sampling_client` to one sampled token, through the SDK.
-Prints tables and, as its last line, one JSON object.
+Prints tables and, as its last line, one JSON object. cpu_ms_xN: CPU milliseconds of each kind of process per
+sample of each side, with N at once; a busy machine hardly moves them. `client` is this process, and all that
+is known where URLs are given.
 """
 
 import argparse
@@ -21,8 +23,9 @@ import json
 import os
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +34,7 @@ import psutil
 import tinker
 from client import options, random_datum, random_prompt, random_tokens
 from serving import served
+from start import kind_of, tree
 from tinker import types
 
 from skyrl_tinker.inference.client.http_connection import bearer
@@ -51,6 +55,9 @@ class Figures:
 
     turns: list[list[float]] = field(default_factory=list)  # seconds of each request
     rates: list[float] = field(default_factory=list)  # requests per second of each turn
+    cpu_s: dict[str, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # of all turns, by kind of process
 
     @property
     def p50_ms(self) -> float:
@@ -59,6 +66,13 @@ class Figures:
     @property
     def rate(self) -> float:
         return statistics.median(self.rates)
+
+    @property
+    def cpu_ms(self) -> dict[str, float]:
+        """Return CPU time per request by kind of process, the dearest first."""
+        requests = sum(map(len, self.turns))
+        dearest = sorted(self.cpu_s.items(), key=lambda item: -item[1])
+        return {kind: round(1000 * spent / requests, 3) for kind, spent in dearest if spent > 0}
 
 
 # The two sides
@@ -138,7 +152,18 @@ async def round_of(ask: Ask, concurrency: int, requests: int, figures: Figures) 
     figures.rates.append(requests / (time.perf_counter() - start))
 
 
-async def throughput(sides: dict[str, Ask], seconds: float) -> dict[int, dict[str, Figures]]:
+def cpu_s(server: int | None) -> dict[str, float]:
+    """Return the CPU seconds by kind of process until now; `server`: pid of serve, None if it is not ours."""
+    spent = defaultdict(float, client=time.process_time())
+    for process in [] if server is None else tree(server):
+        with suppress(psutil.NoSuchProcess):
+            spent[kind_of(process)] += sum(process.cpu_times()[:2])
+    return spent
+
+
+async def throughput(
+    sides: dict[str, Ask], seconds: float, server: int | None
+) -> dict[int, dict[str, Figures]]:
     results: dict[int, dict[str, Figures]] = {}
     for concurrency, (requests, share) in TURNS.items():
         results[concurrency] = {name: Figures() for name in sides}
@@ -147,7 +172,10 @@ async def throughput(sides: dict[str, Ask], seconds: float) -> dict[int, dict[st
             await round_of(ask, concurrency, min(concurrency, WARM_UP), Figures())
         while not results[concurrency]["sdk"].rates or time.perf_counter() < end:
             for name, ask in sides.items():
+                before = cpu_s(server)
                 await round_of(ask, concurrency, requests, results[concurrency][name])
+                for kind, spent in cpu_s(server).items():
+                    results[concurrency][name].cpu_s[kind] += spent - before.get(kind, 0.0)
     return results
 
 
@@ -172,13 +200,13 @@ def publish_to_first_token(service: tinker.ServiceClient, base_model: str, rank:
 
 
 @contextmanager
-def both(base_url: str | None, sampler_url: str | None) -> Iterator[tuple[str, Sampler]]:
-    """URL of the API, and its vLLM server."""
+def both(base_url: str | None, sampler_url: str | None) -> Iterator[tuple[str, Sampler, int | None]]:
+    """URL of the API, its vLLM server, and the pid of serve where it is started here."""
     if base_url and sampler_url:
-        yield base_url, Sampler(sampler_url, os.environ.get(TOKEN, ""))
+        yield base_url, Sampler(sampler_url, os.environ.get(TOKEN, "")), None
         return
     with served() as (url, pid):
-        yield url, vllm_server(pid)
+        yield url, vllm_server(pid), pid
 
 
 def vllm_server(pid: int) -> Sampler:
@@ -217,9 +245,9 @@ async def sampling_session(http: aiohttp.ClientSession, url: str, base_model: st
 # Reporting
 
 
-def report(results: dict[int, dict[str, Figures]], tokens: int) -> dict[str, float]:
+def report(results: dict[int, dict[str, Figures]], tokens: int) -> dict[str, Any]:
     print(f"{'at once':>8} {'side':<6}{'req/s':>9}{'tokens/s':>10}{'p50 ms':>9}{'ratio':>7}")
-    summary: dict[str, float] = {}
+    summary: dict[str, Any] = {}
     for concurrency, sides in results.items():
         for name, figures in sides.items():
             ratio = figures.rate / sides["vllm"].rate
@@ -230,6 +258,7 @@ def report(results: dict[int, dict[str, Figures]], tokens: int) -> dict[str, flo
         summary[f"ratio_x{concurrency}"] = round(sides["ours"].rate / sides["vllm"].rate, 3)
         summary[f"sdk_ratio_x{concurrency}"] = round(sides["sdk"].rate / sides["vllm"].rate, 3)
         summary[f"tokens_per_s_x{concurrency}"] = round(sides["ours"].rate * tokens)
+        summary[f"cpu_ms_x{concurrency}"] = {name: figures.cpu_ms for name, figures in sides.items()}
     summary["overhead_p50_ms"] = round(overhead_p50_ms(results[1]["vllm"], results[1]["ours"]), 2)
     return summary
 
@@ -244,8 +273,12 @@ def overhead_p50_ms(bare: Figures, through: Figures) -> float:
 
 
 async def compare(
-    service: tinker.ServiceClient, url: str, bare_sampler: Sampler, arguments: argparse.Namespace
-) -> dict[str, float]:
+    service: tinker.ServiceClient,
+    url: str,
+    bare_sampler: Sampler,
+    server: int | None,
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     tokens = arguments.tokens
@@ -259,7 +292,7 @@ async def compare(
             "ours": ours(http, url, session, tokens),
             "sdk": through_sdk(sampler, tokens),
         }
-        return report(await throughput(sides, arguments.seconds), tokens)
+        return report(await throughput(sides, arguments.seconds, server), tokens)
 
 
 def main() -> None:
@@ -269,10 +302,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="sampled per request; 256 is rl_loop's own")
     arguments = parser.parse_args()
     with (
-        both(arguments.base_url, arguments.sampler_url) as (url, bare_sampler),
+        both(arguments.base_url, arguments.sampler_url) as (url, bare_sampler, server),
         tinker.ServiceClient(base_url=url) as service,
     ):
-        summary = asyncio.run(compare(service, url, bare_sampler, arguments))
+        summary = asyncio.run(compare(service, url, bare_sampler, server, arguments))
         for name, rank in (("publish_lora_ms", 32), ("publish_full_ms", 0)):
             summary[name] = round(publish_to_first_token(service, arguments.base_model, rank, 15), 1)
             print(f"{name}: {summary[name]}")
