@@ -12,6 +12,7 @@ from skyrl_tinker.errors import GoneError, NotFoundError
 from skyrl_tinker.store import audit_log, owners
 from skyrl_tinker.store.database.rows import AnyRow, database_time
 from skyrl_tinker.store.database.tables import Future, Model, SamplingSession, Session
+from skyrl_tinker.store.last_requests import LAST_REQUEST_AT
 
 HELD = (ModelState.CREATING, ModelState.READY, ModelState.PARKED)
 """States of models that have a state to release."""
@@ -152,7 +153,7 @@ def _has(*states: ModelState) -> ColumnElement[bool]:
 def _trains(since: float) -> ColumnElement[bool]:
     """Return SQL: a model of the session has had a request since then."""
     of_session = Model.session_id == Session.session_id
-    return select(Model.key).where(of_session, Model.last_request_at >= since).exists()
+    return select(Model.key).where(of_session, since <= LAST_REQUEST_AT).exists()
 
 
 def _samples(since: float) -> ColumnElement[bool]:
