@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import Connection, and_, bindparam, exists, insert, literal, select
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, insert, literal, select
 from sqlalchemy.orm import aliased
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelState, OwnerId, RequestId, RequestKind
@@ -36,13 +36,23 @@ from skyrl_tinker.store.model_records import NewModel
 from skyrl_tinker.store.owners import OWNED
 
 _FIRST_CREATION = select(*FIRST).where(Future.model_key == bindparam("model_key"), Future.seq_id == 0)
-_LATER = aliased(Future)
-_PASSED = exists().where(
-    _LATER.model_key == Model.key, _LATER.seq_id > bindparam("seq_id"), _LATER.unit.is_not(None)
-)
+_OTHER = aliased(Future)
+_SAME_NUMBER = _OTHER.seq_id == bindparam("seq_id")
+_RAN_LATER = _OTHER.seq_id > bindparam("seq_id"), _OTHER.unit.is_not(None)
 """A later request ran, so that this one, if there is no record of it, had one."""
+
+
+def _first_id(*where: ColumnElement[bool]) -> ColumnElement[int | None]:
+    """Return SQL: the id of a request of the model, along its index.
+
+    EXISTS would be a join to PostgreSQL, which reads all of the table as long as it knows it as a small one.
+    """
+    query = select(_OTHER.id).where(_OTHER.model_key == Model.key, *where)
+    return query.order_by(_OTHER.model_key, _OTHER.seq_id).limit(1).scalar_subquery()
+
+
 _MODEL_AND_FIRST = Prepared(
-    select(Model.key, *SESSION, *FIRST, _PASSED.label("passed"))
+    select(Model.key, *SESSION, *FIRST, _first_id(*_RAN_LATER).label("passed"))
     .join(Session, Session.session_id == Model.session_id)
     .outerjoin(Future, and_(Future.model_key == Model.key, Future.seq_id == bindparam("seq_id")))
     .where(Model.model_id == bindparam("model_id"), OWNED)
@@ -63,7 +73,6 @@ _VALUES: dict[Any, Any] = {
     Future.status: literal(FutureStatus.PENDING, Future.status.type),
     Future.created_at: bindparam("now", type_=Future.created_at.type),
 }
-_EARLIER = aliased(Future)
 _INSERT = Prepared(
     insert(Future)
     .from_select(
@@ -71,8 +80,8 @@ _INSERT = Prepared(
         select(*_VALUES.values())
         .select_from(Model)
         .join(Session, Session.session_id == Model.session_id)
-        .where(Model.model_id == bindparam("model_id"), OWNED, Session.finished_at.is_(None), ~_PASSED)
-        .where(~exists().where(_EARLIER.model_key == Model.key, _EARLIER.seq_id == bindparam("seq_id"))),
+        .where(Model.model_id == bindparam("model_id"), OWNED, Session.finished_at.is_(None))
+        .where(_first_id(_SAME_NUMBER).is_(None), _first_id(*_RAN_LATER).is_(None)),
     )
     .returning(Future.id)
 )
@@ -174,7 +183,7 @@ def _submit_checked(
         if row.kind is not RequestKind.MISSING:
             require_same(row, kind, digest, f"seq_id {seq_id} of model {model_id}")
         return existing_answer(row, model_id)
-    if row.passed:
+    if row.passed is not None:
         raise SeqIdReusedError(f"seq_id {seq_id} of model {model_id} was used, and its record is gone by now")
     session_records.check_live(row)
     if refusal is not None and not _awaited(conn, row.key, seq_id):
