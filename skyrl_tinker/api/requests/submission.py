@@ -63,7 +63,7 @@ async def submit_training(
     """
     owner = caller.owner
     refusal = await services.backlogs.full(caller)
-    accepted = await services.store.write(
+    accepted: Accepted = await services.store.write(
         lambda conn: training_submission.submit_training(
             conn,
             submission.kind,

@@ -27,7 +27,7 @@ _ENDED = "status", "finished_at", "error", "category"
 def _ending(*columns: str) -> Prepared:
     """Return the statement that finishes a pending future, which it returns."""
     pending = Future.id == bindparam("future_id"), Future.status == FutureStatus.PENDING
-    values = {name: bindparam(name) for name in columns}
+    values: dict[str, Any] = {name: bindparam(name) for name in columns}
     return Prepared(update(Future).where(*pending).values(values).returning(Future.id))
 
 
