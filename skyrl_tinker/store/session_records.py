@@ -5,14 +5,13 @@ from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import ColumnElement, Connection, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, case, insert, or_, select, update
 
 from skyrl_tinker.domain.ids import ModelState, OwnerId, SessionId
 from skyrl_tinker.errors import GoneError, NotFoundError
 from skyrl_tinker.store import audit_log, owners
 from skyrl_tinker.store.database.rows import AnyRow, database_time
 from skyrl_tinker.store.database.tables import Future, Model, SamplingSession, Session
-from skyrl_tinker.store.last_requests import LAST_REQUEST_AT
 
 HELD = (ModelState.CREATING, ModelState.READY, ModelState.PARKED)
 """States of models that have a state to release."""
@@ -23,6 +22,15 @@ MOST_BEATS = 2.5
 AT_ONCE = 500  # sessions in one statement
 Beat = tuple[OwnerId | None, SessionId]
 _LIVE = Session.finished_at.is_(None)
+_NEWEST = (
+    select(Future.created_at)
+    .where(Future.model_key == Model.key, Future.seq_id.is_not(None))
+    .order_by(Future.seq_id.desc())
+    .limit(1)
+    .scalar_subquery()
+)
+LAST_REQUEST_AT = case((Model.last_request_at < _NEWEST, _NEWEST), else_=Model.last_request_at)
+"""In a query of models: time of the last request, UTC seconds. The column has what was noted of it."""
 
 
 def create(
@@ -91,6 +99,12 @@ def finish(conn: Connection, session_id: SessionId, reason: str, detail: str | N
         audit_log.record(conn, session_id, "session_finish", reason=reason, detail=detail)
     else:
         _session(conn, session_id)
+
+
+def note_last_requests(conn: Connection, session_id: SessionId) -> None:
+    """Note when the models of a session had their last requests, which will be deleted."""
+    of_session = update(Model).where(Model.session_id == session_id)
+    conn.execute(of_session.values(last_request_at=LAST_REQUEST_AT))
 
 
 def owner_of(conn: Connection, session_id: SessionId) -> OwnerId | None:

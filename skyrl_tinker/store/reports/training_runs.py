@@ -14,8 +14,8 @@ from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.console.step_points import Point
 from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.database.tables import ApiKey, Model, SavedCheckpoint, Session
-from skyrl_tinker.store.last_requests import LAST_REQUEST_AT
 from skyrl_tinker.store.owners import OWNER_NAME, in_project, within
+from skyrl_tinker.store.session_records import LAST_REQUEST_AT
 
 Scope = Literal["owned", "accessible"]
 """`accessible` adds other owners' runs that have published checkpoints, with only those."""
