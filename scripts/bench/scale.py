@@ -130,7 +130,7 @@ class Engine:
         for number in numbers:
             prompt = tuple((number * 7 + each) % 500 for each in range(PROMPT))
             body = sample_body(SampleRequest(prompt, 1, SamplingParams(max_tokens=SAMPLED)))
-            sample_submission.submit_sample(
+            submitted = sample_submission.submit_sample(
                 conn,
                 self.clients[number % CLIENTS],
                 number // CLIENTS,
@@ -141,6 +141,7 @@ class Engine:
                 tokens=SAMPLED,
                 sequences=1,
             )
+            submitted.value()
 
     async def counted(self, status: FutureStatus) -> int:
         query = select(func.count()).where(Future.status == status)

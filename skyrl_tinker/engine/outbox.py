@@ -20,7 +20,7 @@ from skyrl_tinker.store.database.abstract_database import is_of_statement
 from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import finish
-from skyrl_tinker.store.futures.finish import JSON_TYPE, NO_USAGE
+from skyrl_tinker.store.futures.finish import JSON_TYPE, NO_USAGE, NOTHING_RAN, Ran
 from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
 
@@ -79,14 +79,15 @@ class Outbox:
         outcomes: Iterable[tuple[int, FutureOutcome]],
         *also: Op[Any],
         replayed: Collection[int] = (),
+        ran: Mapping[int, Ran] = NOTHING_RAN,
     ) -> None:
         """Finish futures (by id), in one commit with the ops `also`; keep the bodies of those in `replayed`.
 
-        Waits while the database fails.
+        `ran` is recorded of those that ran. Waits while the database fails.
         """
         finished = dict(outcomes)
-        if also or replayed:
-            await persistently(lambda: self._send(finished, also, replayed))
+        if also or replayed or ran:
+            await persistently(lambda: self._send(finished, also, replayed, ran))
         elif finished:
             self._waiting |= finished
             if self._sending is None:
@@ -104,11 +105,14 @@ class Outbox:
         finished: Mapping[int, FutureOutcome],
         also: Sequence[Op[Any]],
         replayed: Collection[int] = (),
+        ran: Mapping[int, Ran] = NOTHING_RAN,
     ) -> None:
         def op(conn: Connection) -> None:
             for effect in also:
                 effect(conn)
-            finish_all(conn, finished, replayed)
+            for future_id in ran.keys() - finished.keys():
+                finish.record(conn, future_id, ran[future_id])
+            finish_all(conn, finished, replayed, ran)
 
         size = sum(len(outcome.body) for outcome in finished.values() if isinstance(outcome, FutureResult))
         await self._store.write(op, partial(self._bell.ring, "api"), size)
@@ -151,22 +155,31 @@ async def read_persistently(store: Store, op: Op[T]) -> T:
 
 
 def finish_all(
-    conn: Connection, outcomes: Mapping[int, FutureOutcome], replayed: Collection[int] = ()
+    conn: Connection,
+    outcomes: Mapping[int, FutureOutcome],
+    replayed: Collection[int] = (),
+    ran: Mapping[int, Ran] = NOTHING_RAN,
 ) -> None:
-    """Finish futures, by id. The bodies of those in `replayed` stay."""
+    """Finish futures, by id. The bodies of those in `replayed` stay; `ran` is recorded of them."""
     results: dict[int, FutureResult] = {}
     for future_id, outcome in outcomes.items():
         if isinstance(outcome, Failure):
-            finish.fail(conn, future_id, outcome, keep_body=future_id in replayed)
+            keep_body = future_id in replayed
+            finish.fail(conn, future_id, outcome, keep_body=keep_body, ran=ran.get(future_id))
         else:
             results[future_id] = outcome
     if results:
-        _succeed(conn, results, replayed)
+        _succeed(conn, results, replayed, ran)
 
 
-def _succeed(conn: Connection, results: Mapping[int, FutureResult], replayed: Collection[int]) -> None:
+def _succeed(
+    conn: Connection,
+    results: Mapping[int, FutureResult],
+    replayed: Collection[int],
+    ran: Mapping[int, Ran],
+) -> None:
     stored = {id_: (result.content_type, result.body, result.usage) for id_, result in results.items()}
-    ended = finish.succeed_all(conn, stored, replayed)
+    ended = finish.succeed_all(conn, stored, replayed, ran)
     records = {future_id: results[future_id].records for future_id in ended if results[future_id].records}
     if records:
         stability_records.add(conn, records)

@@ -13,12 +13,10 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection
-
 from skyrl_tinker.domain.ids import Effect
 from skyrl_tinker.engine.outbox import FutureOutcome, Outbox
 from skyrl_tinker.store.database.group_commit import Op
-from skyrl_tinker.store.replay import unit_records
+from skyrl_tinker.store.futures.finish import Ran
 
 MOST = 64
 """Most units in one transaction."""
@@ -47,12 +45,11 @@ class UnitEnd:
         """Requests whose bodies must stay."""
         return {future_id for future_id, effect in self.effects.items() if effect in REPLAYED}
 
-    def write(self, conn: Connection) -> None:
-        for op in self.ops:
-            op(conn)
-        if self.unit is not None:
-            for future_id, effect in self.effects.items():
-                unit_records.record(conn, future_id, self.unit, effect, self.row_budget)
+    @property
+    def ran(self) -> dict[int, Ran]:
+        if self.unit is None:
+            return {}
+        return {id_: Ran(self.unit, effect, self.row_budget) for id_, effect in self.effects.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +125,10 @@ class UnitCommits:
 
     async def _send(self, ends: list[UnitEnd]) -> None:
         outcomes = [item for end in ends for item in end.outcomes.items()]
+        ops = [op for end in ends for op in end.ops]
         replayed = set[int]().union(*(end.replayed for end in ends))
-        await self._outbox.send(outcomes, *(end.write for end in ends), replayed=replayed)
+        ran = {future_id: ran for end in ends for future_id, ran in end.ran.items()}
+        await self._outbox.send(outcomes, *ops, replayed=replayed, ran=ran)
 
 
 def _log_failure(committed: "asyncio.Future[None]") -> None:

@@ -31,7 +31,6 @@ class ModelRow:
     state: ModelState
     state_reason: str | None
     created_at: float
-    last_request_at: float
     trained_on: str | None
 
 
@@ -162,6 +161,5 @@ def _model(row: AnyRow) -> ModelRow:
         state=row.state,
         state_reason=row.state_reason,
         created_at=row.created_at,
-        last_request_at=row.last_request_at,
         trained_on=row.trained_on,
     )

@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import ColumnElement, Connection, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, case, insert, or_, select, update
 
 from skyrl_tinker.domain.ids import ModelState, OwnerId, SessionId
 from skyrl_tinker.errors import GoneError, NotFoundError
@@ -22,6 +22,15 @@ MOST_BEATS = 2.5
 AT_ONCE = 500  # sessions in one statement
 Beat = tuple[OwnerId | None, SessionId]
 _LIVE = Session.finished_at.is_(None)
+_NEWEST = (
+    select(Future.created_at)
+    .where(Future.model_key == Model.key, Future.seq_id.is_not(None))
+    .order_by(Future.seq_id.desc())
+    .limit(1)
+    .scalar_subquery()
+)
+LAST_REQUEST_AT = case((Model.last_request_at < _NEWEST, _NEWEST), else_=Model.last_request_at)
+"""In a query of models: time of the last request, UTC seconds. The column has what was noted of it."""
 
 
 def create(
@@ -92,6 +101,12 @@ def finish(conn: Connection, session_id: SessionId, reason: str, detail: str | N
         _session(conn, session_id)
 
 
+def note_last_requests(conn: Connection, session_id: SessionId) -> None:
+    """Note when the models of a session had their last requests, which will be deleted."""
+    of_session = update(Model).where(Model.session_id == session_id)
+    conn.execute(of_session.values(last_request_at=LAST_REQUEST_AT))
+
+
 def owner_of(conn: Connection, session_id: SessionId) -> OwnerId | None:
     """Return the owner of a session that exists."""
     owner = conn.scalar(select(Session.owner_id).where(Session.session_id == session_id))
@@ -152,7 +167,7 @@ def _has(*states: ModelState) -> ColumnElement[bool]:
 def _trains(since: float) -> ColumnElement[bool]:
     """Return SQL: a model of the session has had a request since then."""
     of_session = Model.session_id == Session.session_id
-    return select(Model.key).where(of_session, Model.last_request_at >= since).exists()
+    return select(Model.key).where(of_session, since <= LAST_REQUEST_AT).exists()
 
 
 def _samples(since: float) -> ColumnElement[bool]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.store.database.abstract_database import Database, LeaseFence
-from skyrl_tinker.store.database.group_commit import Op, T, Writer
+from skyrl_tinker.store.database.group_commit import Later, Op, T, Writer
 from skyrl_tinker.store.database.opening import open_database
 from skyrl_tinker.store.database.read_pool import ReadPool
 
@@ -71,11 +71,14 @@ class Store:
         await self._database.settle()
         self._database.close()
 
-    async def write(self, op: Op[T], then: Callable[[], None] | None = None, size: int = 0) -> T:
+    async def write(
+        self, op: Op[T] | Op[Later[T]], then: Callable[[], None] | None = None, size: int = 0
+    ) -> T:
         """Run `op` in the next group commit, in the writer's thread; return its value after COMMIT.
 
         `size`: bytes that it writes, if they are many: smaller writes overtake it.
-        `then` is called after the commit, in that thread: for what must not wait for a busy loop.
+        `then` is called after the commit, in that thread: for what must not wait for a busy loop. Once for
+        all that are committed together with the same.
         """
         return await self._writer.write(op, then, size)
 

@@ -3,11 +3,11 @@
 import asyncio
 import sqlite3
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -52,11 +52,9 @@ class Commits:
         self.failures: list[Exception] = []
         self._finish_all = outbox.finish_all
 
-    def finish_all(
-        self, conn: Connection, finished: Mapping[int, FutureOutcome], replayed: Collection[int] = ()
-    ) -> None:
+    def finish_all(self, conn: Connection, finished: Mapping[int, FutureOutcome], *how: Any) -> None:
         self.tried.append(set(finished))
-        self._finish_all(conn, finished, replayed)
+        self._finish_all(conn, finished, *how)
         if self.failures:
             raise self.failures.pop()
 

@@ -55,7 +55,7 @@ def body_or_failure(make: Callable[[], bytes]) -> tuple[bytes, Failure | None]:
 
 
 async def submit_training(
-    services: Services, caller: Caller, submission: Submission, admit: Op[None] = lambda _: None
+    services: Services, caller: Caller, submission: Submission, admit: Op[None] | None = None
 ) -> AcceptedFuture:
     """Store the request and wake the engine; a repeated request gets the future of the first one.
 
@@ -63,7 +63,7 @@ async def submit_training(
     """
     owner = caller.owner
     refusal = await services.backlogs.full(caller)
-    accepted = await services.store.write(
+    accepted: Accepted = await services.store.write(
         lambda conn: training_submission.submit_training(
             conn,
             submission.kind,

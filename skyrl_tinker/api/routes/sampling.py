@@ -29,6 +29,7 @@ from skyrl_tinker.protocol.stored_requests import body_digest, sample_body
 from skyrl_tinker.protocol.validation.limits import Limits, validate_base_model
 from skyrl_tinker.protocol.validation.sampling import stop_bytes, validate_sample
 from skyrl_tinker.store import checkpoint_rules, owners, sampling_sessions
+from skyrl_tinker.store.database.group_commit import Later
 from skyrl_tinker.store.futures import sample_submission
 from skyrl_tinker.store.futures.record import Accepted
 
@@ -119,7 +120,7 @@ async def asample(request: Request, deps: Deps) -> AcceptedFuture:
     sample = await off_loop(len(body), lambda: _read_sample(body, deps.limits, caller.limits))
     owner = caller.owner
     if refusal is not None:  # but not of a sample that was accepted before, and its answer lost
-        accepted = await deps.store.fetch(lambda conn: sample.submit(conn, owner, refusal))
+        accepted = await deps.store.fetch(lambda conn: sample.submit(conn, owner, refusal).value())
     else:
         accepted = await deps.store.write(
             lambda conn: sample.submit(conn, owner), deps.wake_engine, len(sample.body)
@@ -140,7 +141,7 @@ class _Sample:
 
     def submit(
         self, conn: Connection, owner: OwnerId | None, refusal: OverloadedError | None = None
-    ) -> Accepted:
+    ) -> Later[Accepted]:
         return sample_submission.submit_sample(
             conn,
             self.session_id,

@@ -7,7 +7,7 @@ five times a transaction, which takes longer than most statements: 0.6 ms for on
 import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -99,6 +99,10 @@ class Database(ABC):
     @abstractmethod
     def written(self, size: int) -> None:
         """Take note of bytes that a Writer has committed."""
+
+    def sending(self, conn: Connection) -> AbstractContextManager[None]:
+        """Run a part of a transaction; at its end what it sent is answered, or the first error raised."""
+        return nullcontext()
 
     def usable(self, conn: Connection) -> bool:
         """Return whether a connection can run another transaction."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
@@ -18,6 +18,20 @@ from skyrl_tinker.store.database.abstract_database import Database, dropping_und
 T = TypeVar("T")
 Op = Callable[[Connection], T]
 """May run twice, its first run being undone: it changes nothing but the database, and logs `after_commit`."""
+
+
+class Later(Generic[T]):
+    """Value of an op that is known once the database has answered what the op sent.
+
+    Ops of one transaction send first, and read then: all of them wait for the answers once.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Callable[[], T]) -> None:
+        """`value`: waits for the value; called once, within the transaction, perhaps after other ops."""
+        self.value = value
+
 
 MAX_OPS = 256
 MAX_HOLD_S = 0.02
@@ -82,11 +96,13 @@ class Writer:
         self._closed = False
         self._task = asyncio.create_task(self._run(), name="store-writer")
 
-    async def write(self, op: Op[T], then: Callable[[], None] | None = None, size: int = 0) -> T:
+    async def write(
+        self, op: Op[T] | Op[Later[T]], then: Callable[[], None] | None = None, size: int = 0
+    ) -> T:
         """Run `op`, which writes `size` bytes, in the next transaction; return its value once it is on disk.
 
-        `then` is called in the writer's thread right after the commit, since the loop may be busy; an OSError
-        of it is ignored.
+        `then` is called in the writer's thread right after the commit, since the loop may be busy, once for
+        all ops of the commit that have the same; an OSError of it is ignored.
 
         What `op` raises is raised here and undoes this op only. If BEGIN or COMMIT fails, every op of the
         batch raises that. An op whose caller is cancelled before it began is left out.
@@ -147,10 +163,10 @@ class Writer:
         """Commit the batch. Nearly all ops succeed, so SAVEPOINTs, at twice the cost, are for a retry."""
         if not self._run_together(begun):
             self._run_apart(begun)
-        for write in begun:
-            if write.then is not None and write.error is None:
-                with suppress(OSError):
-                    write.then()
+        calls = [write.then for write in begun if write.then is not None and write.error is None]
+        for call in dict.fromkeys(calls):
+            with suppress(OSError):
+                call()
 
     def _run_together(self, begun: list[_Write]) -> bool:
         """Run the ops that wait or arrive meanwhile. `begun` gets each write before its op runs.
@@ -165,6 +181,8 @@ class Writer:
                     if not write.done.done():
                         begun.append(write)
                         write.value = write.op(conn)
+                for write in begun:
+                    write.value = _known(write.value)
         except Exception:
             if len(begun) < 2:
                 raise
@@ -174,7 +192,16 @@ class Writer:
     def _run_apart(self, begun: list[_Write]) -> None:
         with self._transaction() as conn:
             for write in begun:
-                _run_isolated(conn, write)
+                self._run_isolated(conn, write)
+
+    def _run_isolated(self, conn: Connection, write: _Write) -> None:
+        try:
+            with dropping_undone(conn), conn.begin_nested(), self._database.sending(conn):
+                write.value = _known(write.op(conn))
+        except Exception as error:  # one op's failure is its own result
+            write.error = error
+            if isinstance(error, OperationalError) and not is_of_statement(error):
+                raise  # disk full, I/O, a cut connection: all may be undone
 
     @contextmanager
     def _transaction(self) -> Iterator[Connection]:
@@ -191,14 +218,8 @@ class Writer:
             self._database.release(conn)
 
 
-def _run_isolated(conn: Connection, write: _Write) -> None:
-    try:
-        with dropping_undone(conn), conn.begin_nested():
-            write.value = write.op(conn)
-    except Exception as error:  # one op's failure is its own result
-        write.error = error
-        if isinstance(error, OperationalError) and not is_of_statement(error):
-            raise  # disk full, I/O, a cut connection: all may be undone
+def _known(value: Any) -> Any:
+    return value.value() if isinstance(value, Later) else value
 
 
 def _without_frames(error: Exception) -> Exception:

@@ -35,6 +35,8 @@ _EPOCH = "; SELECT (value->>'epoch')::bigint FROM server_state WHERE key = 'leas
 """Behind _WRITE: a statement of its own sees what was committed before the turn came."""
 _TIMELINE = "SELECT left(pg_walfile_name(pg_current_wal_lsn()), 8)"
 """Number of the history of the server's data; PostgreSQL counts them."""
+_PIPELINE = "pipeline"
+"""Where a connection keeps the driver's pipeline while answers to statements are awaited."""
 _LOST_ANSWER = "the database is a promoted copy of which nobody knows whether it has the last commit"
 _PARAMETERS = {
     "application_name": "skyrl-tinker",
@@ -75,6 +77,7 @@ class PostgresDatabase(Database):
             execution_options={"home": home},
         )
         event.listen(self.engine, "connect", _note_timeline)
+        event.listen(self.engine, "before_cursor_execute", _leave_before)
 
     @contextmanager
     def reading(self, conn: Connection) -> Iterator[None]:
@@ -86,7 +89,7 @@ class PostgresDatabase(Database):
         self._note_clock(conn, row[0])
         with _undone(conn):
             yield
-        execute(conn, "COMMIT")
+            _commit(conn)
 
     @contextmanager
     def _writing(self, conn: Connection) -> Iterator[None]:
@@ -102,10 +105,14 @@ class PostgresDatabase(Database):
                 self._fence.check(cursor.fetchone())
             yield
         try:
-            execute(conn, "COMMIT")
-        except OperationalError as error:
-            if self.usable(conn):
-                raise  # the server says that it is undone
+            _commit(conn)
+        except Exception as error:
+            if self.usable(conn):  # the server says that it is undone, or was not asked: what was sent failed
+                with suppress(Exception):
+                    raw(conn).rollback()
+                raise
+            if not isinstance(error, OperationalError):
+                raise
             _log.warning("the answer to a commit was lost, asking for its fate: %s", error)
             if not self._committed(transaction, timeline, error):
                 raise
@@ -118,6 +125,15 @@ class PostgresDatabase(Database):
 
     def close(self) -> None:
         """Do nothing: there are connections only."""
+
+    @contextmanager
+    def sending(self, conn: Connection) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            _abandon(conn)
+            raise
+        _leave(conn)
 
     def usable(self, conn: Connection) -> bool:
         return not conn.invalidated and not raw(conn).closed
@@ -186,10 +202,69 @@ def raw(conn: Connection) -> "psycopg.Connection[Any]":
 
 def execute(conn: Connection, sql: str, parameters: Any = None) -> "psycopg.Cursor[Any]":
     """Run SQL in the driver. Raises SQLAlchemy's OperationalError, and DataError for text with a NUL."""
+    _leave(conn)
+    with _translated(sql):
+        return raw(conn).execute(sql, parameters)
+
+
+def send(conn: Connection, sql: str, parameters: Any = None) -> "psycopg.Cursor[Any]":
+    """Run SQL of one statement without waiting for its answer, for which `fetch` waits.
+
+    Whatever runs next may raise its error. All that is not sent waits for the answers to what is.
+    """
+    with _translated(sql):
+        if _PIPELINE not in conn.info:
+            conn.info[_PIPELINE] = raw(conn).pipeline()
+            conn.info[_PIPELINE].__enter__()
+        return raw(conn).execute(sql, parameters)
+
+
+def fetch(cursor: "psycopg.Cursor[Any]", sql: str) -> list[Any]:
+    """Return the rows of a statement that was sent."""
+    with _translated(sql):
+        return cursor.fetchall()
+
+
+def _commit(conn: Connection) -> None:
+    """Commit, with what is still to be sent; where that fails, the server does not begin the commit."""
+    if _PIPELINE in conn.info:
+        try:
+            send(conn, "COMMIT")
+        except BaseException:
+            _abandon(conn)
+            raise
+        _leave(conn)
+    else:
+        execute(conn, "COMMIT")
+
+
+def _leave(conn: Connection) -> None:
+    """Wait for the answers to what was sent. Raises the first error."""
+    pipeline = conn.info.pop(_PIPELINE, None)
+    if pipeline is not None:
+        with _translated(None):
+            pipeline.__exit__(None, None, None)
+
+
+def _leave_before(conn: Connection, *_: Any) -> None:
+    """Wait before SQLAlchemy's own execution, which reads answers at once."""
+    _leave(conn)
+
+
+def _abandon(conn: Connection) -> None:
+    """Wait for the answers, and pass over errors: what was sent will be undone."""
+    if not conn.invalidated:  # else it would connect
+        with suppress(Exception):
+            _leave(conn)
+
+
+@contextmanager
+def _translated(sql: str | None) -> Iterator[None]:
+    """Raise SQLAlchemy's errors for the driver's."""
     import psycopg
 
     try:
-        return raw(conn).execute(sql, parameters)
+        yield
     except (psycopg.OperationalError, psycopg.InterfaceError) as error:
         raise OperationalError(sql, None, error) from error
     except psycopg.DataError as error:
@@ -215,6 +290,7 @@ def _undone(conn: Connection) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        _abandon(conn)
         with suppress(DBAPIError):
             conn.rollback()
         if conn.invalidated:

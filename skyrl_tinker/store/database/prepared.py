@@ -42,6 +42,13 @@ class Prepared:
         rows = self.rows(conn, parameters)
         return rows[0] if rows else None
 
+    def send(self, conn: Connection, parameters: Mapping[str, Any]) -> "Sent":
+        """Execute it, where the database is PostgreSQL without waiting for its answer.
+
+        So that many are answered together; whatever runs next may raise an error of it.
+        """
+        return self._of(conn).send(conn, parameters)
+
     def change(self, conn: Connection, parameters: Mapping[str, Any]) -> int:
         """Execute a statement without rows and return how many rows it changed."""
         changed: int = self._of(conn).execute(conn, parameters).rowcount
@@ -53,6 +60,20 @@ class Prepared:
         if compiled is None:
             compiled = self._compiled[dialect.name] = _Compiled(self._statement, self._columns, dialect)
         return compiled
+
+
+class Sent:
+    """Statement on its way, whose rows can be read once, within its transaction."""
+
+    __slots__ = ("_fetch",)
+
+    def __init__(self, fetch: Callable[[], list[AnyRow]]) -> None:
+        self._fetch = fetch
+
+    def row(self) -> AnyRow | None:
+        """Return the only row, None if there is none."""
+        rows = self._fetch()
+        return rows[0] if rows else None
 
 
 class _Compiled:
@@ -71,6 +92,7 @@ class _Compiled:
                 self._encode.append((name, encode))
         self._run: Callable[..., Any] = postgresql.execute
         self._in_order: _Convert = dict  # PostgreSQL's driver takes parameters by name
+        self._positional = compiled.positional
         if compiled.positional:
             names = cast(list[str], compiled.positiontup)
             pick = itemgetter(*names)
@@ -86,10 +108,20 @@ class _Compiled:
 
     def execute(self, conn: Connection, parameters: Mapping[str, Any]) -> Any:
         """Execute it in the driver, whose cursor it returns."""
+        return self._run(conn, self._sql, self._encoded(parameters))
+
+    def send(self, conn: Connection, parameters: Mapping[str, Any]) -> Sent:
+        if self._positional:
+            rows = self.rows(conn, parameters)
+            return Sent(lambda: rows)
+        cursor = postgresql.send(conn, self._sql, self._encoded(parameters))
+        return Sent(lambda: [self._decoded(row) for row in postgresql.fetch(cursor, self._sql)])
+
+    def _encoded(self, parameters: Mapping[str, Any]) -> Any:
         values = {**self._constants, **parameters}
         for name, encode in self._encode:
             values[name] = encode(values[name])
-        return self._run(conn, self._sql, self._in_order(values))
+        return self._in_order(values)
 
     def _decoded(self, row: Sequence[Any]) -> AnyRow:
         values = list(row)

@@ -2,13 +2,15 @@
 
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import orjson
 from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
-from skyrl_tinker.domain.ids import FutureStatus
+from skyrl_tinker.domain.ids import Effect, FutureStatus
 from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.store.database.abstract_database import after_commit
 from skyrl_tinker.store.database.prepared import Prepared
@@ -19,15 +21,43 @@ JSON_TYPE = "application/json"
 NO_USAGE = Usage()
 _log = logging.getLogger(__name__)
 
-_END = Prepared(
+_ENDED = "status", "finished_at", "error", "category"
+
+
+def _ending(*columns: str) -> Prepared:
+    """Return the statement that finishes a pending future, which it returns."""
+    pending = Future.id == bindparam("future_id"), Future.status == FutureStatus.PENDING
+    values: dict[str, Any] = {name: bindparam(name) for name in columns}
+    return Prepared(update(Future).where(*pending).values(values).returning(Future.id))
+
+
+_END, _END_RAN = _ending(*_ENDED), _ending(*_ENDED, "unit", "effect", "row_budget")
+_RECORD = Prepared(
     update(Future)
-    .where(Future.id == bindparam("future_id"), Future.status == FutureStatus.PENDING)
-    .values({name: bindparam(name) for name in ("status", "finished_at", "error", "category")})
+    .where(Future.id == bindparam("future_id"))
+    .values({name: bindparam(name) for name in ("unit", "effect", "row_budget")})
 )
 _RESULT = Prepared(
     insert(Result), ("future_id", "content_type", "body", "input_tokens", "cached_tokens", "output_tokens")
 )
 _DROP_BODY = Prepared(delete(Request).where(Request.future_id == bindparam("future_id")))
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """Run of a training request, in number `unit`, and in rows of `row_budget` tokens if it is a pass."""
+
+    unit: int
+    effect: Effect | None = None
+    row_budget: int | None = None
+
+
+NOTHING_RAN: Mapping[int, Ran] = MappingProxyType({})
+
+
+def record(conn: Connection, future_id: int, ran: Ran) -> None:
+    """Record that a request ran, whether or not it has its result already."""
+    _RECORD.send(conn, {"future_id": future_id, **_columns(ran)})
 
 
 def succeed(
@@ -38,24 +68,27 @@ def succeed(
 
 
 def succeed_all(
-    conn: Connection, results: Mapping[int, tuple[str, bytes, Usage]], replayed: Collection[int] = ()
+    conn: Connection,
+    results: Mapping[int, tuple[str, bytes, Usage]],
+    replayed: Collection[int] = (),
+    ran: Mapping[int, Ran] = NOTHING_RAN,
 ) -> list[int]:
     """Finish futures, given content type, body and tokens by future id; keep the bodies of those `replayed`.
 
-    Skips futures that have finished already; returns the ids of the others.
+    Skips futures that have finished already; returns the ids of the others. `ran` is recorded of all.
     """
-    end = _end(conn, FutureStatus.DONE, None)
-    return [
-        future_id
-        for future_id, result in results.items()
-        if _finish(conn, future_id, end, *result, keep_body=future_id in replayed)
-    ]
+    ended = _end(conn, {id_: ran.get(id_) for id_ in results}, FutureStatus.DONE, None)
+    for future_id in ended:
+        _answer(conn, future_id, *results[future_id], keep_body=future_id in replayed)
+    return ended
 
 
-def fail(conn: Connection, future_id: int, failure: Failure, *, keep_body: bool = False) -> None:
-    """Finish with an error, and log it. Does nothing if the future has finished already."""
-    end, body = _end(conn, FutureStatus.FAILED, failure), failure_body(failure)
-    if _finish(conn, future_id, end, JSON_TYPE, body, NO_USAGE, keep_body=keep_body):
+def fail(
+    conn: Connection, future_id: int, failure: Failure, *, keep_body: bool = False, ran: Ran | None = None
+) -> None:
+    """Finish with an error, and log it. Does nothing if the future has finished already, but for `ran`."""
+    if _end(conn, {future_id: ran}, FutureStatus.FAILED, failure):
+        _answer(conn, future_id, JSON_TYPE, failure_body(failure), NO_USAGE, keep_body=keep_body)
         named = select(Future.kind, Future.request_id, Future.session_id).where(Future.id == future_id)
         kind, request, session = conn.execute(named).one()
         told = "%s %s of session %s failed: %s", kind, request, session, failure.message
@@ -67,31 +100,41 @@ def failure_body(failure: Failure) -> bytes:
     return orjson.dumps({"error": failure.message, "category": failure.category})
 
 
-def _finish(
-    conn: Connection,
-    future_id: int,
-    end: Mapping[str, Any],
-    content_type: str,
-    body: bytes,
-    usage: Usage,
-    *,
-    keep_body: bool = False,
-) -> bool:
-    """Finish a future. Returns False if it has finished already."""
+def _answer(
+    conn: Connection, future_id: int, content_type: str, body: bytes, usage: Usage, *, keep_body: bool
+) -> None:
     key = {"future_id": future_id}
-    if not _END.change(conn, {**key, **end}):
-        return False
     tokens = {name: getattr(usage, name) for name in ("input_tokens", "cached_tokens", "output_tokens")}
-    _RESULT.change(conn, {**key, **tokens, "content_type": content_type, "body": body})
+    _RESULT.send(conn, {**key, **tokens, "content_type": content_type, "body": body})
     if not keep_body:
-        _DROP_BODY.change(conn, key)
-    return True
+        _DROP_BODY.send(conn, key)
 
 
-def _end(conn: Connection, status: FutureStatus, failure: Failure | None) -> dict[str, Any]:
-    return {
+def _end(
+    conn: Connection, ran: Mapping[int, Ran | None], status: FutureStatus, failure: Failure | None
+) -> list[int]:
+    """End futures, given how each ran; returns those that had not finished. Their answers come together."""
+    end = {
         "status": status,
         "finished_at": database_time(conn),
         "error": failure and failure.message,
         "category": failure and failure.category,
     }
+    sent = [
+        (
+            future_id,
+            _END_RAN.send(conn, {"future_id": future_id, **end, **_columns(each)})
+            if each
+            else _END.send(conn, {"future_id": future_id, **end}),
+        )
+        for future_id, each in ran.items()
+    ]
+    ended = [future_id for future_id, answer in sent if answer.row() is not None]
+    for future_id in ran.keys() - ended:
+        if each := ran[future_id]:
+            record(conn, future_id, each)
+    return ended
+
+
+def _columns(ran: Ran) -> dict[str, Any]:
+    return {"unit": ran.unit, "effect": ran.effect, "row_budget": ran.row_budget}

@@ -74,7 +74,7 @@ def insert_future(conn: Connection, new: NewFuture, model_id: ModelId | None) ->
 
 def insert_body(conn: Connection, future_id: int, body: bytes) -> None:
     """Insert the body of a pending request."""
-    _BODY.change(conn, {"future_id": future_id, "body": body})
+    _BODY.send(conn, {"future_id": future_id, "body": body})
 
 
 def existing_answer(row: AnyRow, model_id: ModelId | None) -> Accepted:

@@ -14,6 +14,7 @@ from skyrl_tinker.domain.ids import (
 )
 from skyrl_tinker.errors import NotFoundError, OverloadedError
 from skyrl_tinker.store import session_records
+from skyrl_tinker.store.database.group_commit import Later
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.database.tables import Future, SamplingSession, Session
@@ -83,7 +84,7 @@ def submit_sample(
     tokens: int,
     sequences: int,
     refusal: OverloadedError | None = None,
-) -> Accepted:
+) -> Later[Accepted]:
     """Submit a sample; `sequence_ids` of the answer has one id per sample.
 
     `tokens`: the most that it computes, in so many `sequences`. `refusal` is raised for a new request, and
@@ -97,11 +98,15 @@ def submit_sample(
     key = {"sampling_session_id": sampling_session_id, "seq_id": seq_id, "owner": owner}
     new = {"request_id": request_id, "digest": digest, "sequence_ids": ids, "now": database_time(conn)}
     values = {**key, **new, "tokens": tokens, "sequences": sequences}
-    row = None if refusal else _INSERT.row(conn, values)
-    if row is None:
-        return _answer_refused(conn, key, digest, refusal)
-    insert_body(conn, row.id, body)
-    return Accepted(request_id, ids, None, created=True)
+    sent = None if refusal else _INSERT.send(conn, values)
+
+    def answer() -> Accepted:
+        if sent is None or (row := sent.row()) is None:
+            return _answer_refused(conn, key, digest, refusal)
+        insert_body(conn, row.id, body)
+        return Accepted(request_id, ids, None, created=True)
+
+    return Later(answer)
 
 
 def _answer_refused(
@@ -114,8 +119,7 @@ def _answer_refused(
         raise NotFoundError(f"no sampling session {sampling_session_id}")
     if row.request_id is None:
         session_records.check_live(row)
-        assert refusal is not None, "a live session without this request would have got it"
-        raise refusal
+        raise refusal or NotFoundError(f"no sampling session {sampling_session_id} at that time")
     name = f"seq_id {key['seq_id']} of sampling session {sampling_session_id}"
     require_same(row, RequestKind.SAMPLE, digest, name)
     return existing_answer(row, None)

@@ -5,15 +5,18 @@ duplicates get the same answer.
 """
 
 from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
 
-from sqlalchemy import Connection, and_, bindparam, exists, select, update
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, insert, literal, select
 from sqlalchemy.orm import aliased
 
-from skyrl_tinker.domain.ids import ModelId, ModelState, OwnerId, RequestKind
+from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelState, OwnerId, RequestId, RequestKind
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.errors import KeyLimitError, NotFoundError, OverloadedError, SeqIdReusedError
 from skyrl_tinker.store import custom_losses, model_records, owners, session_records
 from skyrl_tinker.store.custom_losses import NewLoss
+from skyrl_tinker.store.database.group_commit import Later
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.database.tables import Future, Model, Session, UploadedLoss
@@ -33,13 +36,23 @@ from skyrl_tinker.store.model_records import NewModel
 from skyrl_tinker.store.owners import OWNED
 
 _FIRST_CREATION = select(*FIRST).where(Future.model_key == bindparam("model_key"), Future.seq_id == 0)
-_LATER = aliased(Future)
-_PASSED = exists().where(
-    _LATER.model_key == Model.key, _LATER.seq_id > bindparam("seq_id"), _LATER.unit.is_not(None)
-)
+_OTHER = aliased(Future)
+_SAME_NUMBER = _OTHER.seq_id == bindparam("seq_id")
+_RAN_LATER = _OTHER.seq_id > bindparam("seq_id"), _OTHER.unit.is_not(None)
 """A later request ran, so that this one, if there is no record of it, had one."""
+
+
+def _first_id(*where: ColumnElement[bool]) -> ColumnElement[int | None]:
+    """Return SQL: the id of a request of the model, along its index.
+
+    EXISTS would be a join to PostgreSQL, which reads all of the table as long as it knows it as a small one.
+    """
+    query = select(_OTHER.id).where(_OTHER.model_key == Model.key, *where)
+    return query.order_by(_OTHER.model_key, _OTHER.seq_id).limit(1).scalar_subquery()
+
+
 _MODEL_AND_FIRST = Prepared(
-    select(Model.key, *SESSION, *FIRST, _PASSED.label("passed"))
+    select(Model.key, *SESSION, *FIRST, _first_id(*_RAN_LATER).label("passed"))
     .join(Session, Session.session_id == Model.session_id)
     .outerjoin(Future, and_(Future.model_key == Model.key, Future.seq_id == bindparam("seq_id")))
     .where(Model.model_id == bindparam("model_id"), OWNED)
@@ -49,10 +62,30 @@ _FIRST_UPLOAD = (
     .join(UploadedLoss, UploadedLoss.future_id == Future.id)
     .where(UploadedLoss.loss_id == bindparam("loss_id"))
 )
-_TOUCH_MODEL = Prepared(
-    update(Model).where(Model.key == bindparam("model_key")).values(last_request_at=bindparam("now"))
+_VALUES: dict[Any, Any] = {
+    Future.request_id: bindparam("request_id", type_=Future.request_id.type),
+    Future.kind: bindparam("kind", type_=Future.kind.type),
+    Future.session_id: Session.session_id,
+    Future.model_key: Model.key,
+    Future.seq_id: bindparam("seq_id", type_=Future.seq_id.type),
+    Future.digest: bindparam("digest", type_=Future.digest.type),
+    Future.sequence_ids: literal([], Future.sequence_ids.type),
+    Future.status: literal(FutureStatus.PENDING, Future.status.type),
+    Future.created_at: bindparam("now", type_=Future.created_at.type),
+}
+_INSERT = Prepared(
+    insert(Future)
+    .from_select(
+        list(_VALUES),
+        select(*_VALUES.values())
+        .select_from(Model)
+        .join(Session, Session.session_id == Model.session_id)
+        .where(Model.model_id == bindparam("model_id"), OWNED, Session.finished_at.is_(None))
+        .where(_first_id(_SAME_NUMBER).is_(None), _first_id(*_RAN_LATER).is_(None)),
+    )
+    .returning(Future.id)
 )
-
+"""Of a request that nothing speaks against; it inserts none else."""
 
 Admit = Callable[[Connection], None]
 """Check of a new request, which is made only if it was not submitted before."""
@@ -103,9 +136,9 @@ def submit_training(
     body: bytes,
     digest: bytes,
     failure: Failure | None = None,
-    admit: Admit = _any,
+    admit: Admit | None = None,
     refusal: OverloadedError | None = None,
-) -> Accepted:
+) -> Later[Accepted]:
     """Submit a model's request. With `failure` it is stored as failed, and its seq_id is consumed.
 
     A KeyLimitError of `admit` is such a failure. One that came too late, when its number had been failed as
@@ -116,6 +149,33 @@ def submit_training(
     """
     check_seq_id("seq_id", seq_id, lowest=1)
     key = {"model_id": model_id, "seq_id": seq_id, "owner": owner}
+    request_id = RequestId(uuid4().hex)
+    sent = None
+    if failure is None and admit is None and refusal is None:
+        new = {"request_id": request_id, "kind": kind, "digest": digest, "now": database_time(conn)}
+        sent = _INSERT.send(conn, key | new)
+
+    def answer() -> Accepted:
+        if sent is None or (row := sent.row()) is None:
+            return _submit_checked(conn, kind, key, body, digest, failure, admit, refusal)
+        insert_body(conn, row.id, body)
+        return Accepted(request_id, (), model_id, created=True)
+
+    return Later(answer)
+
+
+def _submit_checked(
+    conn: Connection,
+    kind: RequestKind,
+    key: dict[str, Any],
+    body: bytes,
+    digest: bytes,
+    failure: Failure | None,
+    admit: Admit | None,
+    refusal: OverloadedError | None,
+) -> Accepted:
+    """Submit a request of which more is to be known, or tell why it cannot be; `key`: as of _INSERT."""
+    model_id, seq_id = key["model_id"], key["seq_id"]
     row = _MODEL_AND_FIRST.row(conn, key)
     if row is None:
         raise NotFoundError(f"no model {model_id}")
@@ -123,16 +183,15 @@ def submit_training(
         if row.kind is not RequestKind.MISSING:
             require_same(row, kind, digest, f"seq_id {seq_id} of model {model_id}")
         return existing_answer(row, model_id)
-    if row.passed:
+    if row.passed is not None:
         raise SeqIdReusedError(f"seq_id {seq_id} of model {model_id} was used, and its record is gone by now")
     session_records.check_live(row)
     if refusal is not None and not _awaited(conn, row.key, seq_id):
         raise refusal
     try:
-        admit(conn)
+        (admit or _any)(conn)
     except KeyLimitError as error:
         failure = failure or Failure(str(error), error.category)
-    _TOUCH_MODEL.change(conn, {"model_key": row.key, "now": database_time(conn)})
     new = NewFuture(kind, seq_id, digest, row.session_id, model_key=row.key)
     return _insert(conn, new, body, failure, model_id)
 

@@ -1,4 +1,4 @@
-"""Units of work that training requests ran in: recorded with their results, read again by replay."""
+"""Units of work that training requests ran in, as replay reads them; `finish` records them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,6 @@ from sqlalchemy import (
     literal_column,
     or_,
     select,
-    update,
 )
 
 from skyrl_tinker.domain.ids import (
@@ -24,7 +23,6 @@ from skyrl_tinker.domain.ids import (
     RequestId,
     SessionId,
 )
-from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.database.tables import Future, Model, Request, Session, Snapshot
 from skyrl_tinker.store.futures.queue import IN_WINDOW, QueuedRow, window_failure
@@ -45,11 +43,6 @@ class RanRow:
     row_budget: int | None
 
 
-_RECORD = Prepared(
-    update(Future)
-    .where(Future.id == bindparam("future_id"))
-    .values({name: bindparam(name) for name in ("unit", "effect", "row_budget")})
-)
 _RAN = (
     select(
         Future.id,
@@ -69,14 +62,6 @@ _RAN = (
     .where(Future.unit.is_not(None), or_(Future.effect.is_not(None), Future.kind.in_(SAVES)))
     .order_by(Future.seq_id)
 )
-
-
-def record(
-    conn: Connection, future_id: int, unit: int, effect: Effect | None, row_budget: int | None = None
-) -> None:
-    """Record that a request ran, whether or not it has its result already."""
-    values = {"future_id": future_id, "unit": unit, "effect": effect, "row_budget": row_budget}
-    _RECORD.change(conn, values)
 
 
 def ran_after(conn: Connection, model: ModelKey, seq_id: int) -> list[RanRow]:

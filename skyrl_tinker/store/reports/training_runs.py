@@ -15,6 +15,7 @@ from skyrl_tinker.store.console.step_points import Point
 from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.database.tables import ApiKey, Model, SavedCheckpoint, Session
 from skyrl_tinker.store.owners import OWNER_NAME, in_project, within
+from skyrl_tinker.store.session_records import LAST_REQUEST_AT
 
 Scope = Literal["owned", "accessible"]
 """`accessible` adds other owners' runs that have published checkpoints, with only those."""
@@ -135,7 +136,7 @@ def _runs(
             OWNER_NAME.label("owner"),
             Model.base_model,
             Model.lora_rank,
-            Model.last_request_at,
+            LAST_REQUEST_AT.label("last_request_at"),
             Model.state,
             Model.state_reason,
             Model.user_metadata,
@@ -144,7 +145,7 @@ def _runs(
         .join(Session, Session.session_id == Model.session_id)
         .outerjoin(ApiKey, ApiKey.id == Session.owner_id)
         .where(*where)
-        .order_by(Model.last_request_at.desc(), Model.key.desc())
+        .order_by(LAST_REQUEST_AT.desc(), Model.key.desc())
         .limit(limit)
         .offset(offset)
     )

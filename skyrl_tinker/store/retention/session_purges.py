@@ -3,6 +3,7 @@
 from sqlalchemy import ColumnElement, Connection, delete, exists, or_, select
 
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
+from skyrl_tinker.store import session_records
 from skyrl_tinker.store.database.tables import (
     AdapterVersion,
     AuditEvent,
@@ -46,6 +47,7 @@ def clear_session(conn: Connection, session: SessionId) -> bool:
     """Delete requests, results, losses and sampling sessions of an ended session."""
     ended = select(Future.id).where(Future.session_id == session, _DONE).limit(slices.SLICE)
     futures = list(conn.scalars(ended))
+    session_records.note_last_requests(conn, session)
     for table in (UploadedLoss, Result, Request):
         conn.execute(delete(table).where(table.future_id.in_(futures)))
     conn.execute(delete(Future).where(Future.id.in_(futures)))

@@ -72,7 +72,7 @@ async def test_a_cancel_that_comes_with_its_sample_finds_it(made: Waiting) -> No
     def both(conn: Connection) -> str:
         accepted = sample_submission.submit_sample(
             conn, sampler, 0, owner=None, body=body, digest=b"", num_samples=1, tokens=1, sequences=1
-        )
+        ).value()
         assert cancel_sample(conn, None, accepted.request_id)
         return accepted.request_id
 

@@ -12,6 +12,7 @@ from skyrl_tinker.engine.upkeep.purge import Purge
 from skyrl_tinker.errors import SeqIdReusedError
 from skyrl_tinker.store.database.tables import Future
 from skyrl_tinker.store.futures import finish, training_submission
+from skyrl_tinker.store.futures.finish import Ran
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.replay import snapshot_records, unit_records
@@ -29,7 +30,7 @@ async def answer(store: Store, accepted: Accepted, *, ran: bool = True) -> None:
 
     def op(conn: Connection) -> None:
         if ran:
-            unit_records.record(conn, future_id, future_id, None)
+            finish.record(conn, future_id, Ran(future_id))
         finish.succeed(conn, future_id, "t", b"r", Usage(1, 0, 1))
 
     await store.write(op)

@@ -12,9 +12,10 @@ from skyrl_tinker.errors import UserError
 from skyrl_tinker.store import model_records, usage_records
 from skyrl_tinker.store.futures import finish, outcomes, queue, record, training_submission
 from skyrl_tinker.store.model_records import ModelRow
-from skyrl_tinker.store.retention import row_purges
+from skyrl_tinker.store.reports import training_runs
+from skyrl_tinker.store.retention import row_purges, session_purges
 from skyrl_tinker.store.store import Store
-from tests.store.support.rows import create, new_session, outcome, queued, sample, step
+from tests.store.support.rows import create, finish_session, new_session, outcome, queued, sample, step
 from tests.support.reads import reading
 
 LOST = Failure("the engine died", "server")
@@ -178,11 +179,21 @@ async def test_a_model_is_as_it_was_asked_for(store: Store, session: SessionId, 
 
 
 async def test_requests_keep_a_model_fresh(store: Store, model: ModelRow) -> None:
+    def last_request_at() -> float:
+        with reading(store) as conn:
+            run = training_runs.find(conn, None, model.model_id, "owned")
+        assert run is not None
+        return run.last_request_at
+
+    created_at = last_request_at()
     await step(store, model, 1)
-    with reading(store) as conn:
-        row = model_records.by_key(conn, model.key)
-    assert row is not None
-    assert row.last_request_at > model.last_request_at
+    asked_at = last_request_at()
+    assert asked_at > created_at
+    (row,) = [row for row in await queued(store) if row.seq_id == 1]
+    await store.write(lambda conn: finish.succeed(conn, row.id, "application/json", b"{}"))
+    await finish_session(store, model.session_id)
+    await store.write(lambda conn: session_purges.clear_session(conn, model.session_id))
+    assert last_request_at() == asked_at, "also when the request itself is gone"
 
 
 async def test_models_are_found_by_state_and_session(
