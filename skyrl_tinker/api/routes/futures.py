@@ -123,12 +123,15 @@ async def _finished(
     deps: Services, session_id: SamplingSessionId, clone: int, after: int, timeout_s: float
 ) -> list[Completion]:
     deadline = time.monotonic() + timeout_s
-    while True:
-        news = deps.waiter.news
-        query = partial(completions.finished_since, sampling_session_id=session_id, clone=clone, after=after)
-        finished, after = await deps.store.fetch(query)
-        if finished or not await deps.waiter.wait_for_news(news, max(0.0, deadline - time.monotonic())):
-            return finished
+    with deps.waiter.news_of(session_id) as news:
+        while True:
+            news.clear()
+            query = partial(
+                completions.finished_since, sampling_session_id=session_id, clone=clone, after=after
+            )
+            finished, after = await deps.store.fetch(query)
+            if finished or not await deps.waiter.wait_for_news(news, max(0.0, deadline - time.monotonic())):
+                return finished
 
 
 def _completed(completion: Completion) -> CompletedFuture:

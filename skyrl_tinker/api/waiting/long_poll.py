@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker.domain.ids import FutureStatus, OwnerId, Reach, RequestId
+from skyrl_tinker.domain.ids import FutureStatus, OwnerId, Reach, RequestId, SamplingSessionId
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import outcomes
 from skyrl_tinker.store.futures.outcomes import Outcome
@@ -15,7 +15,7 @@ from skyrl_tinker.store.owners import reaches
 from skyrl_tinker.store.store import Store
 
 _FALLBACK_POLL_S = 1.0
-_SMALL_BYTES = 1 << 18  # of a result that is read on the loop
+_SMALL_BYTES = 1 << 15  # of a result that is read on the loop, whether or not somebody waits for it here
 _PAGE = 64  # results read at once
 _REMEMBERED = 4096
 _log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class FutureWaiter:
         self._waiting: dict[RequestId, set[_Wait]] = {}
         self._expected: dict[RequestId, OwnerId | None] = {}
         self._announced: dict[RequestId, None] = {}  # the last ones, oldest first
-        self.news = asyncio.Event()  # set and replaced when a future finishes
+        self._news: dict[SamplingSessionId, set[asyncio.Event]] = {}
         self._stopped = False
 
     async def start(self) -> None:
@@ -76,8 +76,7 @@ class FutureWaiter:
                 for wait in self._waiting.get(outcome.request_id, ()):
                     _answer(wait, complete)
             self._cursor = cursor
-        if finished:
-            self._notify()
+            self._tell(outcome.sampling_session_id)
         return len(finished) == _PAGE
 
     def _remember(self, request_id: RequestId) -> None:
@@ -86,21 +85,34 @@ class FutureWaiter:
         if len(self._announced) > _REMEMBERED:
             del self._announced[next(iter(self._announced))]
 
+    @contextmanager
+    def news_of(self, session_id: SamplingSessionId) -> Iterator[asyncio.Event]:
+        """Have an event set each time that samples of this session finish: others' wake nobody."""
+        news = asyncio.Event()
+        self._news.setdefault(session_id, set()).add(news)
+        try:
+            yield news
+        finally:
+            self._news[session_id].discard(news)
+            if not self._news[session_id]:
+                del self._news[session_id]
+
     async def wait_for_news(self, news: asyncio.Event, timeout_s: float) -> bool:
-        """Return True once `news`, taken before reading, is set; False on timeout, at once at shutdown."""
+        """Return True once `news`, cleared before reading, is set; False on timeout, at once at shutdown."""
         with suppress(TimeoutError):
             await asyncio.wait_for(news.wait(), 0 if self._stopped else timeout_s)
             return not self._stopped
         return False
 
-    def _notify(self) -> None:
-        self.news.set()
-        self.news = asyncio.Event()
+    def _tell(self, session_id: SamplingSessionId | None) -> None:
+        for news in self._news.get(session_id, ()) if session_id is not None else ():
+            news.set()
 
     def stop(self) -> None:
         """End every wait, and future ones immediately: the process is shutting down."""
         self._stopped = True
-        self._notify()
+        for session_id in self._news:
+            self._tell(session_id)
         for waits in self._waiting.values():
             for wait in waits:
                 _answer(wait, None)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, bindparam, case, func, select
 
-from skyrl_tinker.domain.ids import FutureStatus, ModelId, OwnerId, RequestId, RequestKind
+from skyrl_tinker.domain.ids import FutureStatus, ModelId, OwnerId, RequestId, RequestKind, SamplingSessionId
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import PAGE
 from skyrl_tinker.store.database.tables import Future, Model, Result, Session
@@ -28,6 +28,7 @@ class Outcome:
     body: bytes | None
     model_id: ModelId | None
     owner_id: OwnerId | None
+    sampling_session_id: SamplingSessionId | None
     withheld: bool | None = None  # there is a body, larger than what was asked for
 
 
@@ -40,6 +41,7 @@ _OUTCOME = (
     case((func.length(Result.body) <= bindparam("most"), Result.body)).label("body"),
     Model.model_id,
     Session.owner_id,
+    Future.sampling_session_id,
     (func.length(Result.body) > bindparam("most")).label("withheld"),
 )
 _OUTCOMES = (

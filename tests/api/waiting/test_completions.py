@@ -5,17 +5,19 @@ import os
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import Connection
 
 from skyrl_tinker.api.api_process import ApiServer
 from skyrl_tinker.api.app import create_app
 from skyrl_tinker.api.services import Services
 from skyrl_tinker.config import Settings
-from skyrl_tinker.domain.ids import RequestKind
+from skyrl_tinker.domain.ids import RequestKind, SamplingSessionId
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.futures import completions
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -107,6 +109,29 @@ async def test_the_poll_is_held_until_something_finishes(
     await finish(patient, request_id)
     found = await asyncio.wait_for(polls[0], PATIENCE_S)
     assert [each["request_id"] for each in found["completions"]] == [request_id]
+
+
+async def test_a_poll_reads_again_only_when_a_sample_of_its_session_finished(
+    patient: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a thousand clients each result would have a thousand polls read the journal."""
+    reads, read = Counter[str](), completions.finished_since
+
+    def counted(conn: Connection, sampling_session_id: SamplingSessionId, clone: int, after: int) -> Any:
+        reads[sampling_session_id] += 1
+        return read(conn, sampling_session_id, clone, after)
+
+    monkeypatch.setattr(completions, "finished_since", counted)
+    sampler, other = await patient.sampler(), await patient.sampler()
+    ours = await submit(patient, "asample", sample(sampler, 0))
+    theirs = [await submit(patient, "asample", sample(other, number)) for number in range(3)]
+    poll = await held(patient, sampler, monkeypatch)
+    for request_id in theirs:
+        await finish(patient, request_id)
+        await until(lambda announced=request_id: announced in patient.services.waiter._announced)  # type: ignore[misc]
+    await finish(patient, ours)
+    await asyncio.wait_for(poll, PATIENCE_S)
+    assert reads[sampler] == 2
 
 
 async def test_without_news_the_cursor_stays_and_the_time_is_kept(world: World) -> None:
