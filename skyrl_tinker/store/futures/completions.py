@@ -6,7 +6,9 @@ from sqlalchemy import Connection, bindparam, func, select
 
 from skyrl_tinker.domain.ids import FutureStatus, Reach, RequestId, SamplingSessionId
 from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.tables import Future, Result, SamplingSession, Session
+from skyrl_tinker.store.futures.outcomes import last_result_id
 from skyrl_tinker.store.owners import within
 
 CLONE_SEQ_IDS = 1_000_000_000
@@ -26,18 +28,22 @@ class Completion:
 
 
 _SAMPLES = (
-    select(Result.id, Future.request_id, Future.status, func.length(Result.body))
+    select(Result.id, Future.request_id, Future.status, func.length(Result.body).label("size"))
     .join(Future, Future.id == Result.future_id)
     .where(Future.seq_id >= bindparam("first"), Future.seq_id < bindparam("end"))
     .order_by(Result.id)
 )
 # An expression in place of a column keeps its index from being used: SQLite would not choose the faster one.
-_NEAR = _SAMPLES.where(
-    Result.id > bindparam("after"),
-    func.coalesce(Future.sampling_session_id, "") == bindparam("sampling_session_id"),
+_NEAR = Prepared(
+    _SAMPLES.where(
+        Result.id > bindparam("after"),
+        func.coalesce(Future.sampling_session_id, "") == bindparam("sampling_session_id"),
+    )
 )
-_FAR = _SAMPLES.where(
-    Result.id + 0 > bindparam("after"), Future.sampling_session_id == bindparam("sampling_session_id")
+_FAR = Prepared(
+    _SAMPLES.where(
+        Result.id + 0 > bindparam("after"), Future.sampling_session_id == bindparam("sampling_session_id")
+    )
 )
 
 
@@ -56,12 +62,12 @@ def finished_since(
     conn: Connection, sampling_session_id: SamplingSessionId, clone: int, after: int
 ) -> tuple[list[Completion], int]:
     """Return this clone's samples with results newer than the cursor `after`, and the newest cursor."""
-    newest = conn.scalar(select(func.max(Result.id))) or 0
+    newest = last_result_id(conn)
     key = {
         "sampling_session_id": sampling_session_id,
         "first": clone * CLONE_SEQ_IDS,
         "end": (clone + 1) * CLONE_SEQ_IDS,
         "after": after,
     }
-    rows = conn.execute(_NEAR if newest - after <= NEAR else _FAR, key)
+    rows = (_NEAR if newest - after <= NEAR else _FAR).rows(conn, key)
     return [Completion(*row) for row in rows], newest
