@@ -97,14 +97,14 @@ async def test_samples_of_weights_in_storage_that_is_away_wait_and_others_have_t
     for accepted in waiting:
         assert (await journal.outcome(store, accepted)).status is FutureStatus.PENDING
     ids = [(await journal.outcome(store, accepted)).future_id for accepted in waiting]
-    assert list(driver._away) == ids
+    await until(lambda: list(driver._away) == ids)
     assert driver._queued.view(driver._away).queued == {}
     await driver.end({ids[0]: CANCELLED})
     assert (await journal.outcome(store, waiting.pop(0))).status is FutureStatus.FAILED
     away = False
     for accepted in waiting:
         await until(lambda each=accepted: journal.outcome(store, each), _is_done)  # type: ignore[misc]
-    assert (driver.in_flight(), driver.queued(), len(driver._away)) == (0, 0, 0)
+    await until(lambda: (driver.in_flight(), driver.queued(), len(driver._away)) == (0, 0, 0))
     assert len(driver._ends._times) == 6, "each ended once"
     running.cancel()
     with suppress(asyncio.CancelledError):
