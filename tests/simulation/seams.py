@@ -23,7 +23,7 @@ from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.engine import compose, engine
 from skyrl_tinker.engine.sampler import fleet
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
-from skyrl_tinker.engine.upkeep import cleanup
+from skyrl_tinker.engine.upkeep import steps
 from skyrl_tinker.inference.client import remote_client
 from skyrl_tinker.inference.servers.health_checks import CoreWatch
 from skyrl_tinker.storage import checkpoint_storage
@@ -225,5 +225,5 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CoreWatch, "wait_stuck", _never_stuck)
     patch.setattr(engine, "freeze_gc", lambda: None)
     patch.setattr(loop_watch, "BEAT_S", 1e9)  # it measures the machine's clock
-    patch.setattr(cleanup, "SWEEP_S", 10.0)
+    patch.setattr(steps, "SWEEP_S", 10.0)
     patch.setattr(keyring, "REFRESH_S", 1e9)

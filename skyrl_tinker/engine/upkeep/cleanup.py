@@ -1,15 +1,13 @@
 """Clean-up: models and samples of sessions that are over, unused weights, deleted checkpoints, old rows."""
 
 import asyncio
-import logging
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from sqlalchemy import Connection
-from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import SessionId
@@ -19,18 +17,13 @@ from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.suspends import Suspends
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.upkeep.purge import Purge
+from skyrl_tinker.engine.upkeep.steps import Step
 from skyrl_tinker.engine.upkeep.storage_upkeep import StorageUpkeep
-from skyrl_tinker.errors import SamplerError, StorageError
 from skyrl_tinker.off_loop import in_disk_thread, in_transfer_thread
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions, session_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.store import Store
-
-SWEEP_S = 3.0
-_log = logging.getLogger(__name__)
-
-Step = Callable[[], Awaitable[None]]
 
 
 class Cleanup:
@@ -53,25 +46,26 @@ class Cleanup:
         self._timeout_s, self._parked_s = settings.session_timeout_s, settings.history_ttl_s
         self._listening_since = store.now()
         self._suspends = Suspends(store.now)
-        self._steps: tuple[Step, ...] = (
-            self._end_expired_sessions,
-            self._end_samples,
-            versions.sweep,
-            self._remove_checkpoints,
-            Purge(store, settings).run_when_due,
-            StorageUpkeep(store, storage, settings.checkpoint_cache_gb, is_loading).run_when_due,
+        purge = Purge(store, settings)
+        self._steps = (
+            Step("expired sessions", self._end_expired_sessions),
+            Step("samples of finished sessions", self._end_samples),
+            Step("unused weights", versions.sweep),
+            Step("deleted checkpoints", self._remove_checkpoints),
+            Step("old rows", purge.run_now, purge.every_s),
+            *StorageUpkeep(store, storage, settings.checkpoint_cache_gb, is_loading).steps(),
         )
 
     async def run(self) -> None:
         """Sweep indefinitely. No step waits for another: each may be slow, or fail again and again."""
         async with asyncio.TaskGroup() as tasks:
             for step in self._steps:
-                tasks.create_task(_repeated(step))
+                tasks.create_task(step.repeat())
 
     async def sweep(self) -> None:
         """Run each step once."""
         for step in self._steps:
-            await _tried(step)
+            await step.tried()
 
     async def _end_expired_sessions(self) -> None:
         for session in await self._expired_sessions():
@@ -107,7 +101,7 @@ class Cleanup:
         now = self._store.now()
         for row in await self._store.fetch(lambda conn: checkpoint_records.list_garbage(conn, now)):
             if not self._is_loading(row.directory):
-                await _tried(partial(self._remove, row))
+                await Step(f"checkpoint {row.name}", partial(self._remove, row)).tried()
 
     async def _remove(self, row: CheckpointRow) -> None:
         """Remove the row before the directory here: a save may take its name as soon as it is free."""
@@ -122,23 +116,6 @@ class Cleanup:
         if version_id is None:
             return None
         return await self._store.read(lambda conn: sampling_sessions.published_version(conn, version_id))
-
-
-async def _repeated(step: Step) -> None:
-    while True:
-        await asyncio.sleep(SWEEP_S)
-        await _tried(step)
-
-
-async def _tried(step: Step) -> None:
-    """Run a step; what it raises is logged, and it is tried again with the next sweep."""
-    try:
-        await step()
-    except (SamplerError, StorageError, OperationalError, OSError) as error:
-        # The sampler or the storage is down, or a disk is full: the engine goes on all the same.
-        _log.warning("clean-up is tried again in %.0f s: %s", SWEEP_S, error)
-    except Exception:  # an unforeseen fault of a sweep must not end the engine
-        _log.exception("clean-up failed, it is tried again in %.0f s", SWEEP_S)
 
 
 def _remove_directory(directory: Path, number: int) -> None:

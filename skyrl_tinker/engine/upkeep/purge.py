@@ -1,12 +1,13 @@
 """Purge of old rows, in slices: other writers wait for one slice at most."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import SessionId
+from skyrl_tinker.engine.upkeep.steps import Step
 from skyrl_tinker.store import usage_records
 from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.retention import row_purges, session_purges, slices
@@ -18,42 +19,57 @@ COUNTED_AT_ONCE = 500  # results per transaction
 
 
 class Purge:
+    """Rules by which rows go, in their order: usage is counted first, since results have it."""
+
     def __init__(self, store: Store, settings: Settings) -> None:
         self._store = store
-        self._settings = settings
-        self._purged_at = 0.0
+        self.every_s = min(PURGE_S, settings.result_ttl_s)
+        result_s, history_s = settings.result_ttl_s, settings.history_ttl_s
+        request_s, stability_s = 2 * result_s, settings.stability_ttl_s
+        self._rules: dict[str, Callable[[float], Awaitable[None]]] = {
+            "usage to be counted": lambda _: self._all(partial(usage_records.roll_up, most=COUNTED_AT_ONCE)),
+            "results": self._older(row_purges.purge_results, "finished_before", result_s),
+            "samples": self._older(row_purges.purge_samples, "finished_before", request_s),
+            "training requests": lambda now: self._purge_training(now - request_s),
+            "weight versions": self._older(row_purges.purge_versions, "dropped_before", request_s),
+            "stability records": self._older(row_purges.purge_stability, "used_before", stability_s),
+            "the audit log": self._older(row_purges.purge_audit, "before", history_s),
+            "usage": self._older(row_purges.purge_usage, "before", history_s),
+            "training curves": self._older(row_purges.purge_points, "before", history_s),
+            "removed checkpoints": self._older(
+                row_purges.purge_removed_checkpoints, "removed_before", history_s
+            ),
+            "ended sessions": lambda now: self._each(
+                partial(session_purges.ended_sessions, finished_before=now - request_s),
+                session_purges.clear_session,
+            ),
+            "forgotten sessions": lambda now: self._each(
+                partial(session_purges.forgettable_sessions, finished_before=now - history_s),
+                session_purges.forget_session,
+            ),
+            "unused pages of the database": lambda _: self._all(slices.shrink),
+        }
 
-    async def run_when_due(self) -> None:
+    async def run_now(self) -> bool:
+        """Delete all that is too old now; return False if a rule failed, which stops no other."""
         now = self._store.now()
-        if now - self._purged_at > min(PURGE_S, self._settings.result_ttl_s):
-            self._purged_at = now
-            await self.run(now)
+        return all([await Step(name, partial(rule, now)).tried() for name, rule in self._rules.items()])
 
     async def run(self, now: float) -> None:
-        """Delete all that is too old. Usage is counted first, since results have it."""
-        settings = self._settings
-        results, history = now - settings.result_ttl_s, now - settings.history_ttl_s
-        requests = results - settings.result_ttl_s
-        await self._all(partial(usage_records.roll_up, most=COUNTED_AT_ONCE))
-        await self._all(partial(row_purges.purge_results, finished_before=results))
-        await self._all(partial(row_purges.purge_samples, finished_before=requests))
+        """Delete all that is too old at a time, UTC seconds. Raises what makes a rule fail."""
+        for rule in self._rules.values():
+            await rule(now)
+
+    def _older(
+        self, take: Callable[..., bool], before: str, ttl_s: float
+    ) -> Callable[[float], Awaitable[None]]:
+        """Return the rule that rows go after `ttl_s`; `before`: the argument that is their newest time."""
+        return lambda now: self._all(partial(take, **{before: now - ttl_s}))
+
+    async def _purge_training(self, finished_before: float) -> None:
         for model, seq_id in (await self._store.fetch(unit_records.replayed_from)).items():
             purge = partial(row_purges.purge_training, model=model, before_seq=seq_id)
-            await self._all(partial(purge, finished_before=requests))
-        await self._all(partial(row_purges.purge_versions, dropped_before=requests))
-        await self._all(partial(row_purges.purge_stability, used_before=now - settings.stability_ttl_s))
-        await self._all(partial(row_purges.purge_audit, before=history))
-        await self._all(partial(row_purges.purge_usage, before=history))
-        await self._all(partial(row_purges.purge_points, before=history))
-        await self._all(partial(row_purges.purge_removed_checkpoints, removed_before=history))
-        await self._each(
-            partial(session_purges.ended_sessions, finished_before=requests), session_purges.clear_session
-        )
-        await self._each(
-            partial(session_purges.forgettable_sessions, finished_before=history),
-            session_purges.forget_session,
-        )
-        await self._all(slices.shrink)
+            await self._all(partial(purge, finished_before=finished_before))
 
     async def _all(self, take: Slice) -> None:
         while await self._store.write(take):

@@ -1,11 +1,12 @@
 """Upkeep of object storage: its cache on this host, and what dead hosts left there."""
 
 import math
-import time
+from collections.abc import Iterator
 from functools import partial
 
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.engine.recovery import leftovers
+from skyrl_tinker.engine.upkeep.steps import Step
 from skyrl_tinker.off_loop import in_transfer_thread
 from skyrl_tinker.storage.checkpoint_storage import InUse, Storage
 from skyrl_tinker.store.store import Store
@@ -23,17 +24,15 @@ class StorageUpkeep:
         self._storage = storage
         self._in_use = in_use
         self._cache_bytes = math.inf if cache_gb is None else cache_gb * GB
-        self._evicted_at = self._discarded_at = -math.inf
 
-    async def run_when_due(self) -> None:
-        """Keep the cache small, and tidy up once a day. Raises StorageError: the storage is away."""
-        now = time.monotonic()
-        if math.isfinite(self._cache_bytes) and now - self._evicted_at > EVICT_S:
-            self._evicted_at = now
-            await in_transfer_thread(self._storage.evict, self._cache_bytes, self._in_use)
-        if now - self._discarded_at > DISCARD_S:
-            self._discarded_at = now
-            await self._discard_left()
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps, which raise StorageError while the storage is away."""
+        if math.isfinite(self._cache_bytes):
+            yield Step("the cache of checkpoints", self._evict, EVICT_S)
+        yield Step("files of dead hosts", self._discard_left, DISCARD_S)
+
+    async def _evict(self) -> None:
+        await in_transfer_thread(self._storage.evict, self._cache_bytes, self._in_use)
 
     async def _discard_left(self) -> None:
         """Remove what dead hosts left half stored, and what they stored and did not record."""

@@ -191,7 +191,8 @@ async def test_what_was_fetched_stays_in_the_cache_however_long_its_load_waits(f
     await far.world.until(lambda: far.ran("load"))
     (directory,) = far.world.root.glob("*/weights/a~*")
     os.utime(directory, (0, 0))
-    await StorageUpkeep(far.world.store, far.storage, 0.0, is_loading).run_when_due()
+    for step in StorageUpkeep(far.world.store, far.storage, 0.0, is_loading).steps():
+        await step.run()
     assert directory.exists()
     far.world.workers.go_on.set()
     await far.done(loaded)

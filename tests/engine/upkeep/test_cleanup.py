@@ -345,12 +345,13 @@ async def test_a_checkpoint_that_cannot_be_removed_stops_neither_others_nor_the_
     ]
     for version in versions:
         await expired_checkpoint(store, model, version, Path(version.directory).name)
-    purged: list[float] = []
+    purged: list[Purge] = []
 
-    async def run(_: Purge, now: float) -> None:
-        purged.append(now)
+    async def run_now(purge: Purge) -> bool:
+        purged.append(purge)
+        return True
 
-    monkeypatch.setattr(Purge, "run", run)
+    monkeypatch.setattr(Purge, "run_now", run_now)
     await cleanup_of(store, parts, tmp_path, storage=Retained("a")).sweep()
     assert [exists(version) for version in versions] == [True, False]
     assert len(purged) == 1

@@ -35,6 +35,7 @@ async def test_saves_that_were_stored_whole_and_never_recorded_go_after_a_day(
     recorded = str(directories["recorded"])
     new = NewCheckpoint(key, CheckpointKind.WEIGHTS, "a", recorded, "tiny", LoraSpec(8, 1), 1)
     await store.write(partial(checkpoint_records.add, new=new, replace=False))
-    await StorageUpkeep(store, storage, None, lambda _: False).run_when_due()
+    (step,) = StorageUpkeep(store, storage, None, lambda _: False).steps()
+    await step.run()
     kept = {directories[name] for name in ("recorded", "young", "foreign")}
     assert set(storage.listed(CHECKPOINTS)) == kept
