@@ -23,7 +23,7 @@ from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.engine import compose, engine
 from skyrl_tinker.engine.sampler import fleet
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
-from skyrl_tinker.engine.upkeep import steps
+from skyrl_tinker.engine.upkeep import upkeep_step as steps
 from skyrl_tinker.inference.client import remote_client
 from skyrl_tinker.inference.servers.health_checks import CoreWatch
 from skyrl_tinker.storage import checkpoint_storage

@@ -7,7 +7,7 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import SessionId
-from skyrl_tinker.engine.upkeep.steps import Step
+from skyrl_tinker.engine.upkeep.upkeep_step import Step
 from skyrl_tinker.store import usage_records
 from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.retention import row_purges, session_purges, slices

@@ -8,9 +8,9 @@ import pytest
 from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.engine.upkeep import steps
+from skyrl_tinker.engine.upkeep import upkeep_step as steps
 from skyrl_tinker.engine.upkeep.purge import Purge
-from skyrl_tinker.engine.upkeep.steps import Step
+from skyrl_tinker.engine.upkeep.upkeep_step import Step
 from skyrl_tinker.errors import StorageError
 from skyrl_tinker.store.retention import row_purges, slices
 from skyrl_tinker.store.store import Store
