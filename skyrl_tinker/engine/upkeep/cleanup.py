@@ -17,8 +17,8 @@ from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.suspends import Suspends
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.upkeep.purge import Purge
-from skyrl_tinker.engine.upkeep.upkeep_step import Step
 from skyrl_tinker.engine.upkeep.storage_upkeep import StorageUpkeep
+from skyrl_tinker.engine.upkeep.upkeep_step import Step
 from skyrl_tinker.off_loop import in_disk_thread, in_transfer_thread
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions, session_records
