@@ -18,7 +18,8 @@ minutes.
 
 Prints, as its last line, one JSON object. take_us_N: choosing what begins after one sample of N sessions has
 ended; queues_ms_N: a look at the queue; plan_ms_N_models: planning a unit, the look ahead and the charge.
-All three are medians of this process's time. For each number of replicas: samples_per_s (of one core of the
+cleanup_ms_N: a run of all steps of the clean-up, with N unnamed versions of --models that are in use.
+All four are medians of this process's time. For each number of replicas: samples_per_s (of one core of the
 engine), wall_per_s, cost_us (of a sample), router_us; idle_share: of a core, when nothing is to be done;
 fanout_p50_ms: an adapter on all replicas, each of which takes 20 ms; pause_p50_ms: pause and resume of all.
 cost_ratio_64, fanout_ratio_64: to one replica. errors: samples that failed. mb_per_10k_waiting.
@@ -43,12 +44,13 @@ from typing import Any, cast
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import psutil
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, func, insert, select
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import (
     FutureStatus,
     ModelKey,
+    ModelState,
     OwnerId,
     RequestId,
     RequestKind,
@@ -62,9 +64,11 @@ from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler import launch
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
+from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
 from skyrl_tinker.engine.scheduling.planner import PassBudget, Planner
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
@@ -72,13 +76,14 @@ from skyrl_tinker.engine.scheduling.slots import Slots
 from skyrl_tinker.engine.scheduling.throughput import TrainerPace
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.engine.upkeep.cleanup import Cleanup
 from skyrl_tinker.inference.constants import RESERVED_SEQUENCES
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.processes import freeze_gc, raise_open_files_limit
 from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.database.migrate import migrate
-from skyrl_tinker.store.database.tables import Future
+from skyrl_tinker.store.database.tables import AdapterVersion, Future, Model, Session
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.futures import sample_submission
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -91,6 +96,7 @@ from tests.support.stand_in_replicas import stand_ins
 
 REPLICAS = (1, 8, 64)
 SENT = RequestKind.FORWARD_BACKWARD, RequestKind.FORWARD, RequestKind.OPTIM_STEP
+VERSIONS = 32
 IN_FLIGHT, TENANTS, TAKES, PLANS, VIEWS = 256, 7, 400, 40, 9
 CLIENTS = 16
 PROMPT, SAMPLED = 64, 16
@@ -308,6 +314,45 @@ async def _fill(made: Engine, count: int) -> None:
         await asyncio.sleep(0.05)
 
 
+def _keep_versions(conn: Connection, sessions: int, models: int) -> None:
+    """Insert live sessions, and models of the first of them, each with VERSIONS unnamed weights."""
+    now = time.time()
+    named = [f"session {number}" for number in range(sessions)]
+    common = {"tags": [], "user_metadata": {}, "sdk_version": "", "created_at": now, "last_heartbeat_at": now}
+    conn.execute(insert(Session), [common | {"session_id": name} for name in named])
+    lora = {"lora_rank": 8, "seed": 1, "train_mlp": True, "train_attn": True, "train_unembed": True}
+    model = {"model_seq_id": 0, "base_model": FACTS.name, "optimizer_config": {}, "user_metadata": {}} | lora
+    made = model | {"state": ModelState.READY, "created_at": now, "last_request_at": now}
+    owned = [made | {"session_id": name, "model_id": name} for name in named[:models]]
+    conn.execute(insert(Model), owned)
+    keys = conn.scalars(select(Model.key).where(Model.model_id.in_(select(Session.session_id)))).all()
+    version = {"kind": "lora", "durable": False, "directory": "/nowhere", "created_at": now, "size_bytes": 1}
+    conn.execute(
+        insert(AdapterVersion), [version | {"model_key": key} for key in keys for _ in range(VERSIONS)]
+    )
+
+
+async def cleanup_ms(sessions: int, models: int) -> float:
+    """Return the milliseconds of one run of all steps of the clean-up that finds nothing to remove."""
+    async with engine(1, 0.0) as made:
+        await made.store.write(lambda conn: _keep_versions(conn, max(sessions, models), models))
+        with tempfile.TemporaryDirectory() as home:
+            settings = Settings(home=Path(home))
+            spill = TmpfsSpill(Path(home), Path(home))
+            versions = EphemeralVersions(made.store, made.samplers, made.driver, spill, settings)
+            cleanup = Cleanup(
+                made.store, cast(Any, None), made.driver, lambda _: False, versions, settings
+            )  # no model is released
+            times = []
+            for _ in range(VIEWS):
+                began = time.process_time()
+                await cleanup.sweep()
+                times.append(time.process_time() - began)
+        kept = await made.store.read(lambda conn: len(sampling_sessions.ephemeral_sizes(conn)))
+        assert kept == models * VERSIONS, "each is in use"
+        return 1e3 * statistics.median(times)
+
+
 async def measure(replicas: int, samples: int, waiting: int, answer_s: float) -> dict[str, float]:
     async with engine(replicas, answer_s) as made:
         control = made.fleet.client.control
@@ -361,6 +406,8 @@ def main() -> None:
     arguments = parser.parse_args()
     raise_open_files_limit()
     report: dict[str, float] = {"errors": 0} | queues(arguments.sessions, arguments.models)
+    cleaned_ms = asyncio.run(cleanup_ms(arguments.sessions, arguments.models))
+    report[f"cleanup_ms_{arguments.models * VERSIONS}"] = round(cleaned_ms, 1)
     print("  ".join(f"{name} {value}" for name, value in report.items()))
     for replicas in REPLICAS if arguments.samples else ():
         waiting = arguments.waiting if replicas == REPLICAS[-1] else 0

@@ -133,7 +133,7 @@ def _publish_version(conn: Connection, new: NewCopy, key: ModelKey) -> VersionId
     version = sampling_sessions.insert_version(
         conn, key, "lora" if new.source.spec.rank else "full", durable=True
     )
-    sampling_sessions.publish_version(conn, version, new.directory)
+    sampling_sessions.publish_version(conn, version, new.directory, new.source.size_bytes)
     return version
 
 

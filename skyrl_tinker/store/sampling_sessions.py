@@ -4,12 +4,11 @@ A session is pinned to its version, or, if that version is inflight, follows the
 the same model. It holds the versions that it samples from until it is finished, as expired sessions are.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, and_, func, insert, literal_column, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, func, insert, literal_column, select, update
 from sqlalchemy.orm import aliased
 
 from skyrl_tinker.domain.ids import ModelKey, OwnerId, Reach, SamplingSessionId, SessionId, VersionId
@@ -20,6 +19,8 @@ from skyrl_tinker.store.database.file_paths import from_stored, to_stored
 from skyrl_tinker.store.database.rows import AnyRow, database_time, insert_id
 from skyrl_tinker.store.database.tables import AdapterVersion, Future, Model, SamplingSession, Session
 from skyrl_tinker.store.owners import owned_by, within
+
+_UNNAMED = AdapterVersion.durable.is_(False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +176,10 @@ def insert_version(
     return VersionId(insert_id(conn, insert(AdapterVersion), values))
 
 
-def publish_version(conn: Connection, version_id: VersionId, directory: str) -> None:
-    """Make the version loadable from a directory."""
-    stored = to_stored(conn, directory)
-    conn.execute(update(AdapterVersion).where(AdapterVersion.id == version_id).values(directory=stored))
+def publish_version(conn: Connection, version_id: VersionId, directory: str, size_bytes: int) -> None:
+    """Make the version loadable from a directory, whose files have so many bytes."""
+    values = {"directory": to_stored(conn, directory), "size_bytes": size_bytes}
+    conn.execute(update(AdapterVersion).where(AdapterVersion.id == version_id).values(values))
 
 
 def published_version(conn: Connection, version_id: VersionId) -> WeightVersion | None:
@@ -217,31 +218,48 @@ def list_droppable_versions(conn: Connection) -> list[WeightVersion]:
     These are superseded inflight versions, and versions of which neither the model's session nor the session
     of any sampling session is live. (The model's counts, since its sampling session may yet be created.)
     """
-    model_is_live = (
-        select(Model.key)
+    models = select(AdapterVersion.model_key).where(*_kept(), _UNNAMED).distinct().subquery()
+    ended = (
+        select(models.c.model_key)
+        .join(Model, Model.key == models.c.model_key)
         .join(Session, Session.session_id == Model.session_id)
-        .where(Model.key == AdapterVersion.model_key, Session.finished_at.is_(None))
-        .exists()
+        .where(Session.finished_at.is_not(None))
     )
-    used = or_(model_is_live, is_held(AdapterVersion.id), _followed())
-    return _published(conn, AdapterVersion.durable.is_(False), or_(_superseded(), ~used))
+    of_ended = AdapterVersion.model_key.in_(ended)
+    unused = _published(conn, _UNNAMED, of_ended, ~is_held(AdapterVersion.id), ~_followed())
+    return list(dict.fromkeys([*unused, *_published(conn, _UNNAMED, _superseded())]))
 
 
-def list_surplus_versions(conn: Connection, keep: int) -> list[WeightVersion]:
-    """Return the ephemeral versions of each model but its `keep` newest, oldest first; none is inflight."""
+def list_surplus_versions(
+    conn: Connection, keep: int, created_before: float | None = None
+) -> list[WeightVersion]:
+    """Return the ephemeral versions of each model but its `keep` newest, oldest first; none is inflight.
+
+    `created_before`: of those, only the ones of before then, UTC seconds.
+    """
+    pinned = *_kept(), _UNNAMED, AdapterVersion.inflight.is_(False)
+    many = select(AdapterVersion.model_key).where(*pinned).group_by(AdapterVersion.model_key)
+    many = many.having(func.count() > keep)
     newer = func.row_number().over(partition_by=AdapterVersion.model_key, order_by=AdapterVersion.id.desc())
     ranked = (
         select(AdapterVersion.id, newer.label("place"))
-        .where(*_kept(), AdapterVersion.durable.is_(False), AdapterVersion.inflight.is_(False))
+        .where(*pinned, AdapterVersion.model_key.in_(many))
         .subquery()
     )
-    return _published(conn, AdapterVersion.id.in_(select(ranked.c.id).where(ranked.c.place > keep)))
+    old = () if created_before is None else (AdapterVersion.created_at < created_before,)
+    return _published(conn, AdapterVersion.id.in_(select(ranked.c.id).where(ranked.c.place > keep)), *old)
 
 
-def ephemeral_ids(conn: Connection) -> list[VersionId]:
-    """Return the ids of the versions that `list_ephemeral_versions` lists."""
-    query = select(AdapterVersion.id).where(*_kept(), AdapterVersion.durable.is_(False))
-    return [VersionId(version_id) for version_id in conn.scalars(query)]
+def ephemeral_bytes(conn: Connection) -> int:
+    """Return the bytes of all ephemeral versions that are published and not dropped."""
+    return int(conn.scalar(select(func.sum(AdapterVersion.size_bytes)).where(*_kept(), _UNNAMED)) or 0)
+
+
+def ephemeral_sizes(conn: Connection) -> dict[VersionId, int]:
+    """Return the bytes of each ephemeral version of which they are known."""
+    known = AdapterVersion.size_bytes.is_not(None)
+    query = select(AdapterVersion.id, AdapterVersion.size_bytes).where(*_kept(), _UNNAMED, known)
+    return {VersionId(row.id): row.size_bytes for row in conn.execute(query)}
 
 
 def list_ephemeral_versions(conn: Connection, model_key: ModelKey | None = None) -> list[WeightVersion]:
@@ -250,12 +268,7 @@ def list_ephemeral_versions(conn: Connection, model_key: ModelKey | None = None)
     The oldest comes first.
     """
     of_model = [] if model_key is None else [AdapterVersion.model_key == model_key]
-    return _published(conn, AdapterVersion.durable.is_(False), *of_model)
-
-
-def versions_of(conn: Connection, ids: Collection[VersionId]) -> list[WeightVersion]:
-    """Return the versions with these ids that are published and not dropped, oldest first."""
-    return _published(conn, AdapterVersion.id.in_(ids))
+    return _published(conn, _UNNAMED, *of_model)
 
 
 def list_awaited_versions(conn: Connection) -> set[VersionId]:
@@ -274,7 +287,10 @@ def settle_ephemeral(conn: Connection, root: Path) -> None:
     for version in list_ephemeral_versions(conn):
         directory = str(root / version.name)
         if version.directory != directory:
-            publish_version(conn, version.id, directory)
+            stored = to_stored(conn, directory)
+            conn.execute(
+                update(AdapterVersion).where(AdapterVersion.id == version.id).values(directory=stored)
+            )
 
 
 def is_held(version_id: Any) -> ColumnElement[bool]:

@@ -1,6 +1,6 @@
 """Client sessions: live while they send heartbeats, refused once finished."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
@@ -151,11 +151,10 @@ def list_expired(conn: Connection, now: float, timeout_s: float, parked_s: float
     return [SessionId(session_id) for query in (silent, left) for session_id in conn.scalars(query)]
 
 
-def finish_reasons(conn: Connection, sessions: Collection[SessionId]) -> dict[SessionId, str]:
-    """Return why sessions are finished, of those of them that are."""
-    query = select(Session.session_id, Session.finish_reason).where(Session.finished_at.is_not(None))
-    rows = conn.execute(query.where(Session.session_id.in_(sessions)))
-    return {SessionId(row.session_id): row.finish_reason for row in rows}
+def finish_reasons(conn: Connection, since: float) -> dict[SessionId, str]:
+    """Return why sessions are finished that were finished at a time, UTC seconds, or later."""
+    query = select(Session.session_id, Session.finish_reason).where(Session.finished_at >= since)
+    return {SessionId(row.session_id): row.finish_reason for row in conn.execute(query)}
 
 
 def _has(*states: ModelState) -> ColumnElement[bool]:

@@ -173,7 +173,7 @@ async def test_a_version_is_known_from_publishing_to_dropping(store: Store, mode
         lambda conn: sampling_sessions.insert_version(conn, model.key, "full", durable=True)
     )
     assert await get(version) is None
-    await store.write(lambda conn: sampling_sessions.publish_version(conn, version, "/d"))
+    await store.write(lambda conn: sampling_sessions.publish_version(conn, version, "/d", 1))
     assert await get(version) == WeightVersion(version, "full", "/d")
     await store.write(lambda conn: sampling_sessions.mark_dropped(conn, version))
     assert await get(version) is None
@@ -205,7 +205,7 @@ async def test_an_ephemeral_version_goes_when_the_last_session_on_it_is_finished
 async def inflight(store: Store, model: ModelRow, directory: str) -> VersionId:
     def op(conn: Connection) -> VersionId:
         version = sampling_sessions.insert_version(conn, model.key, "lora", durable=False, inflight=True)
-        sampling_sessions.publish_version(conn, version, directory)
+        sampling_sessions.publish_version(conn, version, directory, 1)
         return version
 
     return await store.write(op)
@@ -253,7 +253,7 @@ async def test_a_durable_version_is_never_droppable(
     version = await store.write(
         lambda conn: sampling_sessions.insert_version(conn, model.key, "lora", durable=True)
     )
-    await store.write(lambda conn: sampling_sessions.publish_version(conn, version, "/d"))
+    await store.write(lambda conn: sampling_sessions.publish_version(conn, version, "/d", 1))
     await finish_session(store, session)
     assert await droppable(store) == []
 

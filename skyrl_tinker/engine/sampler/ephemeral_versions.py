@@ -5,8 +5,6 @@ import logging
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
-from pathlib import Path
 from weakref import WeakValueDictionary
 
 from sqlalchemy import Connection
@@ -25,7 +23,6 @@ from skyrl_tinker.store.store import Store
 
 RECENT_S = 60.0
 """Time after their last sample in which weights count as those that a client goes on to sample."""
-AT_ONCE = 500  # versions that are read together
 SHARE = 0.25
 """Of the disk under home, that all versions may take by default."""
 _log = logging.getLogger(__name__)
@@ -45,14 +42,12 @@ class EphemeralVersions:
         self._sampler = sampler
         self._spill = spill
         self._settings = settings
-        self._sizes: dict[VersionId, int] = {}
         self._turns: WeakValueDictionary[VersionId, asyncio.Lock] = WeakValueDictionary()
 
     async def sweep(self) -> None:
         """Drop what nobody samples any more, then the oldest above the cap, and move others to disk."""
         for version in await self._list_unused():
             await self._drop(version)
-        await self._measure()
         await self._enforce_cap()
         await self._move_oldest()
 
@@ -91,19 +86,20 @@ class EphemeralVersions:
                 await self._in_turn(self._spill.keep, version)
 
     async def _list_unused(self) -> list[WeightVersion]:
+        keep, idle_s = self._settings.ephemeral_keep, self._settings.ephemeral_idle_s
+        before = self._store.now() - idle_s
+
         def op(conn: Connection) -> tuple[list[WeightVersion], list[WeightVersion]]:
-            surplus = sampling_sessions.list_surplus_versions(conn, self._settings.ephemeral_keep)
+            surplus = sampling_sessions.list_surplus_versions(conn, keep, created_before=before)
             return sampling_sessions.list_droppable_versions(conn), surplus
 
         unused, surplus = await self._store.fetch(op)
-        idle_s = self._settings.ephemeral_idle_s
         idle = [version for version in surplus if self._samplers.idle_s(version) > idle_s]
         return list(dict.fromkeys(unused + idle))
 
     async def _drop(self, version: WeightVersion) -> bool:
         if not await self.retire(version):
             return False
-        self._sizes.pop(version.id, None)
         await self._in_turn(self._spill.remove, version)
         return True
 
@@ -112,23 +108,20 @@ class EphemeralVersions:
         async with self._turns.setdefault(version.id, asyncio.Lock()):
             await in_transfer_thread(work, version)
 
-    async def _measure(self) -> None:
-        """Bring the sizes up to date, of which only those of new versions change."""
-        kept = await self._store.fetch(sampling_sessions.ephemeral_ids)
-        self._sizes = {version_id: self._sizes.get(version_id, 0) for version_id in kept}
-        new = [version_id for version_id, size in self._sizes.items() if not size]  # or not there yet
-        for first in range(0, len(new), AT_ONCE):
-            read = partial(sampling_sessions.versions_of, ids=new[first : first + AT_ONCE])
-            for version in await self._store.fetch(read):
-                self._sizes[version.id] = await in_disk_thread(_size_of, Path(version.directory))
-
     async def _enforce_cap(self) -> None:
         """Drop versions, oldest first, until all are below the cap; the newest of each model stays."""
-        excess = sum(self._sizes.values()) - await in_disk_thread(self._cap)
+        kept_bytes = await self._store.fetch(sampling_sessions.ephemeral_bytes)
+        excess = kept_bytes - await in_disk_thread(self._cap)
         if excess <= 0:
             return
-        for version in await self._store.fetch(lambda conn: sampling_sessions.list_surplus_versions(conn, 1)):
-            size = self._sizes.get(version.id, 0)
+
+        def op(conn: Connection) -> tuple[list[WeightVersion], dict[VersionId, int]]:
+            surplus = sampling_sessions.list_surplus_versions(conn, 1)
+            return surplus, sampling_sessions.ephemeral_sizes(conn)
+
+        versions, sizes = await self._store.fetch(op)
+        for version in versions:
+            size = sizes.get(version.id, 0)
             if size and await self._drop(version):
                 _log.warning("%s was dropped: unnamed weights take more than ephemeral_gb", version.name)
                 excess -= size
@@ -150,9 +143,3 @@ class EphemeralVersions:
                 return
             with suppress(FileNotFoundError):  # gone with a reboot; it may yet be made again
                 await self._in_turn(self._spill.move, version)
-
-
-def _size_of(directory: Path) -> int:
-    with suppress(FileNotFoundError):
-        return sum(file.stat().st_size for file in directory.iterdir())
-    return 0

@@ -161,10 +161,6 @@ class SamplerDriver:
             task.cancel()  # its connection is closed, and vLLM aborts what it was for
         await self._outbox.send([*failures.items(), *also.items()])
 
-    def sessions(self) -> set[SessionId]:
-        """Return those with samples that have no result."""
-        return {row.session_id for row in self._metrics.pending() if row.kind is RequestKind.SAMPLE}
-
     async def end_sessions(self, reasons: Mapping[SessionId, str]) -> None:
         """Fail all samples of these sessions, which are finished for these reasons."""
         rows = (row for row in self._metrics.pending() if row.kind is RequestKind.SAMPLE)

@@ -218,7 +218,7 @@ class Publisher(SaveFlow[SamplerSave]):
         self._written(save.row)
 
     def _record(self, conn: Connection, save: SamplerSave, size: int) -> Mapping[str, Any]:
-        sampling_sessions.publish_version(conn, save.version.id, str(save.directory))
+        sampling_sessions.publish_version(conn, save.version.id, str(save.directory), size)
         if save.path is None:
             return {"sampling_session_id": _create_session(conn, save)}
         checkpoint = replace(

@@ -25,6 +25,9 @@ from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessi
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.store import Store
 
+COMMIT_S = 60.0
+"""Longest time from the moment that a row names to the commit from which others see it."""
+
 
 class Cleanup:
     def __init__(
@@ -45,6 +48,7 @@ class Cleanup:
         self._storage = storage
         self._timeout_s, self._parked_s = settings.session_timeout_s, settings.history_ttl_s
         self._listening_since = store.now()
+        self._ended_until = 0.0  # of sessions that were finished before then no samples are left
         self._suspends = Suspends(store.now)
         purge = Purge(store, settings)
         self._steps = (
@@ -93,9 +97,11 @@ class Cleanup:
 
     async def _end_samples(self) -> None:
         """Stop samples of finished sessions, for which nobody asks: they may take minutes."""
-        if sessions := self._sampler.sessions():
-            reasons = await self._store.fetch(lambda conn: session_records.finish_reasons(conn, sessions))
+        now, since = self._store.now(), self._ended_until - COMMIT_S
+        reasons = await self._store.fetch(lambda conn: session_records.finish_reasons(conn, since))
+        if reasons:
             await self._sampler.end_sessions(reasons)
+        self._ended_until = now
 
     async def _remove_checkpoints(self) -> None:
         now = self._store.now()

@@ -67,7 +67,8 @@ class Purge:
         return lambda now: self._all(partial(take, **{before: now - ttl_s}))
 
     async def _purge_training(self, finished_before: float) -> None:
-        for model, seq_id in (await self._store.fetch(unit_records.replayed_from)).items():
+        models = await self._store.fetch(lambda conn: unit_records.replayed_from(conn, finished_before))
+        for model, seq_id in models.items():
             purge = partial(row_purges.purge_training, model=model, before_seq=seq_id)
             await self._all(partial(purge, finished_before=finished_before))
 

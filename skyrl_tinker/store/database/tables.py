@@ -139,9 +139,15 @@ class AdapterVersion(Base):
     __table_args__ = (
         Index(
             "ix_adapter_versions_kept",
-            "id",
-            sqlite_where=text("dropped_at IS NULL"),
-            postgresql_where=text("dropped_at IS NULL"),
+            *("durable", "model_key", "id", "inflight", "size_bytes"),
+            sqlite_where=text("dropped_at IS NULL AND directory IS NOT NULL"),
+            postgresql_where=text("dropped_at IS NULL AND directory IS NOT NULL"),
+        ),
+        Index(
+            "ix_adapter_versions_dropped_at",
+            "dropped_at",
+            sqlite_where=text("dropped_at IS NOT NULL"),
+            postgresql_where=text("dropped_at IS NOT NULL"),
         ),
         {"sqlite_autoincrement": True},
     )
@@ -152,8 +158,9 @@ class AdapterVersion(Base):
     durable: Mapped[bool]
     inflight: Mapped[bool] = mapped_column(server_default=false())
     created_at: Mapped[float]
-    dropped_at: Mapped[float | None] = mapped_column(index=True)
+    dropped_at: Mapped[float | None]
     future_id: Mapped[int | None] = mapped_column(BigInteger)  # of the save, which replay may repeat
+    size_bytes: Mapped[int | None] = mapped_column(BigInteger)  # of its files, once published
 
 
 class SamplingSession(Base):

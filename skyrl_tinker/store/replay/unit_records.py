@@ -90,11 +90,16 @@ def ran_after(conn: Connection, model: ModelKey, seq_id: int) -> list[RanRow]:
     ]
 
 
-def replayed_from(conn: Connection) -> dict[ModelKey, int]:
-    """Return the seq_id from which a replay of each model in training begins."""
+def replayed_from(conn: Connection, finished_before: float) -> dict[ModelKey, int]:
+    """Return the seq_id from which a replay begins, of each model in training whose oldest request is so old.
+
+    Not counting its creation.
+    """
     position = func.coalesce(Snapshot.seq_id, 0)
+    behind = select(Future.finished_at).where(Future.model_key == Model.key, Future.seq_id > 0)
+    oldest = behind.order_by(Future.seq_id).limit(1).scalar_subquery()
     query = select(Model.key, position).outerjoin(Snapshot, Snapshot.model_key == Model.key)
-    rows = conn.execute(query.where(Model.state.in_(HELD)))
+    rows = conn.execute(query.where(Model.state.in_(HELD), oldest < finished_before))
     return {ModelKey(model): seq_id for model, seq_id in rows}
 
 

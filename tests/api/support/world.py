@@ -147,7 +147,7 @@ class World:
 
             def publish(conn: Connection) -> VersionId:
                 version = sampling_sessions.insert_version(conn, key, "lora", durable=True)
-                sampling_sessions.publish_version(conn, version, "/nowhere")
+                sampling_sessions.publish_version(conn, version, "/nowhere", 1)
                 return version
 
             changes["version_id"] = await self.store.write(publish)

@@ -80,7 +80,7 @@ async def test_samples_of_weights_in_storage_that_is_away_wait_and_others_have_t
 
     def new_sampler(conn: Connection, number: int, directory: Path) -> SamplingSessionId:
         version = sampling_sessions.insert_version(conn, key, "lora", durable=True)
-        sampling_sessions.publish_version(conn, version, str(directory))
+        sampling_sessions.publish_version(conn, version, str(directory), 1)
         return sampling_sessions.create(
             conn, session, number, base_model="new", model_path=None, version_id=version
         )

@@ -122,6 +122,12 @@ async def test_several_models_share_one_capture_one_commit_and_one_probe(
     assert numbered.count(True) == 1
     sessions = {(await world.answer(accepted))["sampling_session_id"] for _, accepted in saves}
     assert len(sessions) == len(saves)
+    kept = await world.store.read(sampling_sessions.list_ephemeral_versions)
+    files = [file for version in kept for file in Path(version.directory).iterdir()]
+    sizes = await world.store.read(sampling_sessions.ephemeral_sizes)
+    assert len(sizes) == len(saves)
+    assert sum(sizes.values()) == sum(file.stat().st_size for file in files) > 0
+    assert await world.store.read(sampling_sessions.ephemeral_bytes) == sum(sizes.values())
     assert [world.gaps.pop_gap(key) for key in keys] == [{METRIC: 0.5}] * 3
 
 

@@ -3,8 +3,9 @@
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,6 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import CheckpointKind, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.domain.values import LoraSpec, WeightVersion
 from skyrl_tinker.engine.outbox import Outbox
-from skyrl_tinker.engine.sampler import ephemeral_versions
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
@@ -61,8 +61,8 @@ class Parts:
     def forget_sources(self) -> None:
         pass
 
-    def sessions(self) -> set[SessionId]:
-        return set()
+    async def end_sessions(self, reasons: Mapping[SessionId, str]) -> None:
+        pass
 
     def release(self, model: int) -> None:
         pass
@@ -103,12 +103,14 @@ def make(directory: Path) -> None:
     (directory / "adapter_model.safetensors").touch()
 
 
-async def new_version(store: Store, model: ModelRow, directory: Path, *, durable: bool) -> WeightVersion:
+async def new_version(
+    store: Store, model: ModelRow, directory: Path, *, durable: bool, size_bytes: int = 0
+) -> WeightVersion:
     make(directory)
 
     def op(conn: Connection) -> WeightVersion:
         number = sampling_sessions.insert_version(conn, model.key, "lora", durable=durable)
-        sampling_sessions.publish_version(conn, number, str(directory))
+        sampling_sessions.publish_version(conn, number, str(directory), size_bytes)
         return WeightVersion(number, "lora", str(directory))
 
     return await store.write(op)
@@ -167,29 +169,31 @@ async def test_samples_of_sessions_that_are_finished_are_stopped_and_no_others(
     store: Store, bell: Doorbell, parts: Parts, tmp_path: Path, pass_time: Callable[[float], None]
 ) -> None:
     """Went silent, or was ended: nobody asks for what may take the samplers minutes."""
-    silent, ended, live = [await journal.new_session(store) for _ in range(3)]
+    silent, ended, later, live = [await journal.new_session(store) for _ in range(4)]
     samplers, metrics = ScriptedSamplers(), Metrics()
     samplers.go_on.clear()
     driver = SamplerDriver(store, cast(Any, samplers), Outbox(store, bell, metrics), 8, metrics)
     accepted = {
         session: await submit_sample(store, session, "tiny", 1, (number, 1))
-        for number, session in enumerate((silent, ended, live))
+        for number, session in enumerate((silent, ended, later, live))
     }
     with reading(store) as conn:
         rows = queue.queued_after(conn, 0)
     metrics.arrived(rows)
     driver.submit(rows)
     running = asyncio.create_task(driver.run())
-    await until(lambda: len(samplers.drawn) == 3)
+    await until(lambda: len(samplers.drawn) == 4)
     cleanup = cleanup_of(store, parts, tmp_path, timeout_s=SUSPENDED_S / 3, sampler=driver)
     pass_time(SUSPENDED_S / 2)
-    await journal.heartbeat(store, live)
-    await store.write(lambda conn: session_records.finish(conn, ended, "error", None))
-    await cleanup.sweep()
-    for session, reason in ((silent, "expired"), (ended, "error")):
+    for session in (later, live):
+        await journal.heartbeat(store, session)
+    for session in (ended, later):
+        await store.write(partial(session_records.finish, session_id=session, reason="error", detail=None))
+        await cleanup.sweep()
+    for session, reason in ((silent, "expired"), (ended, "error"), (later, "error")):
         failure = await journal.error_of(store, accepted[session])
         assert failure.message == f"this sample was stopped: session {session} is finished ({reason})"
-    assert sorted(samplers.stopped) == [(0, 1), (1, 1)]
+    assert sorted(samplers.stopped) == [(0, 1), (1, 1), (2, 1)]
     assert driver.in_flight() == 1
     samplers.go_on.set()
     await until(lambda: driver.in_flight() == 0)
@@ -254,7 +258,7 @@ async def test_a_sample_that_begins_while_its_weights_are_dropped_keeps_them(
 
 
 async def test_all_but_the_newest_ephemeral_weights_go_once_they_are_idle(
-    store: Store, parts: Parts, tmp_path: Path
+    store: Store, parts: Parts, tmp_path: Path, pass_time: Callable[[float], None]
 ) -> None:
     session = await journal.new_session(store)
     models = [await new_model(store, session), await new_model(store, await journal.new_session(store))]
@@ -263,6 +267,7 @@ async def test_all_but_the_newest_ephemeral_weights_go_once_they_are_idle(
         for number in range(5)
         for model in models
     ]
+    pass_time(61.0)
     parts.idle = {version.id: 61.0 for version in versions}
     parts.idle[versions[2].id] = 59.0
     parts.used.add(versions[4].id)
@@ -376,19 +381,15 @@ async def test_when_memory_is_low_all_but_the_newest_ephemeral_weights_move(
 
 
 async def test_above_the_cap_the_oldest_ephemeral_weights_go_but_never_the_newest_of_a_model(
-    store: Store, parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, parts: Parts, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(ephemeral_versions, "AT_ONCE", 4)  # so sizes come in two portions
     session = await journal.new_session(store)
     models = [await new_model(store, session), await new_model(store, await journal.new_session(store))]
     versions = []
     for number in range(3):
         for model in models:
-            version = await new_version(
-                store, model, tmp_path / "memory" / f"v{number}-{model.key}", durable=False
-            )
-            (Path(version.directory) / "adapter_model.safetensors").write_bytes(bytes(1000))
-            versions.append(version)
+            directory = tmp_path / "memory" / f"v{number}-{model.key}"
+            versions.append(await new_version(store, model, directory, durable=False, size_bytes=1000))
     spill = TmpfsSpill(tmp_path / "memory", tmp_path / "disk")
     any_part = cast(Any, parts)
 
@@ -397,12 +398,9 @@ async def test_above_the_cap_the_oldest_ephemeral_weights_go_but_never_the_newes
         return EphemeralVersions(store, any_part, any_part, spill, settings)
 
     parts.used.add(versions[0].id)
-    ids = [version.id for version in versions]
-    asked = [*reversed(ids), VersionId(99)]
-    assert await store.read(lambda conn: sampling_sessions.versions_of(conn, asked)) == versions
-    assert await store.read(lambda conn: sampling_sessions.versions_of(conn, ids[3:4])) == versions[3:4]
     await capped(4500e-9).sweep()
-    assert await store.read(lambda conn: sampling_sessions.versions_of(conn, ids[:3])) == versions[:1]
+    kept = await store.read(sampling_sessions.list_ephemeral_versions)
+    assert kept == [versions[0], *versions[3:]]
     assert [exists(version) for version in versions] == [True, False, False, True, True, True]
     await capped(1e-9).sweep()
     assert [exists(version) for version in versions] == [True, False, False, False, True, True]

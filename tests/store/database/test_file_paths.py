@@ -21,7 +21,7 @@ KIND = CheckpointKind.SAMPLER_WEIGHTS
 def record(conn: Connection, model: ModelRow, root: Path) -> None:
     """Record a named version, the checkpoint that it is in, and a snapshot, below `root`."""
     version = sampling_sessions.insert_version(conn, model.key, "lora", durable=True)
-    sampling_sessions.publish_version(conn, version, str(root / "a"))
+    sampling_sessions.publish_version(conn, version, str(root / "a"), 1)
     new = NewCheckpoint(model.key, KIND, "a", str(root / "a"), "tiny", model.spec, 1, version_id=version)
     checkpoint_records.add(conn, new, replace=False)
     snapshot_records.put(conn, model.key, SnapshotRow(3, str(root / "s"), optimizer=True))
@@ -95,7 +95,7 @@ async def test_an_unpublished_version_is_no_path(store: Store, url: str, model: 
 async def test_ephemeral_versions_lie_where_the_home_of_today_has_them(store: Store, model: ModelRow) -> None:
     def publish(conn: Connection, *, durable: bool) -> None:
         version = sampling_sessions.insert_version(conn, model.key, "lora", durable=durable)
-        sampling_sessions.publish_version(conn, version, f"/ram/old/v{version}")
+        sampling_sessions.publish_version(conn, version, f"/ram/old/v{version}", 1)
 
     for durable in (False, True, False):
         await store.write(lambda conn, durable=durable: publish(conn, durable=durable))  # type: ignore[misc]

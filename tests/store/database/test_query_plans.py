@@ -135,15 +135,20 @@ async def test_no_sweep_goes_through_a_whole_table(store: Store, name: str) -> N
     "query",
     [
         sampling_sessions.list_droppable_versions,
+        sampling_sessions.ephemeral_bytes,
         lambda conn: sampling_sessions.list_surplus_versions(conn, 2),
+        lambda conn: sampling_sessions.list_surplus_versions(conn, 2, created_before=0.0),
     ],
 )
-async def test_sweeps_read_only_the_versions_that_are_kept(store: Store, query: Query) -> None:
+async def test_sweeps_look_at_kept_versions_by_their_index_and_at_no_others(
+    store: Store, query: Query
+) -> None:
     executed = await statements_of(store, query)
     plans = [line for statement in executed for line in await plan_of(store, statement)]
     read = [line for line in plans if "adapter_versions" in line]
     assert read
-    assert not [line for line in read if line.startswith("SCAN") and "ix_adapter_versions_kept" not in line]
+    by_index = "ix_adapter_versions_kept", "ix_adapter_versions_model_key", "INTEGER PRIMARY KEY"
+    assert all(line.startswith("SEARCH") and any(each in line for each in by_index) for line in read)
 
 
 async def test_rolling_up_takes_as_many_statements_for_many_sessions_as_for_one(store: Store) -> None:

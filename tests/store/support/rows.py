@@ -109,5 +109,5 @@ async def ephemeral(
     version = await store.write(
         lambda conn: sampling_sessions.insert_version(conn, model, "lora", durable=False, inflight=inflight)
     )
-    await store.write(lambda conn: sampling_sessions.publish_version(conn, version, directory))
+    await store.write(lambda conn: sampling_sessions.publish_version(conn, version, directory, 1))
     return version
