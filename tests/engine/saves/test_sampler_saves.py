@@ -104,6 +104,10 @@ def world(store: Store, bell: Doorbell, tmp_path: Path) -> World:
     return World(store, bell, tmp_path)
 
 
+def size_of(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.iterdir())
+
+
 async def test_several_models_share_one_capture_one_commit_and_one_probe(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,10 +127,10 @@ async def test_several_models_share_one_capture_one_commit_and_one_probe(
     sessions = {(await world.answer(accepted))["sampling_session_id"] for _, accepted in saves}
     assert len(sessions) == len(saves)
     kept = await world.store.read(sampling_sessions.list_ephemeral_versions)
-    files = [file for version in kept for file in Path(version.directory).iterdir()]
     sizes = await world.store.read(sampling_sessions.ephemeral_sizes)
+    assert sizes == {version.id: size_of(Path(version.directory)) for version in kept}
     assert len(sizes) == len(saves)
-    assert sum(sizes.values()) == sum(file.stat().st_size for file in files) > 0
+    assert all(sizes.values())
     assert await world.store.read(sampling_sessions.ephemeral_bytes) == sum(sizes.values())
     assert [world.gaps.pop_gap(key) for key in keys] == [{METRIC: 0.5}] * 3
 
