@@ -83,7 +83,8 @@ class Outbox:
     ) -> None:
         """Finish futures (by id), in one commit with the ops `also`; keep the bodies of those in `replayed`.
 
-        `ran` is recorded of those that ran. Waits while the database fails.
+        `ran` is recorded of those that ran. Waits while the database fails. Outcomes alone share a commit
+        with others that come at the same time; if it is refused, each is tried by itself.
         """
         finished = dict(outcomes)
         if also or replayed or ran:
@@ -92,7 +93,10 @@ class Outbox:
             self._waiting |= finished
             if self._sending is None:
                 self._sending = asyncio.create_task(self._send_waiting())
-            await asyncio.shield(self._sending)
+            try:
+                await asyncio.shield(self._sending)
+            except Exception:  # perhaps of another's: what has finished stays as it is
+                await persistently(lambda: self._send(finished, ()))
 
     async def _send_waiting(self) -> None:
         """Commit what finishes in the same iteration of the loop together: many samples end at once."""
@@ -108,10 +112,10 @@ class Outbox:
         ran: Mapping[int, Ran] = NOTHING_RAN,
     ) -> None:
         def op(conn: Connection) -> None:
+            for future_id in ran.keys() - finished.keys():  # first: an op may ask what ran
+                finish.record(conn, future_id, ran[future_id])
             for effect in also:
                 effect(conn)
-            for future_id in ran.keys() - finished.keys():
-                finish.record(conn, future_id, ran[future_id])
             finish_all(conn, finished, replayed, ran)
 
         size = sum(len(outcome.body) for outcome in finished.values() if isinstance(outcome, FutureResult))

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,12 +12,13 @@ import pytest
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker.domain.ids import Effect, FutureStatus
+from skyrl_tinker.domain.ids import Effect, FutureStatus, RequestKind
 from skyrl_tinker.engine import outbox, unit_commits
 from skyrl_tinker.engine.outbox import Outbox, json_answer
+from skyrl_tinker.engine.recovery.snapshot_keeper import _require_written
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
-from skyrl_tinker.errors import UserError
+from skyrl_tinker.errors import SkyrlTinkerError, UserError
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
@@ -129,6 +131,23 @@ async def test_units_that_wait_share_transactions_of_a_bounded_size(
         commits.add(end(number))
     await commits.drain()
     assert rung == ["api"] * 3
+
+
+async def test_a_snapshot_waits_for_a_save_before_it_that_ended_its_turn_in_the_same_commit(
+    store: Store, commits: UnitCommits
+) -> None:
+    """All wait for one that is encoded; the save has run, and is still being written."""
+    model = await journal.ready_model(store)
+    key = await journal.key_of(store, model)
+    accepted = await journal.submit(store, model, 1, RequestKind.SAVE_WEIGHTS)
+    save = (await journal.outcome(store, accepted)).future_id
+    encoded: asyncio.Future[UnitEnd] = asyncio.get_running_loop().create_future()
+    commits.add(encoded)
+    commits.add(UnitEnd({}, (), 1, {save: None}))
+    snapshot = commits.add(UnitEnd({}, (partial(_require_written, model=key, until=1),)))
+    encoded.set_result(UnitEnd({}))
+    with pytest.raises(SkyrlTinkerError, match="still being written"):
+        await snapshot
 
 
 async def test_a_unit_is_recorded_with_its_answers_and_the_bodies_that_replay_needs(

@@ -34,8 +34,8 @@ class Later(Generic[T]):
 
 
 MAX_OPS = 256
-MAX_HOLD_S = 0.02
-"""Other processes wait for the write lock while a batch holds it."""
+MAX_HOLD_S, MAX_BYTES = 0.02, 4 * 1024**2
+"""Other processes wait for the write lock while a batch holds it, also while it sends bytes at its end."""
 LARGE_BYTES = 256 * 1024
 OVERTAKEN = 16
 """Small writes that run before a large one which waits: large bodies delay nobody else's requests."""
@@ -175,12 +175,13 @@ class Writer:
         """
         try:
             with self._transaction() as conn:
-                deadline = time.monotonic() + MAX_HOLD_S
-                while self._queue and len(begun) < MAX_OPS and time.monotonic() < deadline:
+                deadline, left = time.monotonic() + MAX_HOLD_S, MAX_BYTES
+                while self._queue and len(begun) < MAX_OPS and left > 0 and time.monotonic() < deadline:
                     write = self._queue.pop()
                     if not write.done.done():
                         begun.append(write)
                         write.value = write.op(conn)
+                        left -= write.size
                 for write in begun:
                     write.value = _known(write.value)
         except Exception:

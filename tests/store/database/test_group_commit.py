@@ -6,6 +6,7 @@ import sqlite3
 import threading
 import weakref
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from skyrl_tinker.errors import SkyrlTinkerError, StartupError, UserError
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database import group_commit, sqlite
 from skyrl_tinker.store.database.abstract_database import after_commit, is_of_statement
-from skyrl_tinker.store.database.group_commit import LARGE_BYTES, OVERTAKEN
+from skyrl_tinker.store.database.group_commit import LARGE_BYTES, MAX_BYTES, OVERTAKEN, Later
 from skyrl_tinker.store.store import Store, write_once
 from tests.store.support.databases import on_sqlite
 from tests.store.support.rows import new_session
@@ -190,6 +191,22 @@ async def test_a_batch_ends_once_it_has_kept_other_processes_waiting(
     monkeypatch.setattr(group_commit, "time", SimpleNamespace(monotonic=lambda: now))
     await asyncio.gather(*(store.write(op, lambda: events.append("committed")) for _ in range(4)))
     assert events == ["ran", "ran", "committed", "committed"] * 2
+
+
+async def test_a_batch_ends_before_it_sends_more_than_its_bytes(store: Store) -> None:
+    """What is sent at its end takes its time behind the look at the clock."""
+    events: list[str] = []
+
+    async def write(size: int) -> None:
+        op = partial(_sent_later, events)
+        await store.write(op, lambda: events.append("committed"), size)
+
+    await asyncio.gather(*(write(MAX_BYTES // 2) for _ in range(4)))
+    assert events == ["sent", "sent", "committed", "committed"] * 2
+
+
+def _sent_later(events: list[str], conn: Connection) -> Later[None]:
+    return Later(lambda: events.append("sent"))
 
 
 async def test_small_writes_overtake_large_ones_which_come_all_the_same(store: Store) -> None:
