@@ -95,6 +95,9 @@ class Lanes:
     def knows(self, model: ModelKey) -> bool:
         return model in self._open or model in self._closed
 
+    def is_open(self, model: ModelKey) -> bool:
+        return model in self._open
+
     def closed_by(self, model: ModelKey) -> Failure | None:
         return self._closed.get(model)
 

@@ -1,5 +1,7 @@
 """Replay: brings every model back on fresh ranks, from its snapshot and the units that it ran since.
 
+One that ran nothing since sleeps: it comes back before its next unit, or while the trainer has nothing to do.
+
 Units are those that were committed, composed as they were then and in rows of the same size, through the
 ordinary passes and steps; their outcomes are dropped, since their clients have them. On one CPU rank the
 models are then the same to the last bit; on several ranks, and on GPUs, to about 1e-5.
@@ -10,9 +12,10 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from sqlalchemy import Connection
 
@@ -27,6 +30,7 @@ from skyrl_tinker.engine.trainer.model_creation import optimizer_family
 from skyrl_tinker.engine.trainer.optim_steps import step_item
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator
 from skyrl_tinker.errors import SkyrlTinkerError, StorageError, TrainerError
+from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.protobuf import pass_results
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.futures import outcomes
@@ -57,18 +61,23 @@ Progress = Callable[[int, int], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class ReplayedModels:
-    """Models that there were, units replayed for them, and why some could not be brought back."""
+    """Models that there were, units replayed for them, and why some could not be brought back.
+
+    `asleep`: how many of them come back when they are asked for.
+    """
 
     models: int
+    asleep: int
     units: int
     seconds: float
     failed: Mapping[ModelKey, str]
 
     def __str__(self) -> str:
-        back, units = self.models - len(self.failed), self.units
+        back, units = self.models - self.asleep - len(self.failed), self.units
+        later = f"; {self.asleep} more will when they are asked for" if self.asleep else ""
         return (
             f"{back} model{'' if back == 1 else 's'} came back, with {units} replayed "
-            f"unit{'' if units == 1 else 's'} of work, in {self.seconds:.1f} s"
+            f"unit{'' if units == 1 else 's'} of work, in {self.seconds:.1f} s{later}"
         )
 
 
@@ -84,6 +93,15 @@ class _History:
         after = 0 if snapshot is None else snapshot.seq_id
         return cls(model, snapshot, unit_records.ran_after(conn, model.key, after))
 
+    def can_sleep(self) -> bool:
+        """Return whether it comes back by a load alone, of files that are here: call it in a thread.
+
+        Not full parameters: room for them must not go to a newcomer meanwhile.
+        """
+        if self.rows or self.model.spec.rank == 0:
+            return False
+        return self.snapshot is None or Path(self.snapshot.directory).exists()
+
 
 class Replay:
     def __init__(
@@ -93,14 +111,17 @@ class Replay:
         self._trainer = trainer
         self._passes = passes
         self._snapshots = snapshots
+        self._asleep: dict[ModelKey, _History] = {}
         self._differed: set[ModelKey] = set()
         self._failed: dict[ModelKey, str] = {}
         self._deaths = Counter[int]()  # of the ranks while a request was replayed, by the id of its future
         self.units = 0  # replayed so far
         self.differences = 0  # losses that were not those delivered
 
-    async def run(self, repeat_saves: RepeatSaves, progress: Progress) -> ReplayedModels:
-        """Bring back all models that are ready, on ranks without models.
+    async def run(
+        self, repeat_saves: RepeatSaves, progress: Progress, wanted: Collection[ModelKey] = ()
+    ) -> ReplayedModels:
+        """Bring back all models that are ready and do not sleep, as none of `wanted` does, on empty ranks.
 
         Those of requests that kill the ranks each time are not, either.
         Raises TrainerError when the ranks die meanwhile: call it again on fresh ones.
@@ -108,10 +129,13 @@ class Replay:
         began = time.monotonic()
         self._failed = {}
         self._snapshots.reset()
-        histories = await persistently(lambda: self._store.fetch(_histories))
+        found = await persistently(lambda: self._store.fetch(_histories))
+        idle = [history for history in found if history.model.key not in wanted]
+        self._asleep = await in_disk_thread(_sleepers, idle)
+        histories = [history for history in found if history.model.key not in self._asleep]
         for history in histories:
             await self._begin(history)
-        if self._deaths:
+        if self._deaths and histories:
             await self._prove_ranks(histories[0].model.key)
         units: dict[int, list[RanRow]] = defaultdict(list)
         for row in (row for history in histories for row in history.rows):
@@ -125,7 +149,27 @@ class Replay:
             await self._replay(rows, repeat_saves)
             self.units += 1
         self._deaths.clear()
-        return ReplayedModels(len(histories), len(units), time.monotonic() - began, self._failed)
+        seconds = time.monotonic() - began
+        return ReplayedModels(len(found), len(self._asleep), len(units), seconds, self._failed)
+
+    def sleeps(self, model: ModelKey) -> bool:
+        return model in self._asleep
+
+    def asleep(self) -> list[ModelKey]:
+        """Return the models that sleep, the newest first."""
+        return list(self._asleep)
+
+    async def wake(self, models: Iterable[ModelKey]) -> Mapping[ModelKey, str]:
+        """Bring back those of these models that sleep; return why some could not be brought back.
+
+        Raises TrainerError when the ranks die meanwhile.
+        """
+        self._failed = {}
+        for model in models:
+            if model in self._asleep:
+                await self._begin(self._asleep[model])
+                del self._asleep[model]
+        return self._failed
 
     def pop_difference(self, model: ModelKey) -> Mapping[str, float]:
         """Return, once, a metric for a model whose replay gave other losses than were delivered."""
@@ -234,6 +278,11 @@ class Replay:
         ids = [row.id for row in rows]
         bodies = await read_persistently(self._store, lambda conn: unit_records.read_bodies(conn, ids))
         await self._trainer.optim_step([step_item(row, bodies[row.id]) for row in rows])
+
+
+def _sleepers(histories: Sequence[_History]) -> dict[ModelKey, _History]:
+    """Return those that can sleep, the newest first."""
+    return {history.model.key: history for history in reversed(histories) if history.can_sleep()}
 
 
 def _histories(conn: Connection) -> list[_History]:

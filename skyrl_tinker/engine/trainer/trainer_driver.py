@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -193,6 +193,8 @@ class TrainerDriver:
             await self._rebuild(report)
             while True:
                 unit = await self._next_unit(report)
+                if not await self._awake(unit.rows, report):
+                    continue
                 self._worked_s, began_at = 0.0, self._store.now()
                 self._metrics.began(unit.rows, began_at)
                 with self._unit_times.unit(unit.rows):
@@ -214,15 +216,58 @@ class TrainerDriver:
             with suppress(TimeoutError):
                 async with asyncio.timeout(IDLE_S):
                     await self._woken.wait()
-            if not self._woken.is_set() and self._placement.trains and self._snapshots.would_help:
-                async with self._placement.training():
-                    await self._keep(self._snapshots.take_idle)
+            if not self._woken.is_set() and self._placement.trains:
+                await self._use_idle_time()
             self._woken.clear()
             if self._trainer.broken is not None:
                 await self._rebuild(report)
             await self._execution.fetch_loads()
             await self._models.retire(self._execution.start)
         return ready if ready is not None and ready.rows == unit.rows else unit
+
+    async def _use_idle_time(self) -> None:
+        """Take a snapshot, or bring models back until there is something else to do."""
+        if self._snapshots.would_help:
+            async with self._placement.training():
+                await self._keep(self._snapshots.take_idle)
+            return
+        for model in filter(self._lanes.is_open, self._replay.asleep()):
+            with suppress(TrainerError):  # the ranks are broken, which the next look at them shows
+                await self._wake([model])
+            if self._woken.is_set() or self._trainer.broken is not None:
+                return
+
+    async def _awake(self, rows: Sequence[QueuedRow], report: Report) -> bool:
+        """Have the models of a unit on the ranks; return False if one cannot be: its rows wait once more."""
+        asleep = {model: None for model in map(model_of, rows) if self._replay.sleeps(model)}
+        if not asleep:
+            return True
+        try:
+            failed = await self._wake(asleep)
+        except TrainerError:
+            await self._rebuild(report)
+        else:
+            if not failed:
+                return True
+        self._execution.put_back(rows)
+        self._planner.charge(())
+        return False
+
+    async def _wake(self, models: Iterable[ModelKey]) -> Mapping[ModelKey, str]:
+        """Bring models back that sleep, and park those that cannot be, which it returns.
+
+        Raises TrainerError.
+        """
+        async with self._placement.training():
+            failed = await self._replay.wake(models)
+        await self._park(failed)
+        return failed
+
+    async def _park(self, failed: Mapping[ModelKey, str]) -> None:
+        for model, cause in failed.items():
+            _log.error("model %s cannot be brought back: %s", model, cause)
+            again = "it is tried again when the server is started again"
+            await self._models.park(model, f"{without_paths(cause)}; {again}")
 
     async def _run(self, unit: Unit | ReadyPass, report: Report) -> None:
         """Run a unit, a pass while the next one is prepared."""
@@ -237,7 +282,7 @@ class TrainerDriver:
     async def _run_unit(self, unit: Barriers | ReadyPass, report: Report) -> None:
         """Run a unit; if the ranks die of it, again on fresh ones, then each of its requests alone."""
         for _ in range(TOGETHER):
-            if await self._try(self._execution.run(unit), report) is None:
+            if await self._try(self._execution.run(unit), unit.rows, report) is None:
                 return
             if isinstance(unit, Barriers):
                 rows = tuple(filter(self._is_left, unit.rows))
@@ -253,11 +298,12 @@ class TrainerDriver:
         for _ in range(ALONE):
             if not self._is_left(row):
                 return
-            if (error := await self._try(self._execution.run_alone(row), report)) is None:
+            if (error := await self._try(self._execution.run_alone(row), [row], report)) is None:
                 return
         assert error is not None
-        while self._is_left(row) and await self._try(self._execution.fail(row, error), report) is not None:
-            pass  # the ranks died again, of something else
+        while self._is_left(row):
+            if await self._try(self._execution.fail(row, error), [row], report) is None:
+                return  # else the ranks died again, of something else
 
     def _is_left(self, row: QueuedRow) -> bool:
         """Return whether a request is to run: not if its model was parked after a death, which failed it."""
@@ -269,8 +315,10 @@ class TrainerDriver:
         if unit is not None:
             self._ahead = await self._execution.prepare(unit)
 
-    async def _try(self, work: Coroutine[Any, Any, None], report: Report) -> TrainerError | None:
-        """Run a unit's work; if the ranks break, bring everything else back, and return the cause."""
+    async def _try(
+        self, work: Coroutine[Any, Any, None], rows: Sequence[QueuedRow], report: Report
+    ) -> TrainerError | None:
+        """Run the work of rows; if the ranks break, bring everything else back, and return the cause."""
         try:
             async with self._placement.training():
                 busy_s, began = self._trainer.busy_s, time.monotonic()
@@ -281,7 +329,7 @@ class TrainerDriver:
                 self._metrics.trainer.unit_done(self._trainer.busy_s - busy_s)
                 await self._keep(self._snapshots.take_due)
         except TrainerError as error:
-            await self._rebuild(report)
+            await self._rebuild(report, frozenset(map(model_of, rows)))
             return error
         finally:
             work.close()
@@ -292,10 +340,11 @@ class TrainerDriver:
         with suppress(TrainerError):
             await take()
 
-    async def _rebuild(self, report: Report) -> None:
+    async def _rebuild(self, report: Report, wanted: Collection[ModelKey] = ()) -> None:
         """Bring back every model that is ready, on fresh ranks, as it was after the last unit committed.
 
-        All that ran before the ranks broke is committed first, so nothing runs twice.
+        All that ran before the ranks broke is committed first, so nothing runs twice. `wanted`: the models
+        that may not sleep, as their unit runs next.
         """
         replayed: ReplayedModels | None = None
         while replayed is None:
@@ -309,13 +358,10 @@ class TrainerDriver:
                         await report(f"the trainer is restarted: {self._trainer.broken}")
                         await self._trainer.restart()
                     replayed = await self._replay.run(
-                        self._execution.repeat_saves, partial(_progress, report)
+                        self._execution.repeat_saves, partial(_progress, report), wanted
                     )
         self._trainer.note_work()  # they did: what killed them before is not the ranks
-        for model, cause in replayed.failed.items():
-            _log.error("model %s cannot be brought back: %s", model, cause)
-            again = "it is tried again when the server is started again"
-            await self._models.park(model, f"{without_paths(cause)}; {again}")
+        await self._park(replayed.failed)
         if replayed.models:
             _log.info("%s", replayed)
             self._incidents.append(Incident(self._store.now(), str(replayed), mended=True))

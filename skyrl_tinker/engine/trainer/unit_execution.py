@@ -251,6 +251,11 @@ class UnitExecution:
         end = UnitEnd(answers, ops, next(self._units), all_effects)
         self._commits.add(end if windows is None else _with_points(end, windows))
 
+    def put_back(self, rows: Sequence[QueuedRow]) -> None:
+        """Have the rows of a unit that did not begin wait once more."""
+        for row in self._still_open(rows):
+            self._lanes.put_back(row)
+
     def _postpone(self, row: QueuedRow, error: StorageAwayError) -> None:
         """Try a request again in a while, before all others of its model."""
         for open_row in self._still_open([row]):
