@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from skyrl_tinker.engine.scheduling.planner import Pass
 from skyrl_tinker.engine.trainer.model_creation import optimizer_family
 from skyrl_tinker.engine.trainer.optim_steps import step_item
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator
-from skyrl_tinker.errors import SkyrlTinkerError, StorageError, TrainerError
+from skyrl_tinker.errors import DiskFullError, SkyrlTinkerError, StorageAwayError, StorageError, TrainerError
 from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.protobuf import pass_results
 from skyrl_tinker.store import model_records
@@ -112,6 +112,7 @@ class Replay:
         self._passes = passes
         self._snapshots = snapshots
         self._asleep: dict[ModelKey, _History] = {}
+        self._tries = Counter[ModelKey]()  # to read the snapshots of those that sleep
         self._differed: set[ModelKey] = set()
         self._failed: dict[ModelKey, str] = {}
         self._deaths = Counter[int]()  # of the ranks while a request was replayed, by the id of its future
@@ -128,6 +129,7 @@ class Replay:
         """
         began = time.monotonic()
         self._failed = {}
+        self._tries.clear()
         self._snapshots.reset()
         found = await persistently(lambda: self._store.fetch(_histories))
         idle = [history for history in found if history.model.key not in wanted]
@@ -159,17 +161,27 @@ class Replay:
         """Return the models that sleep, the newest first."""
         return list(self._asleep)
 
-    async def wake(self, models: Iterable[ModelKey]) -> Mapping[ModelKey, str]:
-        """Bring back those of these models that sleep; return why some could not be brought back.
+    async def wake(self, model: ModelKey) -> str | None:
+        """Bring back a model that sleeps; return why it cannot be brought back.
 
-        Raises TrainerError when the ranks die meanwhile.
+        Raises StorageError if it may work later, and TrainerError when the ranks die: then it still sleeps.
         """
-        self._failed = {}
-        for model in models:
-            if model in self._asleep:
-                await self._begin(self._asleep[model])
-                del self._asleep[model]
-        return self._failed
+        history = self._asleep.pop(model)
+        try:
+            await self._trainer.release(model)  # of an earlier try
+            await self._create(history.model)
+            if history.snapshot is not None:
+                await self._read(model, history.snapshot)
+        except TrainerError:
+            raise
+        except SkyrlTinkerError as error:
+            self._tries[model] += isinstance(error, StorageError)
+            away = isinstance(error, DiskFullError | StorageAwayError)
+            if away or 0 < self._tries[model] < READS:
+                self._asleep[model] = history  # behind the others
+                raise
+            return str(error)
+        return None
 
     def pop_difference(self, model: ModelKey) -> Mapping[str, float]:
         """Return, once, a metric for a model whose replay gave other losses than were delivered."""
@@ -182,13 +194,16 @@ class Replay:
         """Make the model as it was created, or as its snapshot has it."""
         model, snapshot = history.model, history.snapshot
         try:
-            await self._trainer.create_model(model.key, model.spec, optimizer_family(model.optimizer_config))
+            await self._create(model)
             if snapshot is not None:
                 await self._load(model.key, snapshot)
         except TrainerError:
             raise
         except SkyrlTinkerError as error:
             self._failed[model.key] = str(error)
+
+    async def _create(self, model: ModelRow) -> None:
+        await self._trainer.create_model(model.key, model.spec, optimizer_family(model.optimizer_config))
 
     async def _load(self, model: ModelKey, snapshot: SnapshotRow) -> None:
         """Load it. Waits while storage or another host is away, and READS times for a disk that fails."""

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from skyrl_tinker.engine.trainer.model_lifecycle import UNLOADED, ModelLifecycle
 from skyrl_tinker.engine.trainer.pass_preparation import ReadyPass
 from skyrl_tinker.engine.trainer.replay import Replay, ReplayedModels
 from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
-from skyrl_tinker.errors import TrainerError
+from skyrl_tinker.errors import StorageError, TrainerError
 from skyrl_tinker.protocol.queue_views import INCIDENTS, Incident, LaneView, TrainingView
 from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.store.futures import outcomes
@@ -34,8 +34,8 @@ from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
-IDLE_S = 3.0
-"""Time without work after which what models ran is kept in snapshots."""
+IDLE_S, IDLE_PACE_S = 3.0, 0.5
+"""Time without work after which what models ran is kept in snapshots, and from one of those to the next."""
 TOGETHER, ALONE = 2, 2
 """Times that a unit is tried as it is; if it kills the ranks each time, that its requests are tried alone."""
 SHOWN_MODELS = 16
@@ -211,13 +211,15 @@ class TrainerDriver:
         await self._execution.fetch_loads()
         await self._models.retire(self._execution.start)
         ready, self._ahead = self._ahead, None
+        wait_s = IDLE_S
         while (unit := self._planner.pop(ready.rows if ready else ())) is None:
             self._metrics.trainer.no_work()
             with suppress(TimeoutError):
-                async with asyncio.timeout(IDLE_S):
+                async with asyncio.timeout(wait_s):
                     await self._woken.wait()
-            if not self._woken.is_set() and self._placement.trains:
-                await self._use_idle_time()
+            wait_s = IDLE_S
+            if not self._woken.is_set() and self._placement.trains and await self._use_idle_time():
+                wait_s = min(IDLE_S, IDLE_PACE_S)
             self._woken.clear()
             if self._trainer.broken is not None:
                 await self._rebuild(report)
@@ -225,43 +227,48 @@ class TrainerDriver:
             await self._models.retire(self._execution.start)
         return ready if ready is not None and ready.rows == unit.rows else unit
 
-    async def _use_idle_time(self) -> None:
-        """Take a snapshot, or bring models back until there is something else to do."""
+    async def _use_idle_time(self) -> bool:
+        """Take a snapshot, or bring a model back; return False if there is nothing of that to do."""
         if self._snapshots.would_help:
             async with self._placement.training():
                 await self._keep(self._snapshots.take_idle)
-            return
-        for model in filter(self._lanes.is_open, self._replay.asleep()):
+            return True
+        asleep = next(filter(self._lanes.is_open, self._replay.asleep()), None)
+        if asleep is not None:
             with suppress(TrainerError):  # the ranks are broken, which the next look at them shows
-                await self._wake([model])
-            if self._woken.is_set() or self._trainer.broken is not None:
-                return
+                await self._wake(asleep)
+        return asleep is not None
 
     async def _awake(self, rows: Sequence[QueuedRow], report: Report) -> bool:
         """Have the models of a unit on the ranks; return False if one cannot be: its rows wait once more."""
         asleep = {model: None for model in map(model_of, rows) if self._replay.sleeps(model)}
-        if not asleep:
-            return True
         try:
-            failed = await self._wake(asleep)
+            for model in asleep:
+                if not await self._wake(model):
+                    break
+            else:
+                return True
         except TrainerError:
             await self._rebuild(report)
-        else:
-            if not failed:
-                return True
         self._execution.put_back(rows)
         self._planner.charge(())
         return False
 
-    async def _wake(self, models: Iterable[ModelKey]) -> Mapping[ModelKey, str]:
-        """Bring models back that sleep, and park those that cannot be, which it returns.
+    async def _wake(self, model: ModelKey) -> bool:
+        """Bring back a model that sleeps; return False if it is not: it is parked, or tried again later.
 
         Raises TrainerError.
         """
-        async with self._placement.training():
-            failed = await self._replay.wake(models)
-        await self._park(failed)
-        return failed
+        try:
+            async with self._placement.training():
+                cause = await self._replay.wake(model)
+        except StorageError as error:
+            _log.warning("model %s is brought back later: %s", model, error)
+            self._execution.hold(model)
+            return False
+        if cause is not None:
+            await self._park({model: cause})
+        return cause is None
 
     async def _park(self, failed: Mapping[ModelKey, str]) -> None:
         for model, cause in failed.items():

@@ -251,6 +251,11 @@ class UnitExecution:
         end = UnitEnd(answers, ops, next(self._units), all_effects)
         self._commits.add(end if windows is None else _with_points(end, windows))
 
+    def hold(self, model: ModelKey) -> None:
+        """Have all of a model wait for a while."""
+        self._lanes.hold(model)
+        self._background.create_task(self._resume(model))
+
     def put_back(self, rows: Sequence[QueuedRow]) -> None:
         """Have the rows of a unit that did not begin wait once more."""
         for row in self._still_open(rows):
@@ -261,8 +266,7 @@ class UnitExecution:
         for open_row in self._still_open([row]):
             _log.warning("request %s waits: %s", row.request_id, error)
             self._lanes.put_back(open_row)
-            self._lanes.hold(model_of(row))
-            self._background.create_task(self._resume(model_of(row)))
+            self.hold(model_of(row))
 
     def _still_open(self, rows: Sequence[QueuedRow]) -> list[QueuedRow]:
         """Fail those rows whose models were given up while they ran; returns the others."""

@@ -16,7 +16,7 @@ from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, Model
 from skyrl_tinker.domain.values import Failure, PassItem
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.recovery import leftovers, parking
-from skyrl_tinker.engine.trainer import replay, trainer_driver
+from skyrl_tinker.engine.trainer import replay, trainer_driver, unit_execution
 from skyrl_tinker.errors import StorageAwayError, StorageError, TrainerError
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records, model_records
@@ -515,6 +515,86 @@ async def test_a_model_whose_snapshot_is_damaged_is_parked_until_it_is_mended(
     assert await steps_of(mended, model) == [*expected(1, 2), [9, 10]]
 
 
+async def test_what_ran_nothing_since_its_snapshot_comes_back_when_it_is_asked_for(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what died with the ranks; what had more to replay is there first, whatever it is asked."""
+    (model, _), (other, _) = [await with_snapshot(world, monkeypatch) for _ in range(2)]
+    busy = await world.model()
+    await train(world, busy, 1, 1)
+    after = new_engine(world)
+    await after.until(lambda: after.reports[-1:] == [""])
+    keys = [await journal.key_of(world.store, each) for each in (busy, model, other)]
+    assert after.workers.asked("create") == keys[:1]
+    (recovery,) = after.driver.view().incidents
+    assert recovery.text.startswith("1 model came back, with ")
+    assert recovery.text.endswith("; 2 more will when they are asked for")
+    await train(after, model, 7, 1)
+    assert after.workers.asked("create") == keys[:2]
+    assert await steps_of(after, model) == expected(1, 3)
+    after.workers.broken = DEAD
+    await train(after, other, 7, 1)
+    assert after.workers.asked("create") == [*keys[:2], *sorted(keys[:2]), keys[2]]
+    assert await steps_of(after, other) == expected(1, 3)
+    assert await steps_of(after, model) == expected(1, 3)
+    assert await steps_of(after, busy) == expected(1, 1)
+
+
+async def test_models_come_back_while_there_is_nothing_else_to_do(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model, _), (gone, _), (damaged, snapshot) = [await with_snapshot(world, monkeypatch) for _ in range(3)]
+    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.02)
+    monkeypatch.setattr(trainer_driver, "IDLE_PACE_S", 0.02)
+    after = new_engine(world)
+    after.workers.unreadable.add(str(snapshot))
+    after.driver.release(await journal.key_of(world.store, gone))  # its session is over
+    key = await journal.key_of(world.store, model)
+    await after.until(lambda: key in after.workers.trained and after.workers.trained[key].steps)
+    assert await steps_of(after, model) == expected(1, 2)
+    await after.until(
+        lambda: journal.model_of(world.store, damaged), lambda found: found.state is ModelState.PARKED
+    )
+    await after.until(
+        lambda: journal.model_of(world.store, gone), lambda found: found.state is ModelState.RELEASED
+    )
+    assert after.workers.restarts == 0
+
+
+async def test_a_unit_runs_without_the_model_that_cannot_come_back(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both asked before the engine was there, so that their passes are one unit."""
+    (model, snapshot), (other, _) = [await with_snapshot(world, monkeypatch) for _ in range(2)]
+    world.running.cancel()
+    failed = await journal.submit_pass(world.store, model, 7)
+    fine = [
+        await journal.submit_pass(world.store, other, 7),
+        await journal.submit_step(world.store, other, 8),
+    ]
+    after = new_engine(world)
+    after.workers.unreadable.add(str(snapshot))
+    await all_done(after, *fine)
+    await after.done(failed)
+    assert "is damaged; it is tried again" in (await journal.error_of(world.store, failed)).message
+    assert await steps_of(after, other) == [*expected(1, 2), [7]]
+    assert after.workers.restarts == 0
+
+
+async def test_ranks_that_die_as_a_model_comes_back_cost_nothing(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = await with_snapshot(world, monkeypatch)
+    after = new_engine(world)
+    await after.until(lambda: after.reports[-1:] == [""])
+    after.workers.failing["load"] = DEAD
+    passes = [await journal.submit_pass(world.store, model, 7 + number) for number in range(2)]
+    await after.until(lambda: after.workers.restarts)
+    after.workers.failing.clear()
+    await all_done(after, *passes, await journal.submit_step(world.store, model, 9))
+    assert await steps_of(after, model) == expected(1, 3)
+
+
 async def test_a_snapshot_stays_whose_root_has_another_name_now(
     world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -531,17 +611,55 @@ async def test_a_snapshot_stays_whose_root_has_another_name_now(
     assert snapshot.is_dir()
 
 
-async def test_a_disk_that_fails_for_some_seconds_delays_a_replay(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (replay, unit_execution):
+        monkeypatch.setattr(module, "AWAY_S", 0.01)
+
+
+WHEN = pytest.mark.parametrize("more", [0, 1], ids=["asleep", "with more to replay"])
+
+
+@WHEN
+async def test_a_disk_that_fails_for_some_seconds_delays_a_model(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, soon_again: None, more: int
 ) -> None:
-    monkeypatch.setattr(replay, "AWAY_S", 0.01)
+    """One that sleeps delays no other."""
     model, _ = await with_snapshot(world, monkeypatch)
+    following = await train(world, model, 7, more)
     after = new_engine(world)
     after.workers.failing["load"] = UNREADABLE
+    asked = await journal.submit_pass(world.store, model, following)
+    if not more:
+        await train(after, await after.model(), 1, 1)
     await after.until(lambda: after.workers.names().count("load"), lambda tries: tries == 2)
     after.workers.failing.clear()
-    await train(after, model, 7, 1)
-    assert await steps_of(after, model) == expected(1, 3)
+    await all_done(after, asked, await journal.submit_step(world.store, model, following + 1))
+    assert await steps_of(after, model) == [*expected(1, 2 + more), [following]]
+
+
+@WHEN
+async def test_a_model_on_a_disk_that_fails_for_longer_is_parked_with_its_files(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, soon_again: None, more: int
+) -> None:
+    await start(world.store)
+    model, snapshot = await with_snapshot(world, monkeypatch)
+    following = await train(world, model, 7, more)
+    after = new_engine(world)
+    after.workers.failing["load"] = UNREADABLE
+    lost = await journal.submit_pass(world.store, model, following)
+    await after.until(lambda: journal.model_of(world.store, model), _is_parked)
+    assert (
+        "cannot be read: Input/output error; it is tried"
+        in (await journal.error_of(world.store, lost)).message
+    )
+    assert after.workers.names().count("load") == replay.READS
+    assert snapshot.is_dir()
+    await start(world.store)
+    mended = new_engine(after)
+    await mended.done(await journal.submit_step(world.store, model, following + 1))  # of what failed
+    await train(mended, model, following + 2, 1)
+    assert (await steps_of(mended, model))[:-1] == expected(1, 2 + more)
 
 
 async def test_a_model_that_is_parked_after_a_death_takes_no_part_when_the_unit_runs_again(
@@ -579,23 +697,6 @@ async def test_a_copy_beside_snapshots_is_left_alone(
     await train(after, model, 7, 1)
     assert await steps_of(after, model) == expected(1, 3)
     assert copy.is_dir()
-
-
-async def test_a_model_on_a_disk_that_fails_for_longer_is_parked_with_its_files(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replay, "AWAY_S", 0.01)
-    await start(world.store)
-    model, snapshot = await with_snapshot(world, monkeypatch)
-    after = new_engine(world)
-    after.workers.failing["load"] = UNREADABLE
-    await after.until(lambda: journal.model_of(world.store, model), _is_parked)
-    assert after.workers.names().count("load") == replay.READS
-    assert snapshot.is_dir()
-    await start(world.store)
-    mended = new_engine(after)
-    await train(mended, model, 7, 1)
-    assert await steps_of(mended, model) == expected(1, 3)
 
 
 def _is_parked(row: ModelRow) -> bool:
