@@ -83,14 +83,14 @@ class Engine:
             tasks.create_task(_watch_trainer(backends.trainer, parts.trainer_driver))
             tasks.create_task(_watch_ray(self._env.ray))
 
-    async def _report_rebuild(self, samplers: Samplers, detail: str) -> None:
-        """Report how far the models are back; empty: all are."""
-        if detail:
+    async def _report_rebuild(self, samplers: Samplers, detail: str, *, done: bool = False) -> None:
+        """Report how far the models are back. `done`: all that do not sleep are there."""
+        if not done:
             phase: EnginePhase = "restarting" if self._ready else "starting"
             await persistently(lambda: self._env.status.report(phase, detail))
             return
         samplers.replay_ended()
-        await persistently(lambda: self._env.status.report("ready", ""))
+        await persistently(lambda: self._env.status.report("ready", detail))
         if not self._ready:
             self._ready = True
             _log.info("ready")

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping,
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from sqlalchemy import Connection
@@ -41,8 +41,12 @@ TOGETHER, ALONE = 2, 2
 SHOWN_MODELS = 16
 _log = logging.getLogger(__name__)
 
-Report = Callable[[str], Awaitable[None]]
-"""Called with what a rebuild of the models does; empty: it is done."""
+ASLEEP = "models that were idle come back when they are asked for"
+
+
+class Report(Protocol):
+    async def __call__(self, detail: str, *, done: bool = False) -> None:
+        """Tell how far a rebuild of the models is. `done`: all that do not sleep are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +222,7 @@ class TrainerDriver:
                 async with asyncio.timeout(wait_s):
                     await self._woken.wait()
             wait_s = IDLE_S
-            if not self._woken.is_set() and self._placement.trains and await self._use_idle_time():
+            if not self._woken.is_set() and self._placement.trains and await self._use_idle_time(report):
                 wait_s = min(IDLE_S, IDLE_PACE_S)
             self._woken.clear()
             if self._trainer.broken is not None:
@@ -227,7 +231,7 @@ class TrainerDriver:
             await self._models.retire(self._execution.start)
         return ready if ready is not None and ready.rows == unit.rows else unit
 
-    async def _use_idle_time(self) -> bool:
+    async def _use_idle_time(self, report: Report) -> bool:
         """Take a snapshot, or bring a model back; return False if there is nothing of that to do."""
         if self._snapshots.would_help:
             async with self._placement.training():
@@ -236,7 +240,7 @@ class TrainerDriver:
         asleep = next(filter(self._lanes.is_open, self._replay.asleep()), None)
         if asleep is not None:
             with suppress(TrainerError):  # the ranks are broken, which the next look at them shows
-                await self._wake(asleep)
+                await self._wake(asleep, report)
         return asleep is not None
 
     async def _awake(self, rows: Sequence[QueuedRow], report: Report) -> bool:
@@ -244,7 +248,7 @@ class TrainerDriver:
         asleep = {model: None for model in map(model_of, rows) if self._replay.sleeps(model)}
         try:
             for model in asleep:
-                if not await self._wake(model):
+                if not await self._wake(model, report):
                     break
             else:
                 return True
@@ -254,7 +258,7 @@ class TrainerDriver:
         self._planner.charge(())
         return False
 
-    async def _wake(self, model: ModelKey) -> bool:
+    async def _wake(self, model: ModelKey, report: Report) -> bool:
         """Bring back a model that sleeps; return False if it is not: it is parked, or tried again later.
 
         Raises TrainerError.
@@ -268,6 +272,8 @@ class TrainerDriver:
             return False
         if cause is not None:
             await self._park({model: cause})
+        if not self._replay.asleep():
+            await report("", done=True)
         return cause is None
 
     async def _park(self, failed: Mapping[ModelKey, str]) -> None:
@@ -372,7 +378,7 @@ class TrainerDriver:
         if replayed.models:
             _log.info("%s", replayed)
             self._incidents.append(Incident(self._store.now(), str(replayed), mended=True))
-        await report("")
+        await report(ASLEEP if replayed.asleep else "", done=True)
 
 
 def _refusals(conn: Connection, rows: Sequence[QueuedRow]) -> dict[int, str]:

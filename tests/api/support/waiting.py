@@ -103,7 +103,7 @@ class Waiting:
         return QueuesView(self.driver.view(), self.sampler.view())
 
     async def run(self) -> None:
-        async def report(detail: str) -> None:
+        async def report(detail: str, *, done: bool = False) -> None:
             """Nobody reads it."""
 
         cursor = await self.driver.resume()

@@ -38,7 +38,7 @@ class Engine:
         self.intake = Intake(store, bell, self.driver, self.sampler, metrics)
 
     async def run(self) -> None:
-        async def report(detail: str) -> None:
+        async def report(detail: str, *, done: bool = False) -> None:
             """Nobody reads it."""
 
         cursor = await self.driver.resume()

@@ -74,10 +74,12 @@ class World:
         self.intake = Intake(store, bell, self.driver, sampler, metrics)
         self.running = asyncio.ensure_future(self._run())
         self.reports: list[str] = []
+        self.ready = False
 
     async def _run(self) -> None:
-        async def report(detail: str) -> None:
+        async def report(detail: str, *, done: bool = False) -> None:
             self.reports.append(detail)
+            self.ready = self.ready or done
 
         cursor = await self.driver.resume()
         await asyncio.gather(self.driver.run(report), self.intake.run(cursor))

@@ -523,12 +523,13 @@ async def test_what_ran_nothing_since_its_snapshot_comes_back_when_it_is_asked_f
     busy = await world.model()
     await train(world, busy, 1, 1)
     after = new_engine(world)
-    await after.until(lambda: after.reports[-1:] == [""])
+    await after.until(lambda: after.ready)
     keys = [await journal.key_of(world.store, each) for each in (busy, model, other)]
     assert after.workers.asked("create") == keys[:1]
     (recovery,) = after.driver.view().incidents
     assert recovery.text.startswith("1 model came back, with ")
     assert recovery.text.endswith("; 2 more will when they are asked for")
+    assert after.reports[-1] == trainer_driver.ASLEEP
     await train(after, model, 7, 1)
     assert after.workers.asked("create") == keys[:2]
     assert await steps_of(after, model) == expected(1, 3)
@@ -538,6 +539,7 @@ async def test_what_ran_nothing_since_its_snapshot_comes_back_when_it_is_asked_f
     assert await steps_of(after, other) == expected(1, 3)
     assert await steps_of(after, model) == expected(1, 3)
     assert await steps_of(after, busy) == expected(1, 1)
+    assert after.reports[-1] == ""
 
 
 async def test_models_come_back_while_there_is_nothing_else_to_do(
@@ -586,7 +588,7 @@ async def test_ranks_that_die_as_a_model_comes_back_cost_nothing(
 ) -> None:
     model, _ = await with_snapshot(world, monkeypatch)
     after = new_engine(world)
-    await after.until(lambda: after.reports[-1:] == [""])
+    await after.until(lambda: after.ready)
     after.workers.failing["load"] = DEAD
     passes = [await journal.submit_pass(world.store, model, 7 + number) for number in range(2)]
     await after.until(lambda: after.workers.restarts)
