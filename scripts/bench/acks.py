@@ -44,6 +44,7 @@ import aiohttp
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import SamplingSessionId
+from skyrl_tinker.processes import freeze_gc
 from skyrl_tinker.server.api_processes import ApiProcesses
 from skyrl_tinker.server.child_process import ChildProcess
 from skyrl_tinker.server.log_files import last_line
@@ -240,6 +241,7 @@ async def _submit_over_http(url: str, requests: int, at_once: int) -> Part:
 
 
 def submit(url: str, home: str, requests: int, at_once: int) -> Part:
+    freeze_gc()  # as API processes do
     return asyncio.run(_submit(url, home, requests, at_once))
 
 
