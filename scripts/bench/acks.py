@@ -40,6 +40,7 @@ from uuid import uuid4
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import aiohttp
+from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
@@ -50,10 +51,12 @@ from skyrl_tinker.server.child_process import ChildProcess
 from skyrl_tinker.server.log_files import last_line
 from skyrl_tinker.store import sampling_sessions, server_state, session_records
 from skyrl_tinker.store.cluster.doorbells import bind_doorbell
+from skyrl_tinker.store.database.group_commit import Later
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.opening import file_of
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import sample_submission
+from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.store import Store
 from tests.api.support.world import BASE, FACTS, sample
 from tests.support.postgres import postgres_server
@@ -182,8 +185,8 @@ async def timed(requests: int, at_once: int, acknowledged: Callable[[int], Await
 
 
 async def over_http(processes: int, url: str, home: str, requests: int, at_once: int) -> list[Part]:
-    changes = {"home": Path(home), "database_url": url, "sample_backlog": UNLIMITED}
-    async with api_processes(Settings(**changes, api_processes=processes)) as address:
+    settings = Settings(home=Path(home), database_url=url, sample_backlog=UNLIMITED, api_processes=processes)
+    async with api_processes(settings) as address:
         return await asyncio.to_thread(together, CLIENTS, submit_over_http, address, requests, at_once)
 
 
@@ -261,8 +264,9 @@ async def _submit(url: str, home: str, requests: int, at_once: int) -> Part:
 
 async def _acknowledged(store: Store, bell: Doorbell, sampler: SamplingSessionId, number: int) -> None:
     digest = uuid4().bytes
-    await store.write(
-        lambda conn: sample_submission.submit_sample(
+
+    def op(conn: Connection) -> Later[Accepted]:
+        return sample_submission.submit_sample(
             conn,
             sampler,
             number,
@@ -272,9 +276,9 @@ async def _acknowledged(store: Store, bell: Doorbell, sampler: SamplingSessionId
             num_samples=1,
             tokens=1,
             sequences=1,
-        ),
-        lambda: bell.ring("engine"),
-    )
+        )
+
+    _: Accepted = await store.write(op, lambda: bell.ring("engine"))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,7 +134,7 @@ def train(attack: Attack) -> None:
     with ExitStack() as stack:
         models = [_lora(stack.enter_context(attack.service(key))) for key in attack.keys]
         attack.go(attack.longest(lambda: models[0].forward_backward(data, "cross_entropy").result()))
-        _together(lambda model=model: _keep_training(attack, model, data) for model in models)
+        _together(partial(_keep_training, attack, model, data) for model in models)
 
 
 def _together(works: Iterator[Callable[[], None]]) -> None:
@@ -246,7 +247,7 @@ def long_rows(attack: Attack) -> None:
         models = [_lora(service) for _ in range(3)]
         attack.attempt(models[0].forward([random_datum(ROW)], "cross_entropy").result)
         attack.go()
-        _together(lambda model=model: _keep_passing(attack, model, data) for model in models)
+        _together(partial(_keep_passing, attack, model, data) for model in models)
         attack.unit_s = attack.longest(lambda: models[0].forward_backward(data, "cross_entropy").result())
 
 

@@ -14,8 +14,10 @@ import threading
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import tinker
 from client import options, random_datum, random_prompt
@@ -29,7 +31,7 @@ ADAM = types.AdamParams(learning_rate=1e-4)
 def train(training: tinker.TrainingClient, stop: threading.Event) -> None:
     """With AHEAD steps always submitted, until `stop`."""
     data = [random_datum(TOKENS) for _ in range(DATUMS)]
-    submitted: deque[tuple[object, ...]] = deque()
+    submitted: deque[tuple[tinker.APIFuture[Any], ...]] = deque()
     while not stop.is_set():
         submitted.append((training.forward_backward(data, "cross_entropy"), training.optim_step(ADAM)))
         if len(submitted) > AHEAD:
@@ -57,7 +59,7 @@ def flood(sampler: tinker.SamplingClient, size: int) -> Iterator[list[int]]:
 
 
 @contextmanager
-def threads(works: Iterator[object]) -> Iterator[None]:
+def threads(works: Iterator[Callable[[], None]]) -> Iterator[None]:
     started = [threading.Thread(target=work) for work in works]
     for thread in started:
         thread.start()
@@ -98,7 +100,7 @@ def run(url: str, base_model: str, seconds: float, size: int) -> dict[str, float
             service.create_lora_training_client(base_model=base_model, rank=32).result()
             for _ in range(TENANTS)
         ]
-        with threads((lambda client=client: train(client, stop)) for client in clients):
+        with threads(partial(train, client, stop) for client in clients):
             time.sleep(1)
             print(f"{'':10}{'busy':>8}{'unit ms':>9}{'samples/s':>11}")
             for name, load in (("alone", nullcontext([])), ("flooded", flood(sampler, size))):

@@ -90,7 +90,10 @@ def first_sight(page: Page, url: str) -> dict[str, float]:
             page.wait(FACTS)
             facts.append(1000 * (time.perf_counter() - began))
             paints.append(float(page.wait(PAINT)))
-    found = {"paint_ms": round(statistics.median(paints)), "facts_ms": round(statistics.median(facts))}
+    found: dict[str, float] = {
+        "paint_ms": round(statistics.median(paints)),
+        "facts_ms": round(statistics.median(facts)),
+    }
     print(f"under load: first paint {found['paint_ms']} ms, facts {found['facts_ms']} ms")
     return found
 

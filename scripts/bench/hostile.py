@@ -88,7 +88,7 @@ class Door:
         return f"{method} {path} HTTP/1.1\r\n{''.join(lines)}\r\n".encode()
 
     async def post(self, path: str, body: bytes, **headers: str | int) -> str:
-        return await self.send(self.head(path, Content_Length=len(body), **headers), body)
+        return await self.send(self.head(path, "POST", Content_Length=len(body), **headers), body)
 
     async def send(self, *parts: bytes, within_s: float = ATTACK_S / 2) -> str:
         """Send the parts on a new connection; return the answer."""
@@ -325,7 +325,7 @@ class Tenant:
 
     async def ask_until(self, done: asyncio.Future[Answers]) -> None:
         """Ask every EVERY_S, answered or not, at least twice."""
-        asked = []
+        asked: list[asyncio.Task[None]] = []
         while len(asked) < 2 or not done.done():
             asked.append(asyncio.create_task(self.ask()))
             await asyncio.sleep(EVERY_S)

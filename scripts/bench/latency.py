@@ -79,7 +79,7 @@ def memory_mb(pid: int) -> float:
 
 def report(figures: dict[str, list[float]]) -> dict[str, float]:
     print(f"{'':30}{'p50 ms':>10}{'p95 ms':>10}")
-    summary = {}
+    summary: dict[str, float] = {}
     for name, values in figures.items():
         p50, p95 = statistics.median(values), sorted(values)[int(0.95 * (len(values) - 1))]
         print(f"{name:30}{p50:10.1f}{p95:10.1f}")

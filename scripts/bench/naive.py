@@ -29,7 +29,8 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = x @ self.a.to(x.dtype).T
-        return self.base(x) + self.scale * (inner @ self.b.to(x.dtype).T)
+        added: torch.Tensor = self.base(x) + self.scale * (inner @ self.b.to(x.dtype).T)
+        return added
 
 
 class NaiveLoop:

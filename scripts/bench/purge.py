@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from sqlalchemy import Connection, func, select
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.engine.upkeep.purge import Purge
 from skyrl_tinker.store import session_records
 from skyrl_tinker.store.database import sqlite
@@ -68,14 +69,14 @@ class TimedStore:
         return await self._store.write(timed)
 
 
-async def new_sessions(store: Store, count: int) -> list[str]:
+async def new_sessions(store: Store, count: int) -> list[SessionId]:
     return [
         await store.write(lambda conn: session_records.create(conn, owner=None, sdk_version="0.38.0"))
         for _ in range(count)
     ]
 
 
-async def fill(store: Store, requests: int, result_bytes: int) -> str:
+async def fill(store: Store, requests: int, result_bytes: int) -> SessionId:
     """Insert the rows; returns a session that is live."""
     live, *ended = await new_sessions(store, 1 + ENDED)
     old = time.time() - OLD_S
@@ -108,10 +109,10 @@ def raw(conn: Connection) -> Any:
     return sqlite.raw(conn)
 
 
-async def beat(store: Store, session: str, waits: list[float]) -> None:
+async def beat(store: Store, session: SessionId, waits: list[float]) -> None:
     while True:
         began = time.perf_counter()
-        await store.write(lambda conn: session_records.heartbeat(conn, session))
+        await store.write(lambda conn: session_records.heartbeat(conn, [(None, session)]))
         waits.append(time.perf_counter() - began)
         await asyncio.sleep(PAUSE_S)
 

@@ -108,8 +108,9 @@ def alternate(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Sec
 def write_model(root: Path, name: str) -> None:
     """Write random weights."""
     heads, key_heads, size = HEADS[name]
+    shape: dict[str, Any] = dict(SHAPES[name])
     config = Qwen3Config(
-        **SHAPES[name],
+        **shape,
         num_attention_heads=heads,
         num_key_value_heads=key_heads,
         head_dim=size,
@@ -178,7 +179,7 @@ def packed(setting: Setting, rounds: int) -> dict[str, float]:
 def tenants(setting: Setting, name: str, rounds: int) -> dict[str, float]:
     worker = setting.worker(name)
     create(worker, [1, 2, 3, 4])
-    summary = {}
+    summary: dict[str, float] = {}
     for tokens in TENANT_TOKENS:
         data = make_data([tokens], SHAPES[name]["vocab_size"])
         sides = {"1": make_step(worker, [1], data), "4": make_step(worker, [1, 2, 3, 4], data)}
