@@ -19,9 +19,12 @@ minutes.
 Prints, as its last line, one JSON object. take_us_N: choosing what begins after one sample of N sessions has
 ended; queues_ms_N: a look at the queue; plan_ms_N_models: planning a unit, the look ahead and the charge.
 cleanup_ms_N: a run of all steps of the clean-up, with N unnamed versions of --models that are in use.
-All four are medians of this process's time. For each number of replicas: samples_per_s (of one core of the
-engine), wall_per_s, cost_us (of a sample), router_us; idle_share: of a core, when nothing is to be done;
-fanout_p50_ms: an adapter on all replicas, each of which takes 20 ms; pause_p50_ms: pause and resume of all.
+All four are medians of this process's time. restore_ready_s_N_models, restore_first_step_s_N_models: of the
+clock, from the start of an engine that finds N models with a snapshot each, and whose ranks take no time,
+until it takes work, and until a step of one of them. rss_mb: of this process, at its end. For each number of
+replicas: samples_per_s (of one core of the engine), wall_per_s, cost_us (of a sample), router_us; idle_share:
+of a core, when nothing is to be done; fanout_p50_ms: an adapter on all replicas, each of which takes 20 ms;
+pause_p50_ms: pause and resume of all.
 cost_ratio_64, fanout_ratio_64: to one replica. errors: samples that failed. mb_per_10k_waiting.
 """
 
@@ -38,6 +41,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,6 +53,7 @@ from sqlalchemy import Connection, func, insert, select
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import (
     FutureStatus,
+    ModelId,
     ModelKey,
     ModelState,
     OwnerId,
@@ -87,11 +92,16 @@ from skyrl_tinker.store.database.tables import AdapterVersion, Future, Model, Se
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.futures import sample_submission
 from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.replay import snapshot_records
+from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
+from tests.engine.support.world import World
 from tests.support.processes import below, title
 from tests.support.scripted_replica import CONTEXT
+from tests.support.scripted_trainer import write_steps
 from tests.support.serve import KINDS
+from tests.support.sqlite_file import new_file
 from tests.support.stand_in_replicas import stand_ins
 
 REPLICAS = (1, 8, 64)
@@ -353,6 +363,44 @@ async def cleanup_ms(sessions: int, models: int) -> float:
         return 1e3 * statistics.median(times)
 
 
+async def restore(models: int) -> dict[str, float]:
+    """Return seconds until an engine that finds models with snapshots is ready, and to its first step."""
+    with tempfile.TemporaryDirectory() as directory:
+        home = Path(directory)
+        store, bell = Store.open(new_file(home / "store.db"), home), SocketBell.bind(home, "engine")
+        before = World(store, bell, home / "checkpoints")
+        trained = [await before.model() for _ in range(models)]
+        await asyncio.gather(*(_train(before, model, 1) for model in trained))
+        before.running.cancel()
+        await asyncio.wait([before.running])
+        for model in trained:
+            kept = home / "snapshots" / model.partition(":")[0]
+            write_steps(kept, [[1]])
+            row = SnapshotRow(2, str(kept), optimizer=True)
+            key = await journal.key_of(store, model)
+            await store.write(partial(snapshot_records.put, model=key, snapshot=row))
+        began = time.perf_counter()
+        after = World(store, bell, home / "checkpoints")
+        await after.until(lambda: after.ready)
+        ready_s = time.perf_counter() - began
+        await _train(after, trained[models // 2], 3)
+        first_step_s = time.perf_counter() - began
+        after.running.cancel()
+        await asyncio.wait([after.running])
+        bell.close()
+        await store.close()
+        return {
+            f"restore_ready_s_{models}_models": round(ready_s, 2),
+            f"restore_first_step_s_{models}_models": round(first_step_s, 2),
+        }
+
+
+async def _train(world: World, model: ModelId, seq_id: int) -> None:
+    await journal.submit_pass(world.store, model, seq_id)
+    done = await world.done(await journal.submit_step(world.store, model, seq_id + 1))
+    assert done.status is FutureStatus.DONE
+
+
 async def measure(replicas: int, samples: int, waiting: int, answer_s: float) -> dict[str, float]:
     async with engine(replicas, answer_s) as made:
         control = made.fleet.client.control
@@ -408,6 +456,7 @@ def main() -> None:
     report: dict[str, float] = {"errors": 0} | queues(arguments.sessions, arguments.models)
     cleaned_ms = asyncio.run(cleanup_ms(arguments.sessions, arguments.models))
     report[f"cleanup_ms_{arguments.models * VERSIONS}"] = round(cleaned_ms, 1)
+    report |= asyncio.run(restore(arguments.models))
     print("  ".join(f"{name} {value}" for name, value in report.items()))
     for replicas in REPLICAS if arguments.samples else ():
         waiting = arguments.waiting if replicas == REPLICAS[-1] else 0
@@ -418,6 +467,7 @@ def main() -> None:
     if arguments.samples:
         report["cost_ratio_64"] = round(report["cost_us_64"] / report["cost_us_1"], 2)
         report["fanout_ratio_64"] = round(report["fanout_p50_ms_64"] / report["fanout_p50_ms_1"], 2)
+    report["rss_mb"] = round(psutil.Process().memory_info().rss / MB)
     print(json.dumps(report))
 
 

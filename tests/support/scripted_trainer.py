@@ -86,6 +86,12 @@ def steps_of(adapter: Path) -> Steps:
     return steps
 
 
+def write_steps(directory: Path, steps: Steps) -> None:
+    """Write a snapshot of a model that has run these steps."""
+    directory.mkdir(parents=True)
+    (directory / STEPS_FILE).write_text(json.dumps(steps))
+
+
 class ScriptedTrainer:
     """Trainer that notes its calls, and does what its fields say.
 
