@@ -161,7 +161,10 @@ class Settings(BaseSettings):
     )
     router_policy: Literal[
         "consistent_hash", "sticky_least_loaded", "round_robin", "random", "cache_aware"
-    ] = Field("consistent_hash", description="Policy of the vllm-router, which runs before several replicas")
+    ] = Field(
+        "consistent_hash",
+        description="Policy of the vllm-router before several replicas; consistent_hash: without it for samples",
+    )
     placement: Literal["auto", "separate", "colocated"] = Field(
         "auto",
         description="separate, or colocated: trainer and samplers take turns on the same devices; auto: "

@@ -15,13 +15,13 @@ LEAST = 4
 
 
 class Affinity:
-    """Keys by which the router chooses a replica, and the sequences in flight under each.
+    """Keys by which a replica is chosen, and the sequences in flight under each.
 
     A key is of the weights and of a prompt's beginning. One that has half of a replica's share of all that is
     in flight takes no more: then twice as much of the prompt decides, so that the turns of a conversation
     stay together and conversations with the same beginning part. The bound follows V. Mirrokni, M. Thorup,
-    M. Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018; the router, which hashes, knows no
-    load, so the key changes in place of the replica.
+    M. Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018; who hashes, client or router, knows
+    no load, so the key changes in place of the replica.
     """
 
     def __init__(self, replicas: Callable[[], int]) -> None:

@@ -51,6 +51,7 @@ async def assemble(
 ) -> Fleet:
     """Make the fleet of `servers`, which are ready. A single one needs no router.
 
+    Nor do samples where all that it would do is to hash their keys: it has the OpenAI requests then.
     `base_model`: its directory. `clock`: of incidents.
     """
     router, token = None, servers.token
@@ -63,7 +64,8 @@ async def assemble(
     proxy_url = settings.router_url or (router.url if router else servers.urls[0])
     versions = VersionServer(base_model)
     to_end.append(versions.close)
-    client = RemoteInferenceClient(proxy_url.rstrip("/"), servers.urls, token, versions.locate)
+    hashes = router is not None and not router.disaggregates and settings.router_policy == "consistent_hash"
+    client = RemoteInferenceClient(proxy_url.rstrip("/"), servers.urls, token, versions.locate, hashes)
     if settings.prefill_urls:
         client.data.most_sequences = 1  # a prompt's keys and values can be fetched only once
     to_end.append(client.close)

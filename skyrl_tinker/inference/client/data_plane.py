@@ -26,11 +26,13 @@ StreamPath = Literal["/inference/v1/generate", "/v1/completions", "/v1/chat/comp
 class DataPlane:
     """`proxy_url`: the router, or the server itself when there is one only.
 
+    `straight`: the servers to which samples go past the router, each key to one of them.
     Bodies and answers of all methods but `sample` are those of vLLM's HTTP API. NotFoundError: no such model;
     UserError: vLLM refused the request; SamplerError: it could not be served.
     """
 
     proxy_url: str
+    straight: tuple[str, ...] = ()
     http: JsonHttp = field(default_factory=JsonHttp)
     in_flight: InFlight = field(default_factory=InFlight)
     most_sequences: int = MAX_SEQUENCES
@@ -61,7 +63,7 @@ class DataPlane:
             body |= {"request_id": attempt.id, "priority": priority}
             # vLLM prefers the header, which a router may set.
             headers = {"X-Session-ID": session_key, "X-Request-Id": attempt.id}
-            answer = await self._answer("/inference/v1/generate", body, headers)
+            answer = await self._answer("/inference/v1/generate", body, headers, self._server_of(session_key))
         replica, switched = answer.headers.get(REPLICA), attempt.switched
         parse = partial(vllm_responses.parse, answer.content, request, switched=switched, replica=replica)
         if request.routed_experts or request.topk_prompt_logprobs * len(request.prompt) > MOST_LISTED:
@@ -111,9 +113,19 @@ class DataPlane:
     async def _post(self, path: str, body: Json, headers: Headers | None = None) -> Any:
         return (await self._answer(path, body, headers)).content
 
-    async def _answer(self, path: str, body: Json, headers: Headers | None = None) -> HttpAnswer:
+    def _server_of(self, key: str) -> str:
+        """Choose a server by rendezvous hashing: when another one comes or goes, most keys keep theirs.
+
+        D. Thaler, C. Ravishankar, "Using Name-Based Mappings to Increase Hit Rates", IEEE/ACM ToN 6(1), 1998.
+        """
+        return max(self.straight, key=lambda url: hash(key + url), default=self.proxy_url)
+
+    async def _answer(
+        self, path: str, body: Json, headers: Headers | None = None, server: str | None = None
+    ) -> HttpAnswer:
         try:
-            return await self.http.request("POST", self.proxy_url + path, json=body, headers=headers)
+            url = (server or self.proxy_url) + path
+            return await self.http.request("POST", url, json=body, headers=headers)
         except HttpStatusError as error:
             raise refusal(error.status, error.message) from error
 

@@ -13,24 +13,30 @@ class RemoteInferenceClient:
     """Picklable. `data` reaches any replica by `proxy_url`, `control` all of `server_urls`.
 
     `token`: what the servers ask for, if they do. `locate`: by what those on other hosts know a directory.
+    `past_proxy`: samples go straight to the servers.
     """
 
     proxy_url: str
     server_urls: tuple[str, ...]
     token: str = field(default="", repr=False)
     locate: Locate = field(default=same_path, repr=False)
+    past_proxy: bool = False
     data: DataPlane = field(init=False, repr=False, compare=False)
     control: ControlPlane = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         http, in_flight = JsonHttp(self.token), InFlight()
-        self.data = DataPlane(self.proxy_url, http, in_flight)
+        self.data = DataPlane(self.proxy_url, self._straight(), http, in_flight)
         self.control = ControlPlane(self.server_urls, http, in_flight, locate=self.locate)
 
     def retarget(self, proxy_url: str, server_urls: tuple[str, ...]) -> None:
         """Go on with other addresses: members left or came."""
         self.proxy_url = self.data.proxy_url = proxy_url
         self.server_urls = self.control.server_urls = server_urls
+        self.data.straight = self._straight()
+
+    def _straight(self) -> tuple[str, ...]:
+        return self.server_urls if self.past_proxy else ()
 
     async def close(self) -> None:
         await self.data.http.close()

@@ -90,15 +90,17 @@ async def line(servers: dict[str, Served]) -> AsyncIterator[Line]:
     await line.cut()
 
 
-@pytest.fixture
-async def fleet(servers: dict[str, Served], line: Line, tmp_path: Path) -> AsyncIterator[Fleet]:
+@pytest.fixture(params=[False, True], ids=["by the router", "past the router"])
+async def fleet(
+    request: pytest.FixtureRequest, servers: dict[str, Served], line: Line, tmp_path: Path
+) -> AsyncIterator[Fleet]:
     external = ExternalServers(
         [servers["tied"].group.urls[0], line.url], startup_s=30.0, hang_s=2.0, max_model_len=2
     )
     await external.ready()
     router = Router(RouterSpec(str(tmp_path), "of the router"))
     await router.start(external.urls)
-    client = RemoteInferenceClient(router.url, external.urls, "of the router")
+    client = RemoteInferenceClient(router.url, external.urls, "of the router", past_proxy=request.param)
     yield Fleet(external, client, router)
     await client.close()
     await router.shutdown()

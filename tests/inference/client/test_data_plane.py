@@ -90,6 +90,24 @@ def test_running_requests_are_known_by_their_tag_until_they_end() -> None:
     assert running.switch("a") == []
 
 
+def test_a_key_keeps_its_server_while_others_come_and_go() -> None:
+    urls, keys = tuple(f"http://127.0.0.1:{port}" for port in range(4)), [str(key) for key in range(4000)]
+    client = RemoteInferenceClient("http://router", urls, past_proxy=True)
+
+    def servers() -> list[str]:
+        return list(map(client.data._server_of, keys))
+
+    before = servers()
+    assert all(800 < before.count(url) < 1200 for url in urls)
+    client.retarget("http://router", urls[1:])
+    assert all(now == then for then, now in zip(before, servers(), strict=True) if then != urls[0])
+    client.retarget("http://router", urls)
+    assert servers() == before
+    client.retarget("http://router", ())
+    assert set(servers()) == {"http://router"}
+    assert RemoteInferenceClient("http://router", urls).data._server_of("a") == "http://router"
+
+
 async def test_long_lists_of_logprobs_are_not_parsed_on_the_event_loop(
     sampler: Sampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
