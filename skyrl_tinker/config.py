@@ -163,7 +163,7 @@ class Settings(BaseSettings):
         "consistent_hash", "sticky_least_loaded", "round_robin", "random", "cache_aware"
     ] = Field(
         "consistent_hash",
-        description="Policy of the vllm-router before several replicas; consistent_hash: without it for samples",
+        description="Policy of the vllm-router before several replicas; consistent_hash: not for samples",
     )
     placement: Literal["auto", "separate", "colocated"] = Field(
         "auto",

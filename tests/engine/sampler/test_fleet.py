@@ -90,7 +90,7 @@ async def line(servers: dict[str, Served]) -> AsyncIterator[Line]:
     await line.cut()
 
 
-@pytest.fixture(params=[False, True], ids=["by the router", "past the router"])
+@pytest.fixture
 async def fleet(
     request: pytest.FixtureRequest, servers: dict[str, Served], line: Line, tmp_path: Path
 ) -> AsyncIterator[Fleet]:
@@ -100,7 +100,9 @@ async def fleet(
     await external.ready()
     router = Router(RouterSpec(str(tmp_path), "of the router"))
     await router.start(external.urls)
-    client = RemoteInferenceClient(router.url, external.urls, "of the router", past_proxy=request.param)
+    client = RemoteInferenceClient(
+        router.url, external.urls, "of the router", past_proxy=getattr(request, "param", True)
+    )
     yield Fleet(external, client, router)
     await client.close()
     await router.shutdown()
@@ -145,6 +147,7 @@ async def detail(store: Store) -> str:
 
 
 @pytest.mark.parametrize("how", ["cut", "hold"])
+@pytest.mark.parametrize("fleet", [False, True], indirect=True, ids=["by the router", "past the router"])
 async def test_a_lost_external_replica_is_done_without_and_taken_back_with_all_adapters(
     fleet: Fleet,
     line: Line,
