@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import httpx
 import openai
 import psutil
+import psycopg
 import pytest
 import tinker
 from tinker import types
@@ -49,7 +50,12 @@ def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory, postgres: Postgres) -> Iterator[Serve]:
+def database(postgres: Postgres) -> str:
+    return postgres.new_database()
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterator[Serve]:
     directory = tmp_path_factory.mktemp("several")
     (directory / "sitecustomize.py").write_text(NO_FALLBACK)
     cert, key = write_certificate(directory)
@@ -57,7 +63,7 @@ def several(tmp_path_factory: pytest.TempPathFactory, postgres: Postgres) -> Ite
     renewed, _ = write_certificate(directory / "renewed")
     trusted = directory / "trusted.pem"
     trusted.write_text(cert.read_text() + renewed.read_text())
-    options = ("--api-processes", str(COUNT), "--database-url", postgres.new_database())
+    options = ("--api-processes", str(COUNT), "--database-url", database)
     options += ("--tls-cert", str(cert), "--tls-key", str(key))
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("PYTHONPATH", str(directory), prepend=os.pathsep)
@@ -149,9 +155,11 @@ def ask(client: httpx.Client, path: str, body: dict[str, Any]) -> Any:
     return client.post(f"/api/v1/{path}", json=body).raise_for_status().json()
 
 
-def test_replaced_processes_answer_their_long_polls_with_408(several: Serve) -> None:
+def test_replaced_processes_answer_their_long_polls_with_408(several: Serve, database: str) -> None:
     with client_of_each(several) as clients, ThreadPoolExecutor() as threads:
         model = create_model(*clients[:2])["model_id"]
+        with psycopg.connect(database.replace("+psycopg", "")) as conn:  # or the gap would soon be closed
+            conn.execute("UPDATE sessions SET last_heartbeat_at = last_heartbeat_at - 60")
         request = {"request_id": ask(clients[2], "optim_step", step(model, 3))["request_id"]}
 
         def poll(client: httpx.Client) -> str:
