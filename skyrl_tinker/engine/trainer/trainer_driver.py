@@ -92,6 +92,7 @@ class TrainerDriver:
         self._unit_times = UnitTimes()
         self._worked_s = 0.0  # on the current unit, in the trainer's turns
         self._incidents: deque[Incident] = deque(maxlen=INCIDENTS)
+        self._told_asleep = False
 
     async def look_up(self, rows: Sequence[QueuedRow]) -> LookedUp:
         """Return what `submit` must know of these rows; call it at once, as models may end meanwhile."""
@@ -237,20 +238,34 @@ class TrainerDriver:
             async with self._placement.training():
                 await self._keep(self._snapshots.take_idle)
             return True
-        asleep = next(filter(self._lanes.is_open, self._replay.asleep()), None)
-        if asleep is not None:
+        asleep = self._asleep()
+        if asleep:
             with suppress(TrainerError):  # the ranks are broken, which the next look at them shows
-                await self._wake(asleep, report)
-        return asleep is not None
+                await self._wake(asleep[0])
+        await self._tell_awake(report)
+        return bool(asleep)
+
+    def _asleep(self) -> list[ModelKey]:
+        """Return the models that sleep, without those that have ended meanwhile."""
+        return list(filter(self._lanes.is_open, self._replay.asleep()))
+
+    async def _tell_awake(self, report: Report) -> None:
+        """Report once that no model sleeps any more."""
+        if self._told_asleep and not self._asleep():
+            self._told_asleep = False
+            await report("", done=True)
 
     async def _awake(self, rows: Sequence[QueuedRow], report: Report) -> bool:
         """Have the models of a unit on the ranks; return False if one cannot be: its rows wait once more."""
         asleep = {model: None for model in map(model_of, rows) if self._replay.sleeps(model)}
+        if not asleep:
+            return True
         try:
             for model in asleep:
-                if not await self._wake(model, report):
+                if not await self._wake(model):
                     break
             else:
+                await self._tell_awake(report)
                 return True
         except TrainerError:
             await self._rebuild(report)
@@ -258,7 +273,7 @@ class TrainerDriver:
         self._planner.charge(())
         return False
 
-    async def _wake(self, model: ModelKey, report: Report) -> bool:
+    async def _wake(self, model: ModelKey) -> bool:
         """Bring back a model that sleeps; return False if it is not: it is parked, or tried again later.
 
         Raises TrainerError.
@@ -272,8 +287,6 @@ class TrainerDriver:
             return False
         if cause is not None:
             await self._park({model: cause})
-        if not self._replay.asleep():
-            await report("", done=True)
         return cause is None
 
     async def _park(self, failed: Mapping[ModelKey, str]) -> None:
@@ -378,7 +391,8 @@ class TrainerDriver:
         if replayed.models:
             _log.info("%s", replayed)
             self._incidents.append(Incident(self._store.now(), str(replayed), mended=True))
-        await report(ASLEEP if replayed.asleep else "", done=True)
+        self._told_asleep = replayed.asleep > 0
+        await report(ASLEEP if self._told_asleep else "", done=True)
 
 
 def _refusals(conn: Connection, rows: Sequence[QueuedRow]) -> dict[int, str]:
