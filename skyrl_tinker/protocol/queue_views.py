@@ -15,6 +15,8 @@ from skyrl_tinker.domain.values import Way
 
 SHOWN = 2000  # samples
 LISTED = 500  # sessions whose samples wait
+ASLEEP = "models that were idle come back when they are asked for"
+"""Detail of a ready engine, until all models are there."""
 INCIDENTS = 16
 
 

@@ -9,7 +9,14 @@ from skyrl_tinker.api.services import Services
 from skyrl_tinker.api.waiting.queue_reasons import engine_reason, queue_reason
 from skyrl_tinker.api.waiting.server_snapshot import ServerSnapshot
 from skyrl_tinker.domain.ids import OwnerId
-from skyrl_tinker.protocol.queue_views import Incident, QueuesView, SamplingView, TokenRates, TrainingView
+from skyrl_tinker.protocol.queue_views import (
+    ASLEEP,
+    Incident,
+    QueuesView,
+    SamplingView,
+    TokenRates,
+    TrainingView,
+)
 from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.console import (
     NowResponse,
@@ -93,6 +100,8 @@ class NowView:
         if not snapshot.engine.ready:
             text = f"the engine is {snapshot.engine.state}: {snapshot.engine.detail}"
             yield Problem(level=_LEVELS[snapshot.engine.state], subject="engine", text=text)
+        elif snapshot.engine.detail == ASLEEP:
+            yield Problem(level="info", subject="models", text=ASLEEP)
         elif snapshot.engine.detail:
             yield Problem(level="warning", subject="samplers", text=snapshot.engine.detail)
         if snapshot.engine.ready and snapshot.queues is None:

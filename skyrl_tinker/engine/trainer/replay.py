@@ -47,6 +47,8 @@ ATTEMPTS = 3
 """Times that a request may kill the ranks when replayed: first as it ran, then alone in smaller rows."""
 READS = 4
 """Times that a snapshot is tried which a disk cannot read: one behind a network may fail for some seconds."""
+WAKES = 2
+"""Times that the ranks may die while a model that slept comes back."""
 METRIC = "replay_differed"
 REPORT_S = 0.5
 TOLERANCE = 1e-4
@@ -100,7 +102,10 @@ class _History:
         """
         if self.rows or self.model.spec.rank == 0:
             return False
-        return self.snapshot is None or Path(self.snapshot.directory).exists()
+        try:
+            return self.snapshot is None or Path(self.snapshot.directory).exists()
+        except OSError:  # of a disk that fails: it is loaded at once, with some patience
+            return False
 
 
 class Replay:
@@ -113,6 +118,7 @@ class Replay:
         self._snapshots = snapshots
         self._asleep: dict[ModelKey, _History] = {}
         self._tries = Counter[ModelKey]()  # to read the snapshots of those that sleep
+        self._deadly = Counter[ModelKey]()  # deaths of the ranks while one of those came back
         self._differed: set[ModelKey] = set()
         self._failed: dict[ModelKey, str] = {}
         self._deaths = Counter[int]()  # of the ranks while a request was replayed, by the id of its future
@@ -134,7 +140,11 @@ class Replay:
         found = await persistently(lambda: self._store.fetch(_histories))
         idle = [history for history in found if history.model.key not in wanted]
         self._asleep = await in_disk_thread(_sleepers, idle)
-        histories = [history for history in found if history.model.key not in self._asleep]
+        for model in [model for model in self._asleep if self._deadly[model] >= WAKES]:
+            del self._asleep[model]
+            self._failed[model] = "the trainer's processes die each time that it is brought back"
+        left = {history.model.key for history in found} - self._asleep.keys() - self._failed.keys()
+        histories = [history for history in found if history.model.key in left]
         for history in histories:
             await self._begin(history)
         if self._deaths and histories:
@@ -173,6 +183,7 @@ class Replay:
             if history.snapshot is not None:
                 await self._read(model, history.snapshot)
         except TrainerError:
+            self._deadly[model] += 1
             raise
         except SkyrlTinkerError as error:
             self._tries[model] += isinstance(error, StorageError)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from skyrl_tinker.engine.trainer.pass_preparation import ReadyPass
 from skyrl_tinker.engine.trainer.replay import Replay, ReplayedModels
 from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
 from skyrl_tinker.errors import StorageError, TrainerError
-from skyrl_tinker.protocol.queue_views import INCIDENTS, Incident, LaneView, TrainingView
+from skyrl_tinker.protocol.queue_views import ASLEEP, INCIDENTS, Incident, LaneView, TrainingView
 from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.store.futures import outcomes
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -40,8 +40,6 @@ TOGETHER, ALONE = 2, 2
 """Times that a unit is tried as it is; if it kills the ranks each time, that its requests are tried alone."""
 SHOWN_MODELS = 16
 _log = logging.getLogger(__name__)
-
-ASLEEP = "models that were idle come back when they are asked for"
 
 
 class Report(Protocol):
@@ -93,6 +91,8 @@ class TrainerDriver:
         self._worked_s = 0.0  # on the current unit, in the trainer's turns
         self._incidents: deque[Incident] = deque(maxlen=INCIDENTS)
         self._told_asleep = False
+        self._wanted: frozenset[ModelKey] = frozenset()  # the models of the unit that runs
+        self._taken = 0  # snapshots, at the last idle look
 
     async def look_up(self, rows: Sequence[QueuedRow]) -> LookedUp:
         """Return what `submit` must know of these rows; call it at once, as models may end meanwhile."""
@@ -202,8 +202,10 @@ class TrainerDriver:
                     continue
                 self._worked_s, began_at = 0.0, self._store.now()
                 self._metrics.began(unit.rows, began_at)
+                self._wanted = frozenset(map(model_of, unit.rows))
                 with self._unit_times.unit(unit.rows):
                     await self._run(unit, report)
+                self._wanted = frozenset()
                 self._metrics.unit(unit.rows, began_at, self._worked_s)
                 own_s = self._execution.take_own_seconds()
                 self._planner.charge(self._pace.attribute(unit.rows, self._worked_s, own_s))
@@ -233,17 +235,18 @@ class TrainerDriver:
         return ready if ready is not None and ready.rows == unit.rows else unit
 
     async def _use_idle_time(self, report: Report) -> bool:
-        """Take a snapshot, or bring a model back; return False if there is nothing of that to do."""
-        if self._snapshots.would_help:
-            async with self._placement.training():
-                await self._keep(self._snapshots.take_idle)
-            return True
-        asleep = self._asleep()
-        if asleep:
+        """Bring a model back, or take a snapshot; return True if there may soon be another."""
+        waiting = [model for model in self._asleep() if not self._lanes.under_way(model)]
+        if waiting:
             with suppress(TrainerError):  # the ranks are broken, which the next look at them shows
-                await self._wake(asleep[0])
+                await self._wake(waiting[0])
         await self._tell_awake(report)
-        return bool(asleep)
+        if waiting or not self._snapshots.would_help:
+            return bool(waiting)
+        kept, self._taken = self._snapshots.taken > self._taken, self._snapshots.taken
+        async with self._placement.training():
+            await self._keep(self._snapshots.take_idle)
+        return kept
 
     def _asleep(self) -> list[ModelKey]:
         """Return the models that sleep, without those that have ended meanwhile."""
@@ -308,7 +311,7 @@ class TrainerDriver:
     async def _run_unit(self, unit: Barriers | ReadyPass, report: Report) -> None:
         """Run a unit; if the ranks die of it, again on fresh ones, then each of its requests alone."""
         for _ in range(TOGETHER):
-            if await self._try(self._execution.run(unit), unit.rows, report) is None:
+            if await self._try(self._execution.run(unit), report) is None:
                 return
             if isinstance(unit, Barriers):
                 rows = tuple(filter(self._is_left, unit.rows))
@@ -324,12 +327,11 @@ class TrainerDriver:
         for _ in range(ALONE):
             if not self._is_left(row):
                 return
-            if (error := await self._try(self._execution.run_alone(row), [row], report)) is None:
+            if (error := await self._try(self._execution.run_alone(row), report)) is None:
                 return
         assert error is not None
-        while self._is_left(row):
-            if await self._try(self._execution.fail(row, error), [row], report) is None:
-                return  # else the ranks died again, of something else
+        while self._is_left(row) and await self._try(self._execution.fail(row, error), report) is not None:
+            pass  # the ranks died again, of something else
 
     def _is_left(self, row: QueuedRow) -> bool:
         """Return whether a request is to run: not if its model was parked after a death, which failed it."""
@@ -341,10 +343,8 @@ class TrainerDriver:
         if unit is not None:
             self._ahead = await self._execution.prepare(unit)
 
-    async def _try(
-        self, work: Coroutine[Any, Any, None], rows: Sequence[QueuedRow], report: Report
-    ) -> TrainerError | None:
-        """Run the work of rows; if the ranks break, bring everything else back, and return the cause."""
+    async def _try(self, work: Coroutine[Any, Any, None], report: Report) -> TrainerError | None:
+        """Run a unit's work; if the ranks break, bring everything else back, and return the cause."""
         try:
             async with self._placement.training():
                 busy_s, began = self._trainer.busy_s, time.monotonic()
@@ -355,7 +355,7 @@ class TrainerDriver:
                 self._metrics.trainer.unit_done(self._trainer.busy_s - busy_s)
                 await self._keep(self._snapshots.take_due)
         except TrainerError as error:
-            await self._rebuild(report, frozenset(map(model_of, rows)))
+            await self._rebuild(report)
             return error
         finally:
             work.close()
@@ -366,11 +366,11 @@ class TrainerDriver:
         with suppress(TrainerError):
             await take()
 
-    async def _rebuild(self, report: Report, wanted: Collection[ModelKey] = ()) -> None:
+    async def _rebuild(self, report: Report) -> None:
         """Bring back every model that is ready, on fresh ranks, as it was after the last unit committed.
 
-        All that ran before the ranks broke is committed first, so nothing runs twice. `wanted`: the models
-        that may not sleep, as their unit runs next.
+        All that ran before the ranks broke is committed first, so nothing runs twice. No model of the unit
+        that runs may sleep: it is tried again, and then each of its requests alone.
         """
         replayed: ReplayedModels | None = None
         while replayed is None:
@@ -384,9 +384,10 @@ class TrainerDriver:
                         await report(f"the trainer is restarted: {self._trainer.broken}")
                         await self._trainer.restart()
                     replayed = await self._replay.run(
-                        self._execution.repeat_saves, partial(_progress, report), wanted
+                        self._execution.repeat_saves, partial(_progress, report), self._wanted
                     )
-        self._trainer.note_work()  # they did: what killed them before is not the ranks
+        if replayed.models > replayed.asleep:
+            self._trainer.note_work()  # they did: what killed them before is not the ranks
         await self._park(replayed.failed)
         if replayed.models:
             _log.info("%s", replayed)

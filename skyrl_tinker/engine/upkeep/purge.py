@@ -53,7 +53,9 @@ class Purge:
     async def run_now(self) -> bool:
         """Delete all that is too old now; return False if a rule failed, which stops no other."""
         now = self._store.now()
-        return all([await Step(name, partial(rule, now)).tried() for name, rule in self._rules.items()])
+        counted, *others = (Step(name, partial(rule, now)) for name, rule in self._rules.items())
+        # What is not counted yet must not go with the results of its session.
+        return await counted.tried() and all([await step.tried() for step in others])
 
     async def run(self, now: float) -> None:
         """Delete all that is too old at a time, UTC seconds. Raises what makes a rule fail."""

@@ -1,6 +1,7 @@
 """Deaths of ranks and engines: what was acknowledged runs once, models are as if nobody had died."""
 
 import asyncio
+import errno
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -12,7 +13,7 @@ import pytest
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelState, RequestKind
+from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelKey, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure, PassItem
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.recovery import leftovers, parking
@@ -590,11 +591,95 @@ async def test_ranks_that_die_as_a_model_comes_back_cost_nothing(
     model, _ = await with_snapshot(world, monkeypatch)
     after = new_engine(world)
     await after.until(lambda: after.ready)
+    restart = after.workers.restart
+
+    async def heal() -> None:
+        await restart()
+        after.workers.failing.clear()
+
+    monkeypatch.setattr(after.workers, "restart", heal)
     after.workers.failing["load"] = DEAD
     passes = [await journal.submit_pass(world.store, model, 7 + number) for number in range(2)]
-    await after.until(lambda: after.workers.restarts)
-    after.workers.failing.clear()
     await all_done(after, *passes, await journal.submit_step(world.store, model, 9))
+    assert after.workers.restarts == 1
+    assert await steps_of(after, model) == expected(1, 3)
+
+
+async def test_who_shared_a_unit_with_a_deadly_request_is_there_when_it_runs_alone(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both slept; the ranks die of the unit, and then of the first request alone."""
+    models = [(await with_snapshot(world, monkeypatch))[0] for _ in range(2)]
+    world.running.cancel()
+    passes = [await journal.submit_pass(world.store, model, 7) for model in models]
+    steps = [await journal.submit_step(world.store, model, 8) for model in models]
+    after = new_engine(world)
+    after.workers.deadly.add(await journal.key_of(world.store, models[0]))
+    await after.done(passes[0])
+    assert (
+        "rank 0 died in run_pass, also when it was run alone"
+        in (await journal.error_of(world.store, passes[0])).message
+    )
+    await all_done(after, passes[1], steps[1])
+    assert await steps_of(after, models[1]) == [*expected(1, 2), [7]]
+
+
+async def test_a_model_whose_return_kills_the_ranks_is_parked_alone(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is asked for or not; meanwhile the ranks have worked for nobody."""
+    (deadly, _), (other, _) = [await with_snapshot(world, monkeypatch) for _ in range(2)]
+    world.running.cancel()
+    lost = await journal.submit_pass(world.store, deadly, 7)
+    after = new_engine(world)
+    load, key, worked = after.workers.load_state, await journal.key_of(world.store, deadly), list[int]()
+
+    async def deadly_load(model: ModelKey, directory: str, *, optimizer: bool) -> None:
+        if model == key:
+            raise after.workers._break("rank 0 died in load_state")
+        await load(model, directory, optimizer=optimizer)
+
+    monkeypatch.setattr(after.workers, "load_state", deadly_load)
+    monkeypatch.setattr(after.workers, "note_work", lambda: worked.append(after.workers.restarts))
+    await after.done(lost)
+    assert "die each time that it is brought back" in (await journal.error_of(world.store, lost)).message
+    assert after.workers.restarts == replay.WAKES
+    assert [restarts for restarts in worked if 0 < restarts < replay.WAKES] == []
+    await train(after, other, 7, 1)
+    assert await steps_of(after, other) == expected(1, 3)
+
+
+async def test_idle_time_leaves_a_model_alone_that_waits_for_its_disk(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = await with_snapshot(world, monkeypatch)
+    other, _ = await with_snapshot(world, monkeypatch)
+    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.01)
+    after = new_engine(world)
+    after.workers.failing["load"] = UNREADABLE
+    await after.until(lambda: after.workers.names().count("load") == 2)
+    await asyncio.gather(*(after.until(lambda: after.driver.wake() or True) for _ in range(20)))
+    after.workers.failing.clear()
+    assert after.workers.names().count("load") == 2
+    assert {(await journal.model_of(world.store, each)).state for each in (model, other)} == {
+        ModelState.READY
+    }
+
+
+async def test_a_snapshot_at_which_the_disk_cannot_even_look_is_tried_with_patience(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, snapshot = await with_snapshot(world, monkeypatch)
+    exists = Path.exists
+
+    def fails(path: Path) -> bool:
+        if path == snapshot:
+            raise OSError(errno.EIO, "Input/output error")
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", fails)
+    after = new_engine(world)
+    await train(after, model, 7, 1)
     assert await steps_of(after, model) == expected(1, 3)
 
 

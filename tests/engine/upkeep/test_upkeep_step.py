@@ -8,11 +8,13 @@ import pytest
 from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.engine.upkeep import upkeep_step as steps
 from skyrl_tinker.engine.upkeep.purge import Purge
 from skyrl_tinker.engine.upkeep.upkeep_step import Step
 from skyrl_tinker.errors import StorageError
-from skyrl_tinker.store.retention import row_purges, slices
+from skyrl_tinker.store import usage_records
+from skyrl_tinker.store.retention import row_purges, session_purges, slices
 from skyrl_tinker.store.store import Store
 from tests.support.waiting import until
 
@@ -58,3 +60,22 @@ async def test_a_rule_that_fails_stops_none_behind_it(
     assert "clean-up of the audit log failed" in caplog.text
     monkeypatch.undo()
     assert await Purge(store, Settings()).run_now()
+
+
+async def test_nothing_goes_that_is_not_counted_yet(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    purged = []
+
+    def fail(conn: Connection, most: int) -> bool:
+        raise ValueError("a result that nobody can read")
+
+    def note(conn: Connection, finished_before: float) -> list[SessionId]:
+        purged.append(finished_before)
+        return []
+
+    monkeypatch.setattr(session_purges, "ended_sessions", note)
+    with pytest.MonkeyPatch.context() as failing:
+        failing.setattr(usage_records, "roll_up", fail)
+        assert not await Purge(store, Settings()).run_now()
+    assert purged == []
+    assert await Purge(store, Settings()).run_now()
+    assert len(purged) == 1
