@@ -48,7 +48,7 @@ ATTEMPTS = 3
 READS = 4
 """Times that a snapshot is tried which a disk cannot read: one behind a network may fail for some seconds."""
 WAKES = 2
-"""Times that the ranks may die while a model that slept comes back."""
+"""Times on end that the ranks may die while a model that slept comes back."""
 METRIC = "replay_differed"
 REPORT_S = 0.5
 TOLERANCE = 1e-4
@@ -118,7 +118,7 @@ class Replay:
         self._snapshots = snapshots
         self._asleep: dict[ModelKey, _History] = {}
         self._tries = Counter[ModelKey]()  # to read the snapshots of those that sleep
-        self._deadly = Counter[ModelKey]()  # deaths of the ranks while one of those came back
+        self._deadly = Counter[ModelKey]()  # deaths of the ranks, on end, while one of those came back
         self._differed: set[ModelKey] = set()
         self._failed: dict[ModelKey, str] = {}
         self._deaths = Counter[int]()  # of the ranks while a request was replayed, by the id of its future
@@ -192,6 +192,7 @@ class Replay:
                 self._asleep[model] = history  # behind the others
                 raise
             return str(error)
+        del self._deadly[model]
         return None
 
     def pop_difference(self, model: ModelKey) -> Mapping[str, float]:
@@ -212,6 +213,8 @@ class Replay:
             raise
         except SkyrlTinkerError as error:
             self._failed[model.key] = str(error)
+        else:
+            del self._deadly[model.key]
 
     async def _create(self, model: ModelRow) -> None:
         await self._trainer.create_model(model.key, model.spec, optimizer_family(model.optimizer_config))

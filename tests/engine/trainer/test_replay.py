@@ -605,6 +605,30 @@ async def test_ranks_that_die_as_a_model_comes_back_cost_nothing(
     assert await steps_of(after, model) == expected(1, 3)
 
 
+async def test_deaths_of_the_ranks_are_forgotten_once_a_model_is_back(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second time that the model comes back, they die."""
+    model, _ = await with_snapshot(world, monkeypatch)
+    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.01)
+    after = new_engine(world)
+    load, directories = after.workers.load_state, list[str]()
+
+    async def every_second(model: ModelKey, directory: str, *, optimizer: bool) -> None:
+        directories.append(directory)
+        if len(directories) % 2 == 0:
+            raise after.workers._break("rank 0 died in load_state")
+        await load(model, directory, optimizer=optimizer)
+
+    monkeypatch.setattr(after.workers, "load_state", every_second)
+    for died in range(replay.WAKES + 1):
+        await after.until(lambda: len(directories) == 2 * died + 1)  # noqa: B023
+        after.workers.broken = DEAD
+        after.driver.wake()
+    await train(after, model, 7, 1)
+    assert await steps_of(after, model) == expected(1, 3)
+
+
 async def test_who_shared_a_unit_with_a_deadly_request_is_there_when_it_runs_alone(
     world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
