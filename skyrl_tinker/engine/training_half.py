@@ -28,6 +28,7 @@ from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
 from skyrl_tinker.engine.trainer.optim_steps import OptimSteps
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator
 from skyrl_tinker.engine.trainer.replay import Replay
+from skyrl_tinker.engine.trainer.sleeping_models import SleepingModels
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.trainer.unit_execution import Executors, UnitExecution
 from skyrl_tinker.engine.unit_commits import UnitCommits
@@ -123,6 +124,7 @@ def compose_training(
         outbox,
         snapshots,
         replay,
+        SleepingModels(replay, lanes, models, execution, placement),
         metrics,
         placement,
         woken,

@@ -5,6 +5,7 @@ later replay; what was kept of it is removed after that, beside training.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from skyrl_tinker.engine.recovery import parking
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
+from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.futures import queue
@@ -30,6 +32,7 @@ from skyrl_tinker.training.trainer_group import TrainerGroup
 
 SESSION_OVER = Failure("the session of this model is finished; its training state is released", "user")
 UNLOADED = Failure("this model was unloaded, as its client asked (unload_model)", "user")
+_log = logging.getLogger(__name__)
 Start = Callable[[Coroutine[Any, Any, Any]], object]
 """Start work in the background."""
 
@@ -145,8 +148,14 @@ class ModelLifecycle:
             if not self._lanes.under_way(model):
                 start(self._remove(model, await self._release(model, failure)))
 
-    async def park(self, model: ModelKey, cause: str) -> None:
-        """Close a model that cannot be brought back now. What could bring it back is kept."""
+    async def park(self, causes: Mapping[ModelKey, str]) -> None:
+        """Close models that cannot be brought back now. What could bring them back is kept."""
+        for model, cause in causes.items():
+            _log.error("model %s cannot be brought back: %s", model, cause)
+            again = "it is tried again when the server is started again"
+            await self._park(model, f"{without_paths(cause)}; {again}")
+
+    async def _park(self, model: ModelKey, cause: str) -> None:
         await self._drift_monitor.forget(model)
         await self._trainer.release(model)
         self._snapshots.pause(model)

@@ -25,10 +25,10 @@ from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.trainer.model_lifecycle import UNLOADED, ModelLifecycle
 from skyrl_tinker.engine.trainer.pass_preparation import ReadyPass
 from skyrl_tinker.engine.trainer.replay import Replay, ReplayedModels
+from skyrl_tinker.engine.trainer.sleeping_models import SleepingModels
 from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
-from skyrl_tinker.errors import StorageError, TrainerError
+from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.protocol.queue_views import ASLEEP, INCIDENTS, Incident, LaneView, TrainingView
-from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.store.futures import outcomes
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
@@ -68,6 +68,7 @@ class TrainerDriver:
         outbox: Outbox,
         snapshots: SnapshotKeeper,
         replay: Replay,
+        sleeping: SleepingModels,
         metrics: Metrics,
         placement: Placement,
         woken: asyncio.Event,
@@ -83,6 +84,7 @@ class TrainerDriver:
         self._outbox = outbox
         self._snapshots = snapshots
         self._replay = replay
+        self._sleeping = sleeping
         self._metrics = metrics
         self._placement = placement
         self._woken = woken
@@ -236,38 +238,27 @@ class TrainerDriver:
 
     async def _use_idle_time(self, report: Report) -> bool:
         """Bring a model back, or take a snapshot; return True if there may soon be another."""
-        waiting = [model for model in self._asleep() if not self._lanes.under_way(model)]
-        if waiting:
-            with suppress(TrainerError):  # the ranks are broken, which the next look at them shows
-                await self._wake(waiting[0])
+        woke = True
+        with suppress(TrainerError):  # the ranks are broken, which the next look at them shows
+            woke = await self._sleeping.wake_idle()
         await self._tell_awake(report)
-        if waiting or not self._snapshots.would_help:
-            return bool(waiting)
+        if woke or not self._snapshots.would_help:
+            return woke
         kept, self._taken = self._snapshots.taken > self._taken, self._snapshots.taken
         async with self._placement.training():
             await self._keep(self._snapshots.take_idle)
         return kept
 
-    def _asleep(self) -> list[ModelKey]:
-        """Return the models that sleep, without those that have ended meanwhile."""
-        return list(filter(self._lanes.is_open, self._replay.asleep()))
-
     async def _tell_awake(self, report: Report) -> None:
         """Report once that no model sleeps any more."""
-        if self._told_asleep and not self._asleep():
+        if self._told_asleep and not self._sleeping.left():
             self._told_asleep = False
             await report("", done=True)
 
     async def _awake(self, rows: Sequence[QueuedRow], report: Report) -> bool:
         """Have the models of a unit on the ranks; return False if one cannot be: its rows wait once more."""
-        asleep = {model: None for model in map(model_of, rows) if self._replay.sleeps(model)}
-        if not asleep:
-            return True
         try:
-            for model in asleep:
-                if not await self._wake(model):
-                    break
-            else:
+            if await self._sleeping.wake_for(rows):
                 await self._tell_awake(report)
                 return True
         except TrainerError:
@@ -275,28 +266,6 @@ class TrainerDriver:
         self._execution.put_back(rows)
         self._planner.charge(())
         return False
-
-    async def _wake(self, model: ModelKey) -> bool:
-        """Bring back a model that sleeps; return False if it is not: it is parked, or tried again later.
-
-        Raises TrainerError.
-        """
-        try:
-            async with self._placement.training():
-                cause = await self._replay.wake(model)
-        except StorageError as error:
-            _log.warning("model %s is brought back later: %s", model, error)
-            self._execution.hold(model)
-            return False
-        if cause is not None:
-            await self._park({model: cause})
-        return cause is None
-
-    async def _park(self, failed: Mapping[ModelKey, str]) -> None:
-        for model, cause in failed.items():
-            _log.error("model %s cannot be brought back: %s", model, cause)
-            again = "it is tried again when the server is started again"
-            await self._models.park(model, f"{without_paths(cause)}; {again}")
 
     async def _run(self, unit: Unit | ReadyPass, report: Report) -> None:
         """Run a unit, a pass while the next one is prepared."""
@@ -388,7 +357,7 @@ class TrainerDriver:
                     )
         if replayed.models > replayed.asleep:
             self._trainer.note_work()  # they did: what killed them before is not the ranks
-        await self._park(replayed.failed)
+        await self._models.park(replayed.failed)
         if replayed.models:
             _log.info("%s", replayed)
             self._incidents.append(Incident(self._store.now(), str(replayed), mended=True))

@@ -1,0 +1,62 @@
+"""Models that replay left asleep: they come back before their next unit, or while there is nothing to do."""
+
+import logging
+from collections.abc import Sequence
+
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.engine.colocation.placement import Placement
+from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
+from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
+from skyrl_tinker.engine.trainer.replay import Replay
+from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
+from skyrl_tinker.errors import StorageError
+from skyrl_tinker.store.futures.queue import QueuedRow
+
+_log = logging.getLogger(__name__)
+
+
+class SleepingModels:
+    def __init__(
+        self,
+        replay: Replay,
+        lanes: Lanes,
+        models: ModelLifecycle,
+        execution: UnitExecution,
+        placement: Placement,
+    ) -> None:
+        self._replay = replay
+        self._lanes = lanes
+        self._models = models
+        self._execution = execution
+        self._placement = placement
+
+    def left(self) -> list[ModelKey]:
+        """Return the models that sleep, without those that have ended meanwhile."""
+        return list(filter(self._lanes.is_open, self._replay.asleep()))
+
+    async def wake_for(self, rows: Sequence[QueuedRow]) -> bool:
+        """Bring back the models of a unit; return False if one of them is not. Raises TrainerError."""
+        for model in {model: None for model in map(model_of, rows) if self._replay.sleeps(model)}:
+            if not await self._wake(model):
+                return False
+        return True
+
+    async def wake_idle(self) -> bool:
+        """Bring back the newest of them without work, if there is one, and tell so. Raises TrainerError."""
+        waiting = [model for model in self.left() if not self._lanes.under_way(model)]
+        if waiting:
+            await self._wake(waiting[0])
+        return bool(waiting)
+
+    async def _wake(self, model: ModelKey) -> bool:
+        """Bring back a model; return False if it is not: it is parked, or tried again later."""
+        try:
+            async with self._placement.training():
+                cause = await self._replay.wake(model)
+        except StorageError as error:
+            _log.warning("model %s is brought back later: %s", model, error)
+            self._execution.hold(model)
+            return False
+        if cause is not None:
+            await self._models.park({model: cause})
+        return cause is None
