@@ -198,7 +198,7 @@ class Settings(BaseSettings):
         ge=1,
         description="Sequences in flight per replica, of each data-parallel rank if it has several, "
         "beyond which samples wait for their turns; "
-        "sessions that have none there get more. Default: 256, on a CPU 96",
+        "sessions that have none there get more. Default: 256, on a CPU 96 unless one session is alone",
     )
     sampler_startup_s: float = Field(300.0, gt=0, description="Time that a replica may take to start")
     sampler_hang_s: float = Field(10.0, gt=0, description="Silence after which a replica counts as dead")
@@ -212,6 +212,12 @@ class Settings(BaseSettings):
         "raw",
         description="Logprobs of sampled tokens: raw are the model's at temperature 1, processed those of "
         "the distribution sampled from, after temperature, top_k and top_p",
+    )
+    inflight_cache: Literal["recompute", "keep"] = Field(
+        "recompute",
+        description="Keys and values of samples under way when new weights of all parameters come: computed "
+        "again, or kept, which saves a prefill of each and leaves them as the old weights made them. Under "
+        "adapters they are always computed again",
     )
     router_replay: bool = Field(
         False,

@@ -77,7 +77,7 @@ from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
 from skyrl_tinker.engine.scheduling.planner import PassBudget, Planner
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
-from skyrl_tinker.engine.scheduling.slots import Slots
+from skyrl_tinker.engine.scheduling.slots import Concurrency, Slots
 from skyrl_tinker.engine.scheduling.throughput import TrainerPace
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
@@ -203,7 +203,9 @@ async def engine(replicas: int, answer_s: float) -> AsyncIterator[Engine]:
             stack.push_async_callback(end)
         metrics = Metrics()
         samplers = Samplers(fleet, cast(Any, None), FACTS, AdapterLimits(8, 8), metrics)
-        driver = SamplerDriver(store, samplers, Outbox(store, bell, metrics), PER_CORE, metrics)
+        driver = SamplerDriver(
+            store, samplers, Outbox(store, bell, metrics), Concurrency(PER_CORE, PER_CORE), metrics
+        )
         intake = Intake(store, bell, cast(Any, None), driver, metrics)  # no training arrives
         session = await journal.new_session(store)
         clients = [
@@ -246,7 +248,7 @@ def _row(number: int, session: str, kind: RequestKind, model: ModelKey | None, s
 
 def take_us(sessions: int) -> tuple[float, float]:
     """Return the microseconds of a choice, and the milliseconds of a look at the queue."""
-    queue, numbers = SampleQueue(Slots(IN_FLIGHT, lambda: 1)), itertools.count()
+    queue, numbers = SampleQueue(Slots(Concurrency(IN_FLIGHT, IN_FLIGHT), lambda: 1)), itertools.count()
 
     def send(client: int) -> None:
         queue.add([_row(next(numbers), f"client {client}", RequestKind.SAMPLE, None, 0)])

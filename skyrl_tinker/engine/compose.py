@@ -31,6 +31,7 @@ from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import CONCURRENCY, SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
+from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
@@ -94,11 +95,12 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
     metrics, fleet = env.metrics, backends.fleet
     outbox = Outbox(store, env.bell, metrics)
     backends.trainer.follow(metrics.activity.ranks)
+    chosen = settings.sample_concurrency
     sampler_driver = SamplerDriver(
         store,
         samplers,
         outbox,
-        settings.sample_concurrency or CONCURRENCY[settings.device],
+        Concurrency(chosen, chosen) if chosen else CONCURRENCY[settings.device],
         metrics,
         router_replay=settings.router_replay,
     )
@@ -187,7 +189,8 @@ def make_samplers(
     transport = make_transport(_transport_name(settings), trainer, chunk_bytes, host)
     storage = open_storage(settings.checkpoint_root, settings.checkpoint_url)
     adapters = AdapterLimits(settings.max_cpu_loras, settings.max_loras)
-    return Samplers(fleet, transport, facts, adapters, metrics, storage)
+    keep_cache = settings.inflight_cache == "keep"
+    return Samplers(fleet, transport, facts, adapters, metrics, storage, keep_cache=keep_cache)
 
 
 def make_tmpfs_spill(settings: Settings) -> TmpfsSpill:

@@ -56,17 +56,21 @@ async def sync_weights(
     version: str,
     *,
     awake: bool = True,
+    keep_cache: bool = False,
 ) -> Synced:
     """Make the replicas of `control` serve the weights of `source` as `version`.
 
     Requests are paused as briefly as the transport can, then continue with the new weights and nothing cached
     from the old. WeightSyncError, naming phase and replicas: no replica serves the new weights, and all but
     those that are lost serve the old ones. One sync at a time per transport. Replicas that are not `awake`
-    stand still before and after: their caches must wake first.
+    stand still before and after: their caches must wake first. `keep_cache`: requests continue with the keys
+    and values that they have of the old weights; others must not find them (cache_salt).
     """
     if not control.server_urls:
         raise SamplerError("no sampler is running")
-    update = _Update({url: control.replica(url) for url in control.server_urls}, transport, awake)
+    update = _Update(
+        {url: control.replica(url) for url in control.server_urls}, transport, awake, keep_cache and awake
+    )
     try:
         return await update.run(source, version)
     except BaseException as error:
@@ -77,10 +81,13 @@ async def sync_weights(
 
 
 class _Update:
-    def __init__(self, replicas: Mapping[str, Replica], transport: WeightTransport, awake: bool) -> None:
+    def __init__(
+        self, replicas: Mapping[str, Replica], transport: WeightTransport, awake: bool, keep_cache: bool
+    ) -> None:
         self._replicas = replicas
         self._transport = transport
         self._awake = awake
+        self._keep_cache = keep_cache
         self._phase: SyncPhase = "open"
         self._failures: Mapping[str, BaseException] = {}
         self._first: Sequence[str] = ()  # of the failures
@@ -191,11 +198,12 @@ class _Update:
         return failures
 
     async def _serve(self, url: str, version: str) -> None:
-        """Let it go on with the new weights and nothing cached from the old: what ran is computed again."""
+        """Let it go on with the new weights; unless they are kept, all keys and values are computed again."""
         replica = self._replicas[url]
-        ended = await asyncio.gather(  # the reset first: it ends while the weights are loaded
-            replica.reset_prefix_cache(), replica.finish_weight_update(version), return_exceptions=True
-        )
+        calls: list[Awaitable[None]] = [replica.finish_weight_update(version)]
+        if not self._keep_cache:
+            calls.insert(0, replica.reset_prefix_cache())  # it ends while the weights are loaded
+        ended = await asyncio.gather(*calls, return_exceptions=True)
         for error in (result for result in ended if result is not None):
             raise error
         if self._awake:

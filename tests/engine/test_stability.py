@@ -18,6 +18,7 @@ from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
+from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.upkeep.cleanup import Cleanup
 from skyrl_tinker.errors import SamplerError
@@ -49,7 +50,9 @@ class Sampling:
         samplers = cast(Samplers, self.samplers)
         metrics = Metrics()
         outbox = Outbox(store, bell, metrics)
-        self.driver = SamplerDriver(store, samplers, outbox, 8, metrics, router_replay=router_replay)
+        self.driver = SamplerDriver(
+            store, samplers, outbox, Concurrency(8, 8), metrics, router_replay=router_replay
+        )
         self.running = asyncio.create_task(self.driver.run())
 
     async def sample(self, session: SessionId, *, record: bool) -> Accepted:

@@ -10,6 +10,8 @@ import aiohttp
 import numpy as np
 import orjson
 import pytest
+import torch
+from transformers import PreTrainedModel
 
 from skyrl_tinker.weight_sync.sync import sync_weights
 from skyrl_tinker.weight_sync.transport import WeightTransport
@@ -33,10 +35,17 @@ class Rollout:
     logprobs: list[float] = field(default_factory=list)
     versions: list[dict[str, Any]] = field(default_factory=list)
     under_way: asyncio.Event = field(default_factory=asyncio.Event)
+    salt: str | None = None
 
     async def run(self, url: str) -> None:
-        params = {"max_tokens": LENGTH, "ignore_eos": True, "logprobs": 0, "temperature": 1.0, "seed": 1}
-        body = {"token_ids": self.prompt, "sampling_params": params, "stream": True}
+        params = {
+            "max_tokens": CONTEXT - len(self.prompt),
+            "ignore_eos": True,
+            "logprobs": 0,
+            "temperature": 1.0,
+            "seed": 1,
+        }
+        body = {"token_ids": self.prompt, "sampling_params": params, "stream": True, "cache_salt": self.salt}
         async with (
             aiohttp.ClientSession() as http,
             http.post(f"{url}/inference/v1/generate", json=body) as response,
@@ -111,3 +120,49 @@ async def test_a_running_rollout_changes_regime_at_one_token(
             assert found == [span for span in spans if span[1] < span[2]]
             changes += [change] if change < LENGTH else []
     await sync_weights(sampler.client.control, transport, old, "base")
+
+
+async def test_a_rollout_goes_on_with_the_keys_and_values_that_it_has_if_they_are_kept(
+    sampler: Sampler, transport: WeightTransport, tmp_path: Path
+) -> None:
+    """And what comes later, under another salt, finds none of them."""
+    control = sampler.client.control
+    old, new = Path(sampler.facts.directory), tmp_path / "new"
+    write_model(new, tied=sampler.facts.tied, seed=3)
+    await sync_weights(control, transport, old, "base")
+    change = 0
+    while not change:  # on a busy machine it may have ended before it could be held
+        rollout = Rollout(prompt_of(140), salt="old")  # more than a block of the cache
+        running = asyncio.create_task(rollout.run(sampler.client.server_urls[0]))
+        await rollout.under_way.wait()
+        await control.pause("keep", clear_cache=False)
+        await sync_weights(control, transport, new, "new", keep_cache=True)
+        await running
+        change = sum(span["start"] for span in rollout.versions if span["version"] == "new")
+    everything = (*rollout.prompt, *rollout.tokens)
+    at = len(rollout.prompt) + change
+    expected = kept_logprobs(reference(old), reference(new), everything, at - 1)
+    assert rollout.agreement(old)[:change].all()
+    np.testing.assert_allclose(rollout.logprobs[change:], expected, atol=1e-4)
+    assert not rollout.agreement(new)[change:].all(), "else it could not be told from a recomputed one"
+
+    cached = [await cached_tokens(sampler, rollout.prompt, salt) for salt in ("new", "old")]
+    assert cached[0] == 0 < cached[1]
+    await sync_weights(control, transport, old, "base")
+
+
+@torch.no_grad()
+def kept_logprobs(
+    old: PreTrainedModel, new: PreTrainedModel, tokens: tuple[int, ...], kept: int
+) -> np.ndarray:
+    """[len(tokens) - kept - 1]: of those behind the next one, if `new` goes on from the cache of `old`."""
+    cache = old(torch.tensor([tokens[:kept]]), use_cache=True).past_key_values
+    logits = new(torch.tensor([tokens[kept:-1]]), past_key_values=cache).logits[0]
+    targets = torch.tensor(tokens[kept + 1 :]).unsqueeze(1)
+    return torch.log_softmax(logits, -1).gather(1, targets)[:, 0].numpy()
+
+
+async def cached_tokens(sampler: Sampler, prompt: tuple[int, ...], salt: str) -> int:
+    body = {"token_ids": prompt, "sampling_params": {"max_tokens": 1}, "cache_salt": salt}
+    usage = (await sampler.client.data.generate({"model": "base", **body}))["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"] or 0)

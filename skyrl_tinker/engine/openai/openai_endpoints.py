@@ -172,7 +172,11 @@ class OpenAIServer:
         async with self._samplers.leases.open(call.version) as name:
             send = data.chat_completion if chat else data.completion
             with self._headers(call) as headers:
-                return await send(call.body | {"model": name, "priority": priority}, headers=headers)
+                return await send(self._body(call, name, priority), headers=headers)
+
+    def _body(self, call: _OpenAICall, name: str, priority: int) -> dict[str, Any]:
+        cache = self._samplers.leases.cache_fields(name)
+        return {**call.body, "model": name, "priority": priority, **cache}
 
     async def _stream(self, http: web.Request, call: _OpenAICall) -> tuple[web.StreamResponse, OutcomeLabel]:
         """Stream the answer; returns it with its outcome."""
@@ -200,7 +204,7 @@ class OpenAIServer:
         """Open a stream; returns once the first chunk is here: until then another replica may take over."""
         async with AsyncExitStack() as stack:
             name = await stack.enter_async_context(self._samplers.leases.open(call.version))
-            body = call.body | {"model": name, "priority": priority}
+            body = self._body(call, name, priority)
             headers = stack.enter_context(self._headers(call))
             stream = self._fleet.client.data.stream(call.path, body, headers=headers)
             chunks = self._counted(call, _chunks(await stack.enter_async_context(stream)))

@@ -4,6 +4,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
+from secrets import token_hex
 from typing import Protocol
 
 from skyrl_tinker.domain.values import WeightVersion
@@ -27,6 +28,7 @@ class _State:
 
 
 _BASE = _State(None, None)
+SALT_BYTES = 8
 _UNKNOWN = "unknown"  # a group without requests
 
 
@@ -46,6 +48,8 @@ class FullWeights:
         self._swapping: asyncio.Task[None] | None = None
         self._coming: WeightVersion | None = None  # while swapping
         self._changed = asyncio.Event()
+        self.salt = token_hex(SALT_BYTES)
+        """Random text of the resident weights, another one with each swap, also back to weights of before."""
 
     async def acquire(self, source: SampleSource) -> None:
         """Return once the samplers serve this; they do so until `release`."""
@@ -119,6 +123,7 @@ class FullWeights:
             await self._swaps.swap(new.version)
             self._state = new
         finally:
+            self.salt = token_hex(SALT_BYTES)
             self._swapping = None
             self._wake()
 

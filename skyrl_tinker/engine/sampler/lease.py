@@ -1,6 +1,6 @@
 """Leases of the samplers' weights, one for each request to vLLM."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -17,6 +17,12 @@ class Leases:
     placement: Placement
     full_weights: FullWeights
     adapters: AdapterCache
+    keeps_cache: bool = False
+    """Replicas keep what they have cached of full weights when others come (setting inflight_cache)."""
+
+    def cache_fields(self, model: str) -> Mapping[str, str]:
+        """Return fields of a request in a lease, which then finds nothing cached under other weights."""
+        return {"cache_salt": self.full_weights.salt} if self.keeps_cache and model == BASE_MODEL else {}
 
     @asynccontextmanager
     async def open(self, source: SampleSource) -> AsyncIterator[str]:

@@ -37,7 +37,7 @@ from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.priorities import share_of
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
-from skyrl_tinker.engine.scheduling.slots import SampleTurn, Slots
+from skyrl_tinker.engine.scheduling.slots import Concurrency, SampleTurn, Slots
 from skyrl_tinker.engine.scheduling.throughput import EndRate
 from skyrl_tinker.engine.telemetry.engine_metrics import OPENAI, Metrics
 from skyrl_tinker.errors import NotFoundError, StateLostError, StorageAwayError
@@ -56,7 +56,7 @@ from skyrl_tinker.store.store import Store
 BATCH = 256  # bodies read at once
 CACHED_SESSIONS = 4096
 LISTED_S = 0.9  # each API process asks once a second, and a list of all who wait takes milliseconds
-CONCURRENCY = {"cuda": MAX_SEQUENCES, "cpu": 96}
+CONCURRENCY = {"cuda": Concurrency(MAX_SEQUENCES, MAX_SEQUENCES), "cpu": Concurrency(96, MAX_SEQUENCES)}
 """Default of the setting sample_concurrency. On a CPU a step takes longer the more sequences are in it."""
 CANCELLED = Failure("this sample was cancelled by its client (cancel_future)", "user")
 _log = logging.getLogger(__name__)
@@ -81,12 +81,12 @@ class SamplerDriver:
         store: Store,
         samplers: Samplers,
         outbox: Outbox,
-        concurrency: int,
+        concurrency: Concurrency,
         metrics: Metrics,
         *,
         router_replay: bool = False,
     ) -> None:
-        """`concurrency`: sequences in flight per engine core; bodies of other requests stay in the store.
+        """`concurrency`: of sequences in flight; bodies of other requests stay in the store.
 
         `router_replay`: record the experts of samples that are recorded.
         """

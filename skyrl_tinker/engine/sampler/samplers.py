@@ -44,16 +44,19 @@ class Samplers:
         adapters: AdapterLimits,
         metrics: Metrics,
         storage: Storage = LOCAL_DISK,
+        *,
+        keep_cache: bool = False,
     ) -> None:
+        """`keep_cache`: of full weights, when others come (setting inflight_cache)."""
         self.storage = storage
         self._fleet = fleet
         self._facts = facts
-        self._swaps = WeightSwaps(fleet, transport, facts, metrics)
+        self._swaps = WeightSwaps(fleet, transport, facts, metrics, keep_cache=keep_cache)
         self._full_weights = FullWeights(self._swaps)
         self._adapters = AdapterCache(fleet, adapters)
         self.affinity = Affinity(lambda: self.replicas)
         self.priorities = Priorities()
-        self.leases = Leases(fleet.placement, self._full_weights, self._adapters)
+        self.leases = Leases(fleet.placement, self._full_weights, self._adapters, keep_cache)
         self._targets = InflightTargets()
         self._users: Counter[VersionId] = Counter()
         self._used_at: dict[VersionId, float] = {}  # monotonic time of the load and of the last sample

@@ -30,7 +30,11 @@ class WeightSwaps:
         transport: WeightTransport,
         facts: BaseModelFacts,
         metrics: Metrics,
+        *,
+        keep_cache: bool = False,
     ) -> None:
+        """`keep_cache`: requests go on with what they have cached of the old weights."""
+        self._keep_cache = keep_cache
         self._fleet = fleet
         self._metrics = metrics
         self._transport = transport
@@ -101,7 +105,9 @@ class WeightSwaps:
     ) -> Synced:
         async with self._syncing:
             source, name = self._source(version)
-            synced = await sync_weights(client.control, self._transport, source, name, awake=awake)
+            synced = await sync_weights(
+                client.control, self._transport, source, name, awake=awake, keep_cache=self._keep_cache
+            )
         self._metrics.synced(name, synced.seconds, synced.paused_s)
         origin = "files" if isinstance(source, Path) else "the ranks"
         figures = synced.size / 1e6, synced.seconds, 1000 * synced.paused_s

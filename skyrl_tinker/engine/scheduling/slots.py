@@ -1,12 +1,24 @@
 """Sequences that the samplers work on, and who may add to them."""
 
+import math
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from skyrl_tinker.engine.scheduling.fair_share import Path, Waiter, path_of
 from skyrl_tinker.inference.constants import MAX_SEQUENCES, RESERVED_SEQUENCES
+
+ALONE_S = 10.0
+"""Time without a turn of another session after which a session counts as alone."""
+
+
+class Concurrency(NamedTuple):
+    """Most sequences in flight per engine core: of several sessions, and of one that is alone."""
+
+    shared: int
+    alone: int
 
 
 class SampleTurn(Waiter, Protocol):
@@ -25,10 +37,15 @@ class Slots:
     What is in the reserve takes no shared place, so that no stream of newcomers keeps a large turn waiting.
     """
 
-    def __init__(self, sequences: int, cores: Callable[[], int]) -> None:
-        """`sequences`: per engine core, that all share."""
+    def __init__(
+        self, concurrency: Concurrency, cores: Callable[[], int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._cores = cores
-        self._shared = _Places(sequences)
+        self._concurrency = concurrency
+        self._clock = clock
+        self._newest: Path | None = None
+        self._together_at = -math.inf
+        self._shared = _Places(concurrency.alone)
         self._reserve = _Places(RESERVED_SEQUENCES)
         self._of_session: Counter[Path] = Counter()  # turns in flight
 
@@ -42,11 +59,14 @@ class Slots:
 
     def take(self, turn: SampleTurn) -> bool:
         """Begin a turn where it fits; one that is larger than all there is begins without others."""
+        together = self._are_together(path_of(turn))
+        self._shared.sequences = self._concurrency.shared if together else self._concurrency.alone
         fits = self._shared.fits(turn, self._cores()) or not self._shared.turns
         return fits and self._begin(turn, self._shared)
 
     def take_reserved(self, turn: SampleTurn) -> bool:
         """Begin a newcomer's turn in the reserve."""
+        self._are_together(path_of(turn))
         fits = not self.knows(turn) and self._reserve.fits(turn, self._cores())
         return fits and self._begin(turn, self._reserve)
 
@@ -64,11 +84,19 @@ class Slots:
         if turn is None:
             return None
         path = path_of(turn)
+        self._are_together(path)
         self._of_session[path] -= 1
         if self._of_session[path]:
             return None
         del self._of_session[path]
         return path
+
+    def _are_together(self, path: Path) -> bool:
+        """Return whether others than this session have turns, or had one ALONE_S ago."""
+        if self._newest not in (None, path) or len(self._of_session) > (path in self._of_session):
+            self._together_at = self._clock()
+        self._newest = path
+        return self._clock() < self._together_at + ALONE_S
 
     def _begin(self, turn: SampleTurn, places: "_Places") -> bool:
         places.begin(turn)

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 from skyrl_tinker.domain.values import SampleRequest
@@ -14,6 +15,7 @@ from skyrl_tinker.inference.client.http_connection import HttpAnswer, HttpStatus
 from skyrl_tinker.inference.client.in_flight import InFlight
 from skyrl_tinker.inference.client.vllm_responses import VllmResponse
 from skyrl_tinker.inference.constants import MAX_SEQUENCES, REPLICA
+from skyrl_tinker.inference.packed import PACKED
 
 MOST_LISTED = 4096
 """Tokens of a prompt's top k that are parsed on the event loop; for more, others would wait."""
@@ -26,7 +28,7 @@ StreamPath = Literal["/inference/v1/generate", "/v1/completions", "/v1/chat/comp
 class DataPlane:
     """`proxy_url`: the router, or the server itself when there is one only.
 
-    `straight`: the servers to which samples go past the router, each key to one of them.
+    `straight`: the servers to which samples go without a router, each key to one of them.
     Bodies and answers of all methods but `sample` are those of vLLM's HTTP API. NotFoundError: no such model;
     UserError: vLLM refused the request; SamplerError: it could not be served.
     """
@@ -49,20 +51,23 @@ class DataPlane:
         *,
         interruptible: bool = False,
         priority: int = 0,
+        fields: Json = MappingProxyType({}),
     ) -> VllmResponse:
         """Make one vLLM request, for at most `most_sequences` samples (vllm_requests.split).
 
         `eos` ends sequences unless request.params.stop is (); `context` bounds max_tokens None. The lowest
-        `priority` goes first (Priorities). Sequences
-        come back as `abort` when samplers are paused, or ControlPlane.abort(tag) is called, in the middle;
-        those that are `interruptible` also when ControlPlane.interrupt(model) is.
+        `priority` goes first (Priorities). `fields`: others of vLLM's request. Sequences come back as `abort`
+        when samplers are paused, or ControlPlane.abort(tag) is called, in the middle; those that are
+        `interruptible` also when ControlPlane.interrupt(model) is.
         NotFoundError: no such adapter (load it again).
         """
         body = vllm_requests.body(model, request, eos=eos, context=context)
         with self.in_flight.attempt(tag, model if interruptible else None) as attempt:
-            body |= {"request_id": attempt.id, "priority": priority}
+            body |= {"request_id": attempt.id, "priority": priority, **fields}
             # vLLM prefers the header, which a router may set.
             headers = {"X-Session-ID": session_key, "X-Request-Id": attempt.id}
+            if self.straight and not vllm_requests.lists_logprobs(request):
+                headers["Accept"] = PACKED  # servers of others do not know it
             answer = await self._answer("/inference/v1/generate", body, headers, self._server_of(session_key))
         replica, switched = answer.headers.get(REPLICA), attempt.switched
         parse = partial(vllm_responses.parse, answer.content, request, switched=switched, replica=replica)

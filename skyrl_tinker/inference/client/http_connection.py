@@ -9,6 +9,7 @@ import aiohttp
 import orjson
 
 from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.inference.packed import PACKED, unpack
 
 CONNECT_TIMEOUT_S = 10.0
 RETRY_DELAYS_S = (0.05, 0.5)
@@ -25,7 +26,7 @@ class HttpStatusError(Exception):
 
 
 class HttpAnswer(NamedTuple):
-    """Answer below status 400; `content`: decoded, None when it is not JSON."""
+    """Answer below status 400; `content`: decoded, None when it is neither JSON nor packed."""
 
     content: Any
     headers: Mapping[str, str]
@@ -138,7 +139,8 @@ async def _send(session: aiohttp.ClientSession, method: str, url: str, **options
         content = await response.read()
         if response.status >= 400:
             raise HttpStatusError(response.status, _message(content))
-        return HttpAnswer(_decode(content), response.headers)
+        decoded = unpack(content) if response.content_type == PACKED else _decode(content)
+        return HttpAnswer(decoded, response.headers)
 
 
 def _decode(content: bytes) -> Any:

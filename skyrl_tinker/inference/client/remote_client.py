@@ -36,7 +36,8 @@ class RemoteInferenceClient:
         self.data.straight = self._straight()
 
     def _straight(self) -> tuple[str, ...]:
-        return self.server_urls if self.past_proxy else ()
+        alone = self.server_urls == (self.proxy_url,)
+        return self.server_urls if self.past_proxy or alone else ()
 
     async def close(self) -> None:
         await self.data.http.close()

@@ -141,6 +141,11 @@ def scores_prompt(request: SampleRequest) -> bool:
     return request.prompt_logprobs or request.topk_prompt_logprobs > 0 or needs_plugin(request)
 
 
+def lists_logprobs(request: SampleRequest) -> bool:
+    """Return whether vLLM lists logprobs beside those of the sampled tokens."""
+    return bool(request.prompt_logprobs or request.topk_prompt_logprobs or request.topk_sample_logprobs)
+
+
 def needs_plugin(request: SampleRequest) -> bool:
     """Return whether the plugin has to score this prompt; a single token has no position to score."""
     requested = request.target_prompt_logprobs is not None or request.prompt_alt_tokens_k > 0

@@ -157,10 +157,14 @@ def parse(
 
 def _generated(choice: Mapping[str, Any], model: str | None, request: SampleRequest) -> GeneratedSequence:
     topk = request.topk_sample_logprobs
-    content = (choice["logprobs"] or {}).get("content") or ()
+    content = choice["logprobs"] or ()
+    if isinstance(content, Mapping):  # not packed
+        content = content.get("content") or ()
+        logprobs = tuple(float(position["logprob"]) for position in content)
+    else:
+        logprobs = tuple(content)
     tokens = tuple(choice["token_ids"] or ())
-    logprobs = tuple(float(position["logprob"]) for position in content)
-    if min(logprobs, default=0.0) <= VLLM_LEAST_LOGPROB:  # too unlikely to be drawn
+    if not all(logprob > VLLM_LEAST_LOGPROB for logprob in logprobs):  # too unlikely to be drawn
         raise diverged()
     return GeneratedSequence(
         tokens,

@@ -43,7 +43,7 @@ class VersionPull:
             await self._app(scope, receive, send)
 
     async def _with_copies(self, scope: Message, receive: Receive, send: Send) -> None:
-        body = json.loads(await _read(receive))
+        body = json.loads(await read_body(receive))
         place, key = (
             (body, "lora_path") if scope["path"] == _LOAD else (body.get("update_info", {}), "directory")
         )
@@ -58,11 +58,11 @@ class VersionPull:
                 self._weights.add(url)
             else:
                 self._adapters[body["lora_name"]] = url
-        await self._app(*_with_body(scope, receive, json.dumps(body).encode()), send)
+        await self._app(*with_body(scope, receive, json.dumps(body).encode()), send)
 
     async def _unload(self, scope: Message, receive: Receive, send: Send) -> None:
-        content = await _read(receive)
-        await self._app(*_with_body(scope, receive, content), send)
+        content = await read_body(receive)
+        await self._app(*with_body(scope, receive, content), send)
         url = self._adapters.pop(json.loads(content)["lora_name"], None)
         if url is not None and url not in self._adapters.values():
             await asyncio.to_thread(self._copies.release, url)
@@ -73,7 +73,7 @@ class VersionPull:
             await asyncio.to_thread(self._copies.release, url)
 
 
-async def _read(receive: Receive) -> bytes:
+async def read_body(receive: Receive) -> bytes:
     body, more = b"", True
     while more:
         message = await receive()
@@ -82,7 +82,7 @@ async def _read(receive: Receive) -> bytes:
     return body
 
 
-def _with_body(scope: Message, receive: Receive, body: bytes) -> tuple[Message, Receive]:
+def with_body(scope: Message, receive: Receive, body: bytes) -> tuple[Message, Receive]:
     """Return scope and messages of the same request with another body."""
     headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
     whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]

@@ -24,6 +24,7 @@ from skyrl_tinker.inference.servers.ports import LOOPBACK
 from skyrl_tinker.inference.servers.vllm_arguments import Arguments, as_flags, merged, workers
 
 SMALLEST_KV_BYTES = 64 * MiB
+PACKED_ANSWERS = "skyrl_tinker.inference.plugin.packed_answers.PackedAnswers"
 GUARD = "skyrl_tinker.inference.plugin.token_guard.TokenGuard"
 KV_CONTEXTS = 4  # whole contexts that fit the KV cache at once
 PROCESS_BYTES = 1536 * MiB  # measured after hours: what the two processes need beside weights and KV cache
@@ -97,7 +98,8 @@ def require_memory(spec: SamplerSpec, replicas: int = 1, available: int | None =
 def flags(spec: SamplerSpec, port: int, host: str = LOOPBACK) -> list[str]:
     """Return the arguments of vLLM's API server, which listens on an IP address of its host."""
     arguments = {**_fixed(spec, port, host), **merged(_defaults(spec), spec.vllm_args)}
-    return ["--middleware", VERSION_PULL, *as_flags(arguments)]  # behind the guard, which is added later
+    behind_guard = ("--middleware", VERSION_PULL, "--middleware", PACKED_ANSWERS)  # the last one comes first
+    return [*behind_guard, *as_flags(arguments)]
 
 
 def _fixed(spec: SamplerSpec, port: int, host: str) -> Arguments:

@@ -24,6 +24,7 @@ from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.training_half import compose_training
 from skyrl_tinker.protocol.queue_views import QueuesView, ReplicaView
@@ -70,7 +71,9 @@ class Waiting:
         store, trainer, samplers = self.store, cast(Any, self.trainer), cast(Any, self.samplers)
         metrics = self.metrics = Metrics(clock=store.now)
         outbox = Outbox(store, self.bell, metrics)
-        self.sampler = SamplerDriver(store, samplers, outbox, self.settings.sample_concurrency or 8, metrics)
+        self.sampler = SamplerDriver(
+            store, samplers, outbox, Concurrency(*2 * [self.settings.sample_concurrency or 8]), metrics
+        )
         spill = make_tmpfs_spill(self.settings)
         versions = EphemeralVersions(store, samplers, self.sampler, spill, self.settings)
         half = compose_training(

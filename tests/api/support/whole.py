@@ -12,6 +12,7 @@ from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.training_half import compose_training
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
@@ -30,7 +31,9 @@ class Engine:
         trainer, samplers = cast(Any, self.trainer), cast(Any, self.samplers)
         metrics = Metrics()
         outbox = Outbox(store, bell, metrics)
-        self.sampler = SamplerDriver(store, samplers, outbox, settings.sample_concurrency or 8, metrics)
+        self.sampler = SamplerDriver(
+            store, samplers, outbox, Concurrency(*2 * [settings.sample_concurrency or 8]), metrics
+        )
         spill = make_tmpfs_spill(settings)
         versions = EphemeralVersions(store, samplers, self.sampler, spill, settings)
         half = compose_training(settings, FACTS, store, outbox, trainer, samplers, versions, metrics)

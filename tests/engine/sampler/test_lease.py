@@ -33,6 +33,7 @@ class Replica:
         self.models: list[str] = []
         self.priorities: list[int] = []
         self.loads: list[str] = []
+        self.salts: list[str | None] = []
 
     async def request(self, method: str, url: str, *, json: Any = None, **options: object) -> HttpAnswer:
         if url.endswith("load_lora_adapter"):
@@ -40,6 +41,7 @@ class Replica:
             return HttpAnswer(None, {})
         self.models.append(json["model"])
         self.priorities.append(json["priority"])
+        self.salts.append(json.get("cache_salt"))
         await asyncio.sleep(0)
         self.meanwhile()
         answer = self.script.pop(0)
@@ -50,10 +52,11 @@ class Replica:
         return HttpAnswer({"model": json["model"], "usage": {}, "choices": [choice]}, {})
 
 
-def samplers_of(replica: Replica) -> Samplers:
+def samplers_of(replica: Replica, *, keep_cache: bool = False) -> Samplers:
     client = RemoteInferenceClient("http://replica", ("http://replica",))
     client.data.http = client.control.http = cast(Any, replica)
-    return Samplers(Fleet(cast(Any, None), client), cast(Any, None), FACTS, AdapterLimits(8, 8), Metrics())
+    fleet, limits = Fleet(cast(Any, None), client), AdapterLimits(8, 8)
+    return Samplers(fleet, cast(Any, None), FACTS, limits, Metrics(), keep_cache=keep_cache)
 
 
 def adapter(number: int, directory: Path) -> WeightVersion:
@@ -76,6 +79,26 @@ async def test_an_aborted_sequence_goes_on_with_the_weights_of_its_source_by_the
         ("v2", 2, 4),
     ]
     assert_nothing_held(samplers, new)
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+async def test_what_is_cached_under_weights_is_found_under_them_alone_if_it_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_cache: bool
+) -> None:
+    replica = Replica(*["stop"] * 5)
+    samplers = samplers_of(replica, keep_cache=keep_cache)
+
+    async def swap(new: WeightVersion | None) -> None: ...
+
+    monkeypatch.setattr(samplers._swaps, "swap", swap)
+    full = WeightVersion(VersionId(1), "full", str(tmp_path))
+    for source in (None, full, full, adapter(2, tmp_path), None):
+        await samplers.sample(source, REQUEST)
+    base, first, second, under_adapter, again = replica.salts
+    assert under_adapter is None
+    assert first == second
+    assert len({base, first, again}) == (3 if keep_cache else 1)
+    assert (base is None) is not keep_cache
 
 
 async def test_parts_of_a_large_sample_have_priorities_by_their_tokens(tmp_path: Path) -> None:

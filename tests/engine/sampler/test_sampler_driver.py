@@ -14,6 +14,7 @@ from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.protocol.stored_requests import sample_body
@@ -51,7 +52,7 @@ def make_driver(store: Store, bell: Doorbell, cores: tuple[int, ...] = ()) -> tu
     fleet = Fleet(nothing, RemoteInferenceClient("", urls), cores=cores)
     metrics = Metrics()
     samplers = Samplers(fleet, nothing, FACTS, AdapterLimits(8, 8), Metrics())
-    return SamplerDriver(store, samplers, Outbox(store, bell, metrics), 8, metrics), metrics
+    return SamplerDriver(store, samplers, Outbox(store, bell, metrics), Concurrency(8, 8), metrics), metrics
 
 
 async def refusal(store: Store, accepted: Accepted) -> Failure:

@@ -18,6 +18,7 @@ from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import CANCELLED, SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.protocol.stored_requests import sample_body
@@ -73,7 +74,9 @@ async def test_samples_of_weights_in_storage_that_is_away_wait_and_others_have_t
     shutil.rmtree(directory)
     (tmp_path / "unnamed").mkdir()
     monkeypatch.setattr(storage._files, "exists", lambda place: _there(away) and exists(place))
-    driver = SamplerDriver(store, samplers_of(storage), Outbox(store, bell, Metrics()), 1, Metrics())
+    driver = SamplerDriver(
+        store, samplers_of(storage), Outbox(store, bell, Metrics()), Concurrency(1, 1), Metrics()
+    )
     model = await journal.ready_model(store)
     key = await journal.key_of(store, model)
     session = (await journal.model_of(store, model)).session_id

@@ -14,7 +14,7 @@ from skyrl_tinker.domain.ids import (
     SessionId,
 )
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
-from skyrl_tinker.engine.scheduling.slots import SampleTurn, Slots
+from skyrl_tinker.engine.scheduling.slots import ALONE_S, Concurrency, SampleTurn, Slots
 from skyrl_tinker.inference.constants import RESERVED_SEQUENCES
 from skyrl_tinker.protocol.queue_views import QueueView
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -41,12 +41,30 @@ def row(
 
 
 def queue_of(slots: int = 10_000) -> SampleQueue:
-    return SampleQueue(Slots(slots, lambda: 1))
+    return SampleQueue(Slots(Concurrency(slots, slots), lambda: 1))
 
 
 def take_one(queue: SampleQueue) -> SampleTurn:
     (each,) = queue.take(1)
     return each
+
+
+def test_who_is_alone_may_have_more_in_flight() -> None:
+    now = [0.0]
+    queue = SampleQueue(Slots(Concurrency(3, 9), lambda: 1, lambda: now[0]))
+    queue.add([row(n, "one") for n in range(30)])
+    assert len(queue.take(99)) == 9
+    queue.add([row(50, "two")])
+    assert [turn.id for turn in queue.take(99)] == [50], "in the reserve"
+    queue.release(range(9))
+    assert len(queue.take(99)) == 3
+    now[0] += 2 * ALONE_S
+    queue.release([9])
+    assert len(queue.take(99)) == 1, "the other one is still in flight"
+    queue.release([50])
+    assert queue.take(99) == []
+    now[0] += 2 * ALONE_S
+    assert len(queue.take(99)) == 6
 
 
 def test_turns_that_were_given_to_others_are_not_shown() -> None:

@@ -14,6 +14,7 @@ from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.training_half import compose_training
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
@@ -63,7 +64,7 @@ class World:
         metrics = Metrics()
         outbox = Outbox(store, bell, metrics)
         samplers = cast(Samplers, None)
-        sampler = SamplerDriver(store, samplers, outbox, 8, metrics)
+        sampler = SamplerDriver(store, samplers, outbox, Concurrency(8, 8), metrics)
         spill = make_tmpfs_spill(settings)
         versions = EphemeralVersions(store, samplers, sampler, spill, settings)
         half = compose_training(

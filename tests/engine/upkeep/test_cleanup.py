@@ -20,6 +20,7 @@ from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
+from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.suspends import SUSPENDED_S
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.upkeep.cleanup import Cleanup
@@ -172,7 +173,9 @@ async def test_samples_of_sessions_that_are_finished_are_stopped_and_no_others(
     silent, ended, later, live = [await journal.new_session(store) for _ in range(4)]
     samplers, metrics = ScriptedSamplers(), Metrics()
     samplers.go_on.clear()
-    driver = SamplerDriver(store, cast(Any, samplers), Outbox(store, bell, metrics), 8, metrics)
+    driver = SamplerDriver(
+        store, cast(Any, samplers), Outbox(store, bell, metrics), Concurrency(8, 8), metrics
+    )
     accepted = {
         session: await submit_sample(store, session, "tiny", 1, (number, 1))
         for number, session in enumerate((silent, ended, later, live))

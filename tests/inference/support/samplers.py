@@ -57,6 +57,9 @@ class FixedLeases:
     def open(self, source: object) -> AbstractAsyncContextManager[str]:
         return nullcontext(self.model)
 
+    def cache_fields(self, model: str) -> Mapping[str, str]:
+        return {}
+
 
 async def sample(
     client: RemoteInferenceClient,

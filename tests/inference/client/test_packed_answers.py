@@ -1,0 +1,88 @@
+"""Packed answers of a real server: the same as those of vLLM's own route, in all but their form."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from skyrl_tinker.domain.values import SampleRequest, TargetTokens
+from skyrl_tinker.inference.client import http_connection, vllm_requests, vllm_responses
+from skyrl_tinker.inference.client.http_connection import HttpStatusError
+from skyrl_tinker.inference.packed import PACKED
+from tests.inference.support.samplers import CONTEXT, Sampler, ask, prompt_of
+
+PATH = "/inference/v1/generate"
+PROMPT = prompt_of(9)
+
+
+async def answers(sampler: Sampler, body: Mapping[str, Any]) -> list[Any]:
+    """Ask for a packed answer and for vLLM's own, without cached prompts; an error is its status and text."""
+    found: list[Any] = []
+    for headers in ({"Accept": PACKED}, {}):
+        http = sampler.client.data.http
+        await sampler.client.control.reset_prefix_cache()
+        try:
+            answer = await http.request(
+                "POST", sampler.client.server_urls[0] + PATH, json=body, headers=headers
+            )
+        except HttpStatusError as error:
+            found.append((error.status, error.message))
+        else:
+            assert answer.headers["Content-Type"] == headers.get("Accept", "application/json")
+            found.append(answer.content)
+    return found
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ask(PROMPT, max_tokens=20, seed=3),
+        ask(PROMPT, num_samples=5, max_tokens=7, seed=3),
+        ask(PROMPT, num_samples=3, max_tokens=40, seed=3, stop=("e", "t")),
+        ask(PROMPT, max_tokens=30, seed=3, temperature=0.7, top_k=5, top_p=0.9),
+        ask(PROMPT, max_tokens=2, seed=3, target_prompt_logprobs=TargetTokens((8, 2), tuple(range(16)))),
+        ask(PROMPT, max_tokens=2, seed=3, prompt_alt_tokens_k=2),
+    ],
+    ids=["one", "several", "stop texts", "top k and p", "targets", "draws"],
+)
+async def test_a_packed_answer_says_the_same(sampler: Sampler, request_: SampleRequest) -> None:
+    body = vllm_requests.body("base", request_, eos=sampler.facts.eos_token_ids, context=CONTEXT)
+    packed, plain = [vllm_responses.parse(each, request_) for each in await answers(sampler, body)]
+    assert packed == plain
+    assert len(packed.sequences) == request_.num_samples
+    assert all(sequence.logprobs and sequence.versions for sequence in packed.sequences)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        ({"model": "nobody"}, 404, "nobody"),
+        ({"token_ids": [512]}, 400, "512"),
+        ({"token_ids": []}, 400, "token_ids"),
+        ({"sampling_params": {"max_tokens": "many"}}, 400, "max_tokens"),
+        ({"sampling_params": {"n": 100_000}}, 400, "n must be at most"),
+        ({"sampling_params": {"n": 4000}}, 400, "max_num_seqs"),
+    ],
+)
+async def test_what_is_refused_is_refused_with_the_same_words(
+    sampler: Sampler, change: dict[str, Any], status: int, message: str
+) -> None:
+    packed, plain = await answers(
+        sampler, {"model": "base", "token_ids": [1], "sampling_params": {}} | change
+    )
+    assert packed == plain
+    assert packed[0] == status
+    assert message in packed[1]
+
+
+@pytest.mark.parametrize("listed", [False, True])
+async def test_samples_come_packed_unless_they_list_logprobs(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch, listed: bool
+) -> None:
+    unpacked: list[bytes] = []
+    unpack = http_connection.unpack
+    monkeypatch.setattr(
+        http_connection, "unpack", lambda content: unpacked.append(content) or unpack(content)
+    )
+    await sampler("base", ask(PROMPT, max_tokens=2, topk_sample_logprobs=3 if listed else 0))
+    assert len(unpacked) == (0 if listed else 1)
