@@ -37,6 +37,7 @@ from serving import served
 from start import kind_of, tree
 from tinker import types
 
+from skyrl_tinker.engine.scheduling.slots import ALONE_S
 from skyrl_tinker.inference.client.http_connection import bearer
 from skyrl_tinker.inference.constants import TOKEN
 
@@ -45,6 +46,8 @@ TURNS = {1: (4, 0.35), 8: (120, 0.1), 64: (384, 0.2), 512: (1024, 0.35)}
 """Requests that each side makes before the next has its turn, and the share of the time, by concurrency. One
 at a time the difference of the two sides is a hundredth of either, so they change places often."""
 WARM_UP = 64
+APART_S = 2 * ALONE_S
+"""Pause between the turns of crowds: the sessions of two sides at once would have fewer places on a CPU."""
 HEARTBEAT_S = 10.0
 Ask = Callable[[list[int]], Awaitable[None]]
 
@@ -172,6 +175,7 @@ async def throughput(
             await round_of(ask, concurrency, min(concurrency, WARM_UP), Figures())
         while not results[concurrency]["sdk"].rates or time.perf_counter() < end:
             for name, ask in sides.items():
+                await asyncio.sleep(APART_S if concurrency > WARM_UP else 0)
                 before = cpu_s(server)
                 await round_of(ask, concurrency, requests, results[concurrency][name])
                 for kind, spent in cpu_s(server).items():

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from skyrl_tinker.engine.scheduling.fair_share import Path, Waiter, path_of
 from skyrl_tinker.inference.constants import MAX_SEQUENCES, RESERVED_SEQUENCES
 
-ALONE_S = 10.0
+ALONE_S = 2.0
 """Time without a turn of another session after which a session counts as alone."""
 
 
@@ -43,7 +43,8 @@ class Slots:
         self._cores = cores
         self._concurrency = concurrency
         self._clock = clock
-        self._newest: Path | None = None
+        self._newest: Path | None = None  # session that began or ended a turn last, or asked for one
+        self._newest_at = -math.inf
         self._together_at = -math.inf
         self._shared = _Places(concurrency.alone)
         self._reserve = _Places(RESERVED_SEQUENCES)
@@ -92,11 +93,13 @@ class Slots:
         return path
 
     def _are_together(self, path: Path) -> bool:
-        """Return whether others than this session have turns, or had one ALONE_S ago."""
-        if self._newest not in (None, path) or len(self._of_session) > (path in self._of_session):
-            self._together_at = self._clock()
-        self._newest = path
-        return self._clock() < self._together_at + ALONE_S
+        """Return whether others than this session have turns, or had one within ALONE_S."""
+        now = self._clock()
+        lately = self._newest != path and now < self._newest_at + ALONE_S
+        if lately or len(self._of_session) > (path in self._of_session):
+            self._together_at = now
+        self._newest, self._newest_at = path, now
+        return now < self._together_at + ALONE_S
 
     def _begin(self, turn: SampleTurn, places: "_Places") -> bool:
         places.begin(turn)
