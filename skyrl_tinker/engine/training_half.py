@@ -16,6 +16,7 @@ from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.saves.external_exports import Exporter
+from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.saves.sampler_saves import Publisher
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.scheduling.lanes import Lanes
@@ -84,8 +85,9 @@ def compose_training(
         replay_s=settings.replay_s,
         share=settings.snapshot_share,
     )
-    saver = Saver(store, trainer, commits, root, storage)
-    exporter = Exporter(store, trainer, commits, facts, root, storage)
+    pending = PendingWrites()
+    saver = Saver(store, trainer, commits, pending, root, storage)
+    exporter = Exporter(store, trainer, commits, pending, facts, root, storage)
     ephemeral = directories.ephemeral_dir
     creation = ModelCreation(store, trainer, facts, saver, snapshots, settings.max_lora_rank, storage)
     lanes, woken = Lanes(), asyncio.Event()
@@ -95,7 +97,7 @@ def compose_training(
         woken.set()
 
     ends = store, trainer, samplers
-    publisher = Publisher(*ends, commits, ephemeral, root, drift_monitor, metrics, written, storage)
+    publisher = Publisher(*ends, commits, pending, ephemeral, root, drift_monitor, metrics, written, storage)
     models = ModelLifecycle(store, trainer, lanes, drift_monitor, snapshots, outbox, commits)
     passes = PassCoordinator(store, trainer, router_replay=settings.router_replay)
     replay = Replay(store, trainer, passes, snapshots)
@@ -109,7 +111,9 @@ def compose_training(
         publisher,
         ModelBarriers(store, lanes, models, creation, saver, exporter),
     )
-    execution = UnitExecution(store, trainer, lanes, models, executors, commits, snapshots, metrics, woken)
+    execution = UnitExecution(
+        store, trainer, lanes, models, executors, commits, pending, snapshots, metrics, woken
+    )
     pace = TrainerPace()
     unit_tokens = settings.unit_tokens or max(UNIT_TOKENS, 2 * settings.trainer_ranks * settings.token_budget)
     planner = Planner(lanes, PassBudget(unit_tokens, settings.unit_ms / 2000), pace.seconds)

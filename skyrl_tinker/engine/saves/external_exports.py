@@ -16,6 +16,7 @@ from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.saves.export_files import Export, finish_export
+from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
 from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.off_loop import in_disk_thread, in_transfer_thread
@@ -45,11 +46,12 @@ class Exporter(SaveFlow[ExternalExport]):
         store: Store,
         trainer: TrainerGroup,
         commits: UnitCommits,
+        pending: PendingWrites,
         facts: BaseModelFacts,
         checkpoint_root: Path,
         storage: Storage = LOCAL_DISK,
     ) -> None:
-        super().__init__(store, commits, checkpoint_root, storage)
+        super().__init__(store, commits, pending, checkpoint_root, storage)
         self._trainer = trainer
         self._facts = facts
 

@@ -25,6 +25,7 @@ from skyrl_tinker.domain.values import Failure, WeightVersion
 from skyrl_tinker.engine.outbox import failure_of, persistently, read_persistently, when_possible
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor, ScoredProbe
 from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
 from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
@@ -43,6 +44,8 @@ from skyrl_tinker.training.trainer_group import CapturedState, TrainerGroup
 _log = logging.getLogger(__name__)
 Start = Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
 """Start work in the background."""
+StartWrite = Callable[[QueuedRow, Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
+"""Start the rest of a save, for which a recovery of the trainer waits as long as it needs the ranks."""
 
 
 class SamplerSaveRequest(NamedTuple):
@@ -84,6 +87,7 @@ class Publisher(SaveFlow[SamplerSave]):
         trainer: TrainerGroup,
         samplers: Samplers,
         commits: UnitCommits,
+        pending: PendingWrites,
         ephemeral_dir: Path,
         checkpoint_root: Path,
         gaps: DriftMonitor,
@@ -92,7 +96,7 @@ class Publisher(SaveFlow[SamplerSave]):
         storage: Storage = LOCAL_DISK,
     ) -> None:
         """`written`: called, once or twice, when a save's weights are in files or given up."""
-        super().__init__(store, commits, checkpoint_root, storage)
+        super().__init__(store, commits, pending, checkpoint_root, storage)
         self._trainer = trainer
         self._samplers = samplers
         self._ephemeral = ephemeral_dir
@@ -107,14 +111,14 @@ class Publisher(SaveFlow[SamplerSave]):
         return {request.row.id: save for request, save in zip(requests, saves, strict=True)}
 
     async def publish(
-        self, saves: Sequence[SamplerSave], write: Start, compare: Start
+        self, saves: Sequence[SamplerSave], write: StartWrite, compare: Start
     ) -> dict[ModelKey, asyncio.Task[bool]]:
         """Publish and compare in the background; probe on the trainer, with the same weights.
 
-        `write`: starts what a recovery of the trainer waits for; `compare`: what may take as long as samplers
-        are away. Returns what runs until the saves are answered.
+        `compare` starts what may take as long as samplers are away. Returns what runs until the saves are
+        answered.
         """
-        publishing = {save.model.key: (save, write(self.persist(save))) for save in saves}
+        publishing = {save.model.key: (save, write(save.row, self.persist(save))) for save in saves}
         names = {key: save.model.model_id for key, (save, _) in publishing.items()}
         for scored in await self._gaps.score(names):
             compare(self._compare(scored, *publishing[scored.key]))
@@ -207,9 +211,14 @@ class Publisher(SaveFlow[SamplerSave]):
 
     async def _write(self, save: SamplerSave) -> int:
         size = await self._trainer.persist_state(save.captured, str(save.directory))
+        self._note_here(save)
         loading = self._samplers.load(save.version)  # which may take long
         await (loading if self._lends(save) else asyncio.gather(self._free(save), loading))
         return size
+
+    def _note_here(self, save: SamplerSave) -> None:
+        if not self._lends(save):  # else samplers take it from the ranks
+            super()._note_here(save)
 
     async def _free(self, save: SamplerSave) -> None:
         if self._lends(save):

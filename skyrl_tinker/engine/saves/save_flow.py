@@ -33,6 +33,7 @@ from skyrl_tinker.engine.outbox import (
     read_persistently,
     when_possible,
 )
+from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import DiskFullError, TrainerError, UserError
 from skyrl_tinker.off_loop import in_disk_thread, in_transfer_thread
@@ -78,10 +79,17 @@ S = TypeVar("S", bound=Save)
 
 class SaveFlow(ABC, Generic[S]):
     def __init__(
-        self, store: Store, commits: UnitCommits, checkpoint_root: Path, storage: Storage = LOCAL_DISK
+        self,
+        store: Store,
+        commits: UnitCommits,
+        pending: PendingWrites,
+        checkpoint_root: Path,
+        storage: Storage = LOCAL_DISK,
     ) -> None:
+        """`pending`: is told when a save needs the ranks no more."""
         self._store = store
         self._commits = commits
+        self._pending = pending
         self._root = checkpoint_root
         self._storage = storage
         self._reserved: set[TinkerPath | None] = set()
@@ -104,6 +112,7 @@ class SaveFlow(ABC, Generic[S]):
     async def _answer(self, save: S) -> bool:
         try:
             size = await self._write_with_room(save)
+            self._note_here(save)
             if save.path is not None:
                 await when_possible(partial(in_transfer_thread, self._storage.store, save.directory))
             await self._commit(save, size)
@@ -166,6 +175,10 @@ class SaveFlow(ABC, Generic[S]):
             return await self._write(save)
         with storage_errors("the weights could not be made durable"):  # they were renamed already
             return await in_disk_thread(make_durable, save.directory)
+
+    def _note_here(self, save: S) -> None:
+        """Let a recovery of the ranks begin: this save has its files."""
+        self._pending.note_here(save.row.id)
 
     async def _free(self, save: S) -> None:
         """Free what was captured, if it is in the ranks' memory."""

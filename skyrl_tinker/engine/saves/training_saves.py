@@ -9,6 +9,7 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.tinker_path import TinkerPath
+from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
 from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.protocol.stored_requests import SaveWeightsBody
@@ -37,10 +38,11 @@ class Saver(SaveFlow[TrainingSave]):
         store: Store,
         trainer: TrainerGroup,
         commits: UnitCommits,
+        pending: PendingWrites,
         checkpoint_root: Path,
         storage: Storage = LOCAL_DISK,
     ) -> None:
-        super().__init__(store, commits, checkpoint_root, storage)
+        super().__init__(store, commits, pending, checkpoint_root, storage)
         self._trainer = trainer
 
     async def capture(self, row: QueuedRow, model: ModelRow, body: SaveWeightsBody) -> TrainingSave:

@@ -13,6 +13,7 @@ from skyrl_tinker.domain.ids import Effect, FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure, PassOutput
 from skyrl_tinker.engine.outbox import AWAY_S, FutureOutcome, read_persistently
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
+from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave
 from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, model_of
 from skyrl_tinker.engine.scheduling.planner import Barriers, Pass
@@ -54,6 +55,7 @@ class UnitExecution:
         models: ModelLifecycle,
         executors: Executors,
         commits: UnitCommits,
+        pending: PendingWrites,
         snapshots: SnapshotKeeper,
         metrics: Metrics,
         woken: asyncio.Event,
@@ -65,11 +67,11 @@ class UnitExecution:
         self._models = models
         self._executors = executors
         self._commits = commits
+        self._pending = pending
         self._snapshots = snapshots
         self._metrics = metrics
         self._woken = woken
         self._background = asyncio.TaskGroup()
-        self._writes: set[asyncio.Task[Any]] = set()  # saves on their way to the disk and the samplers
         self._units = itertools.count()
         self._curves = StepCurves(store.now)
         self._own_s: Counter[int] = Counter()
@@ -88,9 +90,11 @@ class UnitExecution:
         await self._background.__aexit__(*error)
 
     async def settle(self) -> None:
-        """Wait until all that ran so far is written and committed."""
-        if self._writes:
-            await asyncio.wait(self._writes)
+        """Wait until all that ran so far is committed, and no save needs the ranks.
+
+        What is still stored or brought to the samplers may take as long as these are away.
+        """
+        await self._pending.settle()
         await self._snapshots.settle()
         await self._commits.drain()
 
@@ -158,6 +162,8 @@ class UnitExecution:
     async def repeat_saves(self, rows: Sequence[QueuedRow]) -> None:
         """Repeat saves that were captured and not answered, and restore published weights that are gone."""
         for row in rows:
+            if self._pending.is_here(row.id):
+                continue
             if row.status is not FutureStatus.PENDING:
                 if row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER and row.status is FutureStatus.DONE:
                     model = await self._models.row(model_of(row))
@@ -234,7 +240,7 @@ class UnitExecution:
                 self._background.create_task(self._remove_replaced(model_of(row)))
         if result.write is not None:
             self._lanes.block_storage(model_of(row))
-            self._start_write(self._finish_write(model_of(row), result.write))
+            self._start_write(row, self._finish_write(model_of(row), result.write))
 
     def _end(
         self,
@@ -284,10 +290,10 @@ class UnitExecution:
         why = window_failure(row.kind, row.seq_id, "failed", failure.message)
         self._lanes.invalidate_window(model_of(row), why)
 
-    def _start_write(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+    def _start_write(self, row: QueuedRow, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        self._pending.begin(row.id)
         task = self._background.create_task(work)
-        self._writes.add(task)
-        task.add_done_callback(self._writes.discard)
+        task.add_done_callback(lambda _: self._pending.end(row.id))
         return task
 
     async def _finish_write(self, model: ModelKey, write: Write) -> None:

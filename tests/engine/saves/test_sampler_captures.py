@@ -9,6 +9,7 @@ import pytest
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.engine.outbox import Outbox
+from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave, SamplerSaveRequest
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.unit_commits import UnitCommits
@@ -34,7 +35,7 @@ def trainer() -> ScriptedTrainer:
 @pytest.fixture
 def publisher(store: Store, bell: Doorbell, tmp_path: Path, trainer: ScriptedTrainer) -> Publisher:
     commits = UnitCommits(Outbox(store, bell, Metrics()))
-    parts = cast(Any, trainer), cast(Any, ScriptedSamplers()), commits
+    parts = cast(Any, trainer), cast(Any, ScriptedSamplers()), commits, PendingWrites()
     directories, gaps = (tmp_path, tmp_path / "checkpoints"), cast(Any, None)
     return Publisher(store, *parts, *directories, gaps, Metrics(), lambda row: None)
 

@@ -19,6 +19,7 @@ from skyrl_tinker.domain.values import (
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import METRIC, DriftMonitor
+from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave, _insert_versions
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
@@ -57,6 +58,7 @@ class World:
             store,
             *ends,
             self.commits,
+            PendingWrites(),
             *directories,
             self.gaps,
             metrics,
@@ -85,7 +87,8 @@ class World:
             failures = {row_id: save for row_id, save in captured.items() if isinstance(save, Failure)}
             saves = [save for save in captured.values() if isinstance(save, SamplerSave)]
             await self.commits.add(UnitEnd(failures))
-            await self.publisher.publish(saves, background.create_task, background.create_task)
+            start = background.create_task
+            await self.publisher.publish(saves, lambda _, work: start(work), start)
         committing.cancel()
 
     async def answered(self, accepted: Accepted) -> Any:

@@ -22,8 +22,13 @@ from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.upkeep.cleanup import Cleanup
-from skyrl_tinker.errors import DiskFullError, StorageAwayError, StorageError
-from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody, SaveWeightsBody
+from skyrl_tinker.errors import DiskFullError, StorageAwayError, StorageError, TrainerError
+from skyrl_tinker.protocol.stored_requests import (
+    CreateViaLoadBody,
+    LoadWeightsBody,
+    SaveSamplerBody,
+    SaveWeightsBody,
+)
 from skyrl_tinker.storage.checkpoint_storage import LocalDisk
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
@@ -37,6 +42,11 @@ from tests.engine.support.world import World
 from tests.support.reads import reading
 
 WEIGHTS = CheckpointKind.WEIGHTS
+
+
+async def _save_for_sampler(world: World, model: ModelId, seq_id: int) -> Accepted:
+    body = SaveSamplerBody(name="a").to_bytes()
+    return await journal.submit(world.store, model, seq_id, RequestKind.SAVE_WEIGHTS_FOR_SAMPLER, body)
 
 
 async def _save(world: World, model: ModelId, seq_id: int, *, overwrite: bool = False) -> Accepted:
@@ -210,6 +220,33 @@ async def test_a_save_waits_while_the_storage_is_away(world: World, monkeypatch:
     model = await world.model()
     assert (await world.done(await _save(world, model, 1))).status is FutureStatus.DONE
     assert (away, world.workers.names().count("persist")) == ([], 1)
+
+
+@pytest.mark.parametrize("kind", [WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS])
+async def test_ranks_that_die_come_back_though_a_save_waits_for_the_storage(
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: CheckpointKind
+) -> None:
+    away, tried = True, list[Path]()
+
+    def store(_: LocalDisk, directory: Path) -> None:
+        tried.append(directory)
+        if away and directory.parent.name == kind:
+            raise StorageAwayError("cannot write s3://bucket/1: no route to host")
+
+    monkeypatch.setattr(LocalDisk, "store", store)
+    monkeypatch.setattr(outbox, "AWAY_S", 0.01)
+    model, other = await world.model(), await world.model()
+    saved = await (_save if kind is WEIGHTS else _save_for_sampler)(world, model, 1)
+    await world.until(lambda: tried)
+    world.workers.broken = TrainerError("rank 0 died")
+    for each, seq_id in ((other, 1), (model, 2)):
+        step = await journal.submit_step(world.store, each, seq_id)
+        assert (await world.done(step)).status is FutureStatus.DONE
+    assert world.workers.restarts == 1
+    assert (await journal.outcome(world.store, saved)).status is FutureStatus.PENDING
+    away = False
+    assert (await world.done(saved)).status is FutureStatus.DONE
+    assert world.workers.names().count("persist") == 1, "no replay writes it again"
 
 
 @pytest.mark.parametrize("ends", [False, True])

@@ -26,6 +26,7 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from tests.engine.support import journal
 from tests.support.reads import reading
+from tests.support.scripted_samplers import ScriptedSamplers
 from tests.support.scripted_trainer import ScriptedTrainer
 from tests.support.waiting import PATIENCE_S, until
 
@@ -63,7 +64,7 @@ class World:
         )
         metrics = Metrics()
         outbox = Outbox(store, bell, metrics)
-        samplers = cast(Samplers, None)
+        samplers = cast(Samplers, ScriptedSamplers())
         sampler = SamplerDriver(store, samplers, outbox, Concurrency(8, 8), metrics)
         spill = make_tmpfs_spill(settings)
         versions = EphemeralVersions(store, samplers, sampler, spill, settings)
