@@ -97,7 +97,8 @@ class _AtOnce:
     def product(self, module: Any, name: str, matrix: str, x: torch.Tensor) -> torch.Tensor:
         """Multiply x [N, in] by each token's expert."""
         layout = layout_of(module)
-        y, layers = grouped_mm(x, layout.weight(module, matrix).mT, offs=self._ends), layout.layers[matrix]
+        y = grouped_product(x, layout.weight(module, matrix), self._ends, self._chosen)
+        layers = layout.layers[matrix]
         if self._merged is None:
             return y
         parts = [
@@ -114,6 +115,19 @@ class _AtOnce:
             x, members.anchor, members, mask, self._ends, self._chosen
         )
         return y + delta
+
+
+def grouped_product(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, chosen: torch.Tensor
+) -> torch.Tensor:
+    """Multiply x [N, in] by each token's expert of weight [E, out, in]; `chosen` [E]: those that have tokens.
+
+    The others' gradients are 0: some GPUs return memory as they found it (pytorch issue 172439).
+    """
+    transposed = weight.mT
+    if transposed.requires_grad:
+        transposed.register_hook(lambda gradient: torch.where(chosen[:, None, None], gradient, 0))
+    return grouped_mm(x, transposed, offs=ends)
 
 
 class _MergedDelta(torch.autograd.Function):
@@ -150,7 +164,7 @@ class _MergedDelta(torch.autograd.Function):
         a, b = _padded(ctx.members, x.dtype)
         rank = ctx.members.mask.shape[1]
         outer = grouped_mm(dy, b, offs=ends).mul_(mask)
-        # Of a group without tokens some GPUs return memory as they found it (pytorch issue 172439).
+        # As in grouped_product: experts without tokens
         of_a, of_b = (
             torch.where(chosen[:, None, None], grouped_mm(left.mT, right, offs=ends), 0)
             for left, right in ((outer, x), (dy, inner))

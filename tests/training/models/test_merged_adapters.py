@@ -3,10 +3,12 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import grouped_mm
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import Datum, Failure, LoraSpec, PassItem, PassOutput
@@ -147,6 +149,39 @@ def test_experts_without_tokens_get_no_gradient_whatever_their_products_are(
     assert any(empty)
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], atol=0, rtol=0, msg=name)
+
+
+class _Poisoned(torch.autograd.Function):
+    """A grouped product that leaves the gradients of groups without tokens as it found the memory."""
+
+    @staticmethod
+    def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(left, right, offs)
+        return grouped_mm(left, right, offs=offs)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        left, right, offs = ctx.saved_tensors
+        of_right = grouped_mm(left.mT, upstream[0].contiguous(), offs=offs)
+        empty = offs.diff(prepend=offs.new_zeros(1)) == 0
+        of_left = grouped_mm(upstream[0].contiguous(), right.mT, offs=offs)
+        return of_left, torch.where(empty[:, None, None], torch.nan, of_right), None
+
+
+def test_experts_trained_themselves_get_no_gradient_without_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(6, 8), torch.randn(4, 16, 8, requires_grad=True)
+    ends, chosen = torch.tensor([2, 2, 6, 6], dtype=torch.int32), torch.tensor([True, False, True, False])
+    upstream = torch.randn(6, 16)
+    (expected,) = torch.autograd.grad(torch.cat([x[:2] @ weight[0].T, x[2:] @ weight[2].T]), weight, upstream)
+    monkeypatch.setattr(
+        expert_layers, "grouped_mm", lambda left, right, *, offs: _Poisoned.apply(left, right, offs)
+    )
+    for _ in range(2):  # a hook of the parameter itself would stay
+        weight.grad = None
+        expert_layers.grouped_product(x, weight, ends, chosen).backward(upstream)
+        torch.testing.assert_close(weight.grad, expected)
+    assert not weight._backward_hooks
 
 
 def test_neighbours_with_the_same_head_are_scored_at_once(make_worker: MakeWorker, untied_model: str) -> None:
