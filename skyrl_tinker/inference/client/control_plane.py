@@ -13,6 +13,8 @@ from skyrl_tinker.inference.client.in_flight import Attempt, InFlight
 from skyrl_tinker.inference.constants import BASE_MODEL
 
 ABORT_POLL_S = 0.02
+BLOCKS_IN_TRANSFER = "Failed to reset KV cache"
+"""Words of the error that vLLM raises while a decode server has not fetched all blocks of a prompt."""
 RESET_POLL_S = 0.02
 PauseMode = Literal["abort", "wait", "keep"]
 Messages = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -188,13 +190,22 @@ class ControlPlane:
         await self._call_all("GET", "/health")
 
     async def _reset_prefix_cache(self, url: str) -> None:
-        """Try until blocks on their way to host memory are there, too."""
-        params = {"reset_running_requests": "true", "reset_external": "true"}
+        """Try until blocks on their way to host memory, or to a decode server, are there."""
         deadline = time.monotonic() + self.patience_s
-        while not (await self._call(url, "POST", "/reset_prefix_cache", params=params))["success"]:
+        while not await self._try_reset(url):
             if time.monotonic() > deadline:
                 raise SamplerError(f"{url} could not reset its prefix cache within {self.patience_s:g} s")
             await asyncio.sleep(RESET_POLL_S)
+
+    async def _try_reset(self, url: str) -> bool:
+        params = {"reset_running_requests": "true", "reset_external": "true"}
+        try:
+            answer = await self._call(url, "POST", "/reset_prefix_cache", params=params)
+        except RefusedError as error:
+            if BLOCKS_IN_TRANSFER not in error.answer.message:
+                raise
+            return False
+        return bool(answer["success"])
 
     async def _load(self, url: str, name: str, path: str) -> bool:
         """Load it on one replica; False when it was there already."""

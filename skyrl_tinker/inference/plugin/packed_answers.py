@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
@@ -42,7 +41,7 @@ class PackedAnswers:
         content = await read_body(receive)
         try:
             asked = GenerateRequest.model_validate_json(content)
-        except ValidationError:  # vLLM's own route says which field
+        except ValueError:  # vLLM's own route says which field
             await self._app(*with_body(scope, receive, content), send)
             return
         request = Request(scope, receive)

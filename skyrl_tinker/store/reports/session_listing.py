@@ -27,6 +27,7 @@ from skyrl_tinker.store.checkpoint_records import is_live
 from skyrl_tinker.store.database.rows import total
 from skyrl_tinker.store.database.tables import ApiKey, Model, SamplingSession, SavedCheckpoint, Session
 from skyrl_tinker.store.owners import NO_PROJECT, OWNER_NAME, in_project, require_session, within
+from skyrl_tinker.store.session_records import AT_ONCE
 
 ACTIVE = "active"
 CLIENT_FINISHED = "client_finished"
@@ -136,7 +137,11 @@ def find_labels(conn: Connection, reach: Reach, session_ids: Collection[str]) ->
         .outerjoin(ApiKey, ApiKey.id == Session.owner_id)
         .where(within(reach))
     )
-    return {row[0]: Labels(*row[1:]) for row in conn.execute(query) if row[0] in session_ids}
+    wanted, found = sorted(session_ids), dict[str, Labels]()
+    for first in range(0, len(wanted), AT_ONCE):
+        part = query.where(Session.session_id.in_(wanted[first : first + AT_ONCE]))
+        found |= {row[0]: Labels(*row[1:]) for row in conn.execute(part)}
+    return found
 
 
 def set_project(conn: Connection, owner: OwnerId | None, session_id: SessionId, project_id: str) -> None:

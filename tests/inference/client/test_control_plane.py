@@ -79,11 +79,14 @@ async def test_an_adapter_is_loaded_on_all_or_on_none(both: Sampler, tmp_path: P
 
 
 async def test_a_prefix_cache_is_reset_once_nothing_of_it_is_on_its_way_to_the_host() -> None:
-    answers = [False, False, True]
+    answers: list[bool | str] = [False, "Failed to reset KV cache even when all is preempted", False, True]
 
     async def reset(request: web.Request) -> web.Response:
         assert dict(request.query) == {"reset_running_requests": "true", "reset_external": "true"}
-        return web.json_response({"success": answers.pop(0)})
+        answer = answers.pop(0)
+        if isinstance(answer, str):
+            return web.json_response({"error": {"message": answer}}, status=500)
+        return web.json_response({"success": answer})
 
     app = web.Application()
     app.router.add_post("/reset_prefix_cache", reset)
@@ -94,6 +97,9 @@ async def test_a_prefix_cache_is_reset_once_nothing_of_it_is_on_its_way_to_the_h
         answers += [False] * 100
         client.control.patience_s = 0.1
         with pytest.raises(SamplerError, match=r"could not reset its prefix cache within 0\.1 s"):
+            await client.control.reset_prefix_cache()
+        answers[:] = ["the engine is dead"]
+        with pytest.raises(SamplerError, match="the engine is dead"):
             await client.control.reset_prefix_cache()
         await client.close()
 
