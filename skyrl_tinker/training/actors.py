@@ -198,6 +198,11 @@ class Actors:
         call = self._actors[rank].file_call.options(concurrency_group="files").remote(method, *args)
         return await _reply(call, rank, method, StorageError)
 
+    async def file_call_all(self, method: str, *args: Any) -> list[Any]:
+        """Call the HostFiles of every rank, which get its number and that of all, too."""
+        count = len(self._actors)
+        return await _gather(self.file_call(rank, method, *args, rank, count) for rank in range(count))
+
     async def write_call_all(self, writer: Writer, method: str, *args: Any) -> list[Any]:
         ranks = range(len(self._actors))
         return await _gather(self.write_call(rank, writer, method, *args) for rank in ranks)

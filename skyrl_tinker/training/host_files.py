@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from skyrl_tinker.training.checkpoints import checkpoint_load
 from skyrl_tinker.user_directory import make_private, user_directory
 
 
@@ -64,6 +65,10 @@ class HostFiles:
         with file.open("r+b" if offset else "wb") as opened:
             opened.seek(offset)
             opened.write(content)
+
+    def verify(self, checkpoint: str, rank: int, ranks: int) -> None:
+        """Check a rank's share of a checkpoint's files, as checkpoint_load.verify does."""
+        checkpoint_load.verify(self.here(checkpoint), rank, ranks)
 
     def remove(self, directory: str) -> None:
         """Remove a directory; harmless if there is none."""

@@ -223,6 +223,7 @@ class TrainerGroup:
         try:
             with self._broken_by_failures_of(ranks):
                 await elsewhere.carry()
+                await ranks.file_call_all("verify", directory)
             await self._on_all_ranks("load_state", model, directory, optimizer)
         finally:
             await elsewhere.drop()

@@ -209,6 +209,18 @@ async def test_a_host_without_room_leaves_group_and_model_as_they_were(
     await apart.load_state(A, str(tmp_path / "c"), optimizer=True)
 
 
+async def test_files_are_verified_beside_what_the_ranks_compute(one: TrainerGroup, tmp_path: Path) -> None:
+    """So peers wait for no rank whose disk is slow."""
+    await one.create_model(A, SPECS[A])
+    await one.save_state(A, str(tmp_path / "c"), optimizer=True)
+    next((tmp_path / "c").glob("*.safetensors")).write_bytes(b"")
+    running = asyncio.ensure_future(one.run_pass(one.prepare([make_item(A, make_data((512,) * 100, 1))])))
+    with pytest.raises(UserError, match="is damaged"):
+        await one.load_state(A, str(tmp_path / "c"), optimizer=True)
+    assert not running.done()
+    await running
+
+
 async def test_ping_answers_while_a_pass_runs(one: TrainerGroup) -> None:
     await one.create_model(A, SPECS[A])
     prepared = one.prepare([make_item(A, make_data((512,) * 100, 1))])

@@ -22,11 +22,11 @@ Read = Callable[[str], torch.Tensor]
 def load(model: TrainableModel, directory: Path, *, optimizer: bool, ranks: Ranks) -> None:
     """Load weights in place and clear gradients; without `optimizer` its state starts from zero.
 
-    Every rank must call it. Raises UserError or StorageError, on all ranks alike and before anything is
-    changed, when the checkpoint is damaged, does not fit or cannot be read.
+    Every rank must call it, after all of the files have passed `verify`. Raises UserError or StorageError, on
+    all ranks alike and before anything is changed, when the checkpoint does not fit or cannot be read.
     """
     with ExitStack() as files:
-        manifest, read = ranks.together(lambda: _open(model, directory, optimizer, ranks, files))
+        manifest, read = ranks.together(lambda: _open(model, directory, optimizer, files))
         _fill(model, (Part.WEIGHT,), read)
         model.clear_gradients()
         model.reset_optimizer()
@@ -35,13 +35,20 @@ def load(model: TrainableModel, directory: Path, *, optimizer: bool, ranks: Rank
             model.step = manifest.step
 
 
-def _open(
-    model: TrainableModel, directory: Path, optimizer: bool, ranks: Ranks, files: ExitStack
-) -> tuple[Manifest, Read]:
+def verify(directory: Path, rank: int, ranks: int) -> None:
+    """Check one rank's share of the files. Raises UserError for a damaged checkpoint, and StorageError.
+
+    No collective: a disk may be slower than a rank's peers wait for it.
+    """
+    with _read_errors(directory):
+        manifest = read_manifest(directory)
+        verify_files(directory, manifest, list(manifest.files)[rank::ranks])
+
+
+def _open(model: TrainableModel, directory: Path, optimizer: bool, files: ExitStack) -> tuple[Manifest, Read]:
     with _read_errors(directory):
         manifest = read_manifest(directory)
         _require_fit(model, directory, manifest, optimizer)
-        verify_files(directory, manifest, list(manifest.files)[ranks.rank :: ranks.world])
         weights, moments = _names(manifest)
         opened = _open_files(directory, [*weights, *(moments if optimizer else ())], files)
     parts = (Part.WEIGHT, *(_moments(model, manifest) if optimizer else ()))

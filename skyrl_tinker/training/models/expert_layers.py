@@ -126,7 +126,8 @@ def grouped_product(
     """
     transposed = weight.mT
     if transposed.requires_grad:
-        transposed.register_hook(lambda gradient: torch.where(chosen[:, None, None], gradient, 0))
+        mask = chosen[:, None, None]
+        transposed.register_hook(lambda gradient: torch.where(mask, gradient, 0))  # type: ignore[no-untyped-call]
     return grouped_mm(x, transposed, offs=ends)
 
 

@@ -1,6 +1,7 @@
 import json
 import resource
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -172,18 +173,20 @@ def test_a_full_disk_fails_the_save_and_makes_no_checkpoint(
     assert save(worker, 1, tmp_path / "c") > 4096
 
 
-def test_a_damaged_checkpoint_is_refused_and_changes_nothing(worker: Worker, tmp_path: Path) -> None:
+def test_damage_of_a_checkpoint_is_found_by_the_rank_whose_share_it_is(
+    worker: Worker, tmp_path: Path
+) -> None:
     worker.create_model(ModelKey(1), LORA)
     save(worker, 1, tmp_path / "c")
     file = tmp_path / "c" / "adapter_model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    _train(worker, 1, 0, 1)
-    before = weights_of(worker, 1)
-    with pytest.raises(UserError, match=r"adapter_model\.safetensors"):
-        worker.load_state(ModelKey(1), str(tmp_path / "c"), True)
-    assert_equal(weights_of(worker, 1), before)
+    share = list(read_manifest(tmp_path / "c").files).index(file.name)
+    for rank in range(3):
+        damage = pytest.raises(UserError, match=r"is damaged: adapter_model\.safetensors")
+        with damage if share % 3 == rank else nullcontext():
+            worker.files.verify(str(tmp_path / "c"), rank, 3)
 
 
 @pytest.mark.parametrize("spec", [LoraSpec(4, 3), LoraSpec(8, 3, train_mlp=False), FULL])
