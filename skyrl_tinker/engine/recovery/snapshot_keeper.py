@@ -26,7 +26,7 @@ from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import SkyrlTinkerError, TrainerError
 from skyrl_tinker.off_loop import in_disk_thread, in_transfer_thread
-from skyrl_tinker.storage.checkpoint_storage import Storage
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -90,6 +90,11 @@ class SnapshotKeeper:
     def would_help(self) -> bool:
         """True if a snapshot would make a replay shorter."""
         return bool(self._ready()) and (self._writing is None or self._writing.done())
+
+    @property
+    def stored(self) -> bool:
+        """True if snapshots are in a storage beside this disk."""
+        return self._storage is not LOCAL_DISK
 
     def _ready(self) -> dict[ModelKey, _Unkept]:
         """Return the models that have run something, and have no gradients now."""

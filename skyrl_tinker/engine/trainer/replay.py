@@ -13,6 +13,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,17 +96,22 @@ class _History:
         after = 0 if snapshot is None else snapshot.seq_id
         return cls(model, snapshot, unit_records.ran_after(conn, model.key, after))
 
-    def can_sleep(self) -> bool:
-        """Return whether it comes back by a load alone, of files that are here: call it in a thread.
+    def can_sleep(self, *, stored: bool) -> bool:
+        """Return whether it comes back by a load alone, of files that there are: call it in a thread.
 
-        Not full parameters: room for them must not go to a newcomer meanwhile.
+        Not full parameters: room for them must not go to a newcomer meanwhile. `stored`: snapshots are in a
+        storage, too.
         """
         if self.rows or self.model.spec.rank == 0:
             return False
         try:
-            return self.snapshot is None or Path(self.snapshot.directory).exists()
+            return stored or self.is_here()
         except OSError:  # of a disk that fails: it is loaded at once, with some patience
             return False
+
+    def is_here(self) -> bool:
+        """Return whether its files are on this host: call it in a thread. Raises OSError."""
+        return self.snapshot is None or Path(self.snapshot.directory).exists()
 
 
 class Replay:
@@ -139,7 +145,7 @@ class Replay:
         self._snapshots.reset()
         found = await persistently(lambda: self._store.fetch(_histories))
         idle = [history for history in found if history.model.key not in wanted]
-        self._asleep = await in_disk_thread(_sleepers, idle)
+        self._asleep = await in_disk_thread(_sleepers, idle, self._snapshots.stored)
         for model in [model for model in self._asleep if self._deadly[model] >= WAKES]:
             del self._asleep[model]
             self._failed[model] = "the trainer's processes die each time that it is brought back"
@@ -170,6 +176,18 @@ class Replay:
     def asleep(self) -> list[ModelKey]:
         """Return the models that sleep, the newest first."""
         return list(self._asleep)
+
+    async def is_here(self, model: ModelKey) -> bool:
+        """Return whether the files of a model that sleeps are on this host, or cannot be looked for."""
+        with suppress(OSError):  # waking it says which
+            return await in_disk_thread(self._asleep[model].is_here)
+        return True
+
+    async def fetch(self, model: ModelKey) -> None:
+        """Fetch the files of a model that sleeps. Raises StorageError, and StorageAwayError for a while."""
+        history = self._asleep.get(model)
+        if history is not None and history.snapshot is not None:
+            await self._snapshots.fetch(history.snapshot)
 
     async def wake(self, model: ModelKey) -> str | None:
         """Bring back a model that sleeps; return why it cannot be brought back.
@@ -309,9 +327,9 @@ class Replay:
         await self._trainer.optim_step([step_item(row, bodies[row.id]) for row in rows])
 
 
-def _sleepers(histories: Sequence[_History]) -> dict[ModelKey, _History]:
+def _sleepers(histories: Sequence[_History], stored: bool) -> dict[ModelKey, _History]:
     """Return those that can sleep, the newest first."""
-    return {history.model.key: history for history in reversed(histories) if history.can_sleep()}
+    return {each.model.key: each for each in reversed(histories) if each.can_sleep(stored=stored)}
 
 
 def _histories(conn: Connection) -> list[_History]:

@@ -2,14 +2,16 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.engine.colocation.placement import Placement
+from skyrl_tinker.engine.outbox import when_possible
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
 from skyrl_tinker.engine.trainer.replay import Replay
 from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
-from skyrl_tinker.errors import StorageError
+from skyrl_tinker.errors import SkyrlTinkerError, StorageError
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 _log = logging.getLogger(__name__)
@@ -29,6 +31,7 @@ class SleepingModels:
         self._models = models
         self._execution = execution
         self._placement = placement
+        self._fetched: set[ModelKey] = set()  # or tried
 
     def left(self) -> list[ModelKey]:
         """Return the models that sleep, without those that have ended meanwhile."""
@@ -49,7 +52,15 @@ class SleepingModels:
         return bool(waiting)
 
     async def _wake(self, model: ModelKey) -> bool:
-        """Bring back a model; return False if it is not: it is parked, or tried again later."""
+        """Bring back a model; return False if it is not: it is parked, or tried again later.
+
+        Files that are elsewhere are fetched first, while others train.
+        """
+        if model in self._fetched:
+            self._fetched.discard(model)
+        elif not await self._replay.is_here(model):
+            self._execution.hold(model, self._fetch(model))
+            return False
         try:
             async with self._placement.training():
                 cause = await self._replay.wake(model)
@@ -60,3 +71,14 @@ class SleepingModels:
         if cause is not None:
             await self._models.park({model: cause})
         return cause is None
+
+    async def _fetch(self, model: ModelKey) -> None:
+        """Fetch its files, however long storage is away, as long as the model is open."""
+
+        async def attempt() -> None:
+            if self._lanes.is_open(model):
+                await self._replay.fetch(model)
+
+        with suppress(SkyrlTinkerError):  # waking it says why
+            await when_possible(attempt)
+        self._fetched.add(model)

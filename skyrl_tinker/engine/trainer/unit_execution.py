@@ -257,10 +257,10 @@ class UnitExecution:
         end = UnitEnd(answers, ops, next(self._units), all_effects)
         self._commits.add(end if windows is None else _with_points(end, windows))
 
-    def hold(self, model: ModelKey) -> None:
-        """Have all of a model wait for a while."""
+    def hold(self, model: ModelKey, until: Coroutine[Any, Any, None] | None = None) -> None:
+        """Have all of a model wait until this has ended, or for a while."""
         self._lanes.hold(model)
-        self._background.create_task(self._resume(model))
+        self._background.create_task(self._resume(model, until or asyncio.sleep(AWAY_S)))
 
     def put_back(self, rows: Sequence[QueuedRow]) -> None:
         """Have the rows of a unit that did not begin wait once more."""
@@ -281,8 +281,8 @@ class UnitExecution:
             self._end([row for row in rows if row.id in closed], {}, closed)
         return [row for row in rows if row.id not in closed]
 
-    async def _resume(self, model: ModelKey) -> None:
-        await asyncio.sleep(AWAY_S)
+    async def _resume(self, model: ModelKey, when: Coroutine[Any, Any, None]) -> None:
+        await when
         self._lanes.resume(model)
         self._woken.set()
 

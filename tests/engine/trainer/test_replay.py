@@ -17,6 +17,7 @@ from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, Model
 from skyrl_tinker.domain.values import Failure, PassItem
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.recovery import leftovers, parking
+from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.trainer import replay, trainer_driver, unit_execution
 from skyrl_tinker.errors import StorageAwayError, StorageError, TrainerError
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBody
@@ -28,6 +29,7 @@ from skyrl_tinker.store.futures import cancellation
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.replay import snapshot_records, unit_records
+from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult
 from tests.engine.support import journal
@@ -540,6 +542,47 @@ async def test_what_ran_nothing_since_its_snapshot_comes_back_when_it_is_asked_f
     assert await steps_of(after, other) == expected(1, 3)
     assert await steps_of(after, model) == expected(1, 3)
     assert await steps_of(after, busy) == expected(1, 1)
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["asked for", "in idle time"])
+async def test_files_of_what_sleeps_are_fetched_while_others_train(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    """As after a take-over by another host, while the storage is away for a time."""
+    model, snapshot = await with_snapshot(world, monkeypatch)
+    other = await world.model()
+    await train(world, other, 1, 1)
+    world.running.cancel()
+    elsewhere = world.root.parent / "elsewhere"
+    snapshot.rename(elsewhere)
+    away, tried = True, list[str]()
+
+    async def fetch(_: SnapshotKeeper, row: SnapshotRow) -> None:
+        tried.append(row.directory)
+        if away:
+            raise StorageAwayError("cannot read s3://bucket/1: no route to host")
+        if elsewhere.exists():
+            elsewhere.rename(row.directory)
+
+    monkeypatch.setattr(SnapshotKeeper, "fetch", fetch)
+    monkeypatch.setattr(SnapshotKeeper, "stored", True)
+    monkeypatch.setattr(outbox, "AWAY_S", 0.01)
+    if not asked:
+        monkeypatch.setattr(trainer_driver, "IDLE_S", 0.02)
+    after = new_engine(world)
+    waiting = await journal.submit_pass(world.store, model, 7) if asked else None
+    await after.until(lambda: len(tried) > 2)
+    await train(after, other, 4, 1)
+    assert "load" not in after.workers.names()
+    away = False
+    if waiting is not None:
+        await after.done(waiting)
+    await after.until(lambda: "load" in after.workers.names())
+    if waiting is None:
+        waiting = await journal.submit_pass(world.store, model, 7)
+    await all_done(after, waiting, await journal.submit_step(world.store, model, 8))
+    assert await steps_of(after, model) == [*expected(1, 2), [7]]
+    assert after.workers.names().count("load") == 1
 
 
 async def test_models_come_back_while_there_is_nothing_else_to_do(
