@@ -20,6 +20,9 @@ def pack(payload: Mapping[str, Any], tokens: Sequence[Sequence[int]], logprobs: 
     choices = [
         {**choice, "length": len(each)} for choice, each in zip(payload["choices"], tokens, strict=True)
     ]
+    for each, scored in zip(tokens, logprobs, strict=True):
+        if len(each) != len(scored):  # or those of the choices behind it would be others'
+            raise RuntimeError(f"found logprobs of {len(scored)} of {len(each)} tokens")
     header = json.dumps({**payload, "choices": choices}).encode()
     arrays = [*(np.asarray(each, "<i4") for each in tokens), *(np.asarray(each, "<f4") for each in logprobs)]
     return b"".join([len(header).to_bytes(4, "little"), header, *(array.tobytes() for array in arrays)])

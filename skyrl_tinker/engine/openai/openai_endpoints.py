@@ -175,7 +175,7 @@ class OpenAIServer:
                 return await send(self._body(call, name, priority), headers=headers)
 
     def _body(self, call: _OpenAICall, name: str, priority: int) -> dict[str, Any]:
-        cache = self._samplers.leases.cache_fields(name)
+        cache = self._samplers.leases.cache_fields()
         return {**call.body, "model": name, "priority": priority, **cache}
 
     async def _stream(self, http: web.Request, call: _OpenAICall) -> tuple[web.StreamResponse, OutcomeLabel]:

@@ -20,9 +20,12 @@ class Leases:
     keeps_cache: bool = False
     """Replicas keep what they have cached of full weights when others come (setting inflight_cache)."""
 
-    def cache_fields(self, model: str) -> Mapping[str, str]:
-        """Return fields of a request in a lease, which then finds nothing cached under other weights."""
-        return {"cache_salt": self.full_weights.salt} if self.keeps_cache and model == BASE_MODEL else {}
+    def cache_fields(self) -> Mapping[str, str]:
+        """Return fields of a request in a lease, which then finds nothing cached under other weights.
+
+        Also under an adapter: one that outlives its lease may run on under other full parameters.
+        """
+        return {"cache_salt": self.full_weights.salt} if self.keeps_cache else {}
 
     @asynccontextmanager
     async def open(self, source: SampleSource) -> AsyncIterator[str]:

@@ -91,7 +91,7 @@ class SampleCall:
                     self.tag,
                     interruptible=interruptible,
                     priority=priority,
-                    fields=self.leases.cache_fields(model),
+                    fields=self.leases.cache_fields(),
                 )
             if response.replica is not None:
                 self.replicas.add(response.replica)

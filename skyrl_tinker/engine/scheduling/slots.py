@@ -96,8 +96,10 @@ class Slots:
         """Return whether others than this session have turns, or had one within ALONE_S."""
         now = self._clock()
         lately = self._newest != path and now < self._newest_at + ALONE_S
-        if lately or len(self._of_session) > (path in self._of_session):
+        if len(self._of_session) > (path in self._of_session):
             self._together_at = now
+        elif lately:
+            self._together_at = max(self._together_at, self._newest_at)
         self._newest, self._newest_at = path, now
         return now < self._together_at + ALONE_S
 

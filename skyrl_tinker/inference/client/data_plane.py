@@ -67,7 +67,7 @@ class DataPlane:
             # vLLM prefers the header, which a router may set.
             headers = {"X-Session-ID": session_key, "X-Request-Id": attempt.id}
             if self.straight and not vllm_requests.lists_logprobs(request):
-                headers["Accept"] = PACKED  # servers of others do not know it
+                headers["Accept"] = PACKED  # servers of others answer JSON
             answer = await self._answer("/inference/v1/generate", body, headers, self._server_of(session_key))
         replica, switched = answer.headers.get(REPLICA), attempt.switched
         parse = partial(vllm_responses.parse, answer.content, request, switched=switched, replica=replica)

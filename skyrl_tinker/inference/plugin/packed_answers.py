@@ -13,7 +13,7 @@ from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
 from vllm.entrypoints.serve.exception_handling.handlers.vllm_error import vllm_error_handler
-from vllm.entrypoints.serve.utils.api_utils import with_cancellation
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 from vllm.exceptions import VLLMError
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
@@ -41,7 +41,11 @@ class PackedAnswers:
         content = await read_body(receive)
         try:
             asked = GenerateRequest.model_validate_json(content)
+            packable = not asked.stream and asked.sampling_params.logprobs == 0
+            packable &= asked.sampling_params.prompt_logprobs is None and asked.output_mode == "tokens"
         except ValueError:  # vLLM's own route says which field
+            packable = False
+        if not packable:
             await self._app(*with_body(scope, receive, content), send)
             return
         request = Request(scope, receive)
@@ -49,13 +53,14 @@ class PackedAnswers:
             answer = await _generate(asked, request)
         except VLLMError as error:
             answer = await vllm_error_handler(request, error)
-        except Exception as error:
+        except (ValueError, TypeError, OverflowError, NotImplementedError) as error:  # as vLLM's routes do
             answer = await exception_handler(request, error)
         if answer is not None:
             await answer(scope, receive, send)
 
 
 @with_cancellation  # type: ignore[untyped-decorator]
+@load_aware_call  # type: ignore[untyped-decorator]
 async def _generate(asked: GenerateRequest, raw_request: Request) -> Response:
     """Return the answer; None once the client has gone."""
     serving = copy(raw_request.app.state.serving_tokens)

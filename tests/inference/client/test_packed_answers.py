@@ -1,15 +1,24 @@
 """Packed answers of a real server: the same as those of vLLM's own route, in all but their form."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from skyrl_tinker.domain.values import SampleRequest, TargetTokens
+from skyrl_tinker.domain.values import SampleRequest, TargetTokens, VersionSpan
 from skyrl_tinker.inference.client import http_connection, vllm_requests, vllm_responses
 from skyrl_tinker.inference.client.http_connection import HttpStatusError
 from skyrl_tinker.inference.packed import PACKED
-from tests.inference.support.samplers import CONTEXT, Sampler, ask, prompt_of
+from tests.inference.support.samplers import (
+    CONTEXT,
+    Sampler,
+    ask,
+    prompt_of,
+    publish_and_load,
+    random_adapter,
+    unique,
+)
 
 PATH = "/inference/v1/generate"
 PROMPT = prompt_of(9)
@@ -53,6 +62,30 @@ async def test_a_packed_answer_says_the_same(sampler: Sampler, request_: SampleR
     assert all(sequence.logprobs and sequence.versions for sequence in packed.sequences)
 
 
+async def test_a_packed_answer_of_an_adapter_names_it(sampler: Sampler, tmp_path: Path) -> None:
+    name, adapter = unique(tmp_path), random_adapter(sampler.facts.directory, 8, seed=1)
+    await publish_and_load(sampler, adapter, tmp_path, name)
+    request = ask(PROMPT, num_samples=2, max_tokens=5, seed=3)
+    body = vllm_requests.body(name, request, eos=(), context=CONTEXT)
+    packed, plain = [vllm_responses.parse(each, request) for each in await answers(sampler, body)]
+    await sampler.client.control.unload_adapter(name)
+    assert packed == plain
+    assert [sequence.versions for sequence in packed.sequences] == [(VersionSpan(name, 0, 5),)] * 2
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"prompt_logprobs": 1, "logprobs": 0}, {"logprobs": 2}, {}],
+    ids=["of the prompt", "listed", "none"],
+)
+async def test_what_arrays_cannot_say_is_said_in_json(sampler: Sampler, params: dict[str, Any]) -> None:
+    body = {"model": "base", "token_ids": PROMPT, "sampling_params": {"max_tokens": 3, "seed": 1, **params}}
+    url, headers = sampler.client.server_urls[0] + PATH, {"Accept": PACKED}
+    answer = await sampler.client.data.http.request("POST", url, json=body, headers=headers)
+    assert answer.headers["Content-Type"] == "application/json"
+    assert len(answer.content["choices"][0]["token_ids"]) == 3
+
+
 @pytest.mark.parametrize(
     ("change", "status", "message"),
     [
@@ -61,14 +94,14 @@ async def test_a_packed_answer_says_the_same(sampler: Sampler, request_: SampleR
         ({"token_ids": []}, 400, "token_ids"),
         ({"sampling_params": {"max_tokens": "many"}}, 400, "max_tokens"),
         ({"sampling_params": {"n": 100_000}}, 400, "n must be at most"),
-        ({"sampling_params": {"n": 4000}}, 400, "max_num_seqs"),
+        ({"sampling_params": {"n": 4000, "logprobs": 0}}, 400, "max_num_seqs"),
     ],
 )
 async def test_what_is_refused_is_refused_with_the_same_words(
     sampler: Sampler, change: dict[str, Any], status: int, message: str
 ) -> None:
     packed, plain = await answers(
-        sampler, {"model": "base", "token_ids": [1], "sampling_params": {}} | change
+        sampler, {"model": "base", "token_ids": [1], "sampling_params": {"logprobs": 0}} | change
     )
     assert packed == plain
     assert packed[0] == status

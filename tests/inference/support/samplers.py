@@ -57,7 +57,7 @@ class FixedLeases:
     def open(self, source: object) -> AbstractAsyncContextManager[str]:
         return nullcontext(self.model)
 
-    def cache_fields(self, model: str) -> Mapping[str, str]:
+    def cache_fields(self) -> Mapping[str, str]:
         return {}
 
 
