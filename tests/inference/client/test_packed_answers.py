@@ -1,14 +1,17 @@
 """Packed answers of a real server: the same as those of vLLM's own route, in all but their form."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from skyrl_tinker.domain.values import SampleRequest, TargetTokens, VersionSpan
 from skyrl_tinker.inference.client import http_connection, vllm_requests, vllm_responses
 from skyrl_tinker.inference.client.http_connection import HttpStatusError
+from skyrl_tinker.inference.client.vllm_responses import VllmResponse
 from skyrl_tinker.inference.packed import PACKED
 from tests.inference.support.samplers import (
     CONTEXT,
@@ -42,6 +45,19 @@ async def answers(sampler: Sampler, body: Mapping[str, Any]) -> list[Any]:
     return found
 
 
+def assert_alike(packed: VllmResponse, plain: VllmResponse) -> None:
+    """All the same, but for rounding: what shares a step with others is computed otherwise."""
+    for found, expected in zip(packed.sequences, plain.sequences, strict=True):
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
+        assert replace(found, logprobs=()) == replace(expected, logprobs=())
+    if packed.scores and plain.scores:
+        np.testing.assert_allclose(packed.scores.targets, plain.scores.targets, atol=1e-4)
+    drawn = [each.scores and each.scores.draws and each.scores.draws.tokens for each in (packed, plain)]
+    assert drawn[0] == drawn[1]
+    assert replace(packed, sequences=(), scores=None) == replace(plain, sequences=(), scores=None)
+    assert (packed.scores is None) == (plain.scores is None)
+
+
 @pytest.mark.parametrize(
     "request_",
     [
@@ -57,7 +73,7 @@ async def answers(sampler: Sampler, body: Mapping[str, Any]) -> list[Any]:
 async def test_a_packed_answer_says_the_same(sampler: Sampler, request_: SampleRequest) -> None:
     body = vllm_requests.body("base", request_, eos=sampler.facts.eos_token_ids, context=CONTEXT)
     packed, plain = [vllm_responses.parse(each, request_) for each in await answers(sampler, body)]
-    assert packed == plain
+    assert_alike(packed, plain)
     assert len(packed.sequences) == request_.num_samples
     assert all(sequence.logprobs and sequence.versions for sequence in packed.sequences)
 
@@ -69,7 +85,7 @@ async def test_a_packed_answer_of_an_adapter_names_it(sampler: Sampler, tmp_path
     body = vllm_requests.body(name, request, eos=(), context=CONTEXT)
     packed, plain = [vllm_responses.parse(each, request) for each in await answers(sampler, body)]
     await sampler.client.control.unload_adapter(name)
-    assert packed == plain
+    assert_alike(packed, plain)
     assert [sequence.versions for sequence in packed.sequences] == [(VersionSpan(name, 0, 5),)] * 2
 
 
