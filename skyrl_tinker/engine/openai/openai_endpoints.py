@@ -148,9 +148,15 @@ class OpenAIServer:
         return _OpenAICall(request, owner, version, prompts, body)
 
     async def _version(self, model: str, owner: OwnerId | None) -> WeightVersion | None:
-        """Return the version that a model name means, None for the base model. Raises as the store does."""
+        """Return the version that a model name means, with its files here; None for the base model.
+
+        Raises as the store does, and StorageError: before there is a turn, which would hold up others.
+        """
         found = await self._store.read(lambda conn: openai_models.find(conn, owner, model, self._facts))
-        return None if found is None else found[1]
+        if found is None:
+            return None
+        await self._samplers.fetch(found[1])
+        return found[1]
 
     async def _count_tokens(self, text: dict[str, Any]) -> int:
         """Count the tokens of a prompt. Every version has the tokenizer of the base model."""

@@ -67,13 +67,26 @@ class Samplers:
     async def sample(self, source: SampleSource, request: SampleRequest, share: Share = None) -> SampleOutput:
         """Sample, again where vLLM died meanwhile; an inflight target is followed to its newest version."""
         with self._counted(source):  # also between the requests that one sample may take
-            await self._fetch(source)
+            await self.fetch(source)
             return await self._fleet.with_retry(lambda: self._sample(source, request, share))
+
+    async def fetch(self, source: SampleSource) -> None:
+        """Have the files here that are in a storage, or that a replay writes again.
+
+        Raises StorageError; StorageAwayError when the storage has not answered for a while.
+        """
+        if source is None:
+            return
+        await self.storage.fetch_off_loop(Path(newest(source).directory))
+        if self._restored.is_set():
+            return
+        if not await asyncio.to_thread(has_files, newest(source)):
+            await self._restored.wait()
 
     async def await_files(self, source: SampleSource) -> None:
         """Return once the files are here, however long storage is away. Raises StorageError."""
         with self._counted(source):
-            await when_possible(partial(self._fetch, source))
+            await when_possible(partial(self.fetch, source))
 
     @property
     def replicas(self) -> int:
@@ -198,15 +211,6 @@ class Samplers:
             if not self._users[source.id]:
                 del self._users[source.id]
             self._used_at[source.id] = time.monotonic()
-
-    async def _fetch(self, source: SampleSource) -> None:
-        if source is None:
-            return
-        await self.storage.fetch_off_loop(Path(newest(source).directory))
-        if self._restored.is_set():
-            return
-        if not await asyncio.to_thread(has_files, newest(source)):
-            await self._restored.wait()
 
     async def _sample(self, source: SampleSource, request: SampleRequest, share: Share) -> SampleOutput:
         with self.affinity.key(source, array("q", request.prompt).tobytes(), request.sequences) as key:

@@ -9,10 +9,11 @@ from typing import Any, cast
 import pytest
 from sqlalchemy import Connection
 
-from skyrl_tinker.domain.ids import FutureStatus, SamplingSessionId, VersionId
+from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, SamplingSessionId, VersionId
 from skyrl_tinker.domain.manifest import write_listing
-from skyrl_tinker.domain.values import WeightVersion
+from skyrl_tinker.domain.values import LoraSpec, WeightVersion
 from skyrl_tinker.engine import outbox
+from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Fleet
@@ -20,10 +21,12 @@ from skyrl_tinker.engine.sampler.sampler_driver import CANCELLED, SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.errors import StorageAwayError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
-from skyrl_tinker.store import sampling_sessions
+from skyrl_tinker.store import checkpoint_records, sampling_sessions
+from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue, sample_submission
 from skyrl_tinker.store.futures.outcomes import Outcome
@@ -62,6 +65,34 @@ async def test_weights_that_were_deleted_from_the_cache_are_fetched_again(tmp_pa
     await samplers.unload(version)
     shutil.rmtree(directory)
     await samplers.sample(version, ask(1))
+    assert directory.exists()
+
+
+async def test_openai_requests_fetch_what_has_left_the_cache_before_they_have_a_turn(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = CheckpointStorage(tmp_path / "local", f"file://{tmp_path}/bucket", pauses_s=())
+    directory, exists, away = stored(storage, tmp_path), storage._files.exists, True
+    shutil.rmtree(directory)
+    monkeypatch.setattr(storage._files, "exists", lambda place: _there(away) and exists(place))
+    key = await journal.key_of(store, model := await journal.ready_model(store))
+
+    def save(conn: Connection) -> None:
+        version = sampling_sessions.insert_version(conn, key, "lora", durable=True)
+        sampling_sessions.publish_version(conn, version, str(directory), 1)
+        kind, spec = CheckpointKind.SAMPLER_WEIGHTS, LoraSpec(8, 1)
+        saved = NewCheckpoint(key, kind, "a", str(directory), FACTS.names[0], spec, 1, version_id=version)
+        checkpoint_records.add(conn, saved, replace=False)
+
+    await store.write(save)
+    nothing = cast(Any, None)
+    server = OpenAIServer(store, samplers_of(storage), nothing, FACTS, nothing, nothing, Metrics())
+    with pytest.raises(StorageAwayError):
+        await server._version(f"tinker://{model}/sampler_weights/a", None)
+    away = False
+    version = await server._version(f"tinker://{model}/sampler_weights/a", None)
+    assert version is not None
+    assert version.directory == str(directory)
     assert directory.exists()
 
 
