@@ -89,6 +89,11 @@ class OneRank:
     async def write_call_all(self, writer: str, method: str, *args: Any) -> list[Any]:
         return [await self.write_call(0, writer, method, *args)]
 
+    async def file_call_all(self, method: str, *args: Any) -> list[Any]:
+        if self.dead:
+            raise RankDiedError(f"rank 0 died in {method}")
+        return [getattr(self.worker.files, method)(*args, 0, 1)]
+
 
 class Real:
     def __init__(self, make: Callable[[], Worker], patch: pytest.MonkeyPatch) -> None:
