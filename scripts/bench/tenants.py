@@ -3,11 +3,11 @@
 
 usage: scripts/bench/tenants.py [--full] [--tenants N] [--seconds S] [--kills N] [--rate R] [--seed N]
 
-It starts a server. Each tenant has two sessions with an adapter of rank 4 each. A session trains (one
-forward_backward and an optim_step, sent together), saves its weights for sampling and goes on with these, or
-samples 8 tokens, and then is idle for a time drawn so that all sessions together do --rate operations per
-second. What does not arrive is sent again, with the same seq_id, as the SDK does. --full: 1,000 tenants for
-an hour, 10 kills.
+It starts a server. Each tenant has two sessions with an adapter of rank 4 each, which is saved for sampling
+at once: the work is the same from the first second to the last. A session trains (one forward_backward and an
+optim_step, sent together), saves its weights for sampling and goes on with these, or samples 8 tokens, and
+then is idle for a time drawn so that all sessions together do --rate operations per second. What does not
+arrive is sent again, with the same seq_id, as the SDK does. --full: 1,000 tenants for an hour, 10 kills.
 
 Errors are requests that failed, samples of another length than asked for, and steps that the optimizer did
 not count by one. `first` and `last` are seconds of operations in the first and the last tenth of the time, of
@@ -15,8 +15,9 @@ those that no kill and no recovery overlaps.
 
 Needs the packages of `scripts/setup tests`. With the default arguments it ends within six minutes.
 Prints, as its last line, one JSON object: errors; operations; p50_ratio, p99_ratio: last / first; rss_growth:
-end / after the first tenth, of the kind of process that grew most; kills; and what else was counted. `missed`
-names the bars that were not held, which make the exit code 1.
+end / after the first tenth, of the kind of process that grew most; killed: each kill with the seconds until
+the server had recovered; and what else was counted. `missed` names the bars that were not held, which make
+the exit code 1.
 """
 
 import argparse
@@ -59,8 +60,9 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Operation:
-    """`began`, `ended`: of the monotonic clock."""
+    """`kind`: train, sample or save; `began`, `ended`: of the monotonic clock."""
 
+    kind: str
     began: float
     ended: float
 
@@ -80,7 +82,7 @@ class Tenants:
             beats = [self.post("session_heartbeat", {"session_id": each}) for each in self.sessions]
             await asyncio.gather(*beats)
 
-    async def timed(self, work: Awaitable[None]) -> None:
+    async def timed(self, kind: str, work: Awaitable[None]) -> None:
         began = time.monotonic()
         try:
             async with asyncio.timeout(RESULT_S):
@@ -88,7 +90,7 @@ class Tenants:
         except Exception as error:  # counted: none is expected
             self.require(False, f"{type(error).__name__}: {error}")
         else:
-            self.operations.append(Operation(began, time.monotonic()))
+            self.operations.append(Operation(kind, began, time.monotonic()))
 
     def require(self, condition: bool, message: str) -> None:
         if not condition:
@@ -121,15 +123,12 @@ class Tenants:
 class Session:
     """One adapter that trains, and its sampler."""
 
-    def __init__(self, tenants: Tenants, session: str, model: str, sampler: str) -> None:
+    def __init__(self, tenants: Tenants, model: str) -> None:
         self._tenants = tenants
-        self._session, self._model, self._sampler = session, model, sampler
+        self._model, self._sampler = model, ""
         self._steps = 0
-        self._seq_ids, self._samples, self._samplers = (
-            itertools.count(1),
-            itertools.count(),
-            itertools.count(1),
-        )
+        self._seq_ids = itertools.count(1)
+        self._samples, self._samplers = itertools.count(), itertools.count()
 
     @classmethod
     async def open(cls, tenants: Tenants) -> "Session":
@@ -138,17 +137,22 @@ class Session:
         tenants.sessions.append(session)
         lora = {"rank": 4, "train_mlp": True, "train_attn": True, "train_unembed": True}
         model = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": lora}
-        sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
         model_id = (await tenants.result("create_model", model))["model_id"]
-        sampler_id = (await tenants.post("create_sampling_session", sampler))["sampling_session_id"]
-        return cls(tenants, session, model_id, sampler_id)
+        opened = cls(tenants, model_id)
+        await opened._save()
+        return opened
 
     async def work(self, draw: random.Random, idle_s: float, until: float) -> None:
-        works: Sequence[Callable[[], Awaitable[None]]] = (self._train, self._sample, self._sample, self._save)
+        works: dict[str, Callable[[], Awaitable[None]]] = {
+            "train": self._train,
+            "sample": self._sample,
+            "save": self._save,
+        }
         while (now := time.monotonic()) < until:
             await asyncio.sleep(min(draw.expovariate(1 / idle_s), until - now))
             if time.monotonic() < until:
-                await self._tenants.timed(draw.choices(works, (4, 4, 4, 1))[0]())
+                kind = draw.choices(list(works), (4, 8, 1))[0]
+                await self._tenants.timed(kind, works[kind]())
 
     async def _train(self) -> None:
         tokens = random_tokens(PROMPT)
@@ -218,6 +222,15 @@ def undisturbed(operations: Sequence[Operation], kills: Sequence[Kill]) -> list[
     ]
 
 
+def _seconds(operations: Sequence[Operation], kind: str | None = None) -> list[float]:
+    return [each.ended - each.began for each in operations if kind in (None, each.kind)]
+
+
+def _milliseconds(operations: Sequence[Operation], share: float, kind: str) -> int | None:
+    seconds = _seconds(operations, kind)
+    return round(1000 * percentile(seconds, share)) if seconds else None
+
+
 def report(
     tenants: Tenants,
     kills: Sequence[Kill],
@@ -229,11 +242,12 @@ def report(
     """`rss_mb`: after the first tenth and at the end, by kind of process."""
     quiet = undisturbed(tenants.operations, kills)
     tenth = seconds / 10
+    kinds = sorted({each.kind for each in quiet})
     tenths = [
-        [each.ended - each.began for each in quiet if number <= (each.began - began) / tenth < number + 1]
+        [each for each in quiet if number <= (each.began - began) / tenth < number + 1]
         for number in range(10)
     ]
-    filled = [each for each in tenths if each]
+    filled = [_seconds(each) for each in tenths if each]
     first, last = (
         {"p50": percentile(each, 0.5), "p99": percentile(each, 0.99)} for each in (filled[0], filled[-1])
     )
@@ -255,10 +269,9 @@ def report(
         "p99_ratio": ratios["p99"],
         "rss_growth": max(growth.values()),
         "kills": len(kills),
-        "killed": [kill.kind for kill in kills],
-        "recovery_max_s": round(max((kill.healed - kill.began for kill in kills), default=0.0), 1),
-        "p50_ms_by_tenth": [round(1000 * percentile(each, 0.5)) if each else None for each in tenths],
-        "p99_ms_by_tenth": [round(1000 * percentile(each, 0.99)) if each else None for each in tenths],
+        "killed": [f"{kill.kind} {kill.healed - kill.began:.0f} s" for kill in kills],
+        "p50_ms_by_tenth": {kind: [_milliseconds(each, 0.5, kind) for each in tenths] for kind in kinds},
+        "p99_ms_by_tenth": {kind: [_milliseconds(each, 0.99, kind) for each in tenths] for kind in kinds},
         "rss_mb": {kind: [round(mb), round(end.get(kind, 0))] for kind, mb in warm.items()},
         "missed": [*(["errors"] if tenants.errors else []), *missed],
     }

@@ -36,7 +36,7 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import CapturedState, TrainerGroup
 
 GRACE_S = 0.5
-"""Trainer time that snapshots may take before their share counts: the first ones come early."""
+"""Trainer time that snapshots may take on end, before their share counts."""
 ALL = 1 << 62
 _log = logging.getLogger(__name__)
 
@@ -78,6 +78,7 @@ class SnapshotKeeper:
         self._writing: asyncio.Task[None] | None = None
         self._removals: set[asyncio.Task[None]] = set()
         self._forgetting = asyncio.Lock()
+        self._room_s, self._looked = GRACE_S, time.monotonic()
         self.taken = 0
         self.spent_s = 0.0  # of the trainer's time, so far
 
@@ -118,10 +119,18 @@ class SnapshotKeeper:
             progress.clean_at = 0 if effect is Effect.GRADIENTS else row.seq_id or 0
 
     async def take_due(self) -> None:
-        """Take a snapshot if a replay would take long. Raises TrainerError: the ranks are broken."""
-        budget_s = GRACE_S + self._share * self._trainer.busy_s
-        if self.replay_seconds > self._replay_s / 2 and self.spent_s < budget_s:
+        """Take a snapshot if a replay would take long. Raises TrainerError: the ranks are broken.
+
+        Their share is one of all time, not of busy time: short work of many models never leaves the trainer
+        idle for long, and needs a snapshot of each.
+        """
+        now = time.monotonic()
+        self._room_s = min(GRACE_S, self._room_s + self._share * (now - self._looked))
+        self._looked = now
+        if self.replay_seconds > self._replay_s / 2 and self._room_s > 0:
+            spent_s = self.spent_s
             await self._take_largest()
+            self._room_s -= self.spent_s - spent_s
 
     async def take_idle(self) -> None:
         """Take one while the trainer has nothing to do. Raises TrainerError: the ranks are broken."""

@@ -2,11 +2,13 @@
 
 import asyncio
 import errno
+import itertools
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import orjson
 import pytest
@@ -16,7 +18,7 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelKey, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure, PassItem
 from skyrl_tinker.engine import outbox
-from skyrl_tinker.engine.recovery import leftovers, parking
+from skyrl_tinker.engine.recovery import leftovers, parking, snapshot_keeper
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.trainer import replay, trainer_driver, unit_execution
 from skyrl_tinker.errors import StorageAwayError, StorageError, TrainerError
@@ -404,17 +406,34 @@ async def test_idle_models_are_kept_and_only_what_came_later_is_replayed(
     assert names.count("step") == 2  # one is replayed, one is new
 
 
-async def train_busily(world: World, model: ModelId, first: int, steps: int) -> None:
-    """So that a replay would take time."""
+async def train_busily(world: World, model: ModelId, first: int, steps: int, seconds: float = 1.0) -> None:
+    """So that a replay would take time, `seconds` per pass."""
     run_pass = world.workers.run_pass
 
     async def slow(*args: object) -> object:
-        world.workers.busy_s += 1.0
+        world.workers.busy_s += seconds
         return await run_pass(*args)  # type: ignore[arg-type]
 
     world.workers.run_pass = slow  # type: ignore[assignment,method-assign]
     await train(world, model, first, steps)
     world.workers.run_pass = run_pass  # type: ignore[method-assign]
+
+
+async def test_snapshots_of_short_work_have_a_share_of_idle_time(
+    store: Store, bell: Doorbell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many models that each do little: the trainer is neither busy nor ever idle for long."""
+    clock = SimpleNamespace(monotonic=map(float, itertools.count()).__next__)  # a snapshot takes a second
+    monkeypatch.setattr(snapshot_keeper, "time", clock)
+    monkeypatch.setattr(trainer_driver, "IDLE_S", 3600.0)
+    world = World(store, bell, tmp_path / "checkpoints", replay_s=0.001)
+    try:
+        for model in [await world.model() for _ in range(3)]:
+            await train_busily(world, model, 1, 1, seconds=0.01)
+            await world.until(partial(snapshot_of, world, model), lambda row: row is not None)
+    finally:
+        world.running.cancel()
+        await asyncio.wait([world.running])
 
 
 async def test_a_checkpoint_that_was_loaded_may_be_deleted(world: World, new_engine: NewEngine) -> None:
