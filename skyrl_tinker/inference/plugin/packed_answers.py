@@ -1,6 +1,6 @@
 """Packed answers of vLLM's generate route, past FastAPI and without a JSON object per token."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator
 from copy import copy
 from dataclasses import asdict
 from typing import Any
@@ -20,18 +20,15 @@ from vllm.outputs import RequestOutput
 from vllm.utils.serial_utils import numpy2base64
 
 from skyrl_tinker.inference.packed import PACKED, pack
-from skyrl_tinker.inference.plugin.version_pull import read_body, with_body
+from skyrl_tinker.inference.plugin.asgi import Application, Message, Receive, Send, read_body, with_body
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 PATH = "/inference/v1/generate"
 
 
 class PackedAnswers:
     """ASGI middleware, behind the guard, that answers requests for samples which accept PACKED."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+    def __init__(self, app: Application) -> None:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:

@@ -2,13 +2,10 @@
 
 import os
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
 from skyrl_tinker.inference.constants import REPLICA, TOKEN
+from skyrl_tinker.inference.plugin.asgi import Application, Message, Receive, Send
 
-Receive = Callable[[], Awaitable[Any]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 OPEN_PATH = "/health"
 """Needs no token: the router, too, asks for it."""
 
@@ -19,11 +16,11 @@ class TokenGuard:
     Other users of the machine reach loopback as well. Answers to others say who gave them (REPLICA).
     """
 
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+    def __init__(self, app: Application) -> None:
         self._app = app
         self._expected = f"Bearer {os.environ[TOKEN]}".encode()
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif self._admits(scope):
@@ -34,17 +31,17 @@ class TokenGuard:
             await send({"type": "http.response.start", "status": 401, "headers": []})
             await send({"type": "http.response.body", "body": b"this server serves its skyrl-tinker alone"})
 
-    def _admits(self, scope: MutableMapping[str, Any]) -> bool:
+    def _admits(self, scope: Message) -> bool:
         given = dict(scope["headers"]).get(b"authorization", b"")
         return scope["path"] == OPEN_PATH or secrets.compare_digest(given, self._expected)
 
 
-def _signed(send: Send, scope: MutableMapping[str, Any]) -> Send:
+def _signed(send: Send, scope: Message) -> Send:
     """Return `send` with the server's address in the headers of answers."""
     host, port = scope["server"]
     name, address = REPLICA.lower().encode(), f"{host}:{port}".encode()
 
-    async def sign(message: MutableMapping[str, Any]) -> None:
+    async def sign(message: Message) -> None:
         if message["type"] == "http.response.start":
             message["headers"] = [*message["headers"], (name, address)]
         await send(message)

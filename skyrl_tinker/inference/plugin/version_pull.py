@@ -2,15 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
 from skyrl_tinker.inference.constants import PROBE
+from skyrl_tinker.inference.plugin.asgi import Application, Message, Receive, Send, read_body, with_body
 from skyrl_tinker.version_copies import VersionCopies
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _UPDATE, _BEGIN, _FINISH = "/update_weights", "/start_weight_update", "/finish_weight_update"
 
@@ -22,7 +18,7 @@ class VersionPull:
     this one is finished: vLLM maps the files until then.
     """
 
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+    def __init__(self, app: Application) -> None:
         self._app = app
         self._copies = VersionCopies()
         self._adapters: dict[str, str] = {}  # URL by name
@@ -71,26 +67,6 @@ class VersionPull:
         released, self._weights = self._weights, set()
         for url in released:
             await asyncio.to_thread(self._copies.release, url)
-
-
-async def read_body(receive: Receive) -> bytes:
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-    return body
-
-
-def with_body(scope: Message, receive: Receive, body: bytes) -> tuple[Message, Receive]:
-    """Return scope and messages of the same request with another body."""
-    headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
-    whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive_body() -> Message:
-        return whole.pop() if whole else await receive()
-
-    return {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}, receive_body
 
 
 async def _answer(send: Send, status: int, text: bytes) -> None:
