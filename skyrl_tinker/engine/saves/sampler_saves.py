@@ -162,14 +162,17 @@ class Publisher(SaveFlow[SamplerSave]):
 
     async def _answer(self, save: SamplerSave) -> bool:
         async with asyncio.TaskGroup() as tasks:
+            announcing: asyncio.Task[None] | None = None
             if self._lends(save):
                 self._samplers.lend(save.version, save.captured)
                 if not save.inflight:  # rollouts must not go on with weights of a save that may yet fail
-                    tasks.create_task(self._samplers.announce(save.version))
+                    announcing = tasks.create_task(self._samplers.announce(save.version))
             started = time.monotonic()
             succeeded = await super()._answer(save)
             if succeeded:
                 self._metrics.published(save.version.kind, save.row.id, time.monotonic() - started)
+            elif announcing is not None:  # a recovery of the ranks must not wait for samplers
+                announcing.cancel()
         if succeeded:
             await self._announce(save)
         return succeeded
@@ -215,10 +218,6 @@ class Publisher(SaveFlow[SamplerSave]):
         loading = self._samplers.load(save.version)  # which may take long
         await (loading if self._lends(save) else asyncio.gather(self._free(save), loading))
         return size
-
-    def _note_here(self, save: SamplerSave) -> None:
-        if not self._lends(save):  # else samplers take it from the ranks
-            super()._note_here(save)
 
     async def _free(self, save: SamplerSave) -> None:
         if self._lends(save):

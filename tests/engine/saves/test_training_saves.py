@@ -249,6 +249,30 @@ async def test_ranks_that_die_come_back_though_a_save_waits_for_the_storage(
     assert world.workers.names().count("persist") == 1, "no replay writes it again"
 
 
+@pytest.mark.parametrize("written", [False, True])
+async def test_ranks_that_die_come_back_though_samplers_that_take_from_them_do_not_answer(
+    world: World, *, written: bool
+) -> None:
+    world.samplers.takes_captured = True
+    world.samplers.going_on.clear()
+    world.workers.disk.clear()
+    model = await world.model(LoraSpec(0, 1))
+    body = SaveSamplerBody(sampling_session_seq_id=0).to_bytes()
+    saved = await journal.submit(world.store, model, 1, RequestKind.SAVE_WEIGHTS_FOR_SAMPLER, body)
+    await world.until(lambda: world.samplers.taken == ["ranks, without files"])
+    if written:
+        world.workers.disk.set()
+        assert (await world.done(saved)).status is FutureStatus.DONE
+    world.workers.broken = TrainerError("rank 0 died")
+    world.workers.disk.set()
+    step = await journal.submit_step(world.store, model, 2)
+    assert (await world.done(step)).status is FutureStatus.DONE
+    assert (await world.done(saved)).status is FutureStatus.DONE
+    assert world.workers.restarts == 1
+    assert world.workers.names().count("persist") == (1 if written else 2)
+    world.samplers.going_on.set()
+
+
 @pytest.mark.parametrize("ends", [False, True])
 async def test_a_load_waits_while_the_disk_is_full_and_other_models_train(
     world: World, monkeypatch: pytest.MonkeyPatch, ends: bool

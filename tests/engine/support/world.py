@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import FutureStatus, ModelId
-from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.engine.compose import make_tmpfs_spill
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
@@ -64,7 +64,8 @@ class World:
         )
         metrics = Metrics()
         outbox = Outbox(store, bell, metrics)
-        samplers = cast(Samplers, ScriptedSamplers())
+        self.samplers = ScriptedSamplers()
+        samplers = cast(Samplers, self.samplers)
         sampler = SamplerDriver(store, samplers, outbox, Concurrency(8, 8), metrics)
         spill = make_tmpfs_spill(settings)
         versions = EphemeralVersions(store, samplers, sampler, spill, settings)
@@ -86,8 +87,9 @@ class World:
         cursor = await self.driver.resume()
         await asyncio.gather(self.driver.run(report), self.intake.run(cursor))
 
-    async def model(self) -> ModelId:
-        accepted = await journal.submit_create(self.store, await journal.new_session(self.store))
+    async def model(self, spec: LoraSpec | None = None) -> ModelId:
+        session = await journal.new_session(self.store)
+        accepted = await journal.submit_create(self.store, session, spec=spec)
         assert (await self.done(accepted)).status is FutureStatus.DONE
         assert accepted.model_id is not None
         return accepted.model_id
