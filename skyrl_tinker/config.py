@@ -127,7 +127,13 @@ class Settings(BaseSettings):
         description="Work of others, in milliseconds, behind and with which a training request runs: while "
         "several sessions train, a pass of several requests takes half of it",
     )
-    max_lora_rank: int = Field(64, ge=1, le=512, description="Highest LoRA rank that a client may choose")
+    max_lora_rank: int = Field(
+        64,
+        ge=0,
+        le=512,
+        description="Highest LoRA rank that a client may choose; 0: full parameters only, samplers take no "
+        "adapters",
+    )
     context_length: int | None = Field(
         None,
         ge=2,

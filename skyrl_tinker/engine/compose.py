@@ -188,7 +188,7 @@ def make_samplers(
     chunk_bytes = settings.weight_chunk_mb * MiB
     transport = make_transport(_transport_name(settings), trainer, chunk_bytes, host)
     storage = open_storage(settings.checkpoint_root, settings.checkpoint_url)
-    adapters = AdapterLimits(settings.max_cpu_loras, settings.max_loras)
+    adapters = AdapterLimits(settings.max_cpu_loras, settings.max_loras if settings.max_lora_rank else 0)
     keep_cache = settings.inflight_cache == "keep"
     return Samplers(fleet, transport, facts, adapters, metrics, storage, keep_cache=keep_cache)
 
@@ -224,7 +224,7 @@ def sampler_spec(
         max_model_len=facts.context_length + 1,  # scoring a full context costs one generated token
         device=settings.device,
         dtype=settings.trainer_dtype,
-        max_lora_rank=next(rank for rank in LORA_RANKS if rank >= settings.max_lora_rank),
+        max_lora_rank=next(rank for rank in (0, *LORA_RANKS) if rank >= settings.max_lora_rank),
         max_loras=settings.max_loras,
         max_cpu_loras=settings.max_cpu_loras,
         log_dir=str(directories.log_dir),

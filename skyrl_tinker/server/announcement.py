@@ -15,8 +15,7 @@ def announcement(settings: Settings, facts: BaseModelFacts, *, keys: bool) -> st
     """Return the lines. `keys`: whether clients need an API key."""
     url = client_url(settings)
     facts_of_it = {
-        "model": f"{facts.name}, {facts.context_length} tokens of context, adapters up to rank "
-        f"{settings.max_lora_rank}",
+        "model": f"{facts.name}, {facts.context_length} tokens of context, {_trained(settings)}",
         "runs on": _devices(settings),
         "home": f"{settings.root}, logs in {Directories(settings).log_dir}",
         "API keys": _keys(settings, keys),
@@ -25,6 +24,11 @@ def announcement(settings: Settings, facts: BaseModelFacts, *, keys: bool) -> st
         "clients": f"export TINKER_BASE_URL={url} TINKER_API_KEY={'tml-…' if keys else 'tml-local'}",
     }
     return "\n".join([READY + url, *(f"  {name:<11} {value}" for name, value in facts_of_it.items())])
+
+
+def _trained(settings: Settings) -> str:
+    rank = settings.max_lora_rank
+    return f"adapters up to rank {rank}" if rank else "full parameters only"
 
 
 def _places(settings: Settings) -> dict[str, str]:

@@ -87,7 +87,7 @@ def test_a_model_that_cannot_be_served_is_refused_with_the_reason(
         ({"decoder_sparse_step": 2}, {}, "expected experts in all layers"),
         ({"use_sliding_window": True, "sliding_window": 64}, {}, "sliding windows are not supported"),
         ({"num_experts_per_tok": 0}, {}, "num_experts_per_tok must be a positive integer, found 0"),
-        ({}, {"vllm_args": {"data-parallel-size": 2}}, "data-parallel-size: expected 1 for a mixture"),
+        ({}, {"vllm_args": {"data-parallel-size": 2}}, "expected 1 for a mixture.* or max_lora_rank = 0"),
         (
             {},
             {"router_replay": True, "vllm_args": {"enable-prefix-caching": False}},
@@ -107,6 +107,13 @@ def test_mixtures_that_would_not_run_are_refused(
     change(tmp_path / "model", **changed)
     with pytest.raises(StartupError, match=message):
         base_model.resolve(config.load(base_model=str(tmp_path / "model"), **settings))
+
+
+def test_ranks_of_a_mixture_may_sample_beside_each_other_without_adapters(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", arch="qwen3-moe")
+    arguments = {"data-parallel-size": 2, "enable-expert-parallel": True}
+    given = {"base_model": str(tmp_path / "model"), "max_lora_rank": 0, "vllm_args": arguments}
+    assert base_model.resolve(config.load(**given)).experts
 
 
 def test_router_replay_is_refused_without_experts(model: Path) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,11 @@ pytestmark = pytest.mark.long
 LORA = ModelKey(1)
 PROMPT = (5, 262_143, 17, 300, 262_000)
 RANKS = {"data-parallel-size": 2, "disable-log-stats": False}
+MIXTURE = {
+    "arch": "qwen3-moe",
+    "max_lora_rank": 0,
+    "vllm_args": {**RANKS, "enable-expert-parallel": True},
+}
 
 
 @asynccontextmanager
@@ -74,11 +79,13 @@ async def test_a_vocabulary_as_large_as_gemma_3s_is_adapted(
         await sampler.client.close()
 
 
+@pytest.mark.parametrize("given", [{}, MIXTURE], ids=["dense", "mixture"])
 async def test_all_data_parallel_ranks_sample_pause_and_take_weights(
-    ray_cluster: None, make_worker: MakeWorker, tmp_path: Path
+    ray_cluster: None, make_worker: MakeWorker, tmp_path: Path, given: Mapping[str, Any]
 ) -> None:
-    async with serving(tmp_path, vllm_args=RANKS) as served:
-        await assert_all_sampled(served, make_worker, tmp_path)
+    """Those of a mixture have some of the experts each, and no adapters."""
+    async with serving(tmp_path, **{"vllm_args": RANKS, **given}) as served:
+        await assert_all_sampled(served, make_worker, tmp_path, adapters=given == {})
         sampler = make_sampler(served)
         control, model = sampler.client.control, reference(served.facts.directory)
         assert await control.world_size() == 2

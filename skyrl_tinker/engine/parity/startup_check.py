@@ -45,13 +45,13 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class LogprobGap:
-    """Largest difference between trainer and samplers."""
+    """Largest difference between trainer and samplers; of adapters None where these take none."""
 
     base: float
-    adapter: float
+    adapter: float | None = None
 
     def __str__(self) -> str:
-        return f"base {self.base:.1e}, LoRA {self.adapter:.1e}"
+        return f"base {self.base:.1e}" + ("" if self.adapter is None else f", LoRA {self.adapter:.1e}")
 
 
 async def probe(trainer: TrainerGroup, facts: BaseModelFacts) -> Probe:
@@ -79,23 +79,28 @@ async def compare(probed: Probe, samplers: Samplers, directory: Path) -> Logprob
     """Score on the samplers and compare. `directory` is used for the adapter and removed."""
     version = WeightVersion(VERSION, "lora", str(directory))
     await in_disk_thread(shutil.rmtree, directory, ignore_errors=True)  # an engine may have died here
+    sources: list[WeightVersion | None] = [None]
     try:
-        await probed.weights.persist(str(directory))
-        await samplers.load(version)
-        (base, _), (adapter, _) = await asyncio.gather(
-            sampler_logprobs(samplers, None, probed.tokens),
-            sampler_logprobs(samplers, version, probed.tokens),
+        if samplers.takes_adapters:
+            sources.append(version)
+            await probed.weights.persist(str(directory))
+            await samplers.load(version)
+        scored = await asyncio.gather(
+            *(sampler_logprobs(samplers, source, probed.tokens) for source in sources)
         )
     finally:
         await probed.weights.drop()
         await samplers.unload(version)
         await in_disk_thread(shutil.rmtree, directory, ignore_errors=True)
-    return LogprobGap(largest_difference(base, probed.base), largest_difference(adapter, probed.adapter))
+    expected = (probed.base, probed.adapter)[: len(scored)]
+    return LogprobGap(
+        *(largest_difference(found, own) for (found, _), own in zip(scored, expected, strict=True))
+    )
 
 
 def require_agreement(gap: LogprobGap, allowed: float) -> None:
     """Raise StartupError with the numbers when they are beyond `allowed`, or none at all."""
-    if gap.base <= allowed and gap.adapter <= allowed:  # false for NaN
+    if gap.base <= allowed and (gap.adapter is None or gap.adapter <= allowed):  # false for NaN
         return
     raise StartupError(
         f"trainer and sampler disagree on logprobs: {gap}, allowed {allowed:.0e} (logprob_gap_bound); "

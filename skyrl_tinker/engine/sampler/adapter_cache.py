@@ -12,7 +12,7 @@ from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, newest
 from skyrl_tinker.engine.sampler.version_files import require_files
-from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.errors import SamplerError, UserError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 
 _log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ TURN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """Numbers of adapters that vLLM keeps in memory, and that it takes into one batch."""
+    """Numbers of adapters that vLLM keeps in memory, and that it takes into one batch; 0: none at all."""
 
     loaded: int
     running: int
@@ -55,6 +55,11 @@ class AdapterCache:
         self._turns: dict[VersionId, _Turn] = {}  # oldest first
         self._waiting: OrderedDict[VersionId, int] = OrderedDict()  # how many requests wait for each
         self._changed = asyncio.Event()
+
+    def require_taken(self) -> None:
+        """Raise UserError where the samplers take no adapters."""
+        if not self._limits.running:
+            raise UserError("no adapter can be sampled: the server's setting max_lora_rank is 0")
 
     async def acquire(self, source: WeightVersion | InflightTarget) -> WeightVersion:
         """Return the version whose adapter is loaded and has a place, and stays so until `release`.
@@ -92,8 +97,9 @@ class AdapterCache:
     async def load(self, version: WeightVersion) -> None:
         """Load it, unless all that are loaded are in use or a change is under way, which may take minutes.
 
-        Then it comes with its first request.
+        Then it comes with its first request. Raises UserError as `require_taken` does.
         """
+        self.require_taken()
         if self._fleet.changing.held:
             return
         async with self._fleet.changing:

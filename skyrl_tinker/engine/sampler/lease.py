@@ -43,6 +43,7 @@ class Leases:
                 finally:
                     self.full_weights.release()
                 return
+            self.adapters.require_taken()
             await self.full_weights.acquire(None)
             try:
                 version = await self.adapters.acquire(source)

@@ -49,6 +49,7 @@ class Samplers:
     ) -> None:
         """`keep_cache`: of full weights, when others come (setting inflight_cache)."""
         self.storage = storage
+        self.takes_adapters = adapters.running > 0
         self._fleet = fleet
         self._facts = facts
         self._swaps = WeightSwaps(fleet, transport, facts, metrics, keep_cache=keep_cache)

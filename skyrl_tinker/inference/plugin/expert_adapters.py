@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import linear
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat, FusedMoEExperts
@@ -32,7 +32,12 @@ def apply() -> None:
 
 
 def _select(moe_config: FusedMoEConfig) -> tuple[UnquantizedMoeBackend, type[FusedMoEExperts]]:
-    """Replace vLLM's choice of a kernel; NotImplementedError for experts of another kind."""
+    """Replace vLLM's choice of a kernel; NotImplementedError for experts of another kind.
+
+    Also for rows of several ranks, which come without the slots of their adapters.
+    """
+    if moe_config.is_lora_enabled and moe_config.moe_parallel_config.dp_size > 1:
+        raise NotImplementedError("adapters of experts that data-parallel ranks share")
     supported, reason = FusedMoEExperts.is_supported_config(
         PlainExperts, moe_config, None, None, FusedMoEActivationFormat.Standard
     )
@@ -46,11 +51,6 @@ class PlainExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
 
     The adapter of gpt-oss has one pair for gate and up, whose outputs take turns there.
     """
-
-    @staticmethod
-    def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:
-        """Refuse data parallelism, for which vLLM cannot gather rows of several ranks on a CPU."""
-        return moe_parallel_config.dp_size == 1
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Leave them as they were loaded."""

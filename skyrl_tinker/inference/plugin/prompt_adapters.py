@@ -73,7 +73,11 @@ def adapter_of(runner: Any, request: str) -> Iterator[None]:
     from vllm.lora.layers import LogitsProcessorWithLoRA
 
     processors = (module for module in runner.model.modules() if isinstance(module, LogitsProcessorWithLoRA))
-    wrapper: Any = next(processors).punica_wrapper
+    processor = next(processors, None)
+    if processor is None:  # this server takes no adapters
+        yield
+        return
+    wrapper: Any = processor.punica_wrapper
     first = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[request]])
     slot = wrapper.token_lora_indices[first : first + 1]
     before = wrapper.sampler_indices.clone()

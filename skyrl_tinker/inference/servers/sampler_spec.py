@@ -39,7 +39,7 @@ class SamplerSpec:
     max_model_len: int
     device: str  # "cpu" | "cuda"
     dtype: str
-    max_lora_rank: int  # 1, 8, 16, 32, 64, 128, 256, 320 or 512
+    max_lora_rank: int  # 1, 8, 16, 32, 64, 128, 256, 320 or 512; 0: no adapters
     max_loras: int  # adapters in one batch
     max_cpu_loras: int  # adapters kept in memory
     log_dir: str
@@ -119,22 +119,25 @@ def _fixed(spec: SamplerSpec, port: int, host: str) -> Arguments:
         "load-format": "hf",
         "config-format": "hf",
         "tokenizer-mode": "hf",
-        "max-loras": spec.max_loras,
-        "max-lora-rank": spec.max_lora_rank,
-        "max-cpu-loras": spec.max_cpu_loras,
         "weight-transfer-config": {"backend": spec.weight_backend},
         "served-model-name": names,
         "enable-scale-out": True,
-        "enable-lora": True,
         "enable-prompt-tokens-details": True,
         "scheduling-policy": "priority",  # those of engine.scheduling.priorities
     }
+    adapters: Arguments = {
+        "enable-lora": True,
+        "max-loras": spec.max_loras,
+        "max-lora-rank": spec.max_lora_rank,
+        "max-cpu-loras": spec.max_cpu_loras,
+    }
+    lora = adapters if spec.max_lora_rank else {}
     guard = {"middleware": GUARD} if spec.token else {}
     parser = {"reasoning-parser": spec.reasoning_parser} if spec.reasoning_parser else {}
     experts = {"enable-return-routed-experts": True} if spec.router_replay else {}
     gpu = {} if spec.device == "cpu" else {"gpu-memory-utilization": spec.gpu_memory_utilization}
     sleep = {"enable-sleep-mode": True} if spec.shared_gpus and spec.device == "cuda" else {}
-    return {**common, **guard, **parser, **experts, **gpu, **sleep}
+    return {**common, **lora, **guard, **parser, **experts, **gpu, **sleep}
 
 
 def _defaults(spec: SamplerSpec) -> Arguments:

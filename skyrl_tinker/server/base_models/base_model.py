@@ -42,10 +42,11 @@ def resolve(settings: Settings) -> BaseModelFacts:
     if facts.hub_name is None:
         check_weights(Path(facts.directory))
     _check_workers(settings.tensor_parallel_size, facts)
-    if facts.experts and settings.vllm_args.get("data-parallel-size", 1) != 1:
+    if facts.experts and settings.max_lora_rank and settings.vllm_args.get("data-parallel-size", 1) != 1:
         raise StartupError(
             "vllm_args: data-parallel-size: expected 1 for a mixture of experts, whose ranks would compute "
-            "each other's rows with whatever adapter they have in the slot of that number; use replicas"
+            "each other's rows with whatever adapter they have in the slot of that number; use replicas, or "
+            "max_lora_rank = 0, with which there are no adapters"
         )
     if settings.router_replay:
         _check_router_replay(settings, facts)

@@ -18,6 +18,13 @@ def test_a_start_with_logprobs_that_disagree_is_refused_in_any_dtype(dtype: str)
                 require_agreement(gap, allowed)
 
 
+def test_without_adapters_the_base_alone_decides() -> None:
+    require_agreement(LogprobGap(1e-5), 1e-3)
+    for wrong in (1.0, nan):
+        with pytest.raises(StartupError, match=r"disagree on logprobs: base [^,]*, allowed"):
+            require_agreement(LogprobGap(wrong), 1e-3)
+
+
 def test_the_setting_bounds_the_start_as_well() -> None:
     assert allowed_gap(config.load(trainer_dtype="bfloat16")) == 0.25
     assert allowed_gap(config.load(trainer_dtype="bfloat16", logprob_gap_bound=0.5)) == 0.5

@@ -15,7 +15,7 @@ from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.errors import NotFoundError, StateLostError
+from skyrl_tinker.errors import NotFoundError, StateLostError, UserError
 from skyrl_tinker.inference.client.http_connection import HttpAnswer
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.client.vllm_requests import PART_TOKENS
@@ -52,10 +52,11 @@ class Replica:
         return HttpAnswer({"model": json["model"], "usage": {}, "choices": [choice]}, {})
 
 
-def samplers_of(replica: Replica, *, keep_cache: bool = False) -> Samplers:
+def samplers_of(replica: Replica, *, keep_cache: bool = False, running: int = 8) -> Samplers:
+    """`running`: adapters at once."""
     client = RemoteInferenceClient("http://replica", ("http://replica",))
     client.data.http = client.control.http = cast(Any, replica)
-    fleet, limits = Fleet(cast(Any, None), client), AdapterLimits(8, 8)
+    fleet, limits = Fleet(cast(Any, None), client), AdapterLimits(8, running)
     return Samplers(fleet, cast(Any, None), FACTS, limits, Metrics(), keep_cache=keep_cache)
 
 
@@ -150,3 +151,11 @@ async def test_weights_without_files_are_waited_for_while_a_replay_may_bring_the
     with pytest.raises(StateLostError, match="save them again"):
         await waiting[1]
     assert replica.models == ["v3", "v1"]
+
+
+async def test_adapters_are_refused_where_samplers_take_none(tmp_path: Path) -> None:
+    samplers = samplers_of(replica := Replica(), running=0)
+    await samplers.load(adapter(1, tmp_path))
+    with pytest.raises(UserError, match=r"no adapter .* setting max_lora_rank is 0"):
+        await samplers.sample(adapter(1, tmp_path), REQUEST)
+    assert replica.loads == []

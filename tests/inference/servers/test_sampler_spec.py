@@ -47,6 +47,11 @@ def test_arguments_of_vllm_are_added_or_take_the_place_of_defaults() -> None:
     assert value_of(flags(ON_GPU, 1), "--max-num-seqs") == "320"
 
 
+def test_samplers_of_full_parameters_alone_take_no_adapters() -> None:
+    assert "--enable-lora" in flags(ON_GPU, 1)
+    assert [name for name in flags(replace(ON_GPU, max_lora_rank=0), 1) if "lora" in name] == []
+
+
 def test_the_head_is_computed_in_float32_beside_what_a_user_overrides() -> None:
     """As the trainer's: rounded to bfloat16, a logit of 30 would be off by up to 0.06."""
     half = replace(ON_GPU, dtype="bfloat16")
