@@ -79,7 +79,8 @@ class Engine:
             tasks.create_task(parts.cleanup.run())
             tasks.create_task(parts.deadlines.run())
             tasks.create_task(backends.fleet.supervise(self._env.status, backends.samplers.equip))
-            tasks.create_task(backends.placement.run(SleepControl(backends.fleet)))
+            sleep_control = SleepControl(backends.fleet, backends.samplers.drop_weights)
+            tasks.create_task(backends.placement.run(sleep_control))
             tasks.create_task(_watch_trainer(backends.trainer, parts.trainer_driver))
             tasks.create_task(_watch_ray(self._env.ray))
 

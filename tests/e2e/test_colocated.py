@@ -3,6 +3,8 @@
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -20,14 +22,20 @@ pytestmark = pytest.mark.long
 
 TOKENS = random_tokens(40, seed=3)
 LONG = 400
+SYNCS = "weight_sync_seconds_count"
+
+
+@contextmanager
+def colocating(root: Path, settings: str = "") -> Iterator[Serve]:
+    file = root / "settings.toml"
+    file.write_text(f"phase_max_s = 0.6\nphase_min_s = 0.1\n{settings}")
+    with serving(root / "home", "--placement", "colocated", "--config", str(file)) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    home = tmp_path_factory.mktemp("colocated")
-    settings = home / "settings.toml"
-    settings.write_text("phase_max_s = 0.6\nphase_min_s = 0.1\n")
-    with serving(home / "home", "--placement", "colocated", "--config", str(settings)) as server:
+    with colocating(tmp_path_factory.mktemp("colocated")) as server:
         yield server
 
 
@@ -37,13 +45,18 @@ def colocated(running: Serve) -> Iterator[Client]:
         yield Client(running.url, service)
 
 
-def turns(server: Serve) -> dict[str, float]:
-    """How often each state was left, and after how many seconds in all: what the engine says at once."""
+def metrics(server: Serve, prefix: str) -> dict[str, float]:
+    """What the engine says at once."""
     socket = Directories(config.load(home=server.home)).engine_socket
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), base_url="http://engine") as engine:
         text = engine.get("/metrics", timeout=10).text
-    lines = (line.split() for line in text.splitlines() if line.startswith("skyrl_tinker_turn"))
+    lines = (line.split() for line in text.splitlines() if line.startswith(f"skyrl_tinker_{prefix}"))
     return {name.removeprefix("skyrl_tinker_"): float(value) for name, value in lines}
+
+
+def turns(server: Serve) -> dict[str, float]:
+    """How often each state was left, and after how many seconds in all."""
+    return metrics(server, "turn")
 
 
 def samplers_awake(server: Serve) -> bool:
@@ -78,6 +91,29 @@ def test_full_parameters_take_their_turns_too(colocated: Client) -> None:
     sampler = full.save_weights_and_get_sampling_client().result()
     scored = sampler.compute_logprobs(prompt(TOKENS)).result()
     np.testing.assert_allclose(scored[1:], logprobs_of(full, TOKENS), atol=1e-3)
+
+
+def test_without_adapters_samplers_lose_their_weights_in_each_turn_of_the_trainer(tmp_path: Path) -> None:
+    """Each sample after it waits for its own. (vLLM does not free them on a CPU.)"""
+    with (
+        colocating(tmp_path, "max_lora_rank = 0\ngap_probe_tokens = 0\n") as server,
+        tinker.ServiceClient(base_url=server.url) as service,
+    ):
+        client = Client(server.url, service)
+        with pytest.raises(tinker.RequestFailedError, match="max_lora_rank"):
+            client.new_lora()
+        full = client.new_full()
+        expected, samplers = [logprobs_of(full, TOKENS)], [client.base_sampler()]
+        for _ in range(2):
+            train(full, TOKENS, 1e-3)
+            samplers.append(full.save_weights_and_get_sampling_client().result())
+            expected.append(logprobs_of(full, TOKENS))
+        synced = metrics(server, SYNCS)[SYNCS]
+        for number in (2, 2, 0, 0, 1, 1):
+            np.testing.assert_allclose(logprobs_of(full, TOKENS), expected[-1], atol=1e-5)
+            scored = samplers[number].compute_logprobs(prompt(TOKENS)).result()
+            np.testing.assert_allclose(scored[1:], expected[number], atol=1e-3)
+        assert metrics(server, SYNCS)[SYNCS] >= synced + 6
 
 
 def test_long_generations_span_turns_and_come_out_the_same(

@@ -94,6 +94,12 @@ class FullWeights:
         running = self._inside > 0 and self._state.version == version
         return running or (self._swapping is not None and self._coming == version)
 
+    def drop(self) -> bool:
+        """Forget the resident weights if no request runs on them; return whether that is so."""
+        if not self._inside:
+            self.forget()
+        return not self._inside
+
     def forget(self) -> None:
         """Make the next request load its weights: the samplers may serve different weights."""
         self._state = _State(_UNKNOWN, None)

@@ -170,6 +170,14 @@ class Samplers:
                 async with self._fleet.placement.awake():
                     await self._fleet.client.control.abort(source.tag)
 
+    def drop_weights(self) -> bool:
+        """Let the replicas lose their weights if no request needs them; return whether they may.
+
+        The next request then waits for its own, whichever they are. Not where adapters run, under the base's,
+        which would come from files again and again.
+        """
+        return not self.takes_adapters and self._full_weights.drop()
+
     @property
     def takes_captured(self) -> bool:
         """True if full weights can come from the trainer's ranks, without files."""

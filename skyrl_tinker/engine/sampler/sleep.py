@@ -14,12 +14,18 @@ TIMEOUT_S = 120.0
 class SleepControl:
     """Running requests pause while their replica sleeps, and continue from the same token afterwards."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, drop_weights: Callable[[], bool]) -> None:
+        """`drop_weights`: returns True if weights may be lost, as others come before the next request."""
         self._fleet = fleet
+        self._drop_weights = drop_weights
 
     async def sleep(self) -> None:
-        """Return when all GPU memory is free, of what sleeps and of what had to be ended."""
-        await self._call_all("go to sleep", lambda replica: replica.sleep(1, "keep"))
+        """Return when all GPU memory is free, of what sleeps and of what had to be ended.
+
+        Weights that may be lost take no host memory meanwhile.
+        """
+        level = 2 if self._drop_weights() else 1
+        await self._call_all("go to sleep", lambda replica: replica.sleep(level, "keep"))
 
     async def wake_weights(self) -> None:
         """Return when the weights of all members can be replaced; they serve after `wake_caches`."""

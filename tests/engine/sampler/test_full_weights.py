@@ -13,7 +13,7 @@ from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, SampleS
 from skyrl_tinker.errors import SamplerError
 from tests.engine.support.simulation import simulated
 
-A, B, C = (WeightVersion(VersionId(number), "full", f"/weights/{number}") for number in (1, 2, 3))
+A, B, C, LOST = (WeightVersion(VersionId(number), "full", f"/weights/{number}") for number in (1, 2, 3, 4))
 
 
 class Server:
@@ -131,6 +131,33 @@ async def test_where_nobody_knows_what_is_served_even_the_base_is_brought_again(
     server.weights.forget()
     await server.request(None)
     assert server.swaps == [A, None]
+
+
+@simulated
+async def test_dropped_weights_come_again_before_the_next_request() -> None:
+    """Also the base's, and where the first try to bring them fails. A request that runs keeps its weights."""
+    server = Server()
+    for version in (A, None):
+        async with server.hold(version):
+            assert not server.weights.drop()
+        assert server.weights.drop()
+        server.version, server.broken = LOST, True
+        with pytest.raises(SamplerError, match="disk"):
+            await server.request(version)
+        server.broken = False
+        await server.request(version)
+    assert server.swaps == [A, A, None, None]
+
+
+@simulated
+async def test_what_is_on_its_way_while_weights_are_dropped_is_served() -> None:
+    server = Server()
+    coming = asyncio.create_task(server.weights.offer(A))
+    await asyncio.sleep(0)
+    assert server.weights.swapping
+    assert server.weights.drop()
+    await coming
+    assert server.weights.resident == A
 
 
 @simulated

@@ -159,3 +159,8 @@ async def test_adapters_are_refused_where_samplers_take_none(tmp_path: Path) -> 
     with pytest.raises(UserError, match=r"no adapter .* setting max_lora_rank is 0"):
         await samplers.sample(adapter(1, tmp_path), REQUEST)
     assert replica.loads == []
+
+
+def test_weights_under_which_adapters_run_are_not_dropped() -> None:
+    assert samplers_of(Replica(), running=0).drop_weights()
+    assert not samplers_of(Replica()).drop_weights()

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
@@ -78,17 +79,20 @@ async def fleet_of(*replicas: Replica, status: EngineStatus) -> AsyncIterator[tu
         await replica.server.close()
 
 
+@pytest.mark.parametrize(("needed", "level"), [(True, 1), (False, 2)])
 async def test_running_requests_are_kept_and_the_weights_come_back_first(
-    store: Store, bell: Doorbell
+    store: Store, bell: Doorbell, *, needed: bool, level: int
 ) -> None:
+    """Weights that no request needs take no host memory meanwhile."""
     replicas = Replica(), Replica()
     async with fleet_of(*replicas, status=EngineStatus(store, bell)) as (fleet, _):
-        await SleepControl(fleet).sleep()
-        await SleepControl(fleet).wake_weights()
-        await SleepControl(fleet).wake_caches()
+        control = SleepControl(fleet, lambda: not needed)
+        await control.sleep()
+        await control.wake_weights()
+        await control.wake_caches()
     for replica in replicas:
         assert replica.asked == [
-            "/sleep?level=1&mode=keep",
+            f"/sleep?level={level}&mode=keep",
             "/wake_up?tags=weights",
             "/wake_up?tags=kv_cache",
         ]
@@ -102,9 +106,10 @@ async def test_a_replica_that_does_not_sleep_or_wake_is_ended_and_the_others_go_
         fleet,
         processes,
     ):
-        await SleepControl(fleet).sleep()
+        control = SleepControl(fleet, lambda: False)
+        await control.sleep()
         assert processes.ended == [1], "its memory must be free when this returns"
-        await SleepControl(fleet).wake_weights()
+        await control.wake_weights()
         assert processes.ended == [1, 2]
         assert fleet.client.server_urls == (sound.url,)
     assert drowsy.asked == ["/sleep?level=1&mode=keep", "/wake_up?tags=weights"]
