@@ -161,8 +161,15 @@ class _Update:
 
     async def _leave_former_group(self, url: str) -> int:
         """Free what vLLM holds of it, which a new one would only replace; return the number of workers."""
-        await self._replicas[url].shutdown_weight_transfer_engine()
-        return await self._replicas[url].world_size()
+        replica = self._replicas[url]
+        try:
+            await replica.shutdown_weight_transfer_engine()
+        except SamplerError:  # refused during an update, which an engine that died may have left half done
+            if not self._transport.staged:
+                raise
+            await _try_all([replica.update_weights(DISCARD)])
+            await replica.shutdown_weight_transfer_engine()
+        return await replica.world_size()
 
     async def _start(self, url: str) -> None:
         if self._spoiled:

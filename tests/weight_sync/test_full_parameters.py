@@ -154,6 +154,18 @@ async def test_half_an_update_is_never_applied(
     await assert_base(each_sampler)
 
 
+async def test_an_update_that_an_engine_left_when_it_died_is_discarded_by_the_next_one(
+    each_sampler: Sampler, transport: WeightTransport, trained: Path
+) -> None:
+    await back_to_base(each_sampler, transport)
+    await each_sampler.client.control.start_weight_update()
+    await transport.leave()  # the next engine knows of no group
+    await sync(each_sampler, transport, trained / "two", "v7")
+    prompt = prompt_of(20)
+    assert_same_logprobs(await each_sampler("base", ask(prompt)), reference(trained / "trained"), prompt)
+    await back_to_base(each_sampler, transport)
+
+
 async def test_a_file_that_is_cut_while_it_is_sent_leaves_the_old_weights(
     each_sampler: Sampler, transport: WeightTransport, trained: Path
 ) -> None:
