@@ -57,7 +57,7 @@ class CoreWatch:
         """Return False for silence alone: HealthWatch sees servers that refuse."""
         try:
             async with asyncio.timeout(self._try_s):
-                await self._http.request("GET", f"{self._url}/is_sleeping", repeatable=False)
+                await self._http.text(f"{self._url}/is_sleeping")
         except TimeoutError:
             return False
         except (SamplerError, HttpStatusError):

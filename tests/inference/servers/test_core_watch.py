@@ -11,14 +11,18 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from skyrl_tinker.inference.client.http_connection import JsonHttp
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.servers import health_checks
 from skyrl_tinker.inference.servers.health_checks import CoreWatch, Loss, health
 from skyrl_tinker.inference.servers.ports import reserve_port
 from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec, environment, flags
 from skyrl_tinker.inference.servers.vllm_server import ENTRY
 from tests.inference.support.samplers import ask, prompt_of, sample, spec_of, write_model
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.servers, pytest.mark.long]
 
@@ -103,3 +107,25 @@ async def test_a_core_with_longer_work_is_excused(server: str) -> None:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
+
+
+async def test_the_core_is_asked_over_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_checks, "CORE_POLL_S", 0.001)
+    connections: list[object] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        connections.append(request.transport)
+        return web.json_response({"is_sleeping": False})
+
+    app = web.Application()
+    app.router.add_get("/is_sleeping", answer)
+    async with TestServer(app) as asked:
+        http = JsonHttp()
+        watching = asyncio.create_task(
+            CoreWatch(str(asked.make_url("")).rstrip("/"), http, STEP_S, lambda: False).wait_stuck(0)
+        )
+        await until(lambda: len(connections) > 2)
+        watching.cancel()
+        await asyncio.wait((watching,))
+        await http.close()
+    assert len(set(connections)) == 1
