@@ -5,6 +5,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from sqlalchemy import Connection
@@ -25,6 +26,7 @@ RECENT_S = 60.0
 """Time after their last sample in which weights count as those that a client goes on to sample."""
 SHARE = 0.25
 """Of the disk under home, that all versions may take by default."""
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -43,6 +45,7 @@ class EphemeralVersions:
         self._spill = spill
         self._settings = settings
         self._turns: WeakValueDictionary[VersionId, asyncio.Lock] = WeakValueDictionary()
+        self._moved: set[VersionId] = set()  # to disk, of those that are kept
 
     async def sweep(self) -> None:
         """Drop what nobody samples any more, then the oldest above the cap, and move others to disk."""
@@ -103,10 +106,10 @@ class EphemeralVersions:
         await self._in_turn(self._spill.remove, version)
         return True
 
-    async def _in_turn(self, work: Callable[[WeightVersion], None], version: WeightVersion) -> None:
+    async def _in_turn(self, work: Callable[[WeightVersion], T], version: WeightVersion) -> T:
         """Have the spill work on a version, behind what it does with it already."""
         async with self._turns.setdefault(version.id, asyncio.Lock()):
-            await in_transfer_thread(work, version)
+            return await in_transfer_thread(work, version)
 
     async def _enforce_cap(self) -> None:
         """Drop versions, oldest first, until all are below the cap; the newest of each model stays."""
@@ -138,8 +141,12 @@ class EphemeralVersions:
         if not await in_disk_thread(self._spill.low):
             return
         kept = await self._store.fetch(sampling_sessions.list_ephemeral_versions)
+        self._moved.intersection_update(version.id for version in kept)
         for version in kept[:-1]:  # the newest is about to be sampled
+            if version.id in self._moved:  # each sweep would look at the files of all
+                continue
             if not await in_disk_thread(self._spill.low):
                 return
             with suppress(FileNotFoundError):  # gone with a reboot; it may yet be made again
-                await self._in_turn(self._spill.move, version)
+                if await self._in_turn(self._spill.move, version):
+                    self._moved.add(version.id)

@@ -49,14 +49,18 @@ class TmpfsSpill:
             write_listing(copy)
             self._storage.store(copy)
 
-    def move(self, version: WeightVersion) -> None:
-        """Move it to disk, if it is in memory. OSError: the disk is full, and nothing has changed."""
+    def move(self, version: WeightVersion) -> bool:
+        """Move it to disk, if it is in memory; return whether it is there.
+
+        OSError: the disk is full, and nothing has changed.
+        """
         if not Path(version.directory).exists():  # as after a reboot
-            return
+            return False
         self._copy(version)
         for file in Path(version.directory).iterdir():
             if not file.is_symlink():
                 _replace_by_link(file, self._disk / version.name / file.name)
+        return True
 
     async def restore(self, version: WeightVersion) -> None:
         """Make its directory again, after a reboot or on another host, if it was kept."""

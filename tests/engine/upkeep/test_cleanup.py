@@ -366,7 +366,7 @@ async def test_a_checkpoint_that_cannot_be_removed_stops_neither_others_nor_the_
 
 
 async def test_when_memory_is_low_all_but_the_newest_ephemeral_weights_move(
-    store: Store, parts: Parts, tmp_path: Path
+    store: Store, parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = await new_model(store, await journal.new_session(store))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
@@ -381,6 +381,11 @@ async def test_when_memory_is_low_all_but_the_newest_ephemeral_weights_move(
         await cleanup.sweep()
         assert sorted(names(tmp_path / "disk")) == [version.name for version in versions[:-1]]
         assert all(exists(version) for version in versions)
+        move, moved = spill.move, list[str]()
+        monkeypatch.setattr(spill, "move", lambda version: (moved.append(version.name), move(version))[1])
+        await new_version(store, model, Path(memory) / "v4", durable=False)
+        await cleanup.sweep()
+        assert moved == [versions[-1].name], "the others are not looked at again"
 
 
 async def test_above_the_cap_the_oldest_ephemeral_weights_go_but_never_the_newest_of_a_model(
