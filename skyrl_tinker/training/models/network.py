@@ -205,7 +205,8 @@ def make_trainable(causal_lm: Any, compute: torch.dtype, mesh: DeviceMesh) -> Ne
     """Shard a copy with float32 weights, to train it."""
     network = _network(causal_lm)
     dtype = None if compute == torch.float32 else compute
-    _shard(network, mesh, MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
+    # Inputs have the compute type already: to cast them, FSDP would look through the row at each layer.
+    _shard(network, mesh, MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False))
     return network
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_state
 from transformers import AutoModelForCausalLM
 
 from skyrl_tinker.domain.ids import ModelKey
@@ -69,3 +70,15 @@ def test_what_is_kept_between_passes_is_float32(ranks: Ranks, usual_model: str) 
     step(worker, 1)
     assert {tensor.dtype for tensor in _adapter(worker, 1).tensors()} == {torch.float32}
     assert {parameter.dtype for parameter in worker._base.parameters()} == {torch.bfloat16}
+
+
+def test_fsdp_does_not_look_through_the_row_for_what_to_cast(
+    ranks: Ranks, untied_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = _worker(ranks, untied_model, "bfloat16")
+    worker.create_model(ModelKey(3), LoraSpec(0, 3))
+    seen = list[object]()
+    monkeypatch.setattr(_fsdp_state, "_apply_to_tensors", lambda _, found: seen.append(found) or found)
+    (output,) = run_pass(worker, make_item(3, make_data((40, 30), 1)))
+    assert isinstance(output, PassOutput)
+    assert not seen
