@@ -45,7 +45,7 @@ def _update(
         exp_avgs,
         exp_avg_sqs,
         [],
-        [torch.tensor(float(step), device=weight.device) for weight in weights],  # the kernel adds 1
+        list(torch.full((len(weights),), float(step), device=weights[0].device)),  # the kernel adds 1 to each
         fused=True,
         amsgrad=False,
         maximize=False,

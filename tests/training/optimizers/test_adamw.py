@@ -1,9 +1,13 @@
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import AdamParams, LoraSpec
 from skyrl_tinker.protocol.validation.steps import validate_step_params
+from skyrl_tinker.training.optimizers import adamw
 from skyrl_tinker.training.worker import Worker
 from tests.training.support import reference
 from tests.training.support.passes import assert_close, make_data, make_item, run_one, step, weights_of
@@ -44,3 +48,25 @@ def test_the_smallest_eps_keeps_weights_that_have_no_gradient(worker: Worker) ->
     for name, weight in weights_of(worker, 1).items():
         assert torch.equal(weight, before[name]) == ("lora_A" in name)
         assert weight.isfinite().all()
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_of_many_parameters_is_no_more_operations_than_one_of_few() -> None:
+    """On a GPU, a number that is copied there for each parameter makes the host wait each time."""
+
+    def operations(parameters: int) -> int:
+        tensors = [[torch.ones(3) for _ in range(parameters)] for _ in range(4)]
+        with _Operations() as found:
+            adamw._update(PLAIN, 4, *tensors)
+        return found.count
+
+    assert operations(2) == operations(40)
