@@ -15,6 +15,7 @@ SkyrlTinkerError              500  server
 ├── TrainerError              500  server   the ranks are broken: fresh ones must replay every model
 │   └── RankDiedError         500  server   a rank's process ended
 ├── TrainerLostError          500  server   fresh ranks do not help, or Ray is gone: only a new engine does
+├── ExhaustedError            500  server   the ranks lack memory for this; models are as before
 ├── SamplerError              500  server   the inference plane failed
 ├── StorageError              500  server   a disk is broken; models and weights are as before
 │   ├── DiskFullError         500  server   it has no room: the same work may succeed later
@@ -119,6 +120,10 @@ class NoPlaceError(TrainerError):
 
 class TrainerLostError(SkyrlTinkerError):
     pass
+
+
+class ExhaustedError(SkyrlTinkerError):
+    """Memory ran out on a rank. Where ranks agree on it, all of them raise it, in the same place."""
 
 
 class SamplerError(SkyrlTinkerError):

@@ -157,12 +157,14 @@ class StepOutput:
     """Result of an optimizer step.
 
     `error` set: the step was refused (non-finite gradients, or parameters of another optimizer than the
-    model's), weights unchanged, gradients cleared.
+    model's), weights unchanged, gradients cleared; or, if it is `exhausted`, there was no memory for it, and
+    the gradients are kept.
     """
 
     request_id: RequestId
     metrics: Mapping[str, float]
     error: str | None = None
+    exhausted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

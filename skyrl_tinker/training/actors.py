@@ -284,8 +284,8 @@ async def _reply(call: Awaitable[Any], rank: int, method: str, fault: type[Skyrl
 
 
 def _root_cause(errors: Sequence[BaseException]) -> BaseException:
-    """Pick the error to report: a death before its peers' broken connections, a UserError if all have one."""
-    if all(isinstance(error, UserError) for error in errors):
-        return errors[0]
-    server = [error for error in errors if not isinstance(error, UserError)]
-    return next((error for error in server if isinstance(error, RankDiedError)), server[0])
+    """Pick the error to report: a death, then what else breaks the ranks, a UserError if all have one."""
+    kinds = (RankDiedError, TrainerError)
+    if broken := [error for kind in kinds for error in errors if isinstance(error, kind)]:
+        return broken[0]
+    return next((error for error in errors if not isinstance(error, UserError)), errors[0])

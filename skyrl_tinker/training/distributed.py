@@ -68,7 +68,8 @@ class Ranks:
             value = check()
         except SkyrlTinkerError as refused:
             error = refused
-        for rank, content in enumerate(self._gather(_encoded(error))):
+        failed = any(self.any_([error is not None]))
+        for rank, content in enumerate(self._gather(_encoded(error)) if failed else ()):
             if content:
                 raise error if error is not None and rank == self.rank else _decoded(content)
         return value

@@ -24,7 +24,7 @@ from skyrl_tinker.domain.values import (
     StepItem,
     StepOutput,
 )
-from skyrl_tinker.errors import NoPlaceError, StorageError, TrainerError
+from skyrl_tinker.errors import ExhaustedError, NoPlaceError, StorageError, TrainerError
 from skyrl_tinker.training.actors import Actors, RankReply
 from skyrl_tinker.training.batching.batch import TrainingInputBatch, build_batch
 from skyrl_tinker.training.batching.outputs import RankOutput, assemble, own_seconds
@@ -151,8 +151,15 @@ class TrainerGroup:
     async def create_model(
         self, model: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily = "adamw"
     ) -> None:
-        """Create a model. Raises UserError when a full-parameter copy does not fit into memory."""
-        await self._on_all_ranks("create_model", model, spec, optimizer)
+        """Create a model.
+
+        Raises UserError when a full-parameter copy does not fit into memory, ExhaustedError: there was less.
+        """
+        try:
+            await self._on_all_ranks("create_model", model, spec, optimizer)
+        except ExhaustedError:
+            await self.release(model)  # by ranks that had the memory
+            raise
 
     def prepare(self, items: Sequence[PassItem]) -> PreparedPass:
         """Build the batch of a pass; call it from a thread when there is much data."""
@@ -172,7 +179,7 @@ class TrainerGroup:
         return PassResult(assemble(prepared.batch, outputs), budget, outputs[0].exhausted, own_s)
 
     async def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
-        """Run optimizer steps of several models; outputs in their order."""
+        """Run optimizer steps of several models; outputs in their order. `exhausted` ones can be repeated."""
         outputs: list[StepOutput] = (await self._on_all_ranks("optim_step", tuple(steps)))[0]
         return outputs
 
@@ -239,8 +246,11 @@ class TrainerGroup:
             await self._ranks.wait_gone()
 
     async def onload(self) -> None:
-        """Move all state back to the devices, to the last bit."""
-        await self._on_ranks_that_live("onload")
+        """Move all state back to the devices, to the last bit; without the memory, the next unit tries it."""
+        try:
+            await self._on_ranks_that_live("onload")
+        except ExhaustedError as error:
+            _log.warning("the trainer's state is not on its devices: %s", error)
 
     async def gpus(self) -> tuple[Gpu, ...]:
         """Return the GPU of each rank, or nothing on CPU."""

@@ -1,6 +1,8 @@
 """One rank of the trainer: a plain class, which Ray runs as an actor and tests use directly."""
 
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from skyrl_tinker.atomic_directory import storage_errors
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.manifest import CheckpointContents, FileEntry
 from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily, StepItem, StepOutput
-from skyrl_tinker.errors import StateLostError, TrainerError
+from skyrl_tinker.errors import ExhaustedError, StateLostError, TrainerError
 from skyrl_tinker.interfaces import interface_of
 from skyrl_tinker.processes import freeze_gc
 from skyrl_tinker.training import distributed
@@ -29,10 +31,26 @@ from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.network import frozen_network, network_tensors, trainable_network
 from skyrl_tinker.training.models.trainable_model import TrainableModel
 from skyrl_tinker.training.optimizers.step import optim_step
-from skyrl_tinker.training.passes.out_of_memory import ExhaustedError, Shortage, refuse
+from skyrl_tinker.training.passes.out_of_memory import refuse
 from skyrl_tinker.training.passes.pass_runner import PassRunner
+from skyrl_tinker.training.shortage import Shortage
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.weight_share import WeightShare
+
+
+@contextmanager
+def _out_of_memory(operation: str) -> Iterator[None]:
+    """Have an ExhaustedError name the operation, which has changed nothing, and give memory back."""
+    try:
+        yield
+    except ExhaustedError as error:
+        traceback.clear_frames(error.__traceback__)  # which keep what was allocated
+        allocator.give_back()
+        raise ExhaustedError(
+            f"{operation}: a trainer rank ran out of memory ({error}). Nothing has changed, and gradients "
+            "that a model has accumulated are kept: send the request again, or start the server with fewer "
+            "resident models or more trainer ranks"
+        ) from None
 
 
 class Worker:
@@ -55,6 +73,7 @@ class Worker:
         self._base_buffer = OffloadBuffer()
         self._captured: dict[int, Captured] = {}
         self._offloaded = False
+        self._asked_for = True  # on the device
 
     def meeting_place(self, hosts: int) -> MeetingPlace:
         """Choose the place at which ranks on that many hosts meet, on rank 0 only."""
@@ -83,8 +102,13 @@ class Worker:
         self._runner = PassRunner(self._base, self._models, ranks, activations.recomputed)
         freeze_gc()
 
+    @_out_of_memory("create_model")
     def create_model(self, key: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily = "adamw") -> None:
-        self._require_onloaded()
+        """Create a model. ExhaustedError is of this rank alone: release the model on all.
+
+        Reading weights takes what it takes: a rank whose disk is slow keeps its peers in no collective.
+        """
+        self._have_onloaded()
         if key in self._models:
             raise TrainerError(f"model {key} exists already")
         if spec.rank == 0:
@@ -96,14 +120,19 @@ class Worker:
                 self.spec.memory_gb,
                 self._ranks,
             )
-        self._models[key] = self._make_model(key, spec, optimizer)
+        shortage = Shortage()
+        shortage.survive(lambda: self._add_model(key, self._make_model(key, spec, optimizer)))
+        shortage.report()
+
+    def _add_model(self, key: ModelKey, model: TrainableModel) -> None:
+        self._models[key] = model
         self._device_cache.add(key)
 
     def run_pass(self, batch: TrainingInputBatch, token_budget: int | None = None) -> RankOutput:
         """Run a pass in rows of `token_budget` tokens, by default that of the spec."""
-        self._require_onloaded()
         budget = token_budget or self.spec.token_budget
         try:
+            self._have_onloaded()
             self._load_models([info.model for info in batch.requests])
             self._device_cache.mark_changed({info.model for info in batch.requests if info.backward})
             return self._runner.execute_pass(batch, budget)
@@ -121,22 +150,34 @@ class Worker:
     def optim_step(self, steps: Sequence[StepItem]) -> list[StepOutput]:
         for item in steps:
             self._require_known(item.model)  # if one is lost, no model steps
-        return [optim_step(self._model_to_change(item.model), item, self._ranks) for item in steps]
+        return [self._step(item) for item in steps]
+
+    def _step(self, item: StepItem) -> StepOutput:
+        try:
+            with _out_of_memory("optim_step"):
+                return optim_step(self._model_to_change(item.model), item, self._ranks)
+        except ExhaustedError as error:
+            return StepOutput(item.request_id, {}, str(error), exhausted=True)
 
     def zero_gradients(self, models: Sequence[ModelKey]) -> None:
+        self._require_onloaded()
         for key in models:
-            self._model_to_change(key).clear_gradients()
+            self._require_known(key)
+        self._device_cache.clear_gradients(models)
 
+    @_out_of_memory("save_weights_for_sampler")
     def capture_weights(
         self, numbers: Mapping[ModelKey, int], durable: Mapping[ModelKey, bool]
     ) -> dict[ModelKey, CheckpointContents]:
         """Keep host copies of what samplers need of each model under its number, as `capture_state` does."""
         for key in numbers:
             self._require_known(key)  # if one is lost, none is captured
-        return {
-            key: self._capture(key, number, False, self._sampler_layout(key, durable[key]))
+        captured = {
+            number: self._copy(key, False, self._sampler_layout(key, durable[key]))
             for key, number in numbers.items()
         }
+        self._captured |= captured  # all or, where memory runs out, none
+        return {key: captured[number].contents for key, number in numbers.items()}
 
     def _sampler_layout(self, key: ModelKey, durable: bool) -> Layout:
         """Return the samplers' dtype, except for adapters that also stay: one may train on from them."""
@@ -144,10 +185,12 @@ class Worker:
             return checkpoint_save.STATE
         return Layout(getattr(torch, self.spec.dtype), checked=durable, pinned=True)
 
+    @_out_of_memory("save_weights")
     def capture_state(self, key: ModelKey, number: int, optimizer: bool) -> CheckpointContents:
         """Keep host copies of this rank's share under `number` until they are persisted."""
         return self._capture(key, number, optimizer, checkpoint_save.STATE)
 
+    @_out_of_memory("save_weights_external")
     def capture_export(self, key: ModelKey, number: int, shard_bytes: int) -> CheckpointContents:
         """Capture the weights alone, for use elsewhere: an adapter, or shards in the trainer's dtype."""
         if isinstance(self._model_to_read(key), LoraModel):
@@ -156,15 +199,19 @@ class Worker:
         return self._capture(key, number, False, Layout(dtype, shard_bytes))
 
     def _capture(self, key: ModelKey, number: int, optimizer: bool, layout: Layout) -> CheckpointContents:
-        self._captured[number] = captured = checkpoint_save.capture(
+        self._captured[number] = captured = self._copy(key, optimizer, layout)
+        return captured.contents
+
+    def _copy(self, key: ModelKey, optimizer: bool, layout: Layout) -> Captured:
+        return checkpoint_save.capture(
             self._model_to_read(key),
             self.spec.directory,
             optimizer=optimizer,
             rank=self.rank,
             world=self.spec.ranks,
             layout=layout,
+            agree=lambda shortage: shortage.agree(self._ranks),
         )
-        return captured.contents
 
     def persist_state(self, number: int, scratch: str) -> dict[str, FileEntry]:
         """Write the share captured under `number`, in any thread, until `drop_captured`."""
@@ -191,6 +238,7 @@ class Worker:
         """Persist and commit what only this rank writes, in any thread. Returns bytes."""
         return self.commit_state(number, self.persist_state(number, scratch), scratch, directory)
 
+    @_out_of_memory("load_weights")
     def load_state(self, key: ModelKey, directory: str, optimizer: bool) -> None:
         model = self._model_to_change(key)
         checkpoint_load.load(model, self.files.here(directory), optimizer=optimizer, ranks=self._ranks)
@@ -207,25 +255,47 @@ class Worker:
         Only state that changed since the last time is copied: never the frozen base, nor tenants without
         work.
         """
-        if self._offloaded:
-            return
-        self._base_buffer.offload(network_tensors(self._base))
-        self._device_cache.offload()
-        self._offloaded = True
-        allocator.empty_cuda_cache()
+        self._asked_for = False
+        if not self._offloaded:
+            self._free_device()
+            self._offloaded = True
 
     def onload(self) -> None:
-        """Restore all state on the device, to the last bit. Idempotent."""
+        """Restore all state on the device, to the last bit. Idempotent.
+
+        Raises ExhaustedError, on all ranks alike, and the device is free: the next unit tries it again.
+        """
+        self._asked_for = True
         if self._offloaded:
-            self._base_buffer.onload()
-            self._device_cache.onload()
+            shortage = Shortage()
+            shortage.survive(self._restore)
+            try:
+                shortage.agree(self._ranks)
+            except ExhaustedError:
+                self._free_device()
+                raise
             self._offloaded = False
+
+    def _restore(self) -> None:
+        self._base_buffer.onload()
+        self._device_cache.onload()
+
+    def _free_device(self) -> None:
+        self._base_buffer.offload(network_tensors(self._base))
+        self._device_cache.offload()
+        allocator.empty_cuda_cache()
 
     def _make_model(self, key: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily) -> TrainableModel:
         if spec.rank == 0:
             network = trainable_network(self.spec, self._ranks.mesh)
             return FullModel(key, spec, network, self._ranks, optimizer)
         return LoraModel(spec, self._base.targets, self._ranks.device, optimizer)
+
+    def _have_onloaded(self) -> None:
+        """Try what `onload` had no memory for. Raises ExhaustedError, on all ranks alike."""
+        if self._asked_for:
+            self.onload()
+        self._require_onloaded()
 
     def _require_onloaded(self) -> None:
         if self._offloaded:
@@ -243,7 +313,7 @@ class Worker:
 
     def _model_to_read(self, key: ModelKey) -> TrainableModel:
         """Return a model on the device, only to read its weights."""
-        self._require_onloaded()
+        self._have_onloaded()
         self._require_known(key)
-        self._device_cache.load([key])
+        self._load_models([key])
         return self._models[key]

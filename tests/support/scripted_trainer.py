@@ -30,7 +30,7 @@ from skyrl_tinker.domain.values import (
     StepItem,
     StepOutput,
 )
-from skyrl_tinker.errors import StateLostError, StorageError, TrainerError, UserError
+from skyrl_tinker.errors import ExhaustedError, StateLostError, StorageError, TrainerError, UserError
 from skyrl_tinker.training.trainer_group import PassResult
 
 STEPS_FILE = "steps.json"
@@ -99,7 +99,8 @@ class ScriptedTrainer:
     `go_on`, `disk`: calls of the ranks, and what is persisted, wait for them.
     `failing`: errors by call, of which a TrainerError breaks the ranks.
     Models by what their passes come to: `bad_models` fail, for `large` ones there is no memory, of `deadly`
-    ones the ranks die. Files of `unwritable` models cannot be written; `unreadable` directories not be read.
+    ones the ranks die. For steps and captures of `short` ones there is no memory, either. Files of
+    `unwritable` models cannot be written; `unreadable` directories not be read.
     """
 
     def __init__(self, trained: dict[ModelKey, Trained] | None = None) -> None:
@@ -110,6 +111,7 @@ class ScriptedTrainer:
         self.bad_models: set[ModelKey] = set()
         self.deadly: set[ModelKey] = set()
         self.large: set[ModelKey] = set()
+        self.short: set[ModelKey] = set()
         self.unwritable: set[ModelKey] = set()
         self.unreadable: set[str] = set()
         self.trained: dict[ModelKey, Trained] = {} if trained is None else trained
@@ -200,10 +202,14 @@ class ScriptedTrainer:
             self._note(step.model, "step", round(step.params.learning_rate * 1000))
         await self._tell("step", [step.model for step in steps])
         states = [self._state(step.model) for step in steps]
-        for trained in states:
-            trained.steps.append(trained.gradients)
-            trained.gradients = []
-        return [StepOutput(step.request_id, {"grad_norm": 1.0, "bad": float("nan")}) for step in steps]
+        return [self._step(step, trained) for step, trained in zip(steps, states, strict=True)]
+
+    def _step(self, step: StepItem, trained: Trained) -> StepOutput:
+        if step.model in self.short:
+            return StepOutput(step.request_id, {}, "no memory", exhausted=True)
+        trained.steps.append(trained.gradients)
+        trained.gradients = []
+        return StepOutput(step.request_id, {"grad_norm": 1.0, "bad": float("nan")})
 
     async def zero_gradients(self, models: Sequence[ModelKey]) -> None:
         for model in models:
@@ -228,6 +234,8 @@ class ScriptedTrainer:
         await self._tell("weights", dict(durable))
         for model in durable:
             self._state(model)
+        if not self.short.isdisjoint(durable):
+            raise ExhaustedError("no memory")
         return {model: self._capture(CapturedWeights, model) for model in durable}
 
     def _capture(self, kind: type[CapturedSteps], model: ModelKey) -> CapturedSteps:

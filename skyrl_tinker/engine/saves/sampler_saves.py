@@ -30,7 +30,7 @@ from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
 from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.unit_commits import UnitCommits
-from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, StorageError, TrainerError
+from skyrl_tinker.errors import ExhaustedError, SamplerError, SkyrlTinkerError, StorageError, TrainerError
 from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
@@ -125,13 +125,18 @@ class Publisher(SaveFlow[SamplerSave]):
         return {key: task for key, (_, task) in publishing.items()}
 
     async def capture(self, requests: Sequence[SamplerSaveRequest]) -> list[SamplerSave | Failure]:
-        """Capture all requests' weights in one call; `persist` must follow. Raises TrainerError."""
+        """Capture all requests' weights in one call; `persist` must follow. Raises TrainerError.
+
+        Without the memory for all of them, each is captured alone.
+        """
         durable = {request.model.key: request.body.name is not None for request in requests}
         try:
             captured = await self._trainer.capture_weights(durable) if requests else {}
         except TrainerError:
             raise
         except SkyrlTinkerError as error:
+            if isinstance(error, ExhaustedError) and len(requests) > 1:
+                return [save for request in requests for save in await self.capture([request])]
             return [failure_of(error) for _ in requests]
         begun = await self._begin(requests, captured)
         for request, save in zip(requests, begun, strict=True):
@@ -148,13 +153,14 @@ class Publisher(SaveFlow[SamplerSave]):
         version = await read_persistently(self._store, find)
         if version is None or await in_disk_thread(Path(version.directory).exists):
             return
-        captured = (await self._trainer.capture_weights({model.key: False}))[model.key]
         try:
-            await when_possible(partial(self._write_lost, captured, Path(version.directory)))
-        except StorageError as error:
+            captured = (await self._trainer.capture_weights({model.key: False}))[model.key]
+            try:
+                await when_possible(partial(self._write_lost, captured, Path(version.directory)))
+            finally:
+                await captured.drop()
+        except (StorageError, ExhaustedError) as error:
             _log.error("%s could not be written again: %s", version.name, error)
-        finally:
-            await captured.drop()
 
     async def _write_lost(self, captured: CapturedState, directory: Path) -> None:
         if not await in_disk_thread(directory.exists):

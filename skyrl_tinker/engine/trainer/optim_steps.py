@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from skyrl_tinker.domain.ids import Effect, ModelKey
-from skyrl_tinker.domain.values import Failure, StepItem
+from skyrl_tinker.domain.values import Failure, StepItem, StepOutput
 from skyrl_tinker.engine.outbox import FutureOutcome, json_answer, read_persistently
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
 from skyrl_tinker.engine.trainer.step_curves import TakenStep
@@ -18,7 +18,10 @@ from skyrl_tinker.training.trainer_group import TrainerGroup
 
 @dataclass(frozen=True, slots=True)
 class StepsResult:
-    """Outcomes of the steps that are not answered yet, and effects of all, by future id; those `taken`."""
+    """Outcomes of the steps that are not answered yet, effects by future id, and the steps `taken`.
+
+    A step for which there was no memory has no effect: its window goes on, with the gradients that it has.
+    """
 
     outcomes: Mapping[int, FutureOutcome]
     effects: Mapping[int, Effect]
@@ -50,21 +53,23 @@ class OptimSteps:
             await self._trainer.zero_gradients(invalid)
         steps = [step_item(row, bodies[row.id]) for row in valid]
         outputs = await self._trainer.optim_step(steps) if steps else []
-        for row in rows:
+        exhausted = {row.id for row, output in zip(valid, outputs, strict=True) if output.exhausted}
+        ended = [row for row in rows if row.id not in exhausted]
+        for row in ended:
             self._lanes.reset_window(model_of(row))
         metrics = [
             {**output.metrics, **self._more_metrics(model_of(row))}
             for row, output in zip(valid, outputs, strict=True)
         ]
         ran = list(zip(valid, steps, outputs, metrics, strict=True))
-        outcomes = {row.id: _result(output.error, values) for row, _, output, values in ran}
+        outcomes = {row.id: _result(output, values) for row, _, output, values in ran}
         taken = tuple(
             TakenStep(row, values, step.params.learning_rate)
             for row, step, output, values in ran
             if output.error is None
         )
         failures = {row.id: _window_failure(row, why) for row in rows if (why := errors[row.id])}
-        effects = dict.fromkeys((row.id for row in rows), Effect.CLEARED)
+        effects = dict.fromkeys((row.id for row in ended), Effect.CLEARED)
         effects |= {step.row.id: Effect.STEP for step in taken}
         return StepsResult(outcomes | failures, effects, taken)
 
@@ -80,9 +85,9 @@ def step_item(row: QueuedRow, body: bytes) -> StepItem:
     return StepItem(row.request_id, model_of(row), OptimStepBody.from_bytes(body).params)
 
 
-def _result(error: str | None, metrics: Mapping[str, float]) -> FutureOutcome:
-    if error is not None:
-        return Failure(error, "user")
+def _result(output: StepOutput, metrics: Mapping[str, float]) -> FutureOutcome:
+    if output.error is not None:
+        return Failure(output.error, "server" if output.exhausted else "user")
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no NaN
     return json_answer({"metrics": finite, "type": "optim_step"})
 

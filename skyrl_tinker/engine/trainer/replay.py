@@ -30,7 +30,14 @@ from skyrl_tinker.engine.scheduling.planner import Pass
 from skyrl_tinker.engine.trainer.model_creation import optimizer_family
 from skyrl_tinker.engine.trainer.optim_steps import step_item
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator
-from skyrl_tinker.errors import DiskFullError, SkyrlTinkerError, StorageAwayError, StorageError, TrainerError
+from skyrl_tinker.errors import (
+    DiskFullError,
+    ExhaustedError,
+    SkyrlTinkerError,
+    StorageAwayError,
+    StorageError,
+    TrainerError,
+)
 from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.protobuf import pass_results
 from skyrl_tinker.store import model_records
@@ -123,7 +130,7 @@ class Replay:
         self._passes = passes
         self._snapshots = snapshots
         self._asleep: dict[ModelKey, _History] = {}
-        self._tries = Counter[ModelKey]()  # to read the snapshots of those that sleep
+        self._tries = Counter[ModelKey]()  # to bring back those that sleep, without a death
         self._deadly = Counter[ModelKey]()  # deaths of the ranks, on end, while one of those came back
         self._differed: set[ModelKey] = set()
         self._failed: dict[ModelKey, str] = {}
@@ -192,7 +199,8 @@ class Replay:
     async def wake(self, model: ModelKey) -> str | None:
         """Bring back a model that sleeps; return why it cannot be brought back.
 
-        Raises StorageError if it may work later, and TrainerError when the ranks die: then it still sleeps.
+        Raises StorageError or ExhaustedError if it may work later, and TrainerError when the ranks die: then
+        it still sleeps.
         """
         history = self._asleep.pop(model)
         try:
@@ -204,7 +212,7 @@ class Replay:
             self._deadly[model] += 1
             raise
         except SkyrlTinkerError as error:
-            self._tries[model] += isinstance(error, StorageError)
+            self._tries[model] += isinstance(error, StorageError | ExhaustedError)
             away = isinstance(error, DiskFullError | StorageAwayError)
             if away or 0 < self._tries[model] < READS:
                 self._asleep[model] = history  # behind the others
@@ -302,7 +310,7 @@ class Replay:
         for row, output in zip(rows, result.outputs, strict=True):
             model = model_of(row.row)
             if isinstance(output, Failure):
-                self._failed[model] = f"request {row.row.seq_id} could not be replayed: {output.message}"
+                self._failed[model] = _unrepeated(row.row, output.message)
             else:
                 await self._compare(row.row, output)
 
@@ -324,7 +332,14 @@ class Replay:
             return
         ids = [row.id for row in rows]
         bodies = await read_persistently(self._store, lambda conn: unit_records.read_bodies(conn, ids))
-        await self._trainer.optim_step([step_item(row, bodies[row.id]) for row in rows])
+        outputs = await self._trainer.optim_step([step_item(row, bodies[row.id]) for row in rows])
+        for row, output in zip(rows, outputs, strict=True):
+            if output.error is not None:
+                self._failed[model_of(row)] = _unrepeated(row, output.error)
+
+
+def _unrepeated(row: QueuedRow, why: str) -> str:
+    return f"request {row.seq_id} could not be replayed: {why}"
 
 
 def _sleepers(histories: Sequence[_History], stored: bool) -> dict[ModelKey, _History]:

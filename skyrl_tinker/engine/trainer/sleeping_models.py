@@ -11,7 +11,7 @@ from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
 from skyrl_tinker.engine.trainer.replay import Replay
 from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
-from skyrl_tinker.errors import SkyrlTinkerError, StorageError
+from skyrl_tinker.errors import ExhaustedError, SkyrlTinkerError, StorageError
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 _log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class SleepingModels:
         try:
             async with self._placement.training():
                 cause = await self._replay.wake(model)
-        except StorageError as error:
+        except (StorageError, ExhaustedError) as error:
             _log.warning("model %s is brought back later: %s", model, error)
             self._execution.hold(model)
             return False

@@ -129,7 +129,8 @@ class UnitExecution:
                 busy_s = self._trainer.busy_s
                 result = await self._executors.optim_steps.apply(rows)
                 seconds = self._trainer.busy_s - busy_s
-                windows = self._curves.stepped(rows, result.taken, seconds)
+                ended = [row for row in rows if row.id in result.effects]
+                windows = self._curves.stepped(ended, result.taken, seconds)
                 self._end(rows, result.effects, result.outcomes, seconds=seconds, windows=windows)
             case Barriers(rows) if unit.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
                 await self._save_for_samplers(rows)

@@ -14,25 +14,28 @@ from skyrl_tinker.training.checkpoints.checkpoint_save import OPTIMIZER_STEM, ke
 from skyrl_tinker.training.checkpoints.tensor_files import SUFFIX
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.models.trainable_model import Part, TrainableModel
+from skyrl_tinker.training.shortage import Shortage
 
-Read = Callable[[str], torch.Tensor]
-"""Return the tensor of a key. The files are open: deleting the checkpoint meanwhile does no harm."""
+Read = Callable[[str, slice], torch.Tensor]
+"""Return rows of the tensor of a key. The files are open: deleting the checkpoint meanwhile does no harm."""
 
 
 def load(model: TrainableModel, directory: Path, *, optimizer: bool, ranks: Ranks) -> None:
     """Load weights in place and clear gradients; without `optimizer` its state starts from zero.
 
-    Every rank must call it, after all of the files have passed `verify`. Raises UserError or StorageError, on
-    all ranks alike and before anything is changed, when the checkpoint does not fit or cannot be read.
+    Every rank must call it, after all of the files have passed `verify`. Raises UserError, StorageError or
+    ExhaustedError, on all ranks alike and before anything is changed, when the checkpoint does not fit,
+    cannot be read, or there is no memory for it.
     """
     with ExitStack() as files:
         manifest, read = ranks.together(lambda: _open(model, directory, optimizer, files))
-        _fill(model, (Part.WEIGHT,), read)
+        moments = _moments(model, manifest) if optimizer else ()
+        if not moments:
+            model.reset_optimizer()
+        _fill(model, (Part.WEIGHT, *moments), read)
+        model.bounds = None
         model.clear_gradients()
-        model.reset_optimizer()
-        if optimizer:
-            _fill(model, _moments(model, manifest), read)
-            model.step = manifest.step
+        model.step = manifest.step if optimizer else 0
 
 
 def verify(directory: Path, rank: int, ranks: int) -> None:
@@ -53,7 +56,8 @@ def _open(model: TrainableModel, directory: Path, optimizer: bool, files: ExitSt
         opened = _open_files(directory, [*weights, *(moments if optimizer else ())], files)
     parts = (Part.WEIGHT, *(_moments(model, manifest) if optimizer else ()))
     _require_shapes(directory, model, parts, opened)
-    return manifest, lambda key: opened[key].get_tensor(key)
+    _require_memory(model, parts)
+    return manifest, lambda key, rows: opened[key].get_slice(key)[rows]
 
 
 @contextmanager
@@ -108,6 +112,16 @@ def _require_shapes(
             )
 
 
+def _require_memory(model: TrainableModel, parts: tuple[Part, ...]) -> None:
+    """Create missing moments, and raise ExhaustedError without the memory to read the largest share."""
+    shortage = Shortage()
+    if len(parts) > 1:
+        shortage.survive(model.make_moments)
+    largest = max(model.share(Part.WEIGHT, name).numel() for name in model.shapes())
+    shortage.survive(lambda: torch.empty(largest))
+    shortage.report()
+
+
 def _moments(model: TrainableModel, manifest: Manifest) -> tuple[Part, ...]:
     """Return the optimizer's parts in the checkpoint: before the first step they are zeros without a file."""
     return model.moments if manifest.step else ()
@@ -116,4 +130,4 @@ def _moments(model: TrainableModel, manifest: Manifest) -> tuple[Part, ...]:
 def _fill(model: TrainableModel, parts: tuple[Part, ...], read: Read) -> None:
     for part in parts:
         for name in model.shapes():
-            model.write(part, name, read(key_of(part, name)))
+            model.share(part, name).copy_(read(key_of(part, name), model.rows(name)))

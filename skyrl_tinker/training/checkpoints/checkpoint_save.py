@@ -9,7 +9,7 @@ done `commit`, which makes the directory appear.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from pathlib import Path
@@ -24,6 +24,7 @@ from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.checkpoints.tensor_files import deal, shard_name, write_tensors
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.trainable_model import HostCopy, Part, TrainableModel
+from skyrl_tinker.training.shortage import Shortage
 
 FULL_STEM, OPTIMIZER_STEM = "model", "optimizer"
 
@@ -78,11 +79,14 @@ def capture(
     rank: int,
     world: int,
     layout: Layout = STATE,
+    agree: Callable[[Shortage], object] = Shortage.report,
 ) -> Captured:
     """Copy the model as it is now. Every rank must call it: gathering is collective.
 
-    Each rank keeps only what it will write; one whole tensor at a time is on the device.
+    Each rank keeps only what it will write; one whole tensor at a time is on the device. Raises
+    ExhaustedError, by `agree`, where memory runs out.
     """
+    shortage = Shortage()
     shapes = model.shapes()
     sizes = {name: prod(shape) for name, shape in shapes.items()}
     writers = _writers(model, world)
@@ -94,11 +98,13 @@ def capture(
     own = dealt[rank]
     files: dict[str, Tensors] = {}
     for part in (Part.WEIGHT, *_moments(model, optimizer)):
-        for name, copy in model.host_copies(part, HostCopy(layout.dtype, layout.pinned), own):
+        copies = model.host_copies(part, HostCopy(layout.dtype, layout.pinned), own, shortage)
+        for name, copy in copies.items():
             file = files.setdefault(_file_name(model, part, file_of[name], len(shares)), {})
             file[key_of(part, name)] = copy
     if layout.pinned and torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
+    agree(shortage)
     contents = _contents(model, base_model, optimizer, shares, layout, writers)
     return Captured(files, contents, dealt, layout.dtype)
 

@@ -43,6 +43,17 @@ class DeviceCache:
             if key in self._buffers:
                 self._buffers[key].forget()
 
+    def clear_gradients(self, keys: Iterable[ModelKey]) -> None:
+        """Clear gradients where they are, on the device or not, which takes no memory."""
+        for key in keys:
+            model, buffer = self._models[key], self._buffers[key]
+            if self._is_offloaded(key):
+                model.has_gradients = False
+                buffer.blank(model.blanks())
+            else:
+                buffer.forget()
+                model.clear_gradients()
+
     def offload(self) -> None:
         """Offload all models; `onload` restores those that were on the device."""
         for key in self._models:

@@ -5,7 +5,7 @@ DTensors, tied weights) need not be known: they share the storage and are valid 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -53,6 +53,13 @@ class OffloadBuffer:
                 copy.storage.resize_(0)
             raise
         self._finish_copies()
+
+    def blank(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Have these offloaded tensors be zero when they are restored."""
+        zero = {storage._cdata for storage in storages(tensors)}
+        self._copies = [
+            replace(copy, host=None) if copy.storage._cdata in zero else copy for copy in self._copies
+        ]
 
     def forget(self) -> None:
         """Invalidate the host copies, because the tensors will change. Only while they are on the device."""

@@ -1,7 +1,8 @@
 """Full-parameter models: each has its own sharded, trainable copy of the base."""
 
-from collections.abc import Iterator
-from math import ceil
+from collections.abc import Container, Iterator
+from functools import partial
+from math import ceil, prod
 
 import torch
 from torch import nn
@@ -14,7 +15,9 @@ from skyrl_tinker.training.models import mixtures
 from skyrl_tinker.training.models.lora import require_matrices
 from skyrl_tinker.training.models.mixtures import Piece
 from skyrl_tinker.training.models.network import Network, network_tensors
-from skyrl_tinker.training.models.trainable_model import Kind, Part, TrainableModel
+from skyrl_tinker.training.models.trainable_model import HostCopy, Kind, Part, TrainableModel, l2_norm
+from skyrl_tinker.training.models.weight_loading import local_rows
+from skyrl_tinker.training.shortage import Shortage
 
 _PREFIX = "causal_lm."
 
@@ -85,7 +88,7 @@ class FullModel(TrainableModel):
         return gradients, self._global_norm(gradients, ranks)
 
     def _global_norm(self, tensors: list[torch.Tensor], ranks: Ranks) -> torch.Tensor:
-        norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors])
+        norms = torch.stack(list(map(l2_norm, tensors)))
         square = norms.square().sum()
         ranks.sum_(square)
         return square.sqrt()
@@ -130,6 +133,31 @@ class FullModel(TrainableModel):
         like = self._sharded(name)
         whole = whole.to(self._ranks.device)
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+    def rows(self, name: str) -> slice:
+        if piece := self._pieces.get(name):
+            return slice(None if self._owner(piece) == self._ranks.rank else 0)
+        local, first = local_rows(self._sharded(name))
+        return slice(first, first + len(local))
+
+    def host_copies(
+        self, part: Part, copy: HostCopy, names: Container[str], shortage: Shortage
+    ) -> dict[str, torch.Tensor]:
+        """Return copies, or raise ExhaustedError where a rank could not gather the largest tensor."""
+        largest = max(map(prod, self._shapes.values()))
+        shortage.survive(partial(self._weights()[0].new_empty, 2 * largest))  # gathered, and put in order
+        shortage.agree(self._ranks)
+        copies: dict[str, torch.Tensor] = {}
+
+        def keep(name: str, whole: torch.Tensor) -> None:
+            copies[name] = copy(whole)
+
+        for name in self._shapes:
+            whole = self.read(part, name)
+            if name in names and not shortage:
+                shortage.survive(partial(keep, name, whole))
+            del whole  # before the next one is gathered
+        return copies
 
     def _experts_per_rank(self, piece: Piece) -> int:
         """Return how many experts FSDP gives to each rank but the last ones."""

@@ -14,7 +14,8 @@ from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
 from skyrl_tinker.errors import StartupError, UserError
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.models import mixtures
-from skyrl_tinker.training.models.trainable_model import HostCopy, Kind, Part, TrainableModel
+from skyrl_tinker.training.models.trainable_model import HostCopy, Kind, Part, TrainableModel, l2_norm
+from skyrl_tinker.training.shortage import Shortage
 
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
@@ -200,8 +201,7 @@ class LoraModel(TrainableModel):
         return [self._gradients], self._global_norm([self._gradients], ranks)
 
     def _global_norm(self, tensors: list[torch.Tensor], ranks: Ranks) -> torch.Tensor:
-        norm: torch.Tensor = torch.linalg.vector_norm(tensors[0], dtype=torch.float64)  # whole on every rank
-        return norm
+        return l2_norm(tensors[0])  # whole on every rank
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {key: slot.shape for key, slot in self._slots.items()}
@@ -213,12 +213,13 @@ class LoraModel(TrainableModel):
         return self._slots[name].view(tensors[0])
 
     def host_copies(
-        self, part: Part, copy: HostCopy, names: Container[str]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+        self, part: Part, copy: HostCopy, names: Container[str], shortage: Shortage
+    ) -> dict[str, torch.Tensor]:
         chosen = [name for name in self._slots if name in names]
+        copies: list[torch.Tensor] = []
         if chosen:
-            copies = [copy(tensor) for tensor in self.local(part)]
-            yield from ((name, self.select(name, copies)) for name in chosen)
+            shortage.survive(lambda: copies.extend(map(copy, self.local(part))))
+        return {name: self.select(name, copies) for name in chosen if copies}
 
     def gather(self, name: str, share: torch.Tensor) -> torch.Tensor:
         return share

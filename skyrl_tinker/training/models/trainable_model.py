@@ -10,6 +10,10 @@ import torch
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily
 from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.shortage import Shortage
+
+_CHUNK = 1 << 22
+"""Entries of which a norm is taken at once."""
 
 
 class Part(StrEnum):
@@ -54,6 +58,14 @@ class HostCopy:
         return cast.to("cpu", copy=cast.data_ptr() == tensor.data_ptr())
 
 
+def l2_norm(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the L2 norm, float64 scalar. Some entries at a time: torch copies what it converts."""
+    parts = tensor.flatten().split(_CHUNK)  # type: ignore[no-untyped-call]
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+    norm: torch.Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
 class TrainableModel(ABC):
     """Weights, accumulated gradients and optimizer moments of one model. All float32."""
 
@@ -78,9 +90,14 @@ class TrainableModel(ABC):
         """Return this rank's tensors; moments are created on first use."""
         if part is Part.WEIGHT:
             return self._weights()
-        if part not in self._moments:
-            self._moments[part] = [torch.zeros_like(weight) for weight in self._weights()]
+        self.make_moments()
         return self._moments[part]
+
+    def make_moments(self) -> None:
+        """Create the moments, all zero, if there are none; all of them or, where memory runs out, none."""
+        if not self._moments:
+            weights = self._weights()
+            self._moments = {part: [torch.zeros_like(each) for each in weights] for part in self.moments}
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors that this rank keeps between passes."""
@@ -96,7 +113,7 @@ class TrainableModel(ABC):
     def reset_optimizer(self) -> None:
         self.step = 0
         self.bounds = None
-        self._moments.clear()
+        self._moments = {}
 
     def measure_bounds(self, ranks: Ranks) -> dict[Part, float]:
         """Return the global L2 norms of weights and moments. Every rank must call it."""
@@ -201,15 +218,15 @@ class TrainableModel(ABC):
         self.bounds = None
         self.share(part, name).copy_(self.shard(name, tensor))
 
-    def host_copies(
-        self, part: Part, copy: HostCopy, names: Container[str]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole copies of these tensors in host memory; one at a time is whole on the device.
+    def rows(self, name: str) -> slice:
+        """Return the rows of a whole tensor that are this rank's share."""
+        return slice(None)
 
-        Every rank must call it, in the same order, and read it to the end.
+    @abstractmethod
+    def host_copies(
+        self, part: Part, copy: HostCopy, names: Container[str], shortage: Shortage
+    ) -> dict[str, torch.Tensor]:
+        """Return whole copies of these tensors in host memory; some lack where memory ran out.
+
+        Every rank must call it, in the same order. One tensor at a time is whole on the device.
         """
-        for name in self.shapes():
-            whole = self.read(part, name)
-            if name in names:
-                yield name, copy(whole)
-            del whole  # before the next one is gathered

@@ -56,7 +56,7 @@ def _stored(directory: Path, stack: ExitStack) -> Iterator[tuple[str, Any]]:
 
 
 def _read(name: str, tensor: torch.Tensor, stored: dict[str, Any], pieces: Sequence[Piece]) -> None:
-    local, start = _share(tensor)
+    local, start = local_rows(tensor)
     if not pieces:
         source = _slice_of(stored, name, tensor.shape)
         local.copy_(source[start : start + len(local)])
@@ -75,7 +75,7 @@ def _slice_of(stored: dict[str, Any], name: str, shape: Sequence[int]) -> Any:
     return stored[name]
 
 
-def _share(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return this rank's rows, and the number of the first of them."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), 0

@@ -40,6 +40,18 @@ _BATCH = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Most entries of matrices that are multiplied at once, unless one has more: what a CPU's cache holds."""
 
 
+def reserve(model: TrainableModel, ranks: Ranks) -> None:
+    """Allocate, for a moment, what the largest batch of a step takes: where it lacks, nothing has begun.
+
+    That are the matrices, four tensors of at most their size in `matrix_sign`, and the signs of all ranks.
+    """
+    shapes = {name: shape for name, shape in model.shapes().items() if model.kind(name) is Kind.MATRIX}
+    dealt = 0 if model.network_key is None else ranks.world
+    batches = _batches(shapes, _BATCH[ranks.device.type], max(1, dealt))
+    largest = max(len(names) * prod(shapes[names[0]]) for names in batches)
+    model.local(Part.WEIGHT)[0].new_empty((5 + dealt) * largest)
+
+
 def apply(
     model: TrainableModel, gradients: list[torch.Tensor], norm: float, params: DimuonParams, ranks: Ranks
 ) -> list[Part]:

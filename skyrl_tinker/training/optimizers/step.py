@@ -10,18 +10,25 @@ from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.models.trainable_model import Part, TrainableModel
 from skyrl_tinker.training.optimizers import adamw, dimuon
 from skyrl_tinker.training.optimizers.float_range import LARGEST
+from skyrl_tinker.training.shortage import Shortage
 
 
 def optim_step(model: TrainableModel, item: StepItem, ranks: Ranks) -> StepOutput:
     """Apply the accumulated gradients and clear them. Every rank must call it.
 
-    Without gradients nothing changes, not even the step count; a refused step drops the gradients.
+    Without gradients nothing changes, not even the step count; a refused step drops the gradients. Raises
+    ExhaustedError, on all ranks alike, and nothing has changed.
     """
     if item.params.family != model.optimizer:
         model.clear_gradients()
         return StepOutput(item.request_id, {}, _mismatch(model, item.params))
     if not model.has_gradients:
         return StepOutput(item.request_id, _metrics(model, item, 0.0) | {"no_gradients": 1.0})
+    shortage = Shortage()
+    shortage.survive(model.make_moments)
+    if model.optimizer == "dimuon":
+        shortage.survive(lambda: dimuon.reserve(model, ranks))
+    shortage.agree(ranks)
     gradients, reduced = model.reduced_gradients(ranks)
     norm = float(reduced)
     error = _apply(model, gradients, item.params, norm, ranks)

@@ -26,8 +26,8 @@ from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.network import Network
 from skyrl_tinker.training.models.planned_device import device_type
 from skyrl_tinker.training.models.trainable_model import TrainableModel
-from skyrl_tinker.training.passes.out_of_memory import Shortage
 from skyrl_tinker.training.passes.request_losses import RequestLoss, row_loss, whole_loss
+from skyrl_tinker.training.shortage import Shortage
 
 T = TypeVar("T")
 _OVERFLOW = Failure(

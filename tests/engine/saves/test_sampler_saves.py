@@ -157,6 +157,16 @@ async def test_what_fails_in_one_save_is_its_own(world: World) -> None:
     assert [world.gaps.pop_gap(key) for key, _ in (full, lost, fine)] == [{}, {}, {METRIC: 0.5}]
 
 
+async def test_saves_for_which_there_is_no_memory_together_are_captured_one_by_one(world: World) -> None:
+    (short, bad), (key, fine) = await world.submit(), await world.submit()
+    world.trainer.short = {short}
+    await world.run()
+    assert await journal.error_of(world.store, bad) == Failure("no memory", "server")
+    assert (await world.answer(fine))["type"] == "save_weights_for_sampler"
+    assert [list(durable) for durable in world.trainer.asked("weights")] == [[short, key], [short], [key]]
+    assert world.trainer.held == []
+
+
 async def test_idle_samplers_take_full_weights_from_the_ranks_before_there_are_files(world: World) -> None:
     """The answer still waits for the files; and what is captured stays until the samplers have it."""
     world.samplers.takes_captured = True

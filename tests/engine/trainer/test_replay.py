@@ -298,6 +298,28 @@ async def test_a_request_for_which_there_is_no_memory_fails_alone(
     assert await steps_of(after, model) == [[1, 2], [4, 5]]
 
 
+async def test_a_step_for_which_there_was_no_memory_is_not_replayed_and_its_gradients_are(
+    world: World, new_engine: NewEngine
+) -> None:
+    model = await world.model()
+    await all_done(world, await journal.submit_pass(world.store, model, 1))
+    world.workers.short = {await journal.key_of(world.store, model)}
+    await world.done(await journal.submit_step(world.store, model, 2))
+    after = new_engine(world)
+    await train(after, model, 3, 1)
+    assert await steps_of(after, model) == [[1, 3, 4]]
+
+
+async def test_a_model_whose_step_cannot_be_replayed_is_parked(world: World, new_engine: NewEngine) -> None:
+    model = await world.model()
+    await train(world, model, 1, 1)
+    after = new_engine(world)
+    after.workers.short = {await journal.key_of(world.store, model)}
+    late = await journal.submit_step(world.store, model, 4)
+    await after.done(late)
+    assert "request 3 could not be replayed: no memory" in (await journal.error_of(world.store, late)).message
+
+
 async def test_a_step_that_kills_the_ranks_clears_its_window_and_says_so(world: World) -> None:
     model = await world.model()
     await all_done(world, await journal.submit_pass(world.store, model, 1))

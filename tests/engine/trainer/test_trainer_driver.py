@@ -197,6 +197,29 @@ async def test_others_run_between_the_tries_of_a_pass_for_which_there_is_no_memo
     assert passes == [keys[0], keys[1], keys[0]]
 
 
+async def test_a_step_for_which_there_is_no_memory_fails_alone_and_keeps_its_gradients(world: World) -> None:
+    """The next step has them, and those that came since."""
+    short, model = await world.model(), await world.model()
+    world.workers.short = {await journal.key_of(world.store, short)}
+    world.workers.go_on.clear()
+    passes = [await journal.submit_pass(world.store, each, 1) for each in (short, model)]
+    await world.until(world.workers.names, lambda names: "pass" in names)
+    steps = [await journal.submit_step(world.store, each, 2) for each in (short, model)]
+    await world.taken_in()
+    world.workers.go_on.set()
+    for each in (*passes, *steps):
+        await world.done(each)
+    assert await journal.error_of(world.store, steps[0]) == Failure("no memory", "server")
+    assert len(world.workers.asked("step")[0]) == 2, "in one unit"
+    assert world.workers.restarts == 0
+    world.workers.short = set()
+    await world.done(await journal.submit_pass(world.store, short, 3))
+    again = await journal.submit_step(world.store, short, 4)
+    assert (await world.done(again)).status is FutureStatus.DONE
+    found = [world.workers.trained[await journal.key_of(world.store, each)].steps for each in (short, model)]
+    assert found == [[[1, 3]], [[1]]]
+
+
 async def test_a_model_given_up_while_there_was_no_memory_for_its_pass_is_told(world: World) -> None:
     model = await world.model()
     key = await journal.key_of(world.store, model)

@@ -14,7 +14,6 @@ from skyrl_tinker.domain.manifest import read_manifest
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import StorageError, UserError
 from skyrl_tinker.training.models.full_parameter import FullModel
-from skyrl_tinker.training.models.trainable_model import Part
 from skyrl_tinker.training.worker import Worker
 from tests.training.conftest import MakeWorker
 from tests.training.support import reference
@@ -229,13 +228,13 @@ def test_a_checkpoint_deleted_while_it_is_read_is_read_all_the_same(
     save(worker, 1, tmp_path / "c")
     before = _logprobs(worker, 1)
     _train(worker, 1, 0, 1)
-    write = FullModel.write
+    rows = FullModel.rows
 
-    def delete_and_write(model: FullModel, part: Part, name: str, tensor: torch.Tensor) -> None:
+    def delete_and_read(model: FullModel, name: str) -> slice:
         shutil.rmtree(tmp_path / "c", ignore_errors=True)
-        write(model, part, name, tensor)
+        return rows(model, name)
 
-    monkeypatch.setattr(FullModel, "write", delete_and_write)
+    monkeypatch.setattr(FullModel, "rows", delete_and_read)
     worker.load_state(ModelKey(1), str(tmp_path / "c"), True)
     assert not (tmp_path / "c").exists()
     np.testing.assert_equal(_logprobs(worker, 1), before)

@@ -178,3 +178,17 @@ def test_full_parameter_models_stay(untied_model: str, ranks: Ranks) -> None:
     assert all(isinstance(output, PassOutput) for output in outputs)
     weights_of(worker, 0)
     assert _away(worker) == {1}
+
+
+def test_gradients_are_cleared_where_they_are(ranks: Ranks, untied_model: str) -> None:
+    worker = _worker(untied_model, ranks, 1, range(2))
+    for tenant in range(2):
+        run_pass(worker, make_item(tenant, make_data((9,), tenant)))
+    before = weights_of(worker, 0)
+    run_pass(worker, make_item(1, make_data((9,), 1)))
+    worker.zero_gradients([ModelKey(0), ModelKey(1)])
+    assert _away(worker) == {0}
+    outputs = _step(worker, range(2))
+    assert [output.metrics.get("no_gradients") for output in outputs] == [1.0, 1.0]
+    run_pass(worker, make_item(0, make_data((9,), 0)))
+    assert_equal(weights_of(worker, 0), before)

@@ -1,6 +1,8 @@
 """Rules of every optimizer: when a step is made, and what it leaves behind."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -216,3 +218,20 @@ def test_ordinary_steps_look_at_the_gradients_alone(
         _set_gradients(worker, 1e12, 8)
         assert step(worker, 1, params).error is None
     assert measured == [0]
+
+
+def test_a_norm_takes_a_fraction_of_the_memory_of_its_tensor() -> None:
+    """In a process of its own, whose peak is that of the norm."""
+    code = """
+import resource, torch
+from skyrl_tinker.training.models.trainable_model import l2_norm
+torch.set_num_threads(1)
+tensor = torch.full((3 << 24,), 0.5)
+l2_norm(tensor[:1000])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+norm = l2_norm(tensor)
+assert abs(float(norm) ** 2 / (0.25 * len(tensor)) - 1) < 1e-12, norm
+print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / (4 * len(tensor)))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(found.stdout) < 0.5

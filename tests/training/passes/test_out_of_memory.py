@@ -12,7 +12,8 @@ import torch
 
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import AdamParams, Failure, LoraSpec, PassItem, PassOutput, StepItem
-from skyrl_tinker.training.passes.out_of_memory import is_out_of_memory
+from skyrl_tinker.errors import ExhaustedError
+from skyrl_tinker.training.shortage import is_out_of_memory
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 from tests.training.conftest import MakeWorker
@@ -190,6 +191,30 @@ async def test_of_several_ranks_all_refuse_it_and_run_it_in_smaller_rows(two: Tr
     assert two.restarts == 0
 
 
+@pytest.mark.long
+async def test_a_rank_without_memory_for_a_model_or_its_moments_costs_that_request_only(
+    two: TrainerGroup,
+) -> None:
+    """The gradients of the refused step are those of the next one."""
+    spec, keys = LoraSpec(2048, 7), (ModelKey(7), ModelKey(8))  # 25 MB each of weights, gradients, moments
+    async with _room(two, 16 * MIB):
+        with pytest.raises(ExhaustedError, match=r"^create_model: a trainer rank ran out of memory"):
+            await two.create_model(keys[0], spec)
+    for key in keys:
+        await two.create_model(key, spec)
+    await _run(two, *(make_item(key, make_data((20, 9, 30), 1)) for key in keys))
+    steps = [StepItem(RequestId("s"), key, AdamParams(1e-2)) for key in keys]
+    async with _room(two, 16 * MIB):
+        outputs = await two.optim_step(steps[:1])
+    outputs += await two.optim_step(steps)
+    assert [output.exhausted for output in outputs] == [True, False, False]
+    assert str(outputs[0].error).startswith("optim_step: a trainer rank ran out of memory")
+    weights, others = [await published_weights(two, key) for key in keys]
+    for name, array in weights.items():
+        np.testing.assert_array_equal(array, others[name], err_msg=name)
+    assert two.restarts == 0
+
+
 def test_the_allocators_reports_are_told_from_other_errors() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 60, dtype=torch.uint8)
@@ -198,6 +223,7 @@ def test_the_allocators_reports_are_told_from_other_errors() -> None:
         bytearray(1 << 60)
     assert is_out_of_memory(python.value)
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"))  # pinned
     for other in (RuntimeError("Connection closed by peer"), ValueError("can't allocate memory")):
         assert not is_out_of_memory(other)
 
