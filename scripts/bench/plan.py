@@ -190,7 +190,7 @@ def waits(directory: str, tenants: int, rows: int) -> Counter[str]:
         for number in range(1, tenants + 1):
             worker.create_model(ModelKey(number), LORA)
         batch = row_profile.even_batch(list(worker._models), rows * budget, TINY["vocab_size"])
-        runner = PassRunner(worker._base, worker._models, ranks, lambda tokens: False)
+        runner = PassRunner(worker._base, worker._models, ranks, lambda tokens, rank: False)
         runner.execute_pass(batch, budget)
         copies, reads = HostWaits(), ReadLines()
         with planned_device.planning("cuda"), copies, reads:

@@ -21,6 +21,7 @@ _USABLE = 0.8
 """Usable part of the free memory: freed blocks fit the next tensors only in part, and full parameters keep
 15 % more than adapters.
 """
+_RANK = 8  # of the adapter that is measured
 _FLOAT32 = 4  # bytes
 
 
@@ -28,10 +29,12 @@ _FLOAT32 = 4  # bytes
 class ActivationMemory:
     """`kept`: bytes per token that all layers together keep for backward, unless they are run again there.
 
+    They are for an adapter of rank _RANK; `per_rank`: bytes per token for each rank more.
     `gathered`: bytes of whole weights that FSDP gathers from several ranks and holds at one time.
     """
 
     kept: float
+    per_rank: int
     gathered: int
     layers: int
     vocab: int
@@ -41,22 +44,29 @@ class ActivationMemory:
     @classmethod
     def measure(cls, base: Network, choice: bool | None, ranks: Ranks) -> "ActivationMemory":
         """Measure on the device, with an adapter on every layer. All ranks must call it."""
-        model = LoraModel(LoraSpec(rank=8, seed=0), base.targets, ranks.device)
+        model = LoraModel(LoraSpec(rank=_RANK, seed=0), base.targets, ranks.device)
         short, long = (_bytes_kept(base, model, length, ranks) for length in _LENGTHS)
         kept = (long - short) / (_LENGTHS[1] - _LENGTHS[0])  # without the weights, which both rows keep
+        per_rank = len(base.targets) * next(base.parameters()).element_size()  # x A^T of each layer
         gathered = gathered_bytes(base) if ranks.world > 1 else 0
-        return cls(kept, gathered, len(base.layers), base.causal_lm.config.vocab_size, choice, ranks)
+        return cls(
+            kept, per_rank, gathered, len(base.layers), base.causal_lm.config.vocab_size, choice, ranks
+        )
 
-    def row_bytes(self, tokens: int) -> float:
-        """Estimate the most bytes that a row takes: kept ones, a layer's gradients, a chunk of logits."""
+    def row_bytes(self, tokens: int, rank: int = _RANK) -> float:
+        """Estimate the most bytes that a row takes: kept ones, a layer's gradients, a chunk of logits.
+
+        `rank`: of its adapters, of which a GPU keeps all columns for each token.
+        """
+        kept = self.kept + self.per_rank * max(0, rank - _RANK)
         head = 3 * _FLOAT32 * min(chunk_tokens(self.ranks.device), tokens) * self.vocab
-        return tokens * self.kept * (1 + 2 / self.layers) + head + self.gathered
+        return tokens * kept * (1 + 2 / self.layers) + head + self.gathered
 
-    def recomputed(self, tokens: int) -> bool:
+    def recomputed(self, tokens: int, rank: int) -> bool:
         """Decide whether the layers of a row keep their inputs only."""
         if self.choice is not None:
             return self.choice
-        return self.row_bytes(tokens) > _USABLE * allocator.free_bytes(self.ranks)
+        return self.row_bytes(tokens, rank) > _USABLE * allocator.free_bytes(self.ranks)
 
 
 def gathered_bytes(base: Network) -> int:

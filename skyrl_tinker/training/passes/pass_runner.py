@@ -23,6 +23,7 @@ from skyrl_tinker.training.memory import allocator
 from skyrl_tinker.training.models.fsdp_state import dropped_gradients
 from skyrl_tinker.training.models.full_parameter import FullModel
 from skyrl_tinker.training.models.lora import LoraModel
+from skyrl_tinker.training.models.lora_layers import Adapters
 from skyrl_tinker.training.models.network import Network
 from skyrl_tinker.training.models.planned_device import device_type
 from skyrl_tinker.training.models.trainable_model import TrainableModel
@@ -96,8 +97,8 @@ class PassRunner:
     base: Network
     models: Mapping[ModelKey, TrainableModel]
     ranks: Ranks
-    recomputed: Callable[[int], bool]
-    """(tokens of a row) -> whether its layers run again in backward."""
+    recomputed: Callable[[int, int], bool]
+    """(tokens of a row, rank of its adapters) -> whether its layers run again in backward."""
 
     def execute_pass(self, batch: TrainingInputBatch, budget: int) -> RankOutput:
         """Execute a pass in rows of `budget` tokens; a request without finite loss and gradient fails alone.
@@ -261,11 +262,17 @@ class PassRunner:
         device = self.ranks.device
         row = make_row(batch, micro.segments, device) if micro.segments else idle_row(device)
         shared = self.ranks.world > 1
-        recompute = micro.backward and self.recomputed(row.tokens.shape[1])
+        adapters = self._adapters(micro, row)
+        recompute = micro.backward and self.recomputed(row.tokens.shape[1], self._rank(adapters))
         with torch.set_grad_enabled(micro.backward):
             network = self._network(micro.network)
             whole = micro.backward and shared
-            return row, network(row, self._adapters(micro, row), whole_backward=whole, recompute=recompute)
+            return row, network(row, adapters, whole_backward=whole, recompute=recompute)
+
+    def _rank(self, adapters: Adapters) -> int:
+        """Return the columns of adapters that a token has: on a GPU those of all, else those of its own."""
+        ranks = [model.spec.rank for model in {model for _, model in adapters}]
+        return sum(ranks) if device_type(self.ranks.device) == "cuda" else max(ranks, default=0)
 
     def _network(self, key: ModelKey | None) -> Network:
         if key is None:
@@ -274,7 +281,7 @@ class PassRunner:
         assert isinstance(model, FullModel)
         return model.network
 
-    def _adapters(self, micro: MicroBatch, row: Row) -> tuple[tuple[Span, LoraModel], ...]:
+    def _adapters(self, micro: MicroBatch, row: Row) -> Adapters:
         if micro.network is not None:
             return ()
         owners = [(span, self.models[ModelKey(span.owner)]) for span in row.models]

@@ -1,5 +1,6 @@
 """Rows that would not fit are run with checkpoints; the others are not."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import psutil
@@ -14,7 +15,7 @@ from skyrl_tinker.training.memory.activation_memory import ActivationMemory, gat
 from skyrl_tinker.training.models.planned_device import planning
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
-from tests.training.support.passes import gradients_of, make_data, make_item, run_one
+from tests.training.support.passes import gradients_of, make_data, make_item, run_one, run_pass
 
 LONG, SHORT = 400, 20
 FULL = LoraSpec(0, 0)
@@ -27,6 +28,10 @@ def _worker(ranks: Ranks, directory: str, choice: bool | None = None, dtype: str
 
 
 def _bytes_held(worker: Worker, model: int, tokens: int) -> int:
+    return _held_in(lambda: run_one(worker, make_item(model, make_data((tokens,), 1))))
+
+
+def _held_in(run: Callable[[], object]) -> int:
     """Run a row; count the bytes of all storages that autograd keeps in it, outside of checkpoints."""
     held: dict[int, tuple[int, torch.UntypedStorage]] = {}
 
@@ -36,7 +41,7 @@ def _bytes_held(worker: Worker, model: int, tokens: int) -> int:
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        run_one(worker, make_item(model, make_data((tokens,), 1)))
+        run()
     return sum(size for size, _ in held.values())
 
 
@@ -50,6 +55,24 @@ def test_the_estimate_is_what_a_long_row_keeps(
     kept = _bytes_held(worker, 1, LONG) - _bytes_held(worker, 1, SHORT)
     estimate = ActivationMemory.measure(worker._base, None, ranks)
     assert kept / (LONG - SHORT) == pytest.approx(estimate.kept, rel=0.2)  # full: inputs of norms, too
+
+
+def test_the_estimate_counts_the_ranks_of_all_tenants_of_a_row(ranks: Ranks, untied_model: str) -> None:
+    """As a GPU computes them: side by side."""
+    worker = _worker(ranks, untied_model, False)
+    estimate = ActivationMemory.measure(worker._base, None, ranks)
+    for model in (1, 2):
+        worker.create_model(ModelKey(model), LoraSpec(128, model))
+
+    def held(tokens: int) -> int:
+        items = [make_item(model, make_data((tokens // 2,), 1)) for model in (1, 2)]
+        return _held_in(lambda: run_pass(worker, *items))
+
+    with planning("cuda"):
+        kept = held(LONG) - held(SHORT)
+    for_adapters = kept / (LONG - SHORT) - estimate.kept
+    assert for_adapters / (256 - 8) == pytest.approx(estimate.per_rank, rel=0.2)
+    assert estimate.row_bytes(LONG, 256) > estimate.row_bytes(LONG, 8)
 
 
 def test_on_a_gpu_a_longer_chunk_of_logits_counts(ranks: Ranks, untied_model: str) -> None:
