@@ -246,11 +246,11 @@ class Replay:
         await self._trainer.create_model(model.key, model.spec, optimizer_family(model.optimizer_config))
 
     async def _load(self, model: ModelKey, snapshot: SnapshotRow) -> None:
-        """Load it. Waits while storage or another host is away, and READS times for a disk that fails."""
+        """Load it. Waits while storage or another host is away, and READS times for a disk or for memory."""
         for left in reversed(range(READS)):
             try:
                 await when_possible(partial(self._read, model, snapshot))
-            except StorageError as error:
+            except (StorageError, ExhaustedError) as error:
                 if not left:
                     raise
                 _log.warning("tried again in %.0f s: %s", AWAY_S, error)

@@ -1,6 +1,7 @@
 """Saves of several models cost the trainer one capture and one probe. Trainer and samplers are scripted."""
 
 import asyncio
+import shutil
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -164,6 +165,23 @@ async def test_saves_for_which_there_is_no_memory_together_are_captured_one_by_o
     assert await journal.error_of(world.store, bad) == Failure("no memory", "server")
     assert (await world.answer(fine))["type"] == "save_weights_for_sampler"
     assert [list(durable) for durable in world.trainer.asked("weights")] == [[short, key], [short], [key]]
+    assert world.trainer.held == []
+
+
+async def test_weights_that_are_gone_are_written_again_once_there_is_memory(world: World) -> None:
+    key, _ = await world.submit()
+    with reading(world.store) as conn:
+        (row,) = [row for row in queue.queued_after(conn, 0) if row.seq_id == 1]
+        model = model_records.by_key(conn, key)
+    assert model is not None
+    await world.run()
+    (version,) = await world.store.read(sampling_sessions.list_ephemeral_versions)
+    shutil.rmtree(version.directory)
+    world.trainer.short = {key}
+    await world.publisher.restore(row, model)
+    world.trainer.short = set()
+    await world.publisher.restore(row, model)
+    assert size_of(Path(version.directory)) > 0
     assert world.trainer.held == []
 
 

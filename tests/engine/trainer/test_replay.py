@@ -21,7 +21,7 @@ from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.recovery import leftovers, parking, snapshot_keeper
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.trainer import replay, trainer_driver, unit_execution
-from skyrl_tinker.errors import StorageAwayError, StorageError, TrainerError
+from skyrl_tinker.errors import ExhaustedError, StorageAwayError, StorageError, TrainerError
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records, model_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
@@ -817,15 +817,21 @@ def soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
 WHEN = pytest.mark.parametrize("more", [0, 1], ids=["asleep", "with more to replay"])
 
 
+@pytest.mark.parametrize("error", [UNREADABLE, ExhaustedError("no memory")], ids=["disk", "memory"])
 @WHEN
-async def test_a_disk_that_fails_for_some_seconds_delays_a_model(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, soon_again: None, more: int
+async def test_a_disk_or_memory_that_fails_for_some_seconds_delays_a_model(
+    world: World,
+    new_engine: NewEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    soon_again: None,
+    more: int,
+    error: Exception,
 ) -> None:
     """One that sleeps delays no other."""
     model, _ = await with_snapshot(world, monkeypatch)
     following = await train(world, model, 7, more)
     after = new_engine(world)
-    load, errors = after.workers.load_state, [UNREADABLE] * 2
+    load, errors = after.workers.load_state, [error] * 2
 
     async def load_in_the_end(key: ModelKey, directory: str, *, optimizer: bool) -> None:
         if errors:
