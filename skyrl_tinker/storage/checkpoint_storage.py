@@ -5,6 +5,7 @@ its manifest.json is, which comes last and goes first.
 """
 
 import asyncio
+import errno
 import logging
 import os
 import secrets
@@ -146,8 +147,29 @@ class CheckpointStorage:
         return self._try("read", place, read)
 
     def write_mark(self, mark: str) -> None:
+        """Write the mark unless there is one. Warns where the storage cannot see to that."""
         place = f"{self._base}/{owner_mark.FILE_NAME}"
-        self._try("write", place, lambda: self._files.pipe_file(place, mark.encode()))
+        if not self._try("write", place, partial(self._create, place, mark.encode())):
+            _log.warning(
+                "%s: this storage has no conditional writes: of two databases whose servers first start "
+                "on it at the same moment both may own it; start one after the other",
+                self._url,
+            )
+
+    def _create(self, place: str, content: bytes) -> bool:
+        """Write a file unless it is there; return whether the storage does so, or replaced what was there."""
+        try:
+            for _ in range(2):  # some ignore the condition: the second time it must be refused
+                with self._files.open(place, "xb") as file:
+                    file.write(content)
+        except Exception as error:  # a 412 is a FileExistsError from Amazon's servers only
+            if self._files.exists(place):
+                return True
+            lacks_mode = isinstance(error, NotImplementedError | ValueError)
+            if not lacks_mode and getattr(error, "errno", None) != errno.ENOSYS:  # S3's NotImplemented
+                raise
+            self._files.pipe_file(place, content)
+        return False
 
     def store(self, directory: Path) -> None:
         """Store a directory with a manifest; nothing of it stays there after StorageError."""

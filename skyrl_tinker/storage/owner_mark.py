@@ -1,17 +1,18 @@
 """Mark of the database that a place of checkpoints or snapshots belongs to: a file in the place itself."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from skyrl_tinker.atomic_directory import storage_errors, write_file
+from skyrl_tinker.atomic_directory import fsync, storage_errors
 from skyrl_tinker.errors import StorageError
 
 FILE_NAME = ".database"
 
 
 class MarkedPlace(Protocol):
-    """Place with a mark. Both raise StorageError."""
+    """Place with a mark, which is written once. Both raise StorageError."""
 
     def read_mark(self) -> str | None: ...
     def write_mark(self, mark: str) -> None: ...
@@ -27,8 +28,12 @@ class LocalPlace:
             return self._file.read_text().strip() if self._file.exists() else None
 
     def write_mark(self, mark: str) -> None:
+        """Write the mark unless there is one."""
         with storage_errors(f"cannot write {self._file}"):
-            write_file(self._file, mark)
+            with suppress(FileExistsError), self._file.open("x") as file:
+                file.write(mark)
+            fsync(self._file)
+            fsync(self._file.parent)
 
 
 def claim(place: MarkedPlace, owner: str, lacks_files: Callable[[], bool]) -> None:
@@ -44,7 +49,7 @@ def claim(place: MarkedPlace, owner: str, lacks_files: Callable[[], bool]) -> No
                 f"{owner} to {FILE_NAME} there"
             )
         place.write_mark(owner)
-    if place.read_mark() != owner:  # two may have marked it at once
+    if place.read_mark() != owner:  # also of one that marked it since
         raise StorageError(
             f"found the files of another database, expected a place of its own; delete {FILE_NAME} there if "
             "that database is gone"

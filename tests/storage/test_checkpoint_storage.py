@@ -1,6 +1,7 @@
 """Checkpoints in storage: on S3, and on any file system of fsspec."""
 
 import asyncio
+import errno
 import os
 import shutil
 import threading
@@ -20,8 +21,9 @@ from skyrl_tinker.engine.outbox import when_possible
 from skyrl_tinker.errors import StartupError, StorageError
 from skyrl_tinker.off_loop import TRANSFER_THREADS, in_transfer_thread
 from skyrl_tinker.server import preflight
-from skyrl_tinker.storage import checkpoint_storage
+from skyrl_tinker.storage import checkpoint_storage, owner_mark
 from skyrl_tinker.storage.checkpoint_storage import UNUSED_S, CheckpointStorage
+from skyrl_tinker.storage.owner_mark import LocalPlace
 from skyrl_tinker.store.database.migrate import migrate
 from tests.support.object_storage import BUCKET, ObjectStorage, object_storage
 from tests.support.waiting import PATIENCE_S, until
@@ -166,7 +168,9 @@ def test_storage_that_cannot_be_written_to_is_refused_at_the_start(
     preflight.check_storage(load(home=tmp_path, checkpoints=f"s3://{BUCKET}/x"))
 
 
-def test_storage_of_another_database_is_refused(s3: ObjectStorage, tmp_path: Path) -> None:
+def test_storage_of_another_database_is_refused(
+    s3: ObjectStorage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its models have the same numbers, and so the same places."""
     url = f"s3://{BUCKET}/owned"
     first = load(home=tmp_path / "first", checkpoints=url)
@@ -176,9 +180,56 @@ def test_storage_of_another_database_is_refused(s3: ObjectStorage, tmp_path: Pat
         migrate(settings.store_url)
     for _ in range(2):  # starts
         preflight.claim_storage(first)
+    assert "conditional writes" not in caplog.text
     with pytest.raises(StartupError, match=f"^--snapshots {url}: found the files of another database"):
         preflight.claim_storage(second)
     preflight.claim_storage(second.model_copy(update={"snapshots": f"{url}/other"}))
+
+
+@pytest.mark.parametrize("kind", ["s3", "file", "directory"])
+def test_of_two_that_claim_a_place_at_once_one_owns_it(kind: str, s3: ObjectStorage, tmp_path: Path) -> None:
+    """Both have found no mark before the first writes its own."""
+    url = f"s3://{BUCKET}/at-once" if kind == "s3" else f"file://{tmp_path}"
+    place = LocalPlace(tmp_path) if kind == "directory" else CheckpointStorage(tmp_path, url, pauses_s=())
+
+    def claimed_by_the_other() -> bool:
+        owner_mark.claim(place, "first", lambda: False)
+        return False
+
+    with pytest.raises(StorageError, match="found the files of another database"):
+        owner_mark.claim(place, "second", claimed_by_the_other)
+    assert place.read_mark() == "first"
+    owner_mark.claim(place, "first", lambda: True)
+
+
+@pytest.mark.parametrize("condition", ["ignored", "not implemented", "kept"])
+def test_storage_without_conditional_writes_is_told_of(
+    s3: ObjectStorage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    condition: str,
+) -> None:
+    """Some S3-compatible servers ignore the condition, answer NotImplemented, or keep it in fewer words."""
+    url = f"s3://{BUCKET}/{condition.replace(' ', '-')}"
+    storage = CheckpointStorage(tmp_path, url, pauses_s=())
+    call = storage._files.call_s3
+
+    def call_s3(method: str, *positional: object, **named: object) -> object:
+        if named.get("IfNoneMatch") and condition == "not implemented":
+            raise OSError(errno.ENOSYS, "A header you provided implies functionality that is not implemented")
+        if condition == "ignored":
+            named.pop("IfNoneMatch", None)
+        try:
+            return call(method, *positional, **named)
+        except FileExistsError as error:
+            raise OSError(errno.EINVAL, "a condition did not hold") from error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage._files, "call_s3", call_s3)
+        owner_mark.claim(storage, "first", lambda: False)
+    assert (f"{url}: this storage has no conditional writes" in caplog.text) == (condition != "kept")
+    assert storage.read_mark() == "first"
 
 
 def test_what_a_dead_host_half_stored_goes_after_a_day(
