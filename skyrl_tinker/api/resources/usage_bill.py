@@ -1,5 +1,6 @@
 """Usage of a range of hours: tokens, checkpoints and their storage, without prices."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class Line:
 def bill(conn: Connection, reach: Reach, first: int, end: int, now: float) -> UsageResponse:
     """Return the usage that the caller sees, in the hours [first, end) since the epoch.
 
-    May be slow: for a thread.
+    Its sessions have no metadata yet. May be slow: for a thread.
     """
     hourly = usage_records.hourly_between(conn, reach, first, end)
     stored = storage.periods_between(conn, reach, first * HOUR_S, min(end * HOUR_S, now))
@@ -55,7 +56,10 @@ def bill(conn: Connection, reach: Reach, first: int, end: int, now: float) -> Us
         *_storage(stored, labels, first, end, now),
     ]
     lines.sort(key=lambda line: (line.hour, -_token_count(line.info)))
-    return _response(lines, labels)
+    of_lines = sorted({line.session_id for line in lines if line.session_id is not None})
+    return UsageResponse(
+        data=[_event(line) for line in lines], sessions={session: UsageSession() for session in of_lines}
+    )
 
 
 def _tokens(hourly: Hourly, label: Labels) -> Iterator[Line]:
@@ -108,15 +112,11 @@ def _token_count(info: EventInfo) -> int:
     return info.token_count if isinstance(info, TrainingUsage | PrefillUsage | SampleUsage) else 0
 
 
-def _response(lines: Sequence[Line], labels: Mapping[str, Labels]) -> UsageResponse:
-    sessions = {line.session_id for line in lines if line.session_id is not None}
-    return UsageResponse(
-        data=[_event(line) for line in lines],
-        sessions={
-            session: UsageSession(user_metadata=as_strings(labels[session].user_metadata))
-            for session in sorted(sessions)
-        },
-    )
+def session_entries(conn: Connection, session_ids: Sequence[str]) -> Iterator[str]:
+    """Yield the entries of `sessions` in a bill, as JSON."""
+    for session, metadata in session_listing.metadata_of(conn, session_ids).items():
+        value = UsageSession(user_metadata=as_strings(metadata))
+        yield f"{json.dumps(session)}:{value.model_dump_json()}"
 
 
 def _event(line: Line) -> UsageEvent:

@@ -6,8 +6,9 @@ from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
+from skyrl_tinker.api.requests.responses import streamed
 from skyrl_tinker.api.services import Deps, Reached
 from skyrl_tinker.domain.ids import Reach
 from skyrl_tinker.protocol.schemas.base import utc
@@ -37,15 +38,7 @@ async def list_events(query: Annotated[AuditQuery, Query()], deps: Deps, reach: 
     An admin key sees the events of all owners, and those of no key.
     """
     start = datetime.combine(query.day or datetime.now(UTC).date(), time(), UTC).timestamp()
-    entries = _json(deps.store, reach, start, _RESOURCES.get(query.event_type))
-    first = await anext(entries)  # before the answer begins: the database may be away
-    return StreamingResponse(_chained(first, entries), media_type="application/json")
-
-
-async def _chained(first: str, others: AsyncIterator[str]) -> AsyncIterator[str]:
-    yield first
-    async for piece in others:
-        yield piece
+    return await streamed(_json(deps.store, reach, start, _RESOURCES.get(query.event_type)))
 
 
 async def _json(store: Store, reach: Reach, start: float, resource: str | None) -> AsyncIterator[str]:

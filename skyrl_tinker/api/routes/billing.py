@@ -6,8 +6,8 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from skyrl_tinker.api.requests.responses import json_from_rows
-from skyrl_tinker.api.resources.usage_bill import GIGABYTE, bill
+from skyrl_tinker.api.requests.responses import json_by_parts
+from skyrl_tinker.api.resources.usage_bill import GIGABYTE, bill, session_entries
 from skyrl_tinker.api.security.tokens import user_urn
 from skyrl_tinker.api.services import Deps, Reached
 from skyrl_tinker.errors import UserError
@@ -43,7 +43,9 @@ async def usage_events(query: Annotated[UsageQuery, Query()], deps: Deps, reach:
             f"ending_before: found {query.ending_before.isoformat()}, expected a time at most 14 days "
             f"after starting_on ({query.starting_on.isoformat()})"
         )
-    return await json_from_rows(deps.store, lambda conn: bill(conn, reach, first, end, now))
+    usage = await deps.store.fetch(lambda conn: bill(conn, reach, first, end, now))
+    answer, sessions = usage.model_copy(update={"sessions": {}}), list(usage.sessions)
+    return await json_by_parts(deps.store, answer, "sessions", sessions, session_entries)
 
 
 def _hour(name: str, value: datetime) -> int:

@@ -1,6 +1,7 @@
 """Checkpoints: lists, publication, time to live, deletion, copies."""
 
 import re
+from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request
@@ -10,7 +11,7 @@ from starlette.responses import Response
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.model_requests import find_own_checkpoint
 from skyrl_tinker.api.requests.request_body import read_as, read_model
-from skyrl_tinker.api.requests.responses import json_from_rows
+from skyrl_tinker.api.requests.responses import json_by_parts
 from skyrl_tinker.api.resources import weight_copies
 from skyrl_tinker.api.resources.run_views import checkpoint
 from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached
@@ -41,14 +42,12 @@ _OF_RUN = "/training_runs/{run}/checkpoints"
 async def list_checkpoints(
     query: Annotated[Paging, Query()], request: Request, deps: Deps, reach: Reached
 ) -> Response:
-    def read(conn: Connection) -> CheckpointsResponse:
-        page = training_runs.page_checkpoints(conn, reach, _kinds(request), query.limit, query.offset)
-        return CheckpointsResponse(
-            checkpoints=[checkpoint(row) for row in page.checkpoints],
-            cursor=Cursor(offset=query.offset, limit=query.limit, total_count=page.total),
-        )
-
-    return await json_from_rows(deps.store, read)
+    page = await deps.store.fetch(
+        lambda conn: training_runs.page_checkpoints(conn, reach, _kinds(request), query.limit, query.offset)
+    )
+    cursor = Cursor(offset=query.offset, limit=query.limit, total_count=page.total)
+    answer = CheckpointsResponse(checkpoints=[], cursor=cursor)
+    return await json_by_parts(deps.store, answer, "checkpoints", page.ids, _listed)
 
 
 @router.get(
@@ -61,12 +60,15 @@ async def list_checkpoints(
 )
 async def list_checkpoints_of_run(run: str, request: Request, deps: Deps, reach: Reached) -> Response:
     """Another owner's run shows its published checkpoints only."""
+    ids = await deps.store.fetch(
+        lambda conn: training_runs.list_checkpoints(conn, reach, ModelId(run), _kinds(request))
+    )
+    answer = CheckpointsResponse(checkpoints=[])
+    return await json_by_parts(deps.store, answer, "checkpoints", ids, _listed)
 
-    def read(conn: Connection) -> CheckpointsResponse:
-        rows = training_runs.list_checkpoints(conn, reach, ModelId(run), _kinds(request))
-        return CheckpointsResponse(checkpoints=[checkpoint(row) for row in rows])
 
-    return await json_from_rows(deps.store, read)
+def _listed(conn: Connection, ids: Sequence[int]) -> list[str]:
+    return [checkpoint(row).model_dump_json() for row in training_runs.checkpoints_of(conn, ids)]
 
 
 def _kinds(request: Request) -> list[CheckpointKind]:

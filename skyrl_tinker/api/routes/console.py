@@ -1,5 +1,6 @@
 """Routes of the dashboard and of `skyrl-tinker status`."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
 
@@ -8,7 +9,7 @@ from sqlalchemy import Connection
 from starlette.responses import Response, StreamingResponse
 
 from skyrl_tinker.api.openapi.documents import answers
-from skyrl_tinker.api.requests.responses import json_from_rows
+from skyrl_tinker.api.requests.responses import json_by_parts, json_from_rows
 from skyrl_tinker.api.resources import step_curve
 from skyrl_tinker.api.resources.now_view import NowView
 from skyrl_tinker.api.resources.run_views import listed_summary, run_summary
@@ -57,12 +58,15 @@ async def now(deps: Deps, caller: CallerDep) -> NowResponse:
 )
 async def list_runs(query: Annotated[Paging, Query()], deps: Deps, reach: Reached) -> Response:
     """List of long metadata the beginning; `/console/runs/{run}` has all."""
+    page = await deps.store.fetch(
+        lambda conn: training_runs.page(conn, reach, "owned", query.limit, query.offset)
+    )
 
-    def read(conn: Connection) -> RunsResponse:
-        page = training_runs.page(conn, reach, "owned", query.limit, query.offset)
-        return RunsResponse(runs=[listed_summary(run) for run in page.runs], total=page.total)
+    def items(conn: Connection, keys: Sequence[ModelKey]) -> list[str]:
+        return [listed_summary(run).model_dump_json() for run in training_runs.runs_of(conn, reach, keys)]
 
-    return await json_from_rows(deps.store, read)
+    answer = RunsResponse(runs=[], total=page.total)
+    return await json_by_parts(deps.store, answer, "runs", page.keys, items)
 
 
 @router.get("/runs/{run}", summary="A training run with the measures of its last step")

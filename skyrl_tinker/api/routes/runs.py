@@ -1,15 +1,16 @@
 """Training runs: one for each model ever created."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Query
 from sqlalchemy import Connection
 from starlette.responses import Response
 
-from skyrl_tinker.api.requests.responses import json_from_rows
+from skyrl_tinker.api.requests.responses import json_by_parts
 from skyrl_tinker.api.resources.run_views import training_run
 from skyrl_tinker.api.services import Deps, Reached
-from skyrl_tinker.domain.ids import ModelId
+from skyrl_tinker.domain.ids import ModelId, ModelKey
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.protocol.schemas.runs import (
     Cursor,
@@ -27,16 +28,18 @@ router = APIRouter(tags=["runs"], prefix="/training_runs")
 async def list_training_runs(
     query: Annotated[TrainingRunsQuery, Query()], deps: Deps, reach: Reached
 ) -> Response:
-    def read(conn: Connection) -> TrainingRunsResponse:
-        page = training_runs.page(
+    page = await deps.store.fetch(
+        lambda conn: training_runs.page(
             conn, reach, query.access_scope, query.limit, query.offset, query.project_id
         )
-        return TrainingRunsResponse(
-            training_runs=[training_run(run) for run in page.runs],
-            cursor=Cursor(offset=query.offset, limit=query.limit, total_count=page.total),
-        )
+    )
+    cursor = Cursor(offset=query.offset, limit=query.limit, total_count=page.total)
+    answer = TrainingRunsResponse(training_runs=[], cursor=cursor)
 
-    return await json_from_rows(deps.store, read)
+    def items(conn: Connection, keys: Sequence[ModelKey]) -> list[str]:
+        return [training_run(run).model_dump_json() for run in training_runs.runs_of(conn, reach, keys)]
+
+    return await json_by_parts(deps.store, answer, "training_runs", page.keys, items)
 
 
 @router.get("/{run}", summary="A training run (a model) and its last checkpoints")

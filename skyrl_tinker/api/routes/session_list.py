@@ -1,6 +1,6 @@
 """Sessions: lists, contents, search, assignment to projects."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
@@ -14,6 +14,7 @@ from skyrl_tinker.api.resources.run_views import as_strings
 from skyrl_tinker.api.security.tokens import user_urn
 from skyrl_tinker.api.services import Deps, Owner, Reached
 from skyrl_tinker.domain.ids import SessionId
+from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.session_list import (
     ActiveStatus,
@@ -31,6 +32,9 @@ from skyrl_tinker.protocol.schemas.session_list import (
 )
 from skyrl_tinker.store.reports import session_listing
 from skyrl_tinker.store.reports.session_listing import Search, SearchPosition, SessionMatch, SessionStatus
+
+_PAGE_CHARACTERS = 4 * MiB
+"""Metadata of a page of a search, after which another one begins."""
 
 router = APIRouter(tags=["sessions"], prefix="/sessions")
 
@@ -54,8 +58,7 @@ async def search_sessions(request: Request, deps: Deps, reach: Reached, owner: O
 
     def read(conn: Connection) -> SessionSearchResponse:
         seen = owner if message.owner.type == "own" else reach
-        matches = session_listing.search(conn, seen, _search(message), message.limit + 1)
-        return _response(matches, message.limit)
+        return _page(session_listing.search(conn, seen, _search(message), message.limit + 1), message.limit)
 
     return await json_from_rows(deps.store, read)
 
@@ -110,15 +113,16 @@ def _names(urns: Sequence[str]) -> list[str]:
     return [urn.removeprefix(users) for urn in urns if urn.startswith(users)]
 
 
-def _response(matches: Sequence[SessionMatch], limit: int) -> SessionSearchResponse:
-    """Return one page; `matches` has one more than `limit` when there is another."""
-    page = matches[:limit]
-    last = page[-1] if len(matches) > limit else None
-    return SessionSearchResponse(
-        sessions=[_summary(match) for match in page],
-        next_cursor=last
-        and SearchCursor(last_created_at=utc(last.created_at), last_session_id=last.session_id),
-    )
+def _page(matches: Iterator[SessionMatch], limit: int) -> SessionSearchResponse:
+    """Return the first `limit` matches, or less where their metadata is long, and where others follow."""
+    page, size = list[SessionSummary](), 0
+    for match in matches:
+        if len(page) == limit or size >= _PAGE_CHARACTERS:
+            last = SearchCursor(last_created_at=page[-1].created_at, last_session_id=page[-1].session_id)
+            return SessionSearchResponse(sessions=page, next_cursor=last)
+        page.append(_summary(match))
+        size += sum(len(name) + len(value) for name, value in page[-1].user_metadata.items())
+    return SessionSearchResponse(sessions=page)
 
 
 def _summary(match: SessionMatch) -> SessionSummary:

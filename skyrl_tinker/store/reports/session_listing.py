@@ -1,6 +1,6 @@
 """Sessions as REST shows them: listed, summed up, searched, put into projects."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +47,10 @@ class SessionTotals:
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Owner's name, project and metadata of a session."""
+    """Owner's name and project of a session."""
 
     owner: str
     project_id: str | None
-    user_metadata: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +132,7 @@ def totals(conn: Connection, reach: Reach, session_id: SessionId) -> SessionTota
 def find_labels(conn: Connection, reach: Reach, session_ids: Collection[str]) -> dict[str, Labels]:
     """Return labels by session id, for those sessions that the caller sees."""
     query = (
-        select(Session.session_id, OWNER_NAME, Session.project_id, Session.user_metadata)
+        select(Session.session_id, OWNER_NAME, Session.project_id)
         .outerjoin(ApiKey, ApiKey.id == Session.owner_id)
         .where(within(reach))
     )
@@ -144,6 +143,12 @@ def find_labels(conn: Connection, reach: Reach, session_ids: Collection[str]) ->
     return found
 
 
+def metadata_of(conn: Connection, session_ids: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the metadata of a few sessions whose labels the caller has found."""
+    query = select(Session.session_id, Session.user_metadata).where(Session.session_id.in_(session_ids))
+    return {row.session_id: row.user_metadata for row in conn.execute(query)}
+
+
 def set_project(conn: Connection, owner: OwnerId | None, session_id: SessionId, project_id: str) -> None:
     """Move a session, with all that it has created, into a project. Raises NotFoundError."""
     require_session(conn, owner, session_id)
@@ -151,8 +156,8 @@ def set_project(conn: Connection, owner: OwnerId | None, session_id: SessionId, 
     audit_log.record(conn, session_id, "project_session_add", project_id=project_id)
 
 
-def search(conn: Connection, reach: Reach, conditions: Search, limit: int) -> list[SessionMatch]:
-    """Return the matching sessions that the caller sees, newest first, from behind `conditions.after`."""
+def search(conn: Connection, reach: Reach, conditions: Search, limit: int) -> Iterator[SessionMatch]:
+    """Yield the matching sessions that the caller sees, newest first, from behind `conditions.after`."""
     where = [within(reach), *_where(conn, conditions)]
     if conditions.after is not None:
         where.append(_older(conn, reach, conditions.after))
@@ -175,7 +180,7 @@ def search(conn: Connection, reach: Reach, conditions: Search, limit: int) -> li
         .order_by(Session.created_at.desc(), Session.session_id.desc())
         .limit(limit)
     )
-    return [SessionMatch(*row) for row in conn.execute(query)]
+    yield from (SessionMatch(*row) for row in conn.execute(query))
 
 
 def _where(conn: Connection, search: Search) -> list[ColumnElement[bool]]:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Select, func, or_, select
 
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, ModelState, Reach, SessionId
 from skyrl_tinker.errors import NotFoundError
@@ -41,17 +41,17 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunPage:
-    """Page of runs; `total` counts all pages."""
+    """Page of runs, for `runs_of`; `total` counts all pages."""
 
-    runs: list[Run]
+    keys: list[ModelKey]
     total: int
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPage:
-    """Page of checkpoints; `total` counts all pages."""
+    """Page of checkpoints, for `checkpoints_of`; `total` counts all pages."""
 
-    checkpoints: list[CheckpointRow]
+    ids: list[int]
     total: int
 
 
@@ -68,32 +68,36 @@ def page(
     if project_id is not None:
         where.append(in_project([project_id]))
     count = select(func.count()).select_from(Model).join(Session, Session.session_id == Model.session_id)
-    total = conn.scalar(count.where(*where)) or 0
-    return RunPage(_runs(conn, reach, where, limit, offset), total)
+    keys = select(Model.key).join(Session, Session.session_id == Model.session_id).where(*where)
+    last_first = keys.order_by(LAST_REQUEST_AT.desc(), Model.key.desc()).limit(limit).offset(offset)
+    return RunPage([ModelKey(key) for key in conn.scalars(last_first)], conn.scalar(count.where(*where)) or 0)
+
+
+def runs_of(conn: Connection, reach: Reach, keys: Sequence[ModelKey]) -> list[Run]:
+    """Return the runs of keys that `page` has found, in their order."""
+    runs = _runs(conn, reach, Model.key.in_(keys))
+    return [runs[key] for key in keys if key in runs]
 
 
 def find(conn: Connection, reach: Reach, model_id: ModelId, scope: Scope) -> Run | None:
     """Return a run, None if the caller does not see it."""
-    runs = _runs(conn, reach, [Model.model_id == model_id, _visible(conn, reach, scope)], 1, 0)
-    return runs[0] if runs else None
+    runs = _runs(conn, reach, Model.model_id == model_id, _visible(conn, reach, scope))
+    return next(iter(runs.values()), None)
 
 
 def list_checkpoints(
     conn: Connection, reach: Reach, model_id: ModelId, kinds: Collection[CheckpointKind]
-) -> list[CheckpointRow]:
+) -> list[int]:
     """Return a run's checkpoints, oldest first; of a run that is not the caller's only published ones.
 
     Raises NotFoundError if the caller sees nothing of the run.
     """
     readable = or_(within(reach), SavedCheckpoint.public)
     where = Model.model_id == model_id, readable, SavedCheckpoint.kind.in_(kinds), *is_live(conn)
-    rows = [
-        checkpoint_from_row(conn, row)
-        for row in conn.execute(WITH_MODEL.where(*where).order_by(SavedCheckpoint.id))
-    ]
-    if not rows and model_records.find(conn, reach, model_id) is None:
+    ids = list(conn.scalars(_ids(*where).order_by(SavedCheckpoint.id)))
+    if not ids and model_records.find(conn, reach, model_id) is None:
         raise NotFoundError(f"no training run {model_id}")
-    return rows
+    return ids
 
 
 def page_checkpoints(
@@ -101,15 +105,21 @@ def page_checkpoints(
 ) -> CheckpointPage:
     """Return a page of the checkpoints that the caller sees, newest first."""
     where: tuple[ColumnElement[bool], ...] = (within(reach), SavedCheckpoint.kind.in_(kinds), *is_live(conn))
-    count = (
-        select(func.count())
-        .select_from(SavedCheckpoint)
-        .join(Model, Model.key == SavedCheckpoint.model_key)
-        .join(Session, Session.session_id == Model.session_id)
-    )
-    rows = WITH_MODEL.where(*where).order_by(SavedCheckpoint.id.desc()).limit(limit).offset(offset)
-    checkpoints = [checkpoint_from_row(conn, row) for row in conn.execute(rows)]
-    return CheckpointPage(checkpoints, conn.scalar(count.where(*where)) or 0)
+    newest_first = _ids(*where).order_by(SavedCheckpoint.id.desc()).limit(limit).offset(offset)
+    count = _ids(*where).with_only_columns(func.count())
+    return CheckpointPage(list(conn.scalars(newest_first)), conn.scalar(count) or 0)
+
+
+def checkpoints_of(conn: Connection, ids: Sequence[int]) -> list[CheckpointRow]:
+    """Return the checkpoints that a list has found, in its order, but those that are gone since."""
+    rows = conn.execute(WITH_MODEL.where(SavedCheckpoint.id.in_(ids), *is_live(conn)))
+    found = {row.id: checkpoint_from_row(conn, row) for row in rows}
+    return [found[each] for each in ids if each in found]
+
+
+def _ids(*where: ColumnElement[bool]) -> Select[int]:
+    joined = select(SavedCheckpoint.id).join(Model, Model.key == SavedCheckpoint.model_key)
+    return joined.join(Session, Session.session_id == Model.session_id).where(*where)
 
 
 def _visible(conn: Connection, reach: Reach, scope: Scope) -> ColumnElement[bool]:
@@ -121,13 +131,7 @@ def _visible(conn: Connection, reach: Reach, scope: Scope) -> ColumnElement[bool
     return or_(within(reach), published.exists())
 
 
-def _runs(
-    conn: Connection,
-    reach: Reach,
-    where: Sequence[ColumnElement[bool]],
-    limit: int,
-    offset: int,
-) -> list[Run]:
+def _runs(conn: Connection, reach: Reach, *where: ColumnElement[bool]) -> dict[ModelKey, Run]:
     query = (
         select(
             Model.key,
@@ -145,14 +149,10 @@ def _runs(
         .join(Session, Session.session_id == Model.session_id)
         .outerjoin(ApiKey, ApiKey.id == Session.owner_id)
         .where(*where)
-        .order_by(LAST_REQUEST_AT.desc(), Model.key.desc())
-        .limit(limit)
-        .offset(offset)
     )
-    rows = conn.execute(query).all()
-    keys = [ModelKey(row.key) for row in rows]
-    last, points = _last(conn, reach, keys), step_points.last_points(conn, keys)
-    return [_run(row, last.get(ModelKey(row.key), {}), points.get(ModelKey(row.key))) for row in rows]
+    rows = {ModelKey(row.key): row for row in conn.execute(query)}
+    last, points = _last(conn, reach, [*rows]), step_points.last_points(conn, [*rows])
+    return {key: _run(row, last.get(key, {}), points.get(key)) for key, row in rows.items()}
 
 
 def _last(

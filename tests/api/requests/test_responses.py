@@ -1,20 +1,27 @@
-"""Lists may be long: what reads and writes them does not hold the event loop."""
+"""Lists may be long: they hold neither the event loop nor much memory."""
 
+import json
 import threading
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import urlencode
 
 import pytest
 from sqlalchemy import Engine, event
 
+from skyrl_tinker.api.requests import responses
+from skyrl_tinker.api.routes import session_list
 from skyrl_tinker.domain.ids import CheckpointKind
+from tests.api.support.streaming import stream
 from tests.api.support.world import World
 
 HOUR = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
 HOURS = urlencode(
-    {"starting_on": HOUR.replace(hour=0).isoformat(), "ending_before": HOUR.replace(hour=23).isoformat()}
+    {
+        "starting_on": (HOUR - timedelta(hours=1)).isoformat(),
+        "ending_before": (HOUR + timedelta(hours=3)).isoformat(),
+    }
 )
 
 
@@ -59,6 +66,50 @@ async def test_sessions_are_searched_in_a_thread(world: World, read: list[tuple[
     found = await world.ok("sessions/search", {})
     assert [each["session_id"] for each in found["sessions"]] == [session]
     assert off_the_loop(read, "sessions")
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "count"),
+    [
+        ("checkpoints?limit=1000", "checkpoints", 40),
+        ("training_runs/{model}/checkpoints", "checkpoints", 21),
+        ("training_runs?limit=1000", "training_runs", 20),
+        (f"billing/usage/events?{HOURS}", "sessions", 20),
+    ],
+)
+async def test_however_much_metadata_a_list_has_a_part_of_it_is_in_memory(
+    world: World, monkeypatch: pytest.MonkeyPatch, path: str, field: str, count: int
+) -> None:
+    monkeypatch.setattr(responses, "AT_ONCE", 2)
+    monkeypatch.setattr(responses, "PART_CHARACTERS", 100_000)
+    metadata = {"notes": "\u00e9" * 30_000}
+    opened = {"sdk_version": "0.38.0", "user_metadata": metadata}
+    sessions = [(await world.ok("create_session", opened))["session_id"] for _ in range(20)]
+    models = [await world.model(session, user_metadata=metadata) for session in sessions]
+    for number, model in enumerate([*models, *[models[0]] * 20]):
+        await world.checkpoint(model, CheckpointKind.WEIGHTS, f"c{number}", user_metadata=metadata)
+    pieces = await stream(world, f"http://api/api/v1/{path.format(model=models[0])}")
+    body = b"".join(pieces)
+    items = json.loads(body)[field]
+    found = items.values() if isinstance(items, dict) else items
+    assert [each["user_metadata"] for each in found] == [metadata] * count
+    assert max(map(len, pieces)) < len(body) / 3
+
+
+async def test_a_page_of_a_search_ends_where_its_metadata_is_long(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = {"sdk_version": "0.38.0", "user_metadata": {"notes": "x" * 1000}}
+    made = [(await world.ok("create_session", opened))["session_id"] for _ in range(7)]
+    monkeypatch.setattr(session_list, "_PAGE_CHARACTERS", 2500)
+    found, cursor = list[str](), None
+    while True:
+        page = await world.ok("sessions/search", {"cursor": cursor, "limit": 4})
+        assert len(page["sessions"]) == min(3, 7 - len(found))
+        found += [each["session_id"] for each in page["sessions"]]
+        if (cursor := page["next_cursor"]) is None:
+            break
+    assert found == made[::-1]
 
 
 def off_the_loop(read: list[tuple[str, int]], table: str) -> bool:

@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.database.tables import SavedCheckpoint
+from tests.api.support.streaming import stream
 from tests.api.support.world import BASE, FACTS, World, running
 from tests.support.object_storage import BUCKET, object_storage
 
 EXTERNAL = CheckpointKind.EXTERNAL_WEIGHTS
 LARGE = "model.safetensors"
 FILES = {"config.json": b'{"a": 1}', "with space.txt": b"x", LARGE: bytes(range(256)) * 3 * 4096}
-Message = MutableMapping[str, Any]
 
 
 async def record(world: World, directory: Path, kind: CheckpointKind = EXTERNAL, **changes: Any) -> str:
@@ -239,37 +239,6 @@ async def test_only_exports_have_urls(world: World, directory: Path, kind: Check
     answer = await world.http.get(f"{where}/external_weights_urls")
     assert answer.status_code == 400
     assert "expected one made by save_weights_external" in answer.json()["detail"]
-
-
-async def stream(world: World, url: str, on_piece: Callable[[], Awaitable[None]]) -> list[bytes]:
-    """The pieces in which a body is sent, as a server would get them from the app."""
-    parts = urlsplit(url)
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.4"},
-        "http_version": "1.1",
-        "method": "GET",
-        "scheme": "http",
-        "path": parts.path,
-        "raw_path": parts.path.encode(),
-        "root_path": "",
-        "query_string": parts.query.encode(),
-        "headers": [(b"host", parts.netloc.encode())],
-        "server": ("api", 80),
-        "client": ("127.0.0.1", 1),
-    }
-    pieces: list[bytes] = []
-
-    async def receive() -> Message:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: Message) -> None:
-        if message["type"] == "http.response.body" and message["body"]:
-            pieces.append(message["body"])
-            await on_piece()
-
-    await world.app(scope, receive, send)
-    return pieces
 
 
 async def test_a_download_goes_on_in_pieces_though_urls_are_signed_anew_and_the_checkpoint_goes(
