@@ -53,6 +53,8 @@ TRAITS: Mapping[str, Trait] = {
             "join_sampling_session": Trait.NONE,
             "get_info": Trait.NONE,
             "weights_info": Trait.NONE,
+            "external_weights_upload_start": Trait.NONE,
+            "external_weights_upload_finish": Trait.NONE,
             "unload_model": Trait.NONE,
             "cancel_future": Trait.NONE,
             "console/admin/keys": Trait.NONE,

@@ -1,4 +1,4 @@
-"""Downloads of weights for use elsewhere: signed URLs of exports, archives of adapters."""
+"""Weights for use elsewhere, by signed URLs of exports and archives of adapters; and from elsewhere."""
 
 from email.utils import formatdate
 
@@ -11,7 +11,7 @@ from skyrl_tinker.api.resources.checkpoint_files import CheckpointFiles
 from skyrl_tinker.api.security.signing import expiry
 from skyrl_tinker.api.services import Deps, Reached, Services
 from skyrl_tinker.domain.ids import CheckpointKind, Reach
-from skyrl_tinker.errors import UserError
+from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.runs import ExternalWeightsUrlsResponse
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
@@ -52,6 +52,16 @@ async def archive(
     expires = expiry(row.expires_at)
     url = deps.signer.url(request, f"/download/archive/{row.id}/{row.name}.tar", expires)
     return RedirectResponse(url, 302, {"Expires": formatdate(expires, usegmt=True)})
+
+
+@router.post("/external_weights_upload_start", summary="Refused: adapters are imported on the server's host")
+@router.post("/external_weights_upload_finish", summary="Refused, as its start")
+async def upload_external_weights() -> dict[str, str]:
+    """Experimental in SDK 0.39, where servers may decline."""
+    raise NotSupportedError(
+        "this server takes no uploads of weights: import a PEFT adapter with `skyrl-tinker import-adapter` "
+        "on its machine"
+    )
 
 
 async def _find_own(deps: Services, reach: Reach, run: str, checkpoint_id: str) -> CheckpointRow:

@@ -23,6 +23,8 @@ Operation = dict[str, Any]
 WITHOUT_A_BODY = {
     ("post", "/api/v1/auth/token"),
     ("post", "/api/v1/auth/apikey"),
+    ("post", "/api/v1/external_weights_upload_start"),
+    ("post", "/api/v1/external_weights_upload_finish"),
     ("post", "/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/publish"),
 }
 

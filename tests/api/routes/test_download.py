@@ -241,6 +241,13 @@ async def test_only_exports_have_urls(world: World, directory: Path, kind: Check
     assert "expected one made by save_weights_external" in answer.json()["detail"]
 
 
+@pytest.mark.parametrize("step", ["start", "finish"])
+async def test_an_upload_is_refused_with_what_to_do(world: World, step: str) -> None:
+    answer = await world.post(f"external_weights_upload_{step}", {"upload_id": "u"})
+    assert answer.status_code == 400
+    assert "skyrl-tinker import-adapter" in answer.json()["detail"]
+
+
 async def test_a_download_goes_on_in_pieces_though_urls_are_signed_anew_and_the_checkpoint_goes(
     world: World, export: str, directory: Path
 ) -> None:

@@ -230,6 +230,8 @@ NOBODYS = {
     ("GET", "/api/v1/auth/apikey/me"),
     ("DELETE", "/api/v1/auth/apikey/me"),
     ("POST", "/api/v1/auth/apikey"),
+    ("POST", "/api/v1/external_weights_upload_start"),
+    ("POST", "/api/v1/external_weights_upload_finish"),
     ("POST", "/api/v1/create_session"),
     ("POST", "/api/v1/telemetry"),
     ("GET", "/api/v1/get_server_capabilities"),
