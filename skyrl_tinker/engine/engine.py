@@ -53,7 +53,6 @@ class Engine:
         facts = await read_base_model(self._env.store)
         start_up = StartUp(self._env, facts, self._shutdowns)
         backends = await start_up.bring_up()
-        await start_up.tidy_up()
         await self._serve(compose(self._env, facts, backends), backends)
 
     async def _serve(self, parts: Parts, backends: Backends) -> None:

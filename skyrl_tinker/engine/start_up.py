@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from skyrl_tinker.engine.parity.probe import allowed_gap
 from skyrl_tinker.engine.recovery import leftovers, parking
 from skyrl_tinker.engine.sampler.launch import ToEnd, assemble, launch_servers, sampler_gpus
 from skyrl_tinker.engine.sampler.samplers import Samplers
-from skyrl_tinker.errors import StartupError
-from skyrl_tinker.off_loop import in_disk_thread
+from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
+from skyrl_tinker.errors import StartupError, StorageError
+from skyrl_tinker.off_loop import TRANSFER_THREADS, in_disk_thread
 from skyrl_tinker.store import checkpoint_records, sampling_sessions, server_state
 from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.store import Store
@@ -52,10 +54,13 @@ class StartUp:
         self._directories = env.directories
         self._facts = facts
         self._shutdowns = shutdowns
-        self._waiting_for = {"trainer", "sampler"}
+        self._waiting_for = {"trainer", "sampler", "clean-up"}
 
     async def bring_up(self) -> Backends:
-        """Start trainer and samplers side by side. Raises StartupError when they disagree on logprobs."""
+        """Start trainer and samplers side by side, and tidy up meanwhile.
+
+        Raises StartupError when they disagree on logprobs.
+        """
         settings, directories, facts = self._settings, self._directories, self._facts
         if settings.device == "cuda":
             self._env.ray.require_gpus(settings.trainer_ranks, sampler_gpus(settings))
@@ -64,6 +69,7 @@ class StartUp:
         self._shutdowns.append(trainer.shutdown)
         placement = make_placement(settings, trainer)
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._await_ready("clean-up", self.tidy_up()))
             probe = tasks.create_task(self._start_trainer(trainer))
             shared = await self._shared_gpus(trainer, probe)
             spec = sampler_spec(settings, directories, facts, shared)
@@ -81,13 +87,13 @@ class StartUp:
         return Backends(trainer, fleet, samplers, placement)
 
     async def tidy_up(self) -> None:
-        """Remove what an earlier engine had half written, and park models of other base models.
+        """Remove what an earlier engine had half written.
 
+        Bring back the unnamed weights that were kept for clients, and park models of other base models.
         Waits while the database fails, as on a full disk.
         """
         root, ephemeral = self._directories.checkpoint_root, self._directories.ephemeral_dir
-        snapshots = self._directories.snapshot_dir.glob("*")
-        partial_in = [ephemeral, root, *root.glob("*/*"), *snapshots]
+        partial_in = chain((ephemeral, root), root.glob("*/*"), self._directories.snapshot_dir.glob("*"))
         await in_disk_thread(leftovers.sweep_partial, partial_in)
         saves = await in_disk_thread(leftovers.list_saves, root)
         await in_disk_thread(
@@ -99,8 +105,10 @@ class StartUp:
         versions = await self._write(partial(_settle_versions, ephemeral=ephemeral))
         spill = make_tmpfs_spill(self._env.settings)
         await in_disk_thread(spill.sweep, {version.name for version in versions})
-        for version in versions:
-            await spill.restore(version)
+        remaining = iter(versions)
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(TRANSFER_THREADS):
+                tasks.create_task(_restore(remaining, spill))
         fingerprint = await in_disk_thread(parking.fingerprint, Path(self._facts.directory))
         sort = partial(parking.sort_models, fingerprint=fingerprint, names=self._facts.names)
         if parked := await self._write(sort):
@@ -126,12 +134,12 @@ class StartUp:
 
     async def _await_ready(self, name: str, ready: Awaitable[None]) -> None:
         await ready
-        _log.info("the %s is up", name)
+        _log.info("%s: ready", name)
         self._waiting_for.discard(name)
         await self._report()
 
     async def _report(self) -> None:
-        parts = " and ".join(sorted(self._waiting_for)) or "the comparison of trainer and sampler"
+        parts = ", ".join(sorted(self._waiting_for)) or "the comparison of trainer and sampler"
         await persistently(lambda: self._env.status.report("starting", f"waiting for {parts}"))
 
     async def _compare(self, probed: startup_check.Probe, samplers: Samplers) -> None:
@@ -139,6 +147,14 @@ class StartUp:
         gap = await startup_check.compare(probed, samplers, directory)
         _log.info("logprobs of trainer and sampler differ by at most: %s", gap)
         startup_check.require_agreement(gap, allowed_gap(self._settings))
+
+
+async def _restore(versions: Iterator[WeightVersion], spill: TmpfsSpill) -> None:
+    for version in versions:
+        try:
+            await spill.restore(version)
+        except StorageError as error:  # as of one whose files are damaged; a replay may write it again
+            _log.error("%s could not be brought back: %s", version.name, error)
 
 
 def _settle_versions(conn: Connection, ephemeral: Path) -> list[WeightVersion]:

@@ -1,5 +1,7 @@
 """What a start tidies up, on the real store."""
 
+import shutil
+import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,23 +11,29 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker import config
 from skyrl_tinker.directories import Directories
-from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
 from skyrl_tinker.engine import outbox
-from skyrl_tinker.engine.compose import Environment
+from skyrl_tinker.engine.compose import Environment, make_tmpfs_spill
 from skyrl_tinker.engine.recovery import parking
+from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
+from skyrl_tinker.engine.sampler.version_files import has_files
 from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
 from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from tests.engine.support.world import FACTS
 from tests.store.support.rows import create, ephemeral, new_session
 from tests.support.reads import reading
+from tests.support.waiting import PATIENCE_S
 
 
-def start_up(store: Store, bell: Doorbell, home: Path) -> tuple[StartUp, Directories]:
-    settings = config.load(home=home)
+def start_up(
+    store: Store, bell: Doorbell, home: Path, snapshots: str | None = None
+) -> tuple[StartUp, Directories]:
+    settings = config.load(home=home, snapshots=snapshots)
     directories = Directories(settings)
     (home / "model").mkdir(parents=True)
     (home / "model" / "config.json").write_text("{}")
@@ -47,6 +55,45 @@ async def test_weights_in_memory_are_looked_for_where_this_home_has_them(
         found = sampling_sessions.published_version(conn, version)
     assert found is not None
     assert found.directory == str(directories.ephemeral_dir / found.name)
+
+
+def _keep(spill: TmpfsSpill, version: WeightVersion) -> None:
+    Path(version.directory).mkdir(parents=True)
+    (Path(version.directory) / "adapter_config.json").write_text("{}")
+    spill.keep(version)
+
+
+async def test_kept_weights_come_back_several_at_once_and_damaged_ones_end_no_start(
+    store: Store,
+    bell: Doorbell,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As on a host that takes over."""
+    starting, directories = start_up(store, bell, tmp_path / "home", f"file://{tmp_path}/stored")
+    model = await create(store, await new_session(store))
+    ids = [await ephemeral(store, model.key) for _ in range(4)]
+    kept = [WeightVersion(each, "lora", str(directories.ephemeral_dir / f"v{each}")) for each in ids]
+    spill = make_tmpfs_spill(starting._settings)
+    for version in kept:
+        _keep(spill, version)
+    for directory in (directories.ephemeral_dir, directories.overflow_dir):
+        shutil.rmtree(directory)
+    (tmp_path / "stored" / "unnamed" / kept[1].name / "adapter_config.json").write_text("other")
+    fetch, all_fetch = CheckpointStorage.fetch, threading.Barrier(len(kept), timeout=PATIENCE_S)
+
+    def fetch_beside_others(storage: CheckpointStorage, directory: Path) -> None:
+        all_fetch.wait()
+        fetch(storage, directory)
+
+    monkeypatch.setattr(CheckpointStorage, "fetch", fetch_beside_others)
+    try:
+        await starting.tidy_up()
+        assert [has_files(version) for version in kept] == [True, False, True, True]
+    finally:
+        shutil.rmtree(directories.ephemeral_dir, ignore_errors=True)
+    assert f"{kept[1].name} could not be brought back" in caplog.text
 
 
 async def test_a_full_disk_delays_a_start(
