@@ -29,8 +29,6 @@ from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.priorities import share_of
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics, OutcomeLabel
 from skyrl_tinker.errors import NotFoundError, SamplerError, SkyrlTinkerError
-from skyrl_tinker.inference.client.data_plane import refusal
-from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.openai import (
     OWNER_HEADER,
@@ -48,6 +46,7 @@ _PREFIX, _SUFFIX, _END = b"data: ", b"\n\n", b"[DONE]"
 """Of events in a stream, and the text of its last one."""
 T = TypeVar("T")
 Chunk = dict[str, Any]
+Refusal = Callable[[int, str], SkyrlTinkerError]
 Path = Literal["/v1/completions", "/v1/chat/completions"]
 
 
@@ -160,9 +159,7 @@ class OpenAIServer:
 
     async def _count_tokens(self, text: dict[str, Any]) -> int:
         """Count the tokens of a prompt. Every version has the tokenizer of the base model."""
-        body = {"model": BASE_MODEL, **text}
-        response = await self._fleet.with_retry(lambda: self._fleet.client.data.tokenize(body))
-        return int(response["count"])
+        return len(await self._fleet.with_retry(lambda: self._fleet.client.data.tokenize(text)))
 
     # To vLLM and back
 
@@ -212,8 +209,9 @@ class OpenAIServer:
             name = await stack.enter_async_context(self._samplers.leases.open(call.version))
             body = self._body(call, name, priority)
             headers = stack.enter_context(self._headers(call))
-            stream = self._fleet.client.data.stream(call.path, body, headers=headers)
-            chunks = self._counted(call, _chunks(await stack.enter_async_context(stream)))
+            data = self._fleet.client.data
+            pieces = await stack.enter_async_context(data.stream(call.path, body, headers=headers))
+            chunks = self._counted(call, _chunks(pieces, data.dialect.refusal))
             first = await anext(chunks)
             upstream.push_async_exit(stack.pop_all())
             return _chained(first, chunks)
@@ -286,10 +284,10 @@ def _owner(http: web.Request) -> OwnerId | None:
     return None if owner is None else OwnerId(int(owner))
 
 
-async def _chunks(pieces: AsyncIterator[bytes]) -> AsyncIterator[Chunk]:
+async def _chunks(pieces: AsyncIterator[bytes], refusal: Refusal) -> AsyncIterator[Chunk]:
     """Yield what a stream of events says.
 
-    Raises SamplerError when it breaks off, and the error that vLLM reports in it.
+    Raises SamplerError when it breaks off, and the error that the sampler reports in it.
     """
     rest = b""
     try:

@@ -1,4 +1,4 @@
-"""One sample as the vLLM requests that it takes: split, sent under leases, resumed after aborts, joined."""
+"""One sample as the requests that it takes: split, sent under leases, resumed after aborts, joined."""
 
 import asyncio
 from dataclasses import dataclass, field, replace
@@ -8,9 +8,9 @@ from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
 from skyrl_tinker.engine.sampler.lease import Leases
 from skyrl_tinker.engine.scheduling.priorities import Priorities, Share
 from skyrl_tinker.inference.client.data_plane import DataPlane
-from skyrl_tinker.inference.client.vllm_requests import max_tokens, remainder, scores_prompt, split
-from skyrl_tinker.inference.client.vllm_responses import GeneratedSequence, VllmResponse, join, resumable
-from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES
+from skyrl_tinker.inference.client.generated import GeneratedSequence, SamplerResponse, join, resumable
+from skyrl_tinker.inference.client.sample_parts import max_tokens, remainder, scores_prompt, split
+from skyrl_tinker.inference.constants import MAX_SEQUENCES
 
 ABORT_PAUSE_S = 0.05
 """Pause between tries of a sequence that is aborted again and again while samplers are paused."""
@@ -42,7 +42,7 @@ class SampleCall:
             return join(request, [await self._in_order(parts[0])])
         at_once = asyncio.Semaphore(MAX_SEQUENCES // max(part.num_samples for part in parts))
 
-        async def complete(part: SampleRequest) -> VllmResponse:
+        async def complete(part: SampleRequest) -> SamplerResponse:
             async with at_once:
                 return await self._in_order(part)
 
@@ -54,12 +54,12 @@ class SampleCall:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _in_order(self, part: SampleRequest) -> VllmResponse:
+    async def _in_order(self, part: SampleRequest) -> SamplerResponse:
         tokens = len(part.prompt) + part.num_samples * max_tokens(part, self.context)
         with self.priorities.take(self.share, tokens) as priority:
             return await self._complete(part, priority)
 
-    async def _complete(self, request: SampleRequest, priority: int) -> VllmResponse:
+    async def _complete(self, request: SampleRequest, priority: int) -> SamplerResponse:
         """Send the request and resume its aborted sequences until each has ended."""
         response = await self._send(request, priority)
         if all(sequence.finish != "abort" for sequence in response.sequences):
@@ -74,7 +74,7 @@ class SampleCall:
 
     async def _send(
         self, request: SampleRequest, priority: int, *, interruptible: bool = True
-    ) -> VllmResponse:
+    ) -> SamplerResponse:
         """Make one request; again as a whole while it is aborted before its prompt is scored.
 
         What would have to start over may not be interrupted for others: it might never end.
@@ -110,7 +110,7 @@ class SampleCall:
         known = 0
         while sequence.finish == "abort":
             await asyncio.sleep(ABORT_PAUSE_S)
-            kept = await resumable(request, sequence, switched=switched, text_of=self._text_of)
+            kept = await resumable(request, sequence, switched=switched, text_of=self.data.detokenize)
             rest = remainder(request, index, kept.tokens, context=self.context)
             if rest is None:  # it was aborted with its last token already there
                 return replace(kept, finish="length")
@@ -118,6 +118,3 @@ class SampleCall:
             known = len(kept.tokens)
             sequence, switched = kept.then(response.sequences[0]), response.switched
         return sequence
-
-    async def _text_of(self, tokens: tuple[int, ...]) -> str:
-        return str((await self.data.detokenize({"model": BASE_MODEL, "tokens": tokens}))["prompt"])

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
 from skyrl_tinker.inference.client.in_flight import Attempt, InFlight
+from skyrl_tinker.inference.client.vllm_requests import abort_id
 from skyrl_tinker.inference.constants import BASE_MODEL
 
 ABORT_POLL_S = 0.02
@@ -117,7 +118,7 @@ class ControlPlane:
 
     async def _end(self, attempts: list[Attempt]) -> None:
         while left := self.in_flight.still(attempts):
-            ids = [attempt.vllm_id for attempt in left]  # some may not have reached vLLM yet
+            ids = [abort_id(attempt.id) for attempt in left]  # some may not have reached vLLM yet
             await asyncio.gather(*(self._abort(url, ids) for url in self.server_urls))
             await asyncio.sleep(ABORT_POLL_S)
 

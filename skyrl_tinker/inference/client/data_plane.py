@@ -1,7 +1,7 @@
 """The data plane: requests that any replica may serve."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,17 +9,14 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from skyrl_tinker.domain.values import SampleRequest
-from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
-from skyrl_tinker.inference.client import vllm_requests, vllm_responses
+from skyrl_tinker.inference.client.generated import SamplerResponse
 from skyrl_tinker.inference.client.http_connection import HttpAnswer, HttpStatusError, JsonHttp
 from skyrl_tinker.inference.client.in_flight import InFlight
-from skyrl_tinker.inference.client.vllm_responses import VllmResponse
+from skyrl_tinker.inference.client.sampling_port import Dialect, Json
 from skyrl_tinker.inference.constants import MAX_SEQUENCES, REPLICA
-from skyrl_tinker.inference.packed import PACKED
 
 MOST_LISTED = 4096
 """Tokens of a prompt's top k that are parsed on the event loop; for more, others would wait."""
-Json = Mapping[str, Any]
 Headers = Mapping[str, str]
 StreamPath = Literal["/inference/v1/generate", "/v1/completions", "/v1/chat/completions"]
 
@@ -29,16 +26,17 @@ class DataPlane:
     """`proxy_url`: the router, or the server itself when there is one only.
 
     `straight`: the servers to which samples go without a router, each key to one of them.
-    Bodies and answers of all methods but `sample` are those of vLLM's HTTP API. NotFoundError: no such model;
-    UserError: vLLM refused the request; SamplerError: it could not be served.
+    Bodies and answers of `generate` are those of the engine's HTTP API. NotFoundError: no such model;
+    UserError: the sampler refused the request; SamplerError: it could not be served.
     """
 
+    dialect: Dialect
     proxy_url: str
     straight: tuple[str, ...] = ()
     http: JsonHttp = field(default_factory=JsonHttp)
     in_flight: InFlight = field(default_factory=InFlight)
     most_sequences: int = MAX_SEQUENCES
-    """Sequences of one request to vLLM."""
+    """Sequences of one request."""
 
     async def sample(
         self,
@@ -52,32 +50,33 @@ class DataPlane:
         interruptible: bool = False,
         priority: int = 0,
         fields: Json = MappingProxyType({}),
-    ) -> VllmResponse:
-        """Make one vLLM request, for at most `most_sequences` samples (vllm_requests.split).
+    ) -> SamplerResponse:
+        """Make one request, for at most `most_sequences` samples (sample_parts.split).
 
         `eos` ends sequences unless request.params.stop is (); `context` bounds max_tokens None. The lowest
-        `priority` goes first (Priorities). `fields`: others of vLLM's request. Sequences come back as `abort`
-        when samplers are paused, or ControlPlane.abort(tag) is called, in the middle; those that are
-        `interruptible` also when ControlPlane.interrupt(model) is.
+        `priority` goes first (Priorities). `fields`: others of the request. Sequences come back as `abort`
+        when samplers are paused, or SamplerControl.abort(tag) is called, in the middle; those that are
+        `interruptible` also when SamplerControl.interrupt(model) is.
         NotFoundError: no such adapter (load it again).
         """
-        body = vllm_requests.body(model, request, eos=eos, context=context)
         with self.in_flight.attempt(tag, model if interruptible else None) as attempt:
-            body |= {"request_id": attempt.id, "priority": priority, **fields}
-            # vLLM prefers the header, which a router may set.
-            headers = {"X-Session-ID": session_key, "X-Request-Id": attempt.id}
-            if self.straight and not vllm_requests.lists_logprobs(request):
-                headers["Accept"] = PACKED  # servers of others answer JSON
-            answer = await self._answer("/inference/v1/generate", body, headers, self._server_of(session_key))
+            body = self.dialect.body(
+                model, request, eos=eos, context=context, attempt=attempt.id, priority=priority
+            )
+            headers = self.dialect.headers(request, attempt.id, straight=bool(self.straight))
+            headers["X-Session-ID"] = session_key
+            answer = await self._answer(
+                self.dialect.path, {**body, **fields}, headers, self._server_of(session_key)
+            )
         replica, switched = answer.headers.get(REPLICA), attempt.switched
-        parse = partial(vllm_responses.parse, answer.content, request, switched=switched, replica=replica)
+        parse = partial(self.dialect.parse, answer.content, request, switched=switched, replica=replica)
         if request.routed_experts or request.topk_prompt_logprobs * len(request.prompt) > MOST_LISTED:
             return await asyncio.to_thread(parse)
         return parse()
 
     async def generate(self, body: Json, *, headers: Headers | None = None) -> Any:
         """Generate with token ids in and out."""
-        return await self._post("/inference/v1/generate", body, headers)
+        return await self._post(self.dialect.path, body, headers)
 
     async def completion(self, body: Json, *, headers: Headers | None = None) -> Any:
         """Make an OpenAI request; for `"stream": true` use `stream`."""
@@ -93,19 +92,18 @@ class DataPlane:
             return [await self._post("/v1/chat/completions/render", body)]
         return list(await self._post("/v1/completions/render", body))
 
-    async def tokenize(self, body: Json) -> Any:
-        """Turn {"model", "prompt"} or {"model", "messages"} into {"tokens", "count", "max_model_len"}."""
-        return await self._post("/tokenize", body)
+    async def tokenize(self, text: Json) -> list[int]:
+        """Turn {"prompt"} or {"messages"}, with options, into tokens."""
+        return await self.dialect.tokenize(self._post, text)
 
-    async def detokenize(self, body: Json) -> Any:
-        """Turn {"model", "tokens"} into {"prompt"}."""
-        return await self._post("/detokenize", body)
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        return await self.dialect.detokenize(self._post, tokens)
 
     @asynccontextmanager
     async def stream(
         self, path: StreamPath, body: Json, *, headers: Headers | None = None
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Yield server-sent events as vLLM writes them, in pieces of any length. `body` has `"stream": true`.
+        """Yield server-sent events as they come, in pieces of any length. `body` has `"stream": true`.
 
         Raises on entering, before anything was yielded. Leaving it early aborts the request.
         """
@@ -113,7 +111,7 @@ class DataPlane:
             async with self.http.stream(self.proxy_url + path, json=body, headers=headers) as chunks:
                 yield chunks
         except HttpStatusError as error:
-            raise refusal(error.status, error.message) from error
+            raise self.dialect.refusal(error.status, error.message) from error
 
     async def _post(self, path: str, body: Json, headers: Headers | None = None) -> Any:
         return (await self._answer(path, body, headers)).content
@@ -132,15 +130,4 @@ class DataPlane:
             url = (server or self.proxy_url) + path
             return await self.http.request("POST", url, json=body, headers=headers)
         except HttpStatusError as error:
-            raise refusal(error.status, error.message) from error
-
-
-def refusal(status: int, message: str) -> UserError | SamplerError:
-    """Return the error that an error status of vLLM means."""
-    if status == 404:
-        return NotFoundError(message)
-    if "not JSON compliant" in message:  # vLLM's words for NaN in its answer
-        return vllm_responses.diverged()
-    if status in (400, 422):
-        return UserError(message)
-    return SamplerError(f"the sampler answered {status}: {message}")
+            raise self.dialect.refusal(error.status, error.message) from error

@@ -18,11 +18,6 @@ class Attempt:
     id: str = field(default_factory=lambda: uuid4().hex)
     switched: bool = False
 
-    @property
-    def vllm_id(self) -> str:
-        """The name by which /inference/v1/abort_requests ends it, with all of its n sequences."""
-        return f"generate-tokens-{self.id}"
-
 
 class InFlight:
     """Registry of attempts, oldest first. Picklable: a copy starts empty."""

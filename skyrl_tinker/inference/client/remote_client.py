@@ -6,6 +6,8 @@ from skyrl_tinker.inference.client.control_plane import ControlPlane, Locate, sa
 from skyrl_tinker.inference.client.data_plane import DataPlane
 from skyrl_tinker.inference.client.http_connection import JsonHttp
 from skyrl_tinker.inference.client.in_flight import InFlight
+from skyrl_tinker.inference.client.sampling_port import Dialect
+from skyrl_tinker.inference.client.vllm_dialect import VLLM
 
 
 @dataclass
@@ -13,7 +15,7 @@ class RemoteInferenceClient:
     """Picklable. `data` reaches any replica by `proxy_url`, `control` all of `server_urls`.
 
     `token`: what the servers ask for, if they do. `locate`: by what those on other hosts know a directory.
-    `past_proxy`: samples go straight to the servers.
+    `past_proxy`: samples go straight to the servers. `dialect`: of their engine.
     """
 
     proxy_url: str
@@ -21,12 +23,13 @@ class RemoteInferenceClient:
     token: str = field(default="", repr=False)
     locate: Locate = field(default=same_path, repr=False)
     past_proxy: bool = False
+    dialect: Dialect = field(default=VLLM, repr=False)
     data: DataPlane = field(init=False, repr=False, compare=False)
     control: ControlPlane = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         http, in_flight = JsonHttp(self.token), InFlight()
-        self.data = DataPlane(self.proxy_url, self._straight(), http, in_flight)
+        self.data = DataPlane(self.dialect, self.proxy_url, self._straight(), http, in_flight)
         self.control = ControlPlane(self.server_urls, http, in_flight, locate=self.locate)
 
     def retarget(self, proxy_url: str, server_urls: tuple[str, ...]) -> None:

@@ -12,61 +12,24 @@ cuts the prefill or what shares the batch.
 """
 
 import base64
-import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from secrets import randbits
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from skyrl_tinker.domain.values import SEEDS, SampleRequest, SamplingParams
-from skyrl_tinker.errors import UserError
-from skyrl_tinker.inference.constants import MAX_SEQUENCES
+from skyrl_tinker.domain.values import SampleRequest
+from skyrl_tinker.inference.client.sample_parts import (
+    Int32,
+    max_tokens,
+    scores_other_tokens,
+    stop_strings,
+    target_table,
+)
 
-PART_TOKENS = 1 << 12
-"""Most generated tokens in one answer of vLLM, unless a sequence has more: they share one priority.
-
-For 1 << 15 it takes vLLM about half a second to build the answer.
-"""
 SCORES_KEY = "skyrl_tinker_scores"
-Int32 = npt.NDArray[np.int32]
-
-
-def split(request: SampleRequest, *, context: int, most: int = MAX_SEQUENCES) -> list[SampleRequest]:
-    """Split into requests that vLLM can serve, with consecutive seeds: at `most` and where seeds wrap.
-
-    And at PART_TOKENS: a part takes KV cache as a whole, and while vLLM builds its answer, it answers nobody
-    else, not even that it is alive. The experts of the prompt come with each sequence.
-
-    At temperature 0 all samples are the same, so one is requested. The first part alone scores the prompt,
-    with one sample: vLLM would score it again for each.
-    """
-    count = request.sequences
-    listed = max_tokens(request, context) + (len(request.prompt) if request.routed_experts else 0)
-    most_of_part = min(most, max(1, PART_TOKENS // listed))
-    parts: list[SampleRequest] = []
-    start = 0
-    while start < count:
-        part = request if start == 0 else without_scores(request)
-        fit = 1 if scores_prompt(part) else most_of_part
-        seed = _seed(request.params, start)
-        size = min(count - start, fit, SEEDS if seed is None else SEEDS - seed)
-        parts.append(replace(part, num_samples=size, params=replace(request.params, seed=seed)))
-        start += size
-    return parts
-
-
-def remainder(
-    request: SampleRequest, index: int, kept: tuple[int, ...], *, context: int
-) -> SampleRequest | None:
-    """Make the request for what follows the kept tokens of sample `index`; None when nothing is to follow."""
-    left = max_tokens(request, context) - len(kept)
-    if left < 1:
-        return None
-    params = replace(request.params, max_tokens=left, seed=_resumed_seed(request.params, index, len(kept)))
-    return replace(without_scores(request), prompt=request.prompt + kept, num_samples=1, params=params)
 
 
 def body(model: str, request: SampleRequest, *, eos: Sequence[int], context: int) -> dict[str, Any]:
@@ -91,17 +54,6 @@ def body(model: str, request: SampleRequest, *, eos: Sequence[int], context: int
     return {"model": model, "token_ids": list(request.prompt), "sampling_params": sampling}
 
 
-def max_tokens(request: SampleRequest, context: int) -> int:
-    if request.params.max_tokens is not None:
-        return request.params.max_tokens
-    left = context - len(request.prompt)
-    if left < 1:
-        raise UserError(
-            f"{len(request.prompt)} prompt tokens leave nothing of a context of {context} to sample"
-        )
-    return left
-
-
 def _stop(stop: tuple[str, ...] | tuple[int, ...] | None, eos: Sequence[int]) -> dict[str, Any]:
     """List the tokens and texts that end a sequence. vLLM's own EOS is off, so the list is complete.
 
@@ -117,28 +69,12 @@ def _stop(stop: tuple[str, ...] | tuple[int, ...] | None, eos: Sequence[int]) ->
     return fields | {"stop": list(texts), "detokenize": True, "skip_special_tokens": False}
 
 
-def stop_strings(stop: tuple[str, ...] | tuple[int, ...] | None) -> tuple[str, ...]:
-    return tuple(item for item in stop or () if isinstance(item, str))
-
-
-def _seed(params: SamplingParams, index: int) -> int | None:
-    return None if params.seed is None else (params.seed + index) % SEEDS
-
-
-def _resumed_seed(params: SamplingParams, index: int, position: int) -> int | None:
-    """Return the seed of sample `index` from its token `position` on; a resumed part draws new numbers."""
-    seed = _seed(params, index)
-    if seed is None or position == 0:
-        return seed
-    digest = hashlib.sha256(f"{seed}:{position}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") % SEEDS
+def abort_id(attempt: str) -> str:
+    """Return the name by which /inference/v1/abort_requests ends a request, with all of its n sequences."""
+    return f"generate-tokens-{attempt}"
 
 
 # Scores of the prompt
-
-
-def scores_prompt(request: SampleRequest) -> bool:
-    return request.prompt_logprobs or request.topk_prompt_logprobs > 0 or needs_plugin(request)
 
 
 def lists_logprobs(request: SampleRequest) -> bool:
@@ -146,29 +82,11 @@ def lists_logprobs(request: SampleRequest) -> bool:
     return bool(request.prompt_logprobs or request.topk_prompt_logprobs or request.topk_sample_logprobs)
 
 
-def needs_plugin(request: SampleRequest) -> bool:
-    """Return whether the plugin has to score this prompt; a single token has no position to score."""
-    requested = request.target_prompt_logprobs is not None or request.prompt_alt_tokens_k > 0
-    return requested and len(request.prompt) > 1
-
-
-def without_scores(request: SampleRequest) -> SampleRequest:
-    """Return the request for the same samples, without scores of the prompt."""
-    return replace(
-        request,
-        prompt_logprobs=False,
-        topk_prompt_logprobs=0,
-        target_prompt_logprobs=None,
-        prompt_alt_tokens_k=0,
-        prompt_logprobs_last_n=None,
-    )
-
-
 def _prompt_scores(request: SampleRequest) -> Mapping[str, Any]:
     fields: dict[str, Any] = {}
     if request.prompt_logprobs or request.topk_prompt_logprobs:
         fields["prompt_logprobs"] = request.topk_prompt_logprobs  # beside those of the prompt's own tokens
-    if needs_plugin(request):
+    if scores_other_tokens(request):
         fields["extra_args"] = {SCORES_KEY: pack(request)}
         fields["skip_reading_prefix_cache"] = True  # cached positions have no logits
     return fields
@@ -220,18 +138,3 @@ def _first_named(table: Int32) -> int:
     """Return the first row that names a token: those before it need no score."""
     named = (table >= 0).any(axis=1)
     return int(named.argmax()) if named.any() else len(table)
-
-
-def target_table(request: SampleRequest) -> Int32:
-    """Tabulate targets as [len(prompt) - 1, K], cells of CSR moved left: K is the longest row's length."""
-    rows, targets = len(request.prompt) - 1, request.target_prompt_logprobs
-    if targets is None:
-        return np.empty((rows, 0), np.int32)
-    tokens = np.asarray(targets.tokens, np.int32)
-    if targets.crow is None:
-        return tokens.reshape(targets.shape)
-    crow = np.asarray(targets.crow)
-    lengths = np.diff(crow)
-    table = np.full((rows, int(lengths.max(initial=0))), -1, np.int32)
-    table[np.arange(table.shape[1]) < lengths[:, None]] = tokens
-    return table

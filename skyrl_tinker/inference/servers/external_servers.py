@@ -8,7 +8,7 @@ import aiohttp
 
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.inference.client.vllm_responses import TRIAL, lists_experts, logprobs_mode
+from skyrl_tinker.inference.client.vllm_dialect import VLLM
 from skyrl_tinker.inference.constants import BASE_MODEL, PROBE, VERSION_PULL
 from skyrl_tinker.inference.servers.health_checks import HealthWatch, Loss, Suspicion, health
 from skyrl_tinker.interfaces import is_here
@@ -92,13 +92,13 @@ class ExternalServers:
                 f"{url} ({self._setting}) takes {length} tokens, expected {self._max_model_len} "
                 f"(context_length + 1): start it with --max-model-len {self._max_model_len}"
             )
-        mode = logprobs_mode(trial)
+        mode = VLLM.logprobs_mode(trial)
         if mode not in (self._sampled_logprobs, None):
             raise SamplerError(
                 f"{url} ({self._setting}) answers {mode} logprobs, expected {self._sampled_logprobs} "
                 f"(sampled_logprobs): start it with --logprobs-mode {self._sampled_logprobs}_logprobs"
             )
-        if self._router_replay and not lists_experts(trial):
+        if self._router_replay and not VLLM.lists_experts(trial):
             raise SamplerError(
                 f"{url} ({self._setting}) answers no routed experts, expected them (router_replay): "
                 "start it with --enable-return-routed-experts"
@@ -131,7 +131,7 @@ async def _healthy(url: str) -> None:
 
 
 async def _prepare(url: str, setting: str) -> tuple[int, Any]:
-    """Unload old adapters, whose names may recur; return the server's context and its answer to TRIAL.
+    """Unload old adapters, whose names may recur; return the server's context and its answer to the trial.
 
     SamplerError when it does not serve what is needed.
     """
@@ -143,7 +143,7 @@ async def _prepare(url: str, setting: str) -> tuple[int, Any]:
         for name in await control.adapters():
             await control.unload_adapter(name)
         await control.reset_prefix_cache()  # it knows adapters by name and path only
-        trial = await client.data.generate({"model": BASE_MODEL, **TRIAL})
+        trial = await client.data.generate(client.dialect.trial)
         return await control.max_model_len(), trial
     except SamplerError as error:
         raise SamplerError(

@@ -8,6 +8,7 @@ import pytest
 
 from skyrl_tinker.engine.openai.openai_endpoints import Chunk, _chunks
 from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
+from skyrl_tinker.inference.client.vllm_dialect import VLLM
 
 CHUNK: Chunk = {"choices": [{"index": 0, "text": "a"}]}
 
@@ -28,7 +29,8 @@ def failure(code: int) -> Chunk:
 
 
 async def test_chunks_come_until_the_end() -> None:
-    assert [chunk async for chunk in _chunks(pieces(event(CHUNK) * 2 + event(None)))] == [CHUNK, CHUNK]
+    chunks = _chunks(pieces(event(CHUNK) * 2 + event(None)), VLLM.refusal)
+    assert [chunk async for chunk in chunks] == [CHUNK, CHUNK]
 
 
 @pytest.mark.parametrize("before", [0, 2])
@@ -44,7 +46,7 @@ async def test_an_error_in_a_stream_is_an_error_not_text(
     before: int, code: int, error: type[Exception], message: str
 ) -> None:
     """So another replica takes over before the first chunk, and later the client is told."""
-    chunks = _chunks(pieces(event(CHUNK) * before + event(failure(code)) + event(None)))
+    chunks = _chunks(pieces(event(CHUNK) * before + event(failure(code)) + event(None)), VLLM.refusal)
     assert [await anext(chunks) for _ in range(before)] == [CHUNK] * before
     with pytest.raises(error, match=message):
         await anext(chunks)
@@ -52,4 +54,4 @@ async def test_an_error_in_a_stream_is_an_error_not_text(
 
 async def test_a_stream_that_breaks_off_is_an_error() -> None:
     with pytest.raises(SamplerError, match="closed the stream early"):
-        [chunk async for chunk in _chunks(pieces(event(CHUNK)))]
+        [chunk async for chunk in _chunks(pieces(event(CHUNK)), VLLM.refusal)]

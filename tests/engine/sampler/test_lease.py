@@ -18,7 +18,7 @@ from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError, StateLostError, UserError
 from skyrl_tinker.inference.client.http_connection import HttpAnswer
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.inference.client.vllm_requests import PART_TOKENS
+from skyrl_tinker.inference.client.sample_parts import PART_TOKENS
 from tests.engine.sampler.test_sampler_driver import FACTS
 
 REQUEST = SampleRequest((1, 2), 1, SamplingParams(max_tokens=4, stop=()))

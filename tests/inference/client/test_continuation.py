@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from skyrl_tinker.domain.values import VersionSpan
-from skyrl_tinker.inference.client.vllm_requests import remainder
-from skyrl_tinker.inference.client.vllm_responses import REPLACEMENT, GeneratedSequence, resumable
+from skyrl_tinker.inference.client.generated import REPLACEMENT, GeneratedSequence, resumable
+from skyrl_tinker.inference.client.sample_parts import remainder
 from tests.inference.support.samplers import ask
 
 PIECES = ("", "x", "ab", "c", "<e", "nd", ">", "d", REPLACEMENT, "é")

@@ -10,6 +10,7 @@ import pytest
 from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
 from skyrl_tinker.inference.client import vllm_responses
 from skyrl_tinker.inference.client.data_plane import StreamPath
+from skyrl_tinker.inference.client.generated import SamplerResponse
 from skyrl_tinker.inference.client.in_flight import InFlight
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from tests.inference.support.samplers import Sampler, ask, prompt_of
@@ -24,8 +25,8 @@ GENERATE = {
 
 
 async def test_text_and_tokens_turn_into_each_other(sampler: Sampler) -> None:
-    tokens = (await sampler.client.data.tokenize({"model": "base", "prompt": "hello é"}))["tokens"]
-    assert (await sampler.client.data.detokenize({"model": "base", "tokens": tokens}))["prompt"] == "hello é"
+    tokens = await sampler.client.data.tokenize({"prompt": "hello é"})
+    assert await sampler.client.data.detokenize(tokens) == "hello é"
 
 
 async def test_tokens_completions_and_chats_are_generated(sampler: Sampler) -> None:
@@ -39,15 +40,11 @@ async def test_tokens_completions_and_chats_are_generated(sampler: Sampler) -> N
 
 async def test_prompts_are_rendered_to_the_tokens_that_would_be_generated_from(sampler: Sampler) -> None:
     first, second = await sampler.client.data.render({**COMPLETION, "prompt": ["hello", "é"]})
-    assert (
-        first["token_ids"]
-        == (await sampler.client.data.tokenize({"model": "base", "prompt": "hello"}))["tokens"]
-    )
+    assert first["token_ids"] == await sampler.client.data.tokenize({"prompt": "hello"})
     assert first["sampling_params"]["max_tokens"] == 3
     assert second["token_ids"]
     (chat,) = await sampler.client.data.render(CHAT)
-    text = (await sampler.client.data.detokenize({"model": "base", "tokens": chat["token_ids"]}))["prompt"]
-    assert "hi" in text
+    assert "hi" in await sampler.client.data.detokenize(chat["token_ids"])
 
 
 @pytest.mark.parametrize(
@@ -114,7 +111,7 @@ async def test_long_lists_of_logprobs_are_not_parsed_on_the_event_loop(
     threads: list[threading.Thread] = []
     parse = vllm_responses.parse
 
-    def noted(*args: Any, **kwargs: Any) -> vllm_responses.VllmResponse:
+    def noted(*args: Any, **kwargs: Any) -> SamplerResponse:
         threads.append(threading.current_thread())
         return parse(*args, **kwargs)
 

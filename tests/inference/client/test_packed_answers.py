@@ -10,8 +10,8 @@ import pytest
 
 from skyrl_tinker.domain.values import SampleRequest, TargetTokens, VersionSpan
 from skyrl_tinker.inference.client import http_connection, vllm_requests, vllm_responses
+from skyrl_tinker.inference.client.generated import SamplerResponse
 from skyrl_tinker.inference.client.http_connection import HttpStatusError
-from skyrl_tinker.inference.client.vllm_responses import VllmResponse
 from skyrl_tinker.inference.packed import PACKED
 from tests.inference.support.samplers import (
     CONTEXT,
@@ -45,7 +45,7 @@ async def answers(sampler: Sampler, body: Mapping[str, Any]) -> list[Any]:
     return found
 
 
-def assert_alike(packed: VllmResponse, plain: VllmResponse) -> None:
+def assert_alike(packed: SamplerResponse, plain: SamplerResponse) -> None:
     """All the same, but for rounding: what shares a step with others is computed otherwise."""
     for found, expected in zip(packed.sequences, plain.sequences, strict=True):
         np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)

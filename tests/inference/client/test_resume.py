@@ -140,7 +140,7 @@ async def abort_often(sampler: Sampler, tag: str) -> None:
 async def test_a_stop_string_is_found_across_an_abort(sampler: Sampler) -> None:
     prompt = prompt_of(6)
     tokens = (await sampler("base", ask(prompt, temperature=0.0, max_tokens=200))).sequences[0].tokens
-    text = (await sampler.client.data.detokenize({"model": "base", "tokens": tokens}))["prompt"]
+    text = await sampler.client.data.detokenize(tokens)
     stop = next(text[at : at + 5] for at in range(len(text) - 20, 0, -1) if text[at : at + 5].isascii())
     request = ask(prompt, temperature=0.0, max_tokens=200, stop=(stop,))
     undisturbed = await sampler("base", request)

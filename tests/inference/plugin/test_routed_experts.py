@@ -12,8 +12,10 @@ import torch
 
 from skyrl_tinker.domain.values import SampleOutput, SampleRequest
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.inference.client.vllm_requests import body, remainder
-from skyrl_tinker.inference.client.vllm_responses import GeneratedSequence, parse
+from skyrl_tinker.inference.client.generated import GeneratedSequence
+from skyrl_tinker.inference.client.sample_parts import remainder
+from skyrl_tinker.inference.client.vllm_requests import body
+from skyrl_tinker.inference.client.vllm_responses import parse
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_tinker.weight_sync.sync import sync_weights
