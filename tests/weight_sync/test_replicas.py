@@ -22,8 +22,9 @@ import torch
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import AdamParams, BaseModelFacts, LoraSpec, StepItem
 from skyrl_tinker.errors import SamplerError, TrainerError
-from skyrl_tinker.inference.client.control_plane import ControlPlane, Messages
+from skyrl_tinker.inference.client.fan_out import Messages
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.client.vllm_control import VllmControl
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from skyrl_tinker.weight_sync.by_host import ByHostTransport
@@ -193,24 +194,24 @@ async def keep_training(group: TrainerGroup) -> None:
         AfterATrainingStep.step_ended.set()
 
 
-class Sabotaged(ControlPlane):
+class Sabotaged(VllmControl):
     """All replicas, of which the last is this one."""
 
-    last: type[ControlPlane]
+    last: type[VllmControl]
 
-    def replica(self, url: str) -> ControlPlane:
+    def replica(self, url: str) -> VllmControl:
         if url == self.server_urls[-1]:
             return self.last((url,), http=self.http)
         return super().replica(url)
 
 
-def sabotaged(last: type[ControlPlane], *urls: str) -> Sabotaged:
+def sabotaged(last: type[VllmControl], *urls: str) -> Sabotaged:
     control = Sabotaged(urls)
     control.last = last
     return control
 
 
-class AfterATrainingStep(ControlPlane):
+class AfterATrainingStep(VllmControl):
     """Takes no chunk of weights before another step has ended."""
 
     step_ended: ClassVar[asyncio.Event]
@@ -221,7 +222,7 @@ class AfterATrainingStep(ControlPlane):
         await super().update_weights(info)
 
 
-class Noted(ControlPlane):
+class Noted(VllmControl):
     """Notes when it joins and leaves groups."""
 
     notes: ClassVar[list[str]] = []
@@ -256,7 +257,7 @@ def by_host(trainer: TrainerGroup, here: str) -> ByHostTransport:
     return ByHostTransport(*parts, is_near=lambda url: url == here)
 
 
-class Told(ControlPlane):
+class Told(VllmControl):
     """Notes the directories that it is told of."""
 
     directories: ClassVar[list[str]] = []
@@ -282,7 +283,7 @@ async def test_one_sync_reaches_each_replica_by_the_way_of_its_host(
     await back_to_base(facts, *pair)
 
 
-class OtherShapes(ControlPlane):
+class OtherShapes(VllmControl):
     """Expects other tensors than those that come."""
 
     async def update_weights(self, info: Messages) -> None:
@@ -300,14 +301,14 @@ async def test_no_replica_of_any_host_serves_an_update_that_one_of_another_refus
     assert caught.value.lost == ()
     for url in pair:
         await assert_served(url, "base", facts.directory)
-    await sync_weights(ControlPlane(pair, control.http), transport, tmp_path / "other", "v1")
+    await sync_weights(VllmControl(pair, control.http), transport, tmp_path / "other", "v1")
     for url in pair:
         await assert_served(url, "v1", tmp_path / "other")
     await control.http.close()
     await back_to_base(facts, *pair)
 
 
-class Forgetful(ControlPlane):
+class Forgetful(VllmControl):
     """Has forgotten the update when it is to finish."""
 
     async def finish_weight_update(self, version: str) -> None:
@@ -330,7 +331,7 @@ async def test_one_that_does_not_take_new_weights_which_others_serve_is_lost(
     await control.http.close()
 
 
-class Stubborn(ControlPlane):
+class Stubborn(VllmControl):
     """Never goes on."""
 
     async def resume(self) -> None:
@@ -351,14 +352,14 @@ async def test_one_that_does_not_go_on_after_an_update_is_lost_and_nothing_is_se
     await control.http.close()
 
 
-class NoMember(ControlPlane):
+class NoMember(VllmControl):
     """Refuses to join."""
 
     async def init_weight_transfer_engine(self, info: Messages) -> None:
         raise SamplerError("no")
 
 
-class NoReceiver(ControlPlane):
+class NoReceiver(VllmControl):
     """Refuses an update."""
 
     async def update_weights(self, info: Messages) -> None:
@@ -460,7 +461,7 @@ async def test_replicas_that_stand_still_for_an_update_that_fails_are_lost_and_n
             await sync_weights(control, transport, tmp_path / "other", "v1")
     assert caught.value.lost == pair
     assert await control.weight_version() == PARTIAL
-    whole = ControlPlane(pair, control.http)
+    whole = VllmControl(pair, control.http)
     with pytest.raises(SamplerError, match="discarded"):
         await whole.update_weights({"discard": True})
     await whole.resume()

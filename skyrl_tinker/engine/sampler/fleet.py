@@ -271,7 +271,8 @@ class Fleet:
             self._proxy_url = router.url
 
     async def _equip(self, url: str, equip: Equip) -> None:
-        newcomer = RemoteInferenceClient(url, (url,), self.client.token, self.client.locate)
+        client = self.client
+        newcomer = RemoteInferenceClient(url, (url,), client.token, client.locate, dialect=client.dialect)
         try:
             await equip(newcomer)
         finally:

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.inference.client.control_plane import ControlPlane
+from skyrl_tinker.inference.client.sampling_port import SamplerControl
 
 TIMEOUT_S = 120.0
 """The first sleep pins as much host memory as the weights take."""
@@ -35,10 +35,10 @@ class SleepControl:
         """Return when all members serve; there may be none left, and others on their way."""
         await self._call_all("wake up", lambda replica: replica.wake_up(["kv_cache"]))
 
-    async def _call_all(self, what: str, call: Callable[[ControlPlane], Awaitable[None]]) -> None:
+    async def _call_all(self, what: str, call: Callable[[SamplerControl], Awaitable[None]]) -> None:
         await asyncio.gather(*(self._call(url, what, call) for url in self._fleet.client.server_urls))
 
-    async def _call(self, url: str, what: str, call: Callable[[ControlPlane], Awaitable[None]]) -> None:
+    async def _call(self, url: str, what: str, call: Callable[[SamplerControl], Awaitable[None]]) -> None:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await call(self._fleet.client.control.replica(url))

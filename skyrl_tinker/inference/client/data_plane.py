@@ -59,15 +59,12 @@ class DataPlane:
         `interruptible` also when SamplerControl.interrupt(model) is.
         NotFoundError: no such adapter (load it again).
         """
+        body = self.dialect.body(model, request, eos=eos, context=context)
         with self.in_flight.attempt(tag, model if interruptible else None) as attempt:
-            body = self.dialect.body(
-                model, request, eos=eos, context=context, attempt=attempt.id, priority=priority
-            )
-            headers = self.dialect.headers(request, attempt.id, straight=bool(self.straight))
+            named, headers = self.dialect.call(request, attempt.id, priority, straight=bool(self.straight))
+            body |= {**named, **fields}
             headers["X-Session-ID"] = session_key
-            answer = await self._answer(
-                self.dialect.path, {**body, **fields}, headers, self._server_of(session_key)
-            )
+            answer = await self._answer(self.dialect.path, body, headers, self._server_of(session_key))
         replica, switched = answer.headers.get(REPLICA), attempt.switched
         parse = partial(self.dialect.parse, answer.content, request, switched=switched, replica=replica)
         if request.routed_experts or request.topk_prompt_logprobs * len(request.prompt) > MOST_LISTED:

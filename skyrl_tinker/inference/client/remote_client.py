@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from skyrl_tinker.inference.client.control_plane import ControlPlane, Locate, same_path
 from skyrl_tinker.inference.client.data_plane import DataPlane
+from skyrl_tinker.inference.client.fan_out import Locate, same_path
 from skyrl_tinker.inference.client.http_connection import JsonHttp
 from skyrl_tinker.inference.client.in_flight import InFlight
-from skyrl_tinker.inference.client.sampling_port import Dialect
+from skyrl_tinker.inference.client.sampling_port import Dialect, SamplerControl
 from skyrl_tinker.inference.client.vllm_dialect import VLLM
 
 
@@ -25,12 +25,12 @@ class RemoteInferenceClient:
     past_proxy: bool = False
     dialect: Dialect = field(default=VLLM, repr=False)
     data: DataPlane = field(init=False, repr=False, compare=False)
-    control: ControlPlane = field(init=False, repr=False, compare=False)
+    control: SamplerControl = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         http, in_flight = JsonHttp(self.token), InFlight()
         self.data = DataPlane(self.dialect, self.proxy_url, self._straight(), http, in_flight)
-        self.control = ControlPlane(self.server_urls, http, in_flight, locate=self.locate)
+        self.control = self.dialect.control(self.server_urls, http, in_flight, locate=self.locate)
 
     def retarget(self, proxy_url: str, server_urls: tuple[str, ...]) -> None:
         """Go on with other addresses: members left or came."""

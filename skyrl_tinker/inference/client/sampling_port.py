@@ -1,19 +1,58 @@
-"""Port of a sampling engine, as far as engines differ: the dialect in which its servers are spoken to."""
+"""Port of a sampling engine, as far as engines differ: requests to its servers, and control of them."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from skyrl_tinker.domain.values import SampleRequest
 from skyrl_tinker.errors import SamplerError, UserError
+from skyrl_tinker.inference.client.fan_out import Locate, Messages
 from skyrl_tinker.inference.client.generated import SamplerResponse
+from skyrl_tinker.inference.client.http_connection import JsonHttp
+from skyrl_tinker.inference.client.in_flight import InFlight
 
+PauseMode = Literal["abort", "wait", "keep"]
 Json = Mapping[str, Any]
 Post = Callable[[str, Json], Awaitable[Any]]
 """A call of a route with a body, which returns the answer."""
 
 
+class SamplerControl(Protocol):
+    """Control plane: calls that reach every replica at once. What each does is said in vllm_control."""
+
+    server_urls: tuple[str, ...]
+    http: JsonHttp
+    in_flight: InFlight
+    patience_s: float
+
+    def replica(self, url: str) -> "SamplerControl": ...
+    async def world_sizes(self) -> tuple[int, ...]: ...
+    async def world_size(self) -> int: ...
+    async def load_adapter(self, name: str, path: str) -> None: ...
+    async def unload_adapter(self, name: str) -> None: ...
+    async def adapters(self) -> list[str]: ...
+    async def max_model_len(self) -> int: ...
+    async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None: ...
+    async def resume(self) -> None: ...
+    async def is_paused(self) -> bool: ...
+    async def abort(self, tag: str) -> None: ...
+    async def interrupt(self, model: str) -> None: ...
+    async def abort_tagged(self) -> None: ...
+    async def sleep(self, level: int = 1, mode: PauseMode = "keep") -> None: ...
+    async def wake_up(self, tags: Sequence[Literal["weights", "kv_cache"]] = ()) -> None: ...
+    async def is_sleeping(self) -> bool: ...
+    async def reset_prefix_cache(self) -> None: ...
+    async def init_weight_transfer_engine(self, info: Messages) -> None: ...
+    async def shutdown_weight_transfer_engine(self) -> None: ...
+    async def start_weight_update(self) -> None: ...
+    async def update_weights(self, info: Messages) -> None: ...
+    async def finish_weight_update(self, version: str) -> None: ...
+    async def weight_version(self) -> str: ...
+    async def set_weight_version(self, version: str) -> None: ...
+    async def health(self) -> None: ...
+
+
 class Dialect(Protocol):
-    """Requests for samples and their answers. Frozen and picklable."""
+    """Requests for samples, their answers, and the control plane. Frozen and picklable."""
 
     @property
     def path(self) -> str:
@@ -25,28 +64,21 @@ class Dialect(Protocol):
         """Body of a sample whose answer tells what the server was started with."""
         ...
 
-    def body(
-        self,
-        model: str,
-        request: SampleRequest,
-        *,
-        eos: Sequence[int],
-        context: int,
-        attempt: str,
-        priority: int,
-    ) -> dict[str, Any]:
-        """Make a request, by whose `attempt` SamplerControl ends it; the lowest `priority` goes first.
+    def body(self, model: str, request: SampleRequest, *, eos: Sequence[int], context: int) -> dict[str, Any]:
+        """Make the body of a request. UserError when the prompt leaves no room for a token."""
+        ...
 
-        UserError when the prompt leaves no room for a token.
+    def call(
+        self, request: SampleRequest, attempt: str, priority: int, *, straight: bool
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return further fields of its body, and its headers.
+
+        SamplerControl ends it by `attempt`; the lowest `priority` goes first; `straight`: past the router.
         """
         ...
 
-    def headers(self, request: SampleRequest, attempt: str, *, straight: bool) -> dict[str, str]:
-        """Return the headers of such a request. `straight`: no router is between."""
-        ...
-
     def parse(
-        self, answer: Json, request: SampleRequest, *, switched: bool, replica: str | None
+        self, payload: Json, request: SampleRequest, *, switched: bool, replica: str | None
     ) -> SamplerResponse:
         """Read an answer.
 
@@ -59,16 +91,16 @@ class Dialect(Protocol):
         """Return the error that an error status means."""
         ...
 
-    def logprobs_mode(self, answer: Json) -> Literal["raw", "processed"] | None:
+    def logprobs_mode(self, payload: Json) -> Literal["raw", "processed"] | None:
         """Tell by the answer to `trial`; None where the weights give no numbers."""
         ...
 
-    def lists_experts(self, answer: Json) -> bool:
+    def lists_experts(self, payload: Json) -> bool:
         """Tell by the answer to `trial` whether answers list routed experts."""
         ...
 
-    async def tokenize(self, post: Post, text: Json) -> list[int]:
-        """Turn {"prompt"} or {"messages"}, with options, into tokens."""
-        ...
-
+    async def tokenize(self, post: Post, text: Json) -> list[int]: ...
     async def detokenize(self, post: Post, tokens: Sequence[int]) -> str: ...
+    def control(
+        self, server_urls: tuple[str, ...], http: JsonHttp, in_flight: InFlight, *, locate: Locate
+    ) -> SamplerControl: ...

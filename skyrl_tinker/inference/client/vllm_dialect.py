@@ -1,50 +1,37 @@
-"""vLLM's dialect."""
+"""vLLM behind the port."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from skyrl_tinker.domain.values import SampleRequest
 from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
 from skyrl_tinker.inference.client import vllm_requests, vllm_responses
-from skyrl_tinker.inference.client.generated import SamplerResponse, diverged
+from skyrl_tinker.inference.client.generated import diverged
 from skyrl_tinker.inference.client.sampling_port import Json, Post
+from skyrl_tinker.inference.client.vllm_control import VllmControl
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.packed import PACKED
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class VllmDialect:
-    path: str = "/inference/v1/generate"
+    path = "/inference/v1/generate"
+    trial = vllm_responses.TRIAL
+    body = staticmethod(vllm_requests.body)
+    parse = staticmethod(vllm_responses.parse)
+    logprobs_mode = staticmethod(vllm_responses.logprobs_mode)
+    lists_experts = staticmethod(vllm_responses.lists_experts)
+    control = VllmControl
 
-    @property
-    def trial(self) -> Json:
-        return {"model": BASE_MODEL, **vllm_responses.TRIAL}
-
-    def body(
-        self,
-        model: str,
-        request: SampleRequest,
-        *,
-        eos: Sequence[int],
-        context: int,
-        attempt: str,
-        priority: int,
-    ) -> dict[str, Any]:
-        body = vllm_requests.body(model, request, eos=eos, context=context)
-        return body | {"request_id": attempt, "priority": priority}
-
-    def headers(self, request: SampleRequest, attempt: str, *, straight: bool) -> dict[str, str]:
+    def call(
+        self, request: SampleRequest, attempt: str, priority: int, *, straight: bool
+    ) -> tuple[dict[str, Any], dict[str, str]]:
         # vLLM prefers the header, which a router may set.
         headers = {"X-Request-Id": attempt}
         if straight and not vllm_requests.lists_logprobs(request):
             headers["Accept"] = PACKED  # servers of others answer JSON
-        return headers
-
-    def parse(
-        self, answer: Json, request: SampleRequest, *, switched: bool, replica: str | None
-    ) -> SamplerResponse:
-        return vllm_responses.parse(answer, request, switched=switched, replica=replica)
+        return {"request_id": attempt, "priority": priority}, headers
 
     def refusal(self, status: int, message: str) -> UserError | SamplerError:
         if status == 404:
@@ -54,12 +41,6 @@ class VllmDialect:
         if status in (400, 422):
             return UserError(message)
         return SamplerError(f"the sampler answered {status}: {message}")
-
-    def logprobs_mode(self, answer: Json) -> Literal["raw", "processed"] | None:
-        return vllm_responses.logprobs_mode(answer)
-
-    def lists_experts(self, answer: Json) -> bool:
-        return vllm_responses.lists_experts(answer)
 
     async def tokenize(self, post: Post, text: Json) -> list[int]:
         return list((await post("/tokenize", {"model": BASE_MODEL, **text}))["tokens"])

@@ -32,10 +32,11 @@ from skyrl_tinker.inference.constants import BASE_MODEL, VLLM_START_VERSION
 VLLM_LEAST_LOGPROB = -9999.0
 """vLLM's replacement for what is less, or no number."""
 TRIAL = {
+    "model": BASE_MODEL,
     "token_ids": [0, 0],  # of one token, vLLM's ExampleConnector dies
     "sampling_params": {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 2},
 }
-"""Fields of a request whose answer tells what the server was started with."""
+"""Body of a request whose answer tells what the server was started with."""
 Rows = Sequence[Mapping[str, Any] | None]
 
 

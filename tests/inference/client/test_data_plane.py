@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
-from skyrl_tinker.inference.client import vllm_responses
 from skyrl_tinker.inference.client.data_plane import StreamPath
 from skyrl_tinker.inference.client.generated import SamplerResponse
 from skyrl_tinker.inference.client.in_flight import InFlight
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.client.vllm_dialect import VLLM
 from tests.inference.support.samplers import Sampler, ask, prompt_of
 
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
@@ -109,13 +109,13 @@ async def test_long_lists_of_logprobs_are_not_parsed_on_the_event_loop(
     sampler: Sampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
-    parse = vllm_responses.parse
+    parse = VLLM.parse
 
     def noted(*args: Any, **kwargs: Any) -> SamplerResponse:
         threads.append(threading.current_thread())
         return parse(*args, **kwargs)
 
-    monkeypatch.setattr(vllm_responses, "parse", noted)
+    monkeypatch.setattr(type(VLLM), "parse", staticmethod(noted))
     for length in (20, 200):
         output = await sampler("base", ask(prompt_of(length), max_tokens=1, topk_prompt_logprobs=32))
         assert output.topk_prompt_logprobs is not None

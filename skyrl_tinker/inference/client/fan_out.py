@@ -1,0 +1,175 @@
+"""Calls to all replicas at once, never through the router: all or none, undone, with every failure named."""
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
+from skyrl_tinker.inference.client.in_flight import Attempt, InFlight
+
+ABORT_POLL_S = 0.02
+Messages = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""One message for all replicas, or one for each."""
+Params = Mapping[str, str] | Sequence[tuple[str, str]]
+Locate = Callable[[str, str], Awaitable[str]]
+"""What the replica at a URL knows a directory of this host by."""
+Call = Callable[[str], Awaitable[Any]]
+"""A call to the replica at this URL."""
+T = TypeVar("T", bool, str)
+_log = logging.getLogger(__name__)
+
+
+async def same_path(_: str, directory: str) -> str:
+    """Locate a directory of replicas that are all on this host."""
+    return directory
+
+
+@dataclass
+class FanOut(ABC):
+    """`server_urls` are all replicas. A call that one of them cannot do raises SamplerError."""
+
+    server_urls: tuple[str, ...]
+    http: JsonHttp = field(default_factory=JsonHttp)
+    in_flight: InFlight = field(default_factory=InFlight)
+    patience_s: float = 60.0
+    """Limit for an answer to a call that needs no time."""
+    locate: Locate = same_path
+
+    async def abort(self, tag: str) -> None:
+        """Interrupt the tag's requests that are under way (DataPlane.sample); their callers resume them.
+
+        Returns when all of them ended, on whatever replica. Those that begin meanwhile are left alone.
+        """
+        await self._end(self.in_flight.switch(tag))
+
+    async def interrupt(self, model: str) -> None:
+        """Interrupt the interruptible requests of a model, as `abort` does, under the same weights."""
+        await self._end(self.in_flight.interruptible(model))
+
+    async def _end(self, attempts: list[Attempt]) -> None:
+        while left := self.in_flight.still(attempts):
+            ids = [attempt.id for attempt in left]  # some may not have reached a sampler yet
+            await asyncio.gather(*(self._abort(url, ids) for url in self.server_urls))
+            await asyncio.sleep(ABORT_POLL_S)
+
+    async def abort_tagged(self) -> None:
+        """Interrupt the requests of all tags, also those that begin meanwhile; return when all ended."""
+        while tags := self.in_flight.tags():
+            await asyncio.gather(*map(self.abort, tags))
+
+    @abstractmethod
+    async def _abort(self, url: str, attempts: list[str]) -> None:
+        """End these requests, given by Attempt.id, where the replica has them."""
+
+    async def _messages(self, path: str, key: str, info: Messages) -> None:
+        """Send one message to all replicas, or one to each of `server_urls` in their order; never twice."""
+        urls = self.server_urls
+        messages = [info] * len(urls) if isinstance(info, Mapping) else list(info)
+        if len(messages) != len(urls):
+            raise SamplerError(f"{len(messages)} messages for {len(urls)} replicas: their number has changed")
+        by_url = dict(zip(urls, messages, strict=True))
+
+        async def send(url: str) -> Any:
+            message = dict(by_url[url])
+            if "directory" in message:
+                message["directory"] = await self._located(url, message["directory"])
+            return await self._call(url, "POST", path, {key: message}, repeatable=False, long=True)
+
+        require_all(await self._gather(send, urls))
+
+    async def _located(self, url: str, directory: str) -> str:
+        try:
+            return await self.locate(url, directory)
+        except OSError as error:
+            raise UnreachableError(f"{url}: {error}") from error
+
+    async def _call_all(
+        self, method: str, path: str, json: Mapping[str, Any] | None = None, **options: Any
+    ) -> list[Any]:
+        """Make the same call to every replica at once; SamplerError unless all of them did it."""
+        results = await self._gather(lambda url: self._call(url, method, path, json, **options))
+        require_all(results)
+        return list(results.values())
+
+    async def _all_or_none(self, call: Call, *, undo: Call) -> None:
+        """Make a call to all replicas; where one fails, undo it on all, as only the answer may be lost.
+
+        SamplerError then.
+        """
+        results = await self._gather(call)
+        if any(isinstance(result, BaseException) for result in results.values()):
+            await self._undo(results, undo)
+            require_all(results)
+
+    async def _undo(self, urls: Iterable[str], call: Call) -> None:
+        for url, result in (await self._gather(call, urls)).items():
+            if isinstance(result, SamplerError):
+                _log.warning("%s could not take back what other replicas failed at: %s", url, result)
+
+    async def _gather(self, call: Call, urls: Iterable[str] | None = None) -> dict[str, Any]:
+        """Return answers or SamplerErrors by replica. All calls run to their end: none acts later."""
+        targets = list(self.server_urls if urls is None else urls)
+        if not targets and urls is None:
+            raise SamplerError("no sampler is running")
+        results = await asyncio.gather(*map(call, targets), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, SamplerError):
+                raise result
+        return dict(zip(targets, results, strict=True))
+
+    async def _call(
+        self,
+        url: str,
+        method: str,
+        path: str,
+        json: Mapping[str, Any] | None = None,
+        *,
+        params: Params | None = None,
+        repeatable: bool = True,
+        long: bool = False,
+    ) -> Any:
+        """Call one replica and return its answer. SamplerError that names the replica and the call."""
+        try:
+            async with asyncio.timeout(None if long else self.patience_s):
+                answer = await self.http.request(
+                    method, url + path, json=json, params=params, repeatable=repeatable
+                )
+                return answer.content
+        except HttpStatusError as error:
+            raise RefusedError(f"{method} {url}{path}: {error}", error) from error
+        except SamplerError as error:
+            raise UnreachableError(str(error)) from error
+        except TimeoutError as error:
+            text = f"{method} {url}{path}: no answer within {self.patience_s:g} s"
+            raise UnreachableError(text) from error
+
+
+class RefusedError(SamplerError):
+    """A replica answered with an error."""
+
+    def __init__(self, message: str, answer: HttpStatusError) -> None:
+        super().__init__(message)
+        self.answer = answer
+
+
+class UnreachableError(SamplerError):
+    """A replica gave no answer."""
+
+
+def require_all(results: Mapping[str, Any]) -> None:
+    """Raise a SamplerError that names every replica that failed, if any."""
+    failures = [result for result in results.values() if isinstance(result, SamplerError)]
+    if len(failures) == 1:
+        raise failures[0]
+    if failures:
+        raise SamplerError("; ".join(str(failure) for failure in failures)) from failures[0]
+
+
+def common(values: Sequence[T]) -> T:
+    if len(set(values)) != 1:
+        raise SamplerError(f"replicas differ: {list(values)}")
+    return values[0]

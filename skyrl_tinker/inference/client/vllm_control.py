@@ -1,0 +1,185 @@
+"""vLLM's control plane."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.inference.client.fan_out import (
+    FanOut,
+    Messages,
+    RefusedError,
+    UnreachableError,
+    common,
+    require_all,
+)
+from skyrl_tinker.inference.client.sampling_port import PauseMode
+from skyrl_tinker.inference.client.vllm_requests import abort_id
+from skyrl_tinker.inference.constants import BASE_MODEL
+
+BLOCKS_IN_TRANSFER = "Failed to reset KV cache"
+"""Words of the error that vLLM raises while a decode server has not fetched all blocks of a prompt."""
+RESET_POLL_S = 0.02
+
+
+@dataclass
+class VllmControl(FanOut):
+    def replica(self, url: str) -> "VllmControl":
+        """Return the control plane of one replica, over the same connections."""
+        return VllmControl((url,), self.http, patience_s=self.patience_s, locate=self.locate)
+
+    async def world_sizes(self) -> tuple[int, ...]:
+        """Count the workers of each replica."""
+        answers = await self._call_all("GET", "/get_world_size", params={"include_dp": "true"})
+        return tuple(int(answer["world_size"]) for answer in answers)
+
+    async def world_size(self) -> int:
+        """Count the workers of all replicas together."""
+        return sum(await self.world_sizes())
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load it on every replica or none. A name stands for one version, so a second load is harmless."""
+        results = await self._gather(lambda url: self._load(url, name, path))
+        if any(isinstance(result, BaseException) for result in results.values()):
+            touched = [url for url, result in results.items() if result is not False]
+            await self._undo(touched, lambda url: self._unload(url, name))
+            require_all(results)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload it everywhere; harmless where it is not loaded."""
+        require_all(await self._gather(lambda url: self._unload(url, name)))
+
+    async def adapters(self) -> list[str]:
+        """List the names of the adapters that any replica has."""
+        answers = await self._call_all("GET", "/v1/models")
+        return sorted({model["id"] for answer in answers for model in answer["data"] if model.get("parent")})
+
+    async def max_model_len(self) -> int:
+        """Return the most tokens of a sequence that every replica takes."""
+        answers = await self._call_all("GET", "/v1/models")
+        return min(
+            int(model["max_model_len"])
+            for answer in answers
+            for model in answer["data"]
+            if model["id"] == BASE_MODEL
+        )
+
+    async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
+        """Pause all replicas or none.
+
+        abort: running sequences end as aborted; wait: they finish first; keep: they stand still.
+        clear_cache False keeps KV entries of the old weights: only right when weights do not change.
+        """
+        params = {"mode": mode, "clear_cache": "true" if clear_cache else "false"}
+        await self._all_or_none(
+            lambda url: self._call(url, "POST", "/pause", params=params, long=mode == "wait"),
+            undo=lambda url: self._call(url, "POST", "/resume"),
+        )
+
+    async def resume(self) -> None:
+        """Resume all replicas, also those that are not paused; all that can, also when one fails."""
+        await self._call_all("POST", "/resume")
+
+    async def is_paused(self) -> bool:
+        """Return whether all are; SamplerError when some are and some are not."""
+        return common([bool(answer["is_paused"]) for answer in await self._call_all("GET", "/is_paused")])
+
+    async def _abort(self, url: str, attempts: list[str]) -> None:
+        ids = [abort_id(attempt) for attempt in attempts]
+        try:
+            await self._call(url, "POST", "/inference/v1/abort_requests", {"request_ids": ids})
+        except UnreachableError:  # what it ran ends with it
+            return
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "keep") -> None:
+        """Pause as `pause` does, without the cache, and free GPU memory: all replicas or none.
+
+        Level 1 takes the weights to host memory, 2 drops them; 0 frees nothing. On CPU none does.
+        """
+        params = {"level": str(level), "mode": mode}
+        await self._all_or_none(
+            lambda url: self._call(url, "POST", "/sleep", params=params, long=True),
+            undo=lambda url: self._call(url, "POST", "/wake_up", long=True),
+        )
+
+    async def wake_up(self, tags: Sequence[Literal["weights", "kv_cache"]] = ()) -> None:
+        """Take these back into GPU memory, or all; requests go on as soon as all is there."""
+        await self._call_all("POST", "/wake_up", params=[("tags", tag) for tag in tags], long=True)
+
+    async def is_sleeping(self) -> bool:
+        """Return whether all are; SamplerError when some are and some are not."""
+        return common([bool(answer["is_sleeping"]) for answer in await self._call_all("GET", "/is_sleeping")])
+
+    async def reset_prefix_cache(self) -> None:
+        """Empty it on all replicas, with what is offloaded of it; running sequences are computed again."""
+        require_all(await self._gather(self._reset_prefix_cache))
+
+    async def init_weight_transfer_engine(self, info: Messages) -> None:
+        await self._messages("/init_weight_transfer_engine", "init_info", info)
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        """Leave the trainer's group and free what it takes; harmless without one."""
+        await self._call_all("POST", "/shutdown_weight_transfer_engine", long=True)
+
+    async def start_weight_update(self) -> None:
+        await self._call_all("POST", "/start_weight_update", repeatable=False, long=True)
+
+    async def update_weights(self, info: Messages) -> None:
+        """Send them a part of the weights; a `directory` in it is one of this host."""
+        await self._messages("/update_weights", "update_info", info)
+
+    async def finish_weight_update(self, version: str) -> None:
+        await self._call_all(
+            "POST", "/finish_weight_update", {"weight_version": version}, repeatable=False, long=True
+        )
+
+    async def weight_version(self) -> str:
+        """Return the version of the full weights of all replicas; VLLM_START_VERSION until an update."""
+        answers = await self._call_all("GET", "/weight_info")
+        return common([str(answer["weight_version"]) for answer in answers])
+
+    async def set_weight_version(self, version: str) -> None:
+        """Set the version that `weight_version` returns; the weights stay."""
+        await self._call_all("POST", "/update_weight_version", {"new_version": version})
+
+    async def health(self) -> None:
+        """Raise SamplerError when a replica cannot take requests."""
+        await self._call_all("GET", "/health")
+
+    async def _reset_prefix_cache(self, url: str) -> None:
+        """Try until blocks on their way to host memory, or to a decode server, are there."""
+        deadline = time.monotonic() + self.patience_s
+        while not await self._try_reset(url):
+            if time.monotonic() > deadline:
+                raise SamplerError(f"{url} could not reset its prefix cache within {self.patience_s:g} s")
+            await asyncio.sleep(RESET_POLL_S)
+
+    async def _try_reset(self, url: str) -> bool:
+        params = {"reset_running_requests": "true", "reset_external": "true"}
+        try:
+            answer = await self._call(url, "POST", "/reset_prefix_cache", params=params)
+        except RefusedError as error:
+            if BLOCKS_IN_TRANSFER not in error.answer.message:
+                raise
+            return False
+        return bool(answer["success"])
+
+    async def _load(self, url: str, name: str, path: str) -> bool:
+        """Load it on one replica; False when it was there already."""
+        try:
+            message = {"lora_name": name, "lora_path": await self._located(url, path)}
+            await self._call(url, "POST", "/v1/load_lora_adapter", message)
+        except RefusedError as error:
+            if "already been loaded" in error.answer.message:
+                return False
+            raise
+        return True
+
+    async def _unload(self, url: str, name: str) -> None:
+        try:
+            await self._call(url, "POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        except RefusedError as error:
+            if error.answer.status not in (400, 404):  # not loaded
+                raise
