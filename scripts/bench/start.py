@@ -45,7 +45,7 @@ KINDS = {  # part of the title
     "dashboard/dashboard.py": "Ray: dashboard",
     "_private/monitor.py": "Ray: autoscaler",
     "log_monitor.py": "Ray: log monitor",
-    "ray::VllmServer": "actor of vLLM",
+    "ray::SamplerServer": "actor of vLLM",
     "ray::IDLE": "worker",
     "default_worker.py": "worker",
     "VLLM::EngineCore": "vLLM core",

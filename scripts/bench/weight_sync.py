@@ -30,7 +30,8 @@ from skyrl_tinker import config
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
+from skyrl_tinker.inference.sampling_engine import ENGINE
+from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.server.base_models.base_model import resolve
 from skyrl_tinker.server.base_models.tiny_model import make_model
@@ -178,6 +179,7 @@ def sampler_spec(facts: BaseModelFacts, home: Path, replicas: int) -> SamplerSpe
         log_dir=str(home / "logs"),
         startup_s=300.0,
         replicas=replicas,
+        engine=ENGINE,
     )
 
 

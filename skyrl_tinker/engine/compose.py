@@ -38,7 +38,8 @@ from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.training_half import compose_training
 from skyrl_tinker.engine.upkeep.cleanup import Cleanup
 from skyrl_tinker.inference.client.replica_metrics import replica_metrics
-from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
+from skyrl_tinker.inference.sampling_engine import ENGINE
+from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.storage.checkpoint_storage import open_storage
 from skyrl_tinker.store import owners
@@ -241,6 +242,7 @@ def sampler_spec(
         network_interface=settings.network_interface,
         token=secrets.token_hex(32),
         vllm_args=settings.vllm_args,
+        engine=ENGINE,
     )
 
 

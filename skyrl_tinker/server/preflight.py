@@ -18,7 +18,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import StartupError, StorageError
-from skyrl_tinker.inference.servers.vllm_arguments import check, workers
+from skyrl_tinker.inference.sampling_engine import ENGINE
 from skyrl_tinker.storage import owner_mark
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, CheckpointStorage, Storage, open_storage
 from skyrl_tinker.storage.owner_mark import LocalPlace
@@ -238,7 +238,7 @@ def _check_colocated(settings: Settings) -> None:
             f"--placement colocated and {_url_setting(settings)}: this server cannot place samplers that it "
             "does not start"
         )
-    samplers = settings.replicas * workers(settings.vllm_args, settings.tensor_parallel_size)
+    samplers = settings.replicas * ENGINE.workers(settings.vllm_args, settings.tensor_parallel_size)
     ranks = settings.trainer_ranks
     if settings.device == "cuda" and samplers != ranks:
         raise StartupError(
@@ -248,7 +248,7 @@ def _check_colocated(settings: Settings) -> None:
 
 
 def _check_samplers(settings: Settings) -> None:
-    check(settings.vllm_args)
+    ENGINE.check(settings.vllm_args)
     _check_urls(settings)
     if not settings.external_urls:
         return

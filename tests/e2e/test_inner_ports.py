@@ -301,6 +301,6 @@ KINDS = {
     "gcs/gcs_server": _knock_grpc,
     "raylet/raylet": _knock_grpc,
     "ray::RankProcess": _knock_grpc,
-    "ray::VllmServer": _knock_grpc,
+    "ray::SamplerServer": _knock_grpc,
 }
 """Part of a process's title, and how its ports that let somebody connect are knocked at."""

@@ -99,7 +99,7 @@ def test_each_host_has_a_rank_and_a_replica(cluster: Cluster) -> None:
     for host in (cluster.head, cluster.worker):
         titles = host.run("ps", "-eo", "args")
         assert titles.count("ray::RankProcess") == 1
-        assert titles.count("ray::VllmServer") == 1
+        assert titles.count("ray::SamplerServer") == 1
 
 
 def test_adapters_and_full_weights_reach_the_samplers_of_both_hosts(cluster: Cluster) -> None:

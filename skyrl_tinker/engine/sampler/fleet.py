@@ -201,8 +201,9 @@ class Fleet:
         def excused() -> bool:
             return self._long_calls > 0 or self.placement.asleep
 
-        url = self._members[index]
-        return await CoreWatch(url, self.client.control.http, self._step_s, excused).wait_stuck(index)
+        client = self.client
+        watched = self._members[index], client.dialect.core_path, client.control.http
+        return await CoreWatch(*watched, self._step_s, excused).wait_stuck(index)
 
     def _remove(self, index: int) -> None:
         if index in self._members:

@@ -9,12 +9,12 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.sampling_engine import ENGINE
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
+from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
-from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.inference.servers.version_server import VersionServer
-from skyrl_tinker.inference.servers.vllm_arguments import data_parallel_size, workers
 
 STEP_S = {"cuda": 60.0, "cpu": 600.0}
 """Longer than any step. On a CPU, the prefill of a large model beside a busy trainer takes minutes."""
@@ -33,6 +33,7 @@ def launch_servers(settings: Settings, spec: SamplerSpec, to_end: ToEnd) -> Serv
             spec.sampled_logprobs,
             "sampler_urls" if settings.sampler_urls else "prefill_urls or decode_urls",
             spec.router_replay,
+            spec.engine.dialect,
         )
     else:
         servers = ServerGroup.launch(spec)
@@ -65,7 +66,9 @@ async def assemble(
     versions = VersionServer(base_model)
     to_end.append(versions.close)
     hashes = router is not None and not router.disaggregates and settings.router_policy == "consistent_hash"
-    client = RemoteInferenceClient(proxy_url.rstrip("/"), servers.urls, token, versions.locate, hashes)
+    client = RemoteInferenceClient(
+        proxy_url.rstrip("/"), servers.urls, token, versions.locate, hashes, ENGINE.dialect
+    )
     if settings.prefill_urls:
         client.data.most_sequences = 1  # a prompt's keys and values can be fetched only once
     to_end.append(client.close)
@@ -76,11 +79,12 @@ async def assemble(
 
 def sampler_gpus(settings: Settings) -> int:
     """Count the GPUs that our replicas take beside the trainer's."""
-    none = settings.external_urls or settings.colocated
-    return 0 if none else settings.replicas * workers(settings.vllm_args, settings.tensor_parallel_size)
+    if settings.external_urls or settings.colocated:
+        return 0
+    return settings.replicas * ENGINE.workers(settings.vllm_args, settings.tensor_parallel_size)
 
 
 def _cores(settings: Settings, servers: int) -> list[int]:
     """Count the engine cores of each server that decode."""
     prefill = len(settings.prefill_urls)
-    return [data_parallel_size(settings.vllm_args)] * (servers - prefill) + [0] * prefill
+    return [ENGINE.cores(settings.vllm_args)] * (servers - prefill) + [0] * prefill

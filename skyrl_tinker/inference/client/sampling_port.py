@@ -60,6 +60,11 @@ class Dialect(Protocol):
         ...
 
     @property
+    def core_path(self) -> str:
+        """A route that the engine core answers, between two steps."""
+        ...
+
+    @property
     def trial(self) -> Json:
         """Body of a sample whose answer tells what the server was started with."""
         ...

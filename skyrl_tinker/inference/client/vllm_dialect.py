@@ -17,6 +17,7 @@ from skyrl_tinker.inference.packed import PACKED
 @dataclass(frozen=True)
 class VllmDialect:
     path = "/inference/v1/generate"
+    core_path = "/is_sleeping"
     trial = vllm_responses.TRIAL
     body = staticmethod(vllm_requests.body)
     parse = staticmethod(vllm_responses.parse)

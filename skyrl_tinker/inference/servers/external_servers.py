@@ -1,13 +1,14 @@
-"""Samplers that are started and ended outside: vLLM servers by URL, with our plugin and flags."""
+"""Samplers that are started and ended outside: servers by URL, with our plugin and flags."""
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import aiohttp
 
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.client.sampling_port import Dialect, Json
 from skyrl_tinker.inference.client.vllm_dialect import VLLM
 from skyrl_tinker.inference.constants import BASE_MODEL, PROBE, VERSION_PULL
 from skyrl_tinker.inference.servers.health_checks import HealthWatch, Loss, Suspicion, health
@@ -31,6 +32,7 @@ class ExternalServers:
         sampled_logprobs: Literal["raw", "processed"] = "raw",
         setting: str = "sampler_urls",
         router_replay: bool = False,
+        dialect: Dialect = VLLM,
     ) -> None:
         """URLs as http://host:port, given by `setting`. `startup_s`: how long `ready` waits for them."""
         self._setting = setting
@@ -40,6 +42,7 @@ class ExternalServers:
         self._max_model_len = max_model_len
         self._sampled_logprobs = sampled_logprobs
         self._router_replay = router_replay
+        self._dialect = dialect
         self._suspicion = Suspicion()
 
     async def ready(self) -> None:
@@ -86,19 +89,19 @@ class ExternalServers:
                 f"{url} ({self._setting}) is on another host and does not pull weights from this one: start "
                 f"it with --middleware {VERSION_PULL}"
             )
-        length, trial = await _prepare(url, self._setting)
+        length, trial = await _prepare(url, self._setting, self._dialect)
         if length < self._max_model_len:
             raise SamplerError(
                 f"{url} ({self._setting}) takes {length} tokens, expected {self._max_model_len} "
                 f"(context_length + 1): start it with --max-model-len {self._max_model_len}"
             )
-        mode = VLLM.logprobs_mode(trial)
+        mode = self._dialect.logprobs_mode(trial)
         if mode not in (self._sampled_logprobs, None):
             raise SamplerError(
                 f"{url} ({self._setting}) answers {mode} logprobs, expected {self._sampled_logprobs} "
                 f"(sampled_logprobs): start it with --logprobs-mode {self._sampled_logprobs}_logprobs"
             )
-        if self._router_replay and not VLLM.lists_experts(trial):
+        if self._router_replay and not self._dialect.lists_experts(trial):
             raise SamplerError(
                 f"{url} ({self._setting}) answers no routed experts, expected them (router_replay): "
                 "start it with --enable-return-routed-experts"
@@ -130,12 +133,12 @@ async def _healthy(url: str) -> None:
             await asyncio.sleep(POLL_S)
 
 
-async def _prepare(url: str, setting: str) -> tuple[int, Any]:
+async def _prepare(url: str, setting: str, dialect: Dialect) -> tuple[int, Json]:
     """Unload old adapters, whose names may recur; return the server's context and its answer to the trial.
 
     SamplerError when it does not serve what is needed.
     """
-    client = RemoteInferenceClient(url, (url,))
+    client = RemoteInferenceClient(url, (url,), dialect=dialect)
     control = client.control
     try:
         await control.weight_version()
@@ -143,7 +146,7 @@ async def _prepare(url: str, setting: str) -> tuple[int, Any]:
         for name in await control.adapters():
             await control.unload_adapter(name)
         await control.reset_prefix_cache()  # it knows adapters by name and path only
-        trial = await client.data.generate(client.dialect.trial)
+        trial = await client.data.generate(dialect.trial)
         return await control.max_model_len(), trial
     except SamplerError as error:
         raise SamplerError(

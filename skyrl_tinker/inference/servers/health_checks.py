@@ -31,14 +31,20 @@ class Loss:
 
 
 class CoreWatch:
-    """Repeated calls through vLLM's engine core, of which GET /health knows only whether its process lives.
+    """Repeated calls through an engine core, of which GET /health knows only whether its process lives.
 
     The core answers between two steps: at once when it is idle, and when its step has ended if it is busy.
     """
 
-    def __init__(self, url: str, http: JsonHttp, step_s: float, excused: Callable[[], bool]) -> None:
-        """Watch for silence of `step_s`, while the core is not `excused` by work that takes longer."""
+    def __init__(
+        self, url: str, route: str, http: JsonHttp, step_s: float, excused: Callable[[], bool]
+    ) -> None:
+        """Watch for silence of `step_s`, while the core is not `excused` by work that takes longer.
+
+        `route`: one that asks the core (Dialect.core_path).
+        """
         self._url = url
+        self._route = route
         self._http = http
         self._try_s = step_s / SILENT_TRIES
         self._excused = excused
@@ -57,7 +63,7 @@ class CoreWatch:
         """Return False for silence alone: HealthWatch sees servers that refuse."""
         try:
             async with asyncio.timeout(self._try_s):
-                await self._http.text(f"{self._url}/is_sleeping")
+                await self._http.text(self._url + self._route)
         except TimeoutError:
             return False
         except (SamplerError, HttpStatusError):

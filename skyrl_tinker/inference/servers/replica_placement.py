@@ -6,7 +6,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec
+from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 
 _OPTIONS = {"GPU": "num_gpus", "memory": "memory"}
 """Ray's options of actors by resource."""

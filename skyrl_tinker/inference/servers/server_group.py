@@ -14,8 +14,8 @@ from ray.exceptions import RayError, RayTaskError
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError
 from skyrl_tinker.inference.servers.health_checks import HealthWatch, Loss, Suspicion, health
 from skyrl_tinker.inference.servers.replica_placement import ReplicaPlacement
-from skyrl_tinker.inference.servers.sampler_spec import SamplerSpec, require_memory
-from skyrl_tinker.inference.servers.vllm_server import ServerStatus, VllmServer
+from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
+from skyrl_tinker.inference.servers.sampler_server import SamplerServer, ServerStatus
 
 T = TypeVar("T")
 STARTUP_POLL_S = 0.1
@@ -42,7 +42,7 @@ class ServerGroup:
         SamplerError when those of this host, if all are to be on it, do not fit the memory together.
         """
         if len(_living_nodes()) == 1:
-            require_memory(spec, spec.replicas)
+            spec.engine.require_memory(spec, spec.replicas)
         return cls(spec)
 
     async def ready(self) -> None:
@@ -93,7 +93,7 @@ class ServerGroup:
         return self._spec.token
 
     def pids(self) -> list[int]:
-        """Return process ids of the vLLM API servers; their engine processes are children of these."""
+        """Return process ids of the API servers; their engine processes are children of these."""
         return [replica.pid for replica in self._replicas if replica.pid]
 
     def _start(self, index: int) -> "_Replica":
@@ -104,8 +104,9 @@ class _Replica:
     """One actor with one server."""
 
     def __init__(self, spec: SamplerSpec, index: int, placement: ReplicaPlacement) -> None:
-        actor_class: Any = ray.remote(VllmServer)
+        actor_class: Any = ray.remote(SamplerServer)
         self._startup_s = spec.startup_s
+        self._title = spec.engine.title
         self._placement = placement
         self._actor = actor_class.options(max_restarts=0, **placement.options(index)).remote(spec, index)
         self._started = self._actor.start.remote()
@@ -125,10 +126,12 @@ class _Replica:
         self.url, self.pid = status.url, status.pid
         while await health(http, self.url, STARTUP_TRY_S) != 200:
             if (await self.status()).exit_code is not None:
-                raise SamplerError(f"vLLM ended while starting; its log ends with:\n{await self.log_tail()}")
+                raise SamplerError(
+                    f"{self._title} ended while starting; its log ends with:\n{await self.log_tail()}"
+                )
             if time.monotonic() > deadline:
                 raise SamplerError(
-                    f"vLLM did not start within {self._startup_s:.0f} s (sampler_startup_s); "
+                    f"{self._title} did not start within {self._startup_s:.0f} s (sampler_startup_s); "
                     f"its log ends with:\n{await self.log_tail()}"
                 )
             await asyncio.sleep(STARTUP_POLL_S)
@@ -145,10 +148,10 @@ class _Replica:
             code = (await self.status()).exit_code
         except SamplerError as error:
             return str(error)
-        return None if code is None else f"vLLM ended with code {code}"
+        return None if code is None else f"{self._title} ended with code {code}"
 
     async def stop(self) -> None:
-        """Stop it; vLLM gets time to clean up before the actor is killed, and the server with it."""
+        """Stop it; it gets time to clean up before the actor is killed, and the server with it."""
         if not self._ended:
             await self._end(self._actor.stop.remote(), STOP_TIMEOUT_S)
 

@@ -5,13 +5,10 @@ vLLM itself refuses unknown names and values: its parser takes seconds to import
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from skyrl_tinker.errors import StartupError
-
-Arguments = Mapping[str, Any]
-"""Name without dashes before it -> JSON value. true is a switch, a list several values, an object JSON."""
+from skyrl_tinker.inference.servers.replica_spec import Arguments
 
 SETTINGS = {
     "model": "base_model",

@@ -1,15 +1,15 @@
-"""Specification of a sampler replica, and the memory, flags and environment of its vLLM process."""
+"""Memory, flags and environment of a replica's vLLM process."""
 
 import os
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import psutil
 
 from skyrl_tinker.domain.units import MiB
-from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.constants import (
@@ -20,52 +20,21 @@ from skyrl_tinker.inference.constants import (
     TOKEN,
     VERSION_PULL,
 )
+from skyrl_tinker.inference.servers import vllm_arguments
 from skyrl_tinker.inference.servers.ports import LOOPBACK
-from skyrl_tinker.inference.servers.vllm_arguments import Arguments, as_flags, merged, workers
+from skyrl_tinker.inference.servers.replica_spec import Arguments, SamplerSpec
+from skyrl_tinker.inference.servers.vllm_arguments import as_flags, merged
 
+if TYPE_CHECKING:
+    from skyrl_tinker.inference.client.vllm_dialect import VllmDialect
+
+ENTRY = "skyrl_tinker.inference.servers.vllm_entry"
 SMALLEST_KV_BYTES = 64 * MiB
 PACKED_ANSWERS = "skyrl_tinker.inference.plugin.packed_answers.PackedAnswers"
 GUARD = "skyrl_tinker.inference.plugin.token_guard.TokenGuard"
 KV_CONTEXTS = 4  # whole contexts that fit the KV cache at once
 PROCESS_BYTES = 1536 * MiB  # measured after hours: what the two processes need beside weights and KV cache
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerSpec:
-    """`max_model_len` is the context + 1: scoring a full context costs one generated token."""
-
-    model: BaseModelFacts
-    max_model_len: int
-    device: str  # "cpu" | "cuda"
-    dtype: str
-    max_lora_rank: int  # 1, 8, 16, 32, 64, 128, 256, 320 or 512; 0: no adapters
-    max_loras: int  # adapters in one batch
-    max_cpu_loras: int  # adapters kept in memory
-    log_dir: str
-    startup_s: float
-    replicas: int = 1
-    tensor_parallel_size: int = 1  # of each replica
-    hang_s: float = 10.0  # without an answer for so long, a replica counts as dead
-    sampled_logprobs: Literal["raw", "processed"] = "raw"
-    router_replay: bool = False  # answers list the experts of each token
-    reasoning_parser: str | None = None  # of vLLM's chats
-    weight_backend: str = "skyrl_staged"  # of vLLM's weight transfer: that one, nccl or ipc
-    gpu_memory_utilization: float = 0.85
-    shared_gpus: tuple[Gpu, ...] = ()  # of the trainer's ranks, in the replicas' order; (): Ray gives others
-    token: str = field(default="", repr=False)  # that every request must bear; empty: none
-    network_interface: str | None = None  # of weights from the trainer; None: that of the host's address
-    vllm_args: Arguments = field(default_factory=dict)  # of the setting of that name
-
-    @property
-    def workers(self) -> int:
-        """Number of worker processes of a replica: its GPUs, unless it runs on a CPU."""
-        return workers(self.vllm_args, self.tensor_parallel_size)
-
-    def gpus_of(self, replica: int) -> tuple[Gpu, ...]:
-        """Return the shared GPUs that the replica runs on."""
-        size = self.workers
-        return self.shared_gpus[replica * size : (replica + 1) * size]
 
 
 def kv_bytes(spec: SamplerSpec) -> int:
@@ -195,3 +164,25 @@ def environment(
     # Handles of GPU memory come pickled, in requests that bear the token.
     ipc = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if spec.weight_backend == "ipc" else {}
     return {**inherited, **common, **ipc, TOKEN: spec.token, **(cpu if spec.device == "cpu" else {})}
+
+
+@dataclass(frozen=True)
+class VllmProcess:
+    title = "vLLM"
+    leftovers = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")  # of tensor-parallel workers
+    check = staticmethod(vllm_arguments.check)
+    workers = staticmethod(vllm_arguments.workers)
+    cores = staticmethod(vllm_arguments.data_parallel_size)
+    require_memory = staticmethod(require_memory)
+
+    @property
+    def dialect(self) -> "VllmDialect":
+        from skyrl_tinker.inference.client.vllm_dialect import VLLM  # `serve` itself does without it
+
+        return VLLM
+
+    def command(self, spec: SamplerSpec, port: int, host: str) -> list[str]:
+        return [sys.executable, "-m", ENTRY, *flags(spec, port, host)]
+
+    def environment(self, spec: SamplerSpec, replica: int, interface: str) -> dict[str, str]:
+        return environment(spec, interface) | visible_gpus(spec, replica)

@@ -1,10 +1,9 @@
-"""One vLLM server process and the Ray actor that owns it: the process dies with its actor."""
+"""One sampling server process and the Ray actor that owns it: the process dies with its actor."""
 
 import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,21 +14,14 @@ import psutil
 import ray
 
 from skyrl_tinker.inference.servers.ports import reserve_port
-from skyrl_tinker.inference.servers.sampler_spec import (
-    SamplerSpec,
-    environment,
-    flags,
-    require_memory,
-    visible_gpus,
-)
+from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.interfaces import interface_of
 from skyrl_tinker.processes import die_with_parent
 
-ENTRY = "skyrl_tinker.inference.servers.vllm_entry"
 STOP_GRACE_S = 5.0
 TAIL_BYTES = 4000
 NICENESS = {"cpu": 10, "cuda": 0}
-"""Where cores are few, many samples must not delay trainer, engine and API. A GPU would wait for its vLLM."""
+"""Where cores are few, many samples must not delay trainer, engine and API. A GPU would wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +32,7 @@ class ServerStatus:
     exit_code: int | None  # None while it runs
 
 
-class VllmServer:
+class SamplerServer:
     """Ray actor; every method is quick, waiting is the group's work.
 
     Methods run on the actor's main thread, which runs as long as the actor: the kernel ends the server when
@@ -49,11 +41,12 @@ class VllmServer:
 
     def __init__(self, spec: SamplerSpec, replica: int) -> None:
         self._spec = spec
-        self._visible = visible_gpus(spec, replica)
-        self._log = Path(spec.log_dir) / f"vllm-{replica}.log"
+        self._replica = replica
+        name = spec.engine.title.lower()
+        self._log = Path(spec.log_dir) / f"{name}-{replica}.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._port_guard: socket.socket | None = None
-        self._scratch = tempfile.TemporaryDirectory(prefix="vllm-")  # its sockets, which it leaves behind
+        self._scratch = tempfile.TemporaryDirectory(prefix=f"{name}-")  # its sockets, which it leaves behind
         self._url = ""
         self._log_start = 0
 
@@ -62,7 +55,8 @@ class VllmServer:
 
         SamplerError when it does not fit this host's memory.
         """
-        require_memory(self._spec)
+        engine = self._spec.engine
+        engine.require_memory(self._spec)
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._port_guard = reserve_port(address)
         port = self._port_guard.getsockname()[1]
@@ -71,9 +65,8 @@ class VllmServer:
         with self._log.open("ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", ENTRY, *flags(self._spec, port, address)],
-                env=environment(self._spec, interface_of(address))
-                | self._visible
+                engine.command(self._spec, port, address),
+                env=engine.environment(self._spec, self._replica, interface_of(address))
                 | {"TMPDIR": self._scratch.name},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -98,7 +91,7 @@ class VllmServer:
     def stop(self) -> None:
         """Send SIGTERM, then SIGKILL to the whole process group."""
         process = self._started()
-        leftovers = _shared_memory(process.pid)
+        leftovers = _shared_memory(process.pid, self._spec.engine.leftovers)
         process.terminate()
         with suppress(subprocess.TimeoutExpired):  # it is killed with its children below
             process.wait(STOP_GRACE_S)
@@ -106,7 +99,7 @@ class VllmServer:
 
     def kill(self) -> None:
         """Send SIGKILL to the whole process group; harmless when it is gone."""
-        self._kill(_shared_memory(self._started().pid))
+        self._kill(_shared_memory(self._started().pid, self._spec.engine.leftovers))
 
     def _kill(self, leftovers: set[Path]) -> None:
         process = self._started()
@@ -125,15 +118,15 @@ class VllmServer:
         return self._process
 
 
-def _shared_memory(pid: int) -> set[Path]:
-    """List its descendants' files in /dev/shm, which vLLM leaves when tensor-parallel workers are killed."""
+def _shared_memory(pid: int, leftovers: tuple[str, ...]) -> set[Path]:
+    """List its descendants' files of shared memory, which they leave when they are killed."""
     files = set()
     with suppress(psutil.NoSuchProcess):  # gone already
         for process in psutil.Process(pid).children(recursive=True):
             with suppress(OSError):  # it ended just now
                 for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
                     name = line.rpartition(" ")[2]
-                    if name.startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_")):
+                    if name.startswith(leftovers):
                         files.add(Path(name))
     return files
 

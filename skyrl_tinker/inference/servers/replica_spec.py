@@ -1,0 +1,72 @@
+"""Specification of a sampler replica, and the port by which its engine's process is started."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from skyrl_tinker.domain.values import BaseModelFacts, Gpu
+
+if TYPE_CHECKING:  # `serve` itself does without an HTTP client
+    from skyrl_tinker.inference.client.sampling_port import Dialect
+
+Arguments = Mapping[str, Any]
+"""Name without dashes before it -> JSON value. true is a switch, a list several values, an object JSON."""
+
+
+class EngineProcess(Protocol):
+    """Server process of a sampling engine. Frozen and picklable.
+
+    `title`: its name in messages, and in lower case of files. `leftovers`: beginnings of the paths of shared
+    memory that killed processes leave. `cores`: over which it spreads the requests of a replica.
+    """
+
+    @property
+    def title(self) -> str: ...
+    @property
+    def dialect(self) -> "Dialect": ...
+    @property
+    def leftovers(self) -> tuple[str, ...]: ...
+    def check(self, given: Arguments) -> None: ...
+    def workers(self, arguments: Arguments, tensor_parallel_size: int) -> int: ...
+    def cores(self, arguments: Arguments) -> int: ...
+    def require_memory(self, spec: "SamplerSpec", replicas: int = 1) -> None: ...
+    def command(self, spec: "SamplerSpec", port: int, host: str) -> list[str]: ...
+    def environment(self, spec: "SamplerSpec", replica: int, interface: str) -> dict[str, str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerSpec:
+    """`max_model_len` is the context + 1: scoring a full context costs one generated token."""
+
+    model: BaseModelFacts
+    max_model_len: int
+    device: str  # "cpu" | "cuda"
+    dtype: str
+    max_lora_rank: int  # 1, 8, 16, 32, 64, 128, 256, 320 or 512; 0: no adapters
+    max_loras: int  # adapters in one batch
+    max_cpu_loras: int  # adapters kept in memory
+    log_dir: str
+    startup_s: float
+    engine: EngineProcess = field(kw_only=True)
+    replicas: int = 1
+    tensor_parallel_size: int = 1  # of each replica
+    hang_s: float = 10.0  # without an answer for so long, a replica counts as dead
+    sampled_logprobs: Literal["raw", "processed"] = "raw"
+    router_replay: bool = False  # answers list the experts of each token
+    reasoning_parser: str | None = None  # of its chats
+    weight_backend: str = "skyrl_staged"  # of its weight transfer: that one, nccl or ipc
+    gpu_memory_utilization: float = 0.85
+    shared_gpus: tuple[Gpu, ...] = ()  # of the trainer's ranks, in the replicas' order; (): Ray gives others
+    token: str = field(default="", repr=False)  # that every request must bear; empty: none
+    network_interface: str | None = None  # of weights from the trainer; None: that of the host's address
+    vllm_args: Arguments = field(default_factory=dict)  # of the setting of that name
+
+    @property
+    def workers(self) -> int:
+        """Number of worker processes of a replica: its GPUs, unless it runs on a CPU."""
+        return self.engine.workers(self.vllm_args, self.tensor_parallel_size)
+
+    def gpus_of(self, replica: int) -> tuple[Gpu, ...]:
+        """Return the shared GPUs that the replica runs on."""
+        size = self.workers
+        return self.shared_gpus[replica * size : (replica + 1) * size]
