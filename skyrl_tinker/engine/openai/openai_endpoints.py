@@ -178,8 +178,8 @@ class OpenAIServer:
                 return await send(self._body(call, name, priority), headers=headers)
 
     def _body(self, call: _OpenAICall, name: str, priority: int) -> dict[str, Any]:
-        cache = self._samplers.leases.cache_fields()
-        return {**call.body, "model": name, "priority": priority, **cache}
+        fields = self._fleet.client.data.dialect.openai_fields(name, priority)
+        return {**call.body, **fields, **self._samplers.leases.cache_fields()}
 
     async def _stream(self, http: web.Request, call: _OpenAICall) -> tuple[web.StreamResponse, OutcomeLabel]:
         """Stream the answer; returns it with its outcome."""

@@ -1,4 +1,4 @@
-"""OpenAI's requests as vLLM's, with end-of-sequence tokens and lengths set here, and its answers. Pure."""
+"""OpenAI's requests as samplers take them, with end-of-sequence tokens and lengths, and answers. Pure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -105,7 +105,7 @@ def _token_lists(request: OpenAIRequest) -> list[list[int]]:
 def upstream_body(
     request: OpenAIRequest, prompt_tokens: int, facts: BaseModelFacts, abilities: ChatAbilities
 ) -> dict[str, Any]:
-    """Return vLLM's body without the model.
+    """Return the sampler's body without the fields of its dialect.
 
     Raises FieldError with the numbers if it exceeds the context, and for what the model cannot do.
     """
@@ -121,12 +121,12 @@ def upstream_body(
 
 
 def _stop(request: OpenAIRequest, facts: BaseModelFacts, abilities: ChatAbilities) -> dict[str, Any]:
-    """List all that ends a sequence. vLLM knows one EOS at most: all are given here, as for samples."""
+    """List all that ends a sequence, all EOS tokens included, as for samples."""
     ids = [item for item in request.stop if isinstance(item, int)]
     _require_known(ids, "stop", facts)
     texts = [item for item in request.stop if isinstance(item, str)]
     ids = [*facts.eos_token_ids, *ids, *abilities.stop_tokens(texts)]
-    return {"ignore_eos": True, "stop_token_ids": ids, "stop": texts}
+    return {"stop_token_ids": ids, "stop": texts}
 
 
 def _template_variables(request: ChatCompletionRequest, abilities: ChatAbilities) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _max_tokens(request: OpenAIRequest, prompt_tokens: int, context: int) -> int
 
 
 def add_reasoning_content(response: dict[str, Any]) -> None:
-    """Add vLLM's `reasoning` under the name that clients of `separate_reasoning` read."""
+    """Add the sampler's `reasoning` under the name that clients of `separate_reasoning` read."""
     for choice in response.get("choices", ()):
         said = choice.get("message") or choice.get("delta") or {}
         if said.get("reasoning") is not None:

@@ -52,22 +52,21 @@ class SamplerControl(Protocol):
 
 
 class Dialect(Protocol):
-    """Requests for samples, their answers, and the control plane. Frozen and picklable."""
+    """Requests for samples, their answers, and the control plane. Frozen and picklable.
+
+    `path`: the route of samples. `core_path`: a route that the engine core answers, between two steps.
+    `trial`: body of a sample whose answer tells what the server was started with: `logprobs_mode` (None where
+    the weights give no numbers) and `lists_experts`.
+    """
 
     @property
-    def path(self) -> str:
-        """The route of samples."""
-        ...
-
+    def path(self) -> str: ...
     @property
-    def core_path(self) -> str:
-        """A route that the engine core answers, between two steps."""
-        ...
-
+    def core_path(self) -> str: ...
     @property
-    def trial(self) -> Json:
-        """Body of a sample whose answer tells what the server was started with."""
-        ...
+    def trial(self) -> Json: ...
+    def logprobs_mode(self, payload: Json) -> Literal["raw", "processed"] | None: ...
+    def lists_experts(self, payload: Json) -> bool: ...
 
     def body(self, model: str, request: SampleRequest, *, eos: Sequence[int], context: int) -> dict[str, Any]:
         """Make the body of a request. UserError when the prompt leaves no room for a token."""
@@ -82,6 +81,10 @@ class Dialect(Protocol):
         """
         ...
 
+    def openai_fields(self, model: str, priority: int) -> dict[str, Any]:
+        """Return fields of an OpenAI request that only its `stop` and `stop_token_ids` end."""
+        ...
+
     def parse(
         self, payload: Json, request: SampleRequest, *, switched: bool, replica: str | None
     ) -> SamplerResponse:
@@ -94,14 +97,6 @@ class Dialect(Protocol):
 
     def refusal(self, status: int, message: str) -> UserError | SamplerError:
         """Return the error that an error status means."""
-        ...
-
-    def logprobs_mode(self, payload: Json) -> Literal["raw", "processed"] | None:
-        """Tell by the answer to `trial`; None where the weights give no numbers."""
-        ...
-
-    def lists_experts(self, payload: Json) -> bool:
-        """Tell by the answer to `trial` whether answers list routed experts."""
         ...
 
     async def tokenize(self, post: Post, text: Json) -> list[int]: ...

@@ -34,6 +34,9 @@ class VllmDialect:
             headers["Accept"] = PACKED  # servers of others answer JSON
         return {"request_id": attempt, "priority": priority}, headers
 
+    def openai_fields(self, model: str, priority: int) -> dict[str, Any]:
+        return {"model": model, "priority": priority, "ignore_eos": True}
+
     def refusal(self, status: int, message: str) -> UserError | SamplerError:
         if status == 404:
             return NotFoundError(message)

@@ -9,6 +9,7 @@ import pytest
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities, chat_abilities
 from skyrl_tinker.engine.openai.openai_requests import require_one_sequence, texts_to_count, upstream_body
+from skyrl_tinker.inference.client.vllm_dialect import VLLM
 from skyrl_tinker.protocol.schemas.openai import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -58,7 +59,8 @@ def test_a_prompt_of_text_is_counted_and_completed_with_or_without_the_tokenizer
 def test_stops_go_on_as_texts_and_token_ids_beside_the_end_of_text() -> None:
     request = parse_openai(CompletionRequest, {"model": "m", "prompt": [5], "stop": ["x", 7, "y", 9]})
     body = upstream_body(request, 1, FACTS, PLAIN)
-    assert (body["stop"], body["stop_token_ids"], body["ignore_eos"]) == (["x", "y"], [*EOS, 7, 9], True)
+    assert (body["stop"], body["stop_token_ids"]) == (["x", "y"], [*EOS, 7, 9])
+    assert VLLM.openai_fields("m", 0)["ignore_eos"]
 
 
 def test_a_stop_beyond_the_vocabulary_is_refused() -> None:
@@ -98,7 +100,7 @@ def test_what_changes_no_answer_is_not_handed_on() -> None:
     body = chat(PLAIN, user="me", metadata={"a": "b"}, prompt_cache_key="k", store=False, tools=[], top_k=4)
     assert body.keys() <= {
         *("messages", "n", "max_tokens", "temperature", "top_p", "top_k", "presence_penalty"),
-        *("frequency_penalty", "stream", "logprobs", "ignore_eos", "stop_token_ids", "stop"),
+        *("frequency_penalty", "stream", "logprobs", "stop_token_ids", "stop"),
     }
     assert body["top_k"] == 4
 
