@@ -126,7 +126,7 @@ class StartUp:
         return probed
 
     async def _shared_gpus(self, trainer: TrainerGroup, started: Awaitable[Any]) -> tuple[Gpu, ...]:
-        """Return the trainer's GPUs once it has left them: vLLM takes its memory when it starts."""
+        """Return the trainer's GPUs once it has left them: a sampler takes its memory when it starts."""
         if not self._settings.colocated:
             return ()
         await started

@@ -3,8 +3,8 @@
 BASE_MODEL = "base"
 """The name under which every sampler serves the base model."""
 
-VLLM_START_VERSION = "default"
-"""vLLM's name for the weights with which it started: those of the base model."""
+START_VERSION = "default"
+"""The samplers' name for the weights with which they started: those of the base model."""
 
 MAX_SEQUENCES = 256
 """Sequences of one sample that are decoded at the same time, and so the most of one call."""

@@ -39,7 +39,7 @@ class TokenRates:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """A vLLM server; all but `state` None while it is replaced.
+    """A sampling server; all but `state` None while it is replaced.
 
     `weights_by`, `adapters_by`: ways of full parameters and of adapters from the engine's host to `host`.
     """

@@ -83,10 +83,10 @@ def _problem(estimate: MemoryEstimate, longest: int) -> tuple[str | None, str | 
     if estimate.cache_tokens < demand.context:
         tokens = max(0, int(estimate.cache_tokens))
         return f"the samplers have room for {tokens} tokens, not for a sequence of {demand.context}", SAMPLER
-    if estimate.arriving > estimate.beside_vllm:
+    if estimate.arriving > estimate.beside_sampler:
         return (
             f"new weights take {estimate.arriving / GB:.1f} GB of a sampler's GPU as they arrive, and vLLM "
-            f"leaves {estimate.beside_vllm / GB:.1f} GB: set a smaller gpu_memory_utilization"
+            f"leaves {estimate.beside_sampler / GB:.1f} GB: set a smaller gpu_memory_utilization"
         ), SAMPLER
     return None, None
 

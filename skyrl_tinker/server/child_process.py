@@ -22,7 +22,7 @@ MOST_DEATHS, DEATHS_WITHIN_S = 5, 120.0
 class ChildProcess:
     """A child process in its own session, so that Ctrl-C in a terminal reaches only `serve`.
 
-    Its temporary files lie beside the sockets and are deleted with them: a killed vLLM leaves some behind.
+    Its temporary files lie beside the sockets and are deleted with them: a killed sampler leaves some behind.
     """
 
     name: str

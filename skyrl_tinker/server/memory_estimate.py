@@ -15,7 +15,7 @@ CONTEXT_BYTES = 1.5 * GB
 ALLOCATOR_WASTE = 0.05
 """Share of a row's memory that PyTorch's allocator cannot use, as its blocks differ in size. Not measured."""
 SAMPLER_BYTES = 3 * GB
-"""Activations and graphs of vLLM. Not measured."""
+"""Activations and graphs of a sampler. Not measured."""
 RAY_STORE = 256 * MiB
 _BFLOAT16, _FLOAT32 = 2, 4
 
@@ -34,8 +34,8 @@ class Demand:
     tenants: int  # models in training at once
     chunk_bytes: int  # of full parameters on their way to the samplers: weight_chunk_mb
     adapter_slots: int  # of a sampler's batch: max_loras
-    sampler_share: float  # of a GPU that vLLM takes: gpu_memory_utilization
-    cached_adapters: int = 0  # that vLLM keeps on the host: max_cpu_loras
+    sampler_share: float  # of a GPU that it takes: gpu_memory_utilization
+    cached_adapters: int = 0  # that it keeps on the host: max_cpu_loras
     copies: int = 1  # GPUs of a replica for each one of its tensor parallelism
     given: Mapping[str, Any] = field(default_factory=dict)  # settings that are not the plan's to choose
 
@@ -121,7 +121,7 @@ class MemoryEstimate:
 
     @property
     def _slot_bytes(self) -> float:
-        """Adapters that vLLM has room for on each GPU."""
+        """Adapters that a sampler has room for on each GPU."""
         if self.demand.full:
             return 0
         return self.demand.adapter_slots * _BFLOAT16 * (self.costs.trained + self._unused_of_slot)
@@ -144,10 +144,10 @@ class MemoryEstimate:
 
     @property
     def arriving(self) -> float:
-        """Bytes of new full parameters that a GPU holds beside vLLM's.
+        """Bytes of new full parameters that a GPU holds beside the sampler's.
 
-        Thrice the largest chunk or layer of vLLM's: a chunk, parts that wait for the layer's rest, and the
-        layer that vLLM makes of them.
+        Thrice its largest chunk or layer: a chunk, parts that wait for the layer's rest, and the
+        layer that it makes of them.
         """
         if not self.demand.full:
             return 0
@@ -157,8 +157,8 @@ class MemoryEstimate:
         return 3 * max(self.demand.chunk_bytes, layer)
 
     @property
-    def beside_vllm(self) -> float:
-        """Bytes of a sampler's GPU that vLLM leaves, without the sleeping trainer's context."""
+    def beside_sampler(self) -> float:
+        """Bytes of its GPU that a sampler leaves, without the sleeping trainer's context."""
         left = (1 - self.demand.sampler_share) * self.demand.gpu_bytes
         return left - (CONTEXT_BYTES if self.division.colocated else 0)
 

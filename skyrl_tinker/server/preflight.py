@@ -161,7 +161,7 @@ def check_host(settings: Settings) -> None:
 
 
 def _check_dtype(settings: Settings) -> None:
-    """Refuse what vLLM's replicas would die of: their LoRA kernels on CUDA take 16-bit types only."""
+    """Refuse what replicas would die of: their LoRA kernels on CUDA take 16-bit types only."""
     if settings.device == "cuda" and settings.trainer_dtype == "float32" and not settings.external_urls:
         raise StartupError(
             "--trainer-dtype float32 with --device cuda: vLLM serves adapters on GPUs in 16-bit types only; "

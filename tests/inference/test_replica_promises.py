@@ -11,7 +11,7 @@ from aiohttp.test_utils import TestServer
 from skyrl_tinker.domain.values import BaseModelFacts, VersionSpan
 from skyrl_tinker.errors import NotFoundError, SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.inference.constants import BASE_MODEL, VLLM_START_VERSION
+from skyrl_tinker.inference.constants import BASE_MODEL, START_VERSION
 from tests.inference.support.samplers import (
     Sampler,
     Served,
@@ -109,11 +109,11 @@ async def test_an_adapter_without_files_is_refused(sampler: Sampler, tmp_path: P
 
 async def test_samples_name_the_version_that_was_set(sampler: Sampler) -> None:
     control = sampler.client.control
-    assert await control.weight_version() == VLLM_START_VERSION
+    assert await control.weight_version() == START_VERSION
     await control.set_weight_version("v7")
     assert await control.weight_version() == "v7"
     (sequence,) = (await sampler(BASE_MODEL, ask(PROMPT))).sequences
-    await control.set_weight_version(VLLM_START_VERSION)
+    await control.set_weight_version(START_VERSION)
     assert sequence.versions == (VersionSpan("v7", 0, 8),)
 
 

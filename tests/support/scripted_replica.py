@@ -10,7 +10,7 @@ from typing import Any
 
 from skyrl_tinker.domain.peft_config import ADAPTER_FILE
 from skyrl_tinker.inference.client.http_connection import HttpStatusError
-from skyrl_tinker.inference.constants import BASE_MODEL, VLLM_START_VERSION
+from skyrl_tinker.inference.constants import BASE_MODEL, START_VERSION
 
 CONTEXT = 4096
 POSITION = {"logprob": -0.5, "top_logprobs": [{"token_id": 1, "logprob": -0.5}]}
@@ -43,7 +43,7 @@ class ScriptedReplica:
         self.keep: Callable[[int], int] = lambda drawn: 0
         self.adapters: dict[str, Any] = {}
         self.running: dict[str, asyncio.Future[None]] = {}  # whose result aborts them
-        self.version = VLLM_START_VERSION
+        self.version = START_VERSION
         self.sleeping = False
         self._going_on = asyncio.Event()
         self._going_on.set()

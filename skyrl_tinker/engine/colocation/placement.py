@@ -31,13 +31,13 @@ class Placement(Protocol):
         ...
 
     def awake(self) -> AbstractAsyncContextManager[None]:
-        """Enclose what must not pause: changes of adapters, weights, replicas. Inside, vLLM is awake."""
+        """Enclose what must not pause: changes of adapters, weights, replicas. Inside, samplers are awake."""
         ...
 
     def updating(self) -> AbstractAsyncContextManager[bool]:
         """Enclose the replacement of all weights, which may come before the samplers' caches wake.
 
-        Yields whether vLLM is awake. If not, its weights are, and it stands still until they are replaced.
+        Yields whether samplers are awake. If not, their weights are, which are replaced before they go on.
         """
         ...
 
@@ -131,7 +131,7 @@ class _Side:
 
 
 class Colocated:
-    """Placement on shared devices. The first phase is the samplers': trainer offloaded, vLLM awake."""
+    """Placement on shared devices. The first phase is the samplers': trainer offloaded, samplers awake."""
 
     def __init__(
         self,
@@ -284,7 +284,7 @@ class Colocated:
 
 
 class AwakeLock:
-    """Lock that keeps vLLM awake while it is held."""
+    """Lock that keeps samplers awake while it is held."""
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement

@@ -27,7 +27,7 @@ class ChatAbilities:
         return {name: value for name, value in given.items() if name in self.words}
 
     def variables_of(self, effort: str | None) -> dict[str, Any]:
-        """Translate `reasoning_effort`, as vLLM does: a template without degrees can switch thinking only.
+        """Translate `reasoning_effort`, as samplers do: a template without degrees can switch thinking only.
 
         Raises FieldError where the template can do neither.
         """
@@ -43,7 +43,7 @@ class ChatAbilities:
         return known
 
     def stop_tokens(self, texts: Sequence[str]) -> list[int]:
-        """Return the ids of stops that are special tokens: vLLM looks for texts in the answer's text only.
+        """Return the ids of stops that are special tokens: texts are looked for in the answer's text only.
 
         Raises FieldError for a longer text with such a token in it, which no answer would ever show.
         """

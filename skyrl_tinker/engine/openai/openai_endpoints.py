@@ -1,4 +1,4 @@
-"""OpenAI-compatible routes: take a base model's name or a tinker:// path, return vLLM's own response."""
+"""OpenAI-compatible routes: take a base model's name or a tinker:// path, return the sampler's response."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -52,7 +52,7 @@ Path = Literal["/v1/completions", "/v1/chat/completions"]
 
 @dataclass(frozen=True, slots=True)
 class _OpenAICall:
-    """Request in vLLM's form, without the name of the model. `prompts`: tokens of each."""
+    """Request in the sampler's form, without the fields of its dialect. `prompts`: tokens of each."""
 
     request: OpenAIRequest
     owner: OwnerId | None
@@ -132,7 +132,7 @@ class OpenAIServer:
         self._metrics.counted(kind, outcome, owner)
         return response
 
-    # From the client's request to vLLM's
+    # From the client's request to the sampler's
 
     async def _prepare(self, request: OpenAIRequest, size: int, owner: OwnerId | None) -> _OpenAICall:
         """Prepare a request whose body has so many bytes."""
@@ -161,7 +161,7 @@ class OpenAIServer:
         """Count the tokens of a prompt. Every version has the tokenizer of the base model."""
         return len(await self._fleet.with_retry(lambda: self._fleet.client.data.tokenize(text)))
 
-    # To vLLM and back
+    # To the sampler and back
 
     async def _complete(self, call: _OpenAICall) -> web.Response:
         async with self._turn(call) as priority:
@@ -243,7 +243,7 @@ class OpenAIServer:
 
     @asynccontextmanager
     async def _turn(self, call: _OpenAICall) -> AsyncIterator[int]:
-        """Have a turn among the samples, and the priority in vLLM that goes with it."""
+        """Have a turn among the samples, and the priority in the sampler that goes with it."""
         share = share_of(call.owner, openai_session(call.owner))
         async with self._sampler_driver.turn(call.owner, call.tokens, call.sequences):
             with self._samplers.priorities.take(share, call.tokens) as priority:
@@ -261,7 +261,7 @@ class OpenAIServer:
         task.add_done_callback(self._counting.discard)
 
     async def _with_retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Make an attempt, and another one when vLLM died in it or had lost the adapter."""
+        """Make an attempt, and another one when the sampler died in it or had lost the adapter."""
         try:
             return await self._fleet.with_retry(attempt)
         except NotFoundError:

@@ -1,5 +1,5 @@
 """The samplers' side of the engine: requests in flight, replicas, adapters and weights that they hold.
 
 In: asample rows, published weight versions. Out: results in the outbox; leases of weights for each request
-to vLLM. Imports `engine.scheduling` and `engine.colocation`, `inference` and `weight_sync`.
+to samplers. Imports `engine.scheduling` and `engine.colocation`, `inference` and `weight_sync`.
 """

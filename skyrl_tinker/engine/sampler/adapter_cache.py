@@ -22,7 +22,7 @@ TURN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """Numbers of adapters that vLLM keeps in memory, and that it takes into one batch; 0: none at all."""
+    """Numbers of adapters that a sampler keeps in memory, and takes into one batch; 0: none at all."""
 
     loaded: int
     running: int
@@ -39,9 +39,9 @@ class _Turn:
 
 
 class AdapterCache:
-    """Cache of as many adapters as each vLLM keeps in memory, which never evicts one in use.
+    """Cache of as many adapters as each sampler keeps in memory, which never evicts one in use.
 
-    Those that run at once have a place in vLLM's batch: requests of any other would be passed over for as
+    Those that run at once have a place in its batch: requests of any other would be passed over for as
     long as those of the first ones come. Versions wait for a place in turn. For each that waits, the version
     that has had its place for longest takes no more requests once its turn is over, and those that it has are
     interrupted if they can go on later (SampleCall), so that none starves. All replicas share the places, as

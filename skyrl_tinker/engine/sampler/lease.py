@@ -1,4 +1,4 @@
-"""Leases of the samplers' weights, one for each request to vLLM."""
+"""Leases of the samplers' weights, one for each request to them."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -32,7 +32,7 @@ class Leases:
         """Yield the model to request, which stands for the source's weights until the lease ends.
 
         A lease holds the samplers' turn on their devices, the resident full weights (under an adapter the
-        base's) and the adapter. Each request to vLLM has its own: turns and weights can change between two of
+        base's) and the adapter. Each request to them has its own: turns and weights can change between two of
         one sample.
         """
         async with self.placement.sampling():

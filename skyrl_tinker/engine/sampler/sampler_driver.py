@@ -151,14 +151,14 @@ class SamplerDriver:
         await self.end(cancelled, {row.id: json_answer({}) for row in rows})
 
     async def end(self, failures: Mapping[int, Failure], also: Mapping[int, FutureOutcome] = EMPTY) -> None:
-        """Fail these samples, by future id: vLLM aborts those that it has and never gets the others.
+        """Fail these samples, by future id: a sampler aborts those that it has and never gets the others.
 
         Those that have finished stay as they are. The outcomes `also` are sent with them.
         """
         self._queued.discard(failures)
         self._starting.difference_update(failures)
         for task in [self._tasks[future_id] for future_id in failures if future_id in self._tasks]:
-            task.cancel()  # its connection is closed, and vLLM aborts what it was for
+            task.cancel()  # its connection is closed, and the sampler aborts what it was for
         await self._outbox.send([*failures.items(), *also.items()])
 
     async def end_sessions(self, reasons: Mapping[SessionId, str]) -> None:

@@ -1,4 +1,4 @@
-"""The sampling servers as the drivers see them: any version, at any time, also across a restart of vLLM."""
+"""The sampling servers as the drivers see them: any version, at any time, also across their restarts."""
 
 import asyncio
 import logging
@@ -66,7 +66,7 @@ class Samplers:
         self._restored.set()
 
     async def sample(self, source: SampleSource, request: SampleRequest, share: Share = None) -> SampleOutput:
-        """Sample, again where vLLM died meanwhile; an inflight target is followed to its newest version."""
+        """Sample, again where one died meanwhile; an inflight target is followed to its newest version."""
         with self._counted(source):  # also between the requests that one sample may take
             await self.fetch(source)
             return await self._fleet.with_retry(lambda: self._sample(source, request, share))

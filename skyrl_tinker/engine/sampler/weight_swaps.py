@@ -14,7 +14,7 @@ from skyrl_tinker.engine.sampler.version_files import has_files, require_files
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import SamplerError, TrainerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.inference.constants import BASE_MODEL, VLLM_START_VERSION
+from skyrl_tinker.inference.constants import BASE_MODEL, START_VERSION
 from skyrl_tinker.weight_sync.sync import PARTIAL, Synced, sync_weights
 from skyrl_tinker.weight_sync.transport import CapturedWeights, WeightSource, WeightSyncError, WeightTransport
 
@@ -97,7 +97,7 @@ class WeightSwaps:
         served = await newcomer.control.weight_version()
         if served == PARTIAL:
             raise SamplerError(f"{newcomer.proxy_url} holds part of an update that failed: start it again")
-        if resident is not None or served != VLLM_START_VERSION:  # one that others started may have any
+        if resident is not None or served != START_VERSION:  # one that others started may have any
             await self._sync(newcomer, resident)
 
     async def _sync(

@@ -1,4 +1,4 @@
-"""Priorities of requests under way, by which vLLM divides its KV cache among those who sample."""
+"""Priorities of requests under way, by which a sampler divides its KV cache among those who ask."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +15,12 @@ def share_of(owner: OwnerId | None, session: SessionId) -> Share:
 
 
 class Priorities:
-    """Start tags as in FairShare, of what vLLM has already, in tokens.
+    """Start tags as in FairShare, of what samplers have already, in tokens.
 
     A request starts where its share's last one ends, but not before the earliest of those under way: a small
-    one is ahead of the rest of a flood, which never falls behind for good. vLLM lets in the lowest tag first;
-    when its KV cache is full it computes that with the highest again later. How much fits the cache need not
-    be known, nor how long sequences become.
+    one is ahead of the rest of a flood, which never falls behind for good. A sampler lets in the lowest tag
+    first; when its KV cache is full it computes that with the highest again later. How much fits the cache
+    need not be known, nor how long sequences become.
     """
 
     def __init__(self) -> None:

@@ -136,7 +136,7 @@ class VllmControl(FanOut):
         )
 
     async def weight_version(self) -> str:
-        """Return the version of the full weights of all replicas; VLLM_START_VERSION until an update."""
+        """Return the version of the full weights of all replicas; START_VERSION until an update."""
         answers = await self._call_all("GET", "/weight_info")
         return common([str(answer["weight_version"]) for answer in answers])
 

@@ -27,7 +27,7 @@ from skyrl_tinker.inference.client.generated import (
     diverged,
 )
 from skyrl_tinker.inference.client.sample_parts import scores_other_tokens, target_table
-from skyrl_tinker.inference.constants import BASE_MODEL, VLLM_START_VERSION
+from skyrl_tinker.inference.constants import BASE_MODEL, START_VERSION
 
 VLLM_LEAST_LOGPROB = -9999.0
 """vLLM's replacement for what is less, or no number."""
@@ -139,7 +139,7 @@ def _versions(choice: Mapping[str, Any], model: str | None, count: int) -> tuple
 
 
 def _version_name(name: str) -> str:
-    return BASE_MODEL if name == VLLM_START_VERSION else name
+    return BASE_MODEL if name == START_VERSION else name
 
 
 def _prompt_logprobs(rows: Rows, request: SampleRequest) -> tuple[float, ...]:

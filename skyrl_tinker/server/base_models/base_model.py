@@ -59,7 +59,7 @@ def resolve(settings: Settings) -> BaseModelFacts:
 
 
 def _check_router_replay(settings: Settings, facts: BaseModelFacts) -> None:
-    """Refuse other models, and vLLM's features under which it lists no experts."""
+    """Refuse other models, and features under which a sampler lists no experts."""
     if facts.architecture not in REPLAYED:
         raise StartupError(
             f"router_replay: expected {', '.join(REPLAYED)}, found {facts.architecture} in {facts.directory}"
@@ -93,7 +93,7 @@ def read_config(settings: Settings) -> tuple[Mapping[str, Any], BaseModelFacts]:
 
 
 def _check_workers(count: int, facts: BaseModelFacts) -> None:
-    """Refuse heads that the workers of a replica cannot share; vLLM's would die of an assertion."""
+    """Refuse heads that the workers of a replica cannot share: they would die of an assertion."""
     few, many = sorted((count, facts.num_kv_heads))
     if facts.num_heads % count or many % few:
         raise StartupError(
