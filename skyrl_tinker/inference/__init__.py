@@ -1,4 +1,4 @@
-"""Sampling with vLLM: the servers, our client to them, and the plugin that runs inside them.
+"""Sampling: the servers, our client to them, and the plugin that runs inside vLLM.
 
 In: sample requests and weight updates. Out: generated tokens with logprobs. Imports `domain`, `errors` and
 `processes`; vllm itself is imported by the plugin alone.

@@ -1,4 +1,4 @@
-"""vLLM servers and their router as child processes: started, checked, replaced, ended.
+"""Sampling servers and their router as child processes: started, checked, replaced, ended.
 
 In: a `SamplerSpec`. Out: URLs that serve, and reports of those that died or hang. Imports `inference.client`
 and `processes`.
