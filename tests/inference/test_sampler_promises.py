@@ -21,8 +21,8 @@ from skyrl_tinker.errors import UserError
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.protocol.queue_views import SamplingView
 from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
+from tests.inference.client.test_sampling_port import connected, facts
 from tests.inference.support.samplers import Served, ask, prompt_of, publish_adapter, random_adapter
-from tests.inference.test_replica_promises import connected, facts
 from tests.support.scripted_samplers import ScriptedSamplers
 
 __all__ = ["facts"]

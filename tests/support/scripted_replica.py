@@ -1,6 +1,6 @@
 """Stand-in for one vLLM server, which computes nothing. How requests reach it is up to who uses it.
 
-tests/inference/test_replica_promises.py has what it shares with the real one.
+tests/inference/client/test_sampling_port.py has what it shares with the real one.
 """
 
 import asyncio

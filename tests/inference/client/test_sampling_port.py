@@ -1,4 +1,4 @@
-"""What the engine relies on of a sampling server, kept by vLLM and by its stand-in alike."""
+"""The port of a sampling engine, kept by each real server and by the stand-in alike."""
 
 import asyncio
 from collections.abc import AsyncIterator
