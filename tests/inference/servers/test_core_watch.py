@@ -125,7 +125,9 @@ async def test_the_core_is_asked_over_one_connection(monkeypatch: pytest.MonkeyP
     async with TestServer(app) as asked:
         http = JsonHttp()
         watching = asyncio.create_task(
-            CoreWatch(str(asked.make_url("")).rstrip("/"), http, STEP_S, lambda: False).wait_stuck(0)
+            CoreWatch(
+                str(asked.make_url("")).rstrip("/"), "/is_sleeping", http, STEP_S, lambda: False
+            ).wait_stuck(0)
         )
         await until(lambda: len(connections) > 2)
         watching.cancel()
