@@ -152,4 +152,4 @@ def _register_gauges(
     watch("snapshot_seconds", "Trainer time taken by snapshots", lambda: snapshots.spent_s)
     watch("replay_seconds", "Trainer time that a replay would take now", lambda: snapshots.replay_seconds)
     watch("replayed_units", "Units of work replayed after a crash", lambda: float(replay.units))
-    watch("replay_differences", "Replayed losses that differ", lambda: float(replay.differences))
+    watch("replay_differences", "Replayed passes whose logprobs differ", lambda: float(replay.differences))

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
 
-from skyrl_tinker.protocol.protobuf import pass_results
+from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 from tests.api.support import passes
 from tests.api.support.world import BASE, Json
 from tests.simulation.faults import Faults, travel
@@ -97,7 +97,7 @@ def loss_of(answer: httpx.Response) -> float | None:
     """Return the loss of a pass, None if it failed."""
     if answer.headers["content-type"] != PROTOBUF:
         return None
-    return pass_results.metrics_of(answer.content)["loss:sum"]
+    return pb.ForwardBackwardOutput.FromString(answer.content).metrics["loss:sum"]
 
 
 def model_body(session: str) -> Json:

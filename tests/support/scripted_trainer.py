@@ -117,7 +117,7 @@ class ScriptedTrainer:
         self.trained: dict[ModelKey, Trained] = {} if trained is None else trained
         self.kept: list[CapturedSteps] = []
         self.logprob_of: Callable[[ModelKey], float] = lambda model: 0.0
-        self.drift = 0.0  # of losses
+        self.drift = 0.0  # of logprobs
         self.busy_s = 0.0
         self.exhausted_passes = 0
         self.broken: TrainerError | None = None
@@ -192,7 +192,7 @@ class ScriptedTrainer:
             return Failure(str(error), "server")
         if item.backward:
             trained.gradients.append(item.seq_id)
-        logprob, loss = self.logprob_of(item.model), float(len(trained.steps)) + self.drift
+        logprob, loss = self.logprob_of(item.model) + self.drift, float(len(trained.steps))
         logprobs = (np.full(datum.target_tokens.shape, logprob, np.float32) for datum in item.data)
         return PassOutput(item.request_id, tuple(logprobs), {"loss:sum": loss})
 

@@ -4,7 +4,7 @@ One that ran nothing since sleeps: it comes back before its next unit, or while 
 
 Units are those that were committed, composed as they were then and in rows of the same size, through the
 ordinary passes and steps; their outcomes are dropped, since their clients have them. On one CPU rank the
-models are then the same to the last bit; on several ranks, and on GPUs, to about 1e-5.
+models are then the same to the last bit; elsewhere sums are taken in other orders, and they are close.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import SAVES, Effect, FutureStatus, ModelKey, ModelState
@@ -59,8 +60,11 @@ WAKES = 2
 """Times on end that the ranks may die while a model that slept comes back."""
 METRIC = "replay_differed"
 REPORT_S = 0.5
-TOLERANCE = 1e-4
-"""Relative difference of a loss from the one that was delivered, from which its model says so."""
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.03}
+"""Mean difference of a pass's logprobs from those delivered, from which its model says so; by trainer dtype.
+
+The bounds of scripts/gpu-check after some steps: bfloat16 enlarges what weights differ by in a last bit.
+"""
 _log = logging.getLogger(__name__)
 
 RepeatSaves = Callable[[Sequence[QueuedRow]], Awaitable[None]]
@@ -136,7 +140,7 @@ class Replay:
         self._failed: dict[ModelKey, str] = {}
         self._deaths = Counter[int]()  # of the ranks while a request was replayed, by the id of its future
         self.units = 0  # replayed so far
-        self.differences = 0  # losses that were not those delivered
+        self.differences = 0  # passes whose logprobs were not those delivered
 
     async def run(
         self, repeat_saves: RepeatSaves, progress: Progress, wanted: Collection[ModelKey] = ()
@@ -222,7 +226,7 @@ class Replay:
         return None
 
     def pop_difference(self, model: ModelKey) -> Mapping[str, float]:
-        """Return, once, a metric for a model whose replay gave other losses than were delivered."""
+        """Return, once, a metric for a model whose replay gave other logprobs than were delivered."""
         if model not in self._differed:
             return {}
         self._differed.discard(model)
@@ -315,15 +319,17 @@ class Replay:
                 await self._compare(row.row, output)
 
     async def _compare(self, row: QueuedRow, output: PassOutput) -> None:
-        """Compare the loss with the one that was delivered, if that is still stored."""
+        """Compare the logprobs with those that were delivered, if these are still stored."""
         read = partial(outcomes.find, request_id=row.request_id)
         outcome = await persistently(lambda: self._store.fetch(read))
         if outcome is None or outcome.body is None or outcome.status is not FutureStatus.DONE:
             return
-        delivered = pass_results.metrics_of(outcome.body).get("loss:sum", math.nan)
-        found = output.metrics.get("loss:sum", math.nan)
-        if math.isfinite(delivered) and not math.isclose(found, delivered, rel_tol=TOLERANCE):
-            _log.error("model %s: the replayed loss is %r, delivered %r", row.model_key, found, delivered)
+        delivered = pass_results.all_logprobs(outcome.body)
+        known = np.isfinite(delivered)
+        found = np.concatenate([array.ravel() for array in output.logprobs])[known]
+        gap = float(np.abs(found - delivered[known]).mean()) if known.any() else 0.0
+        if not gap <= TOLERANCES[self._trainer.spec.dtype]:  # NaN is beyond, too
+            _log.error("model %s: replayed logprobs differ by %.3g on average", row.model_key, gap)
             self.differences += 1
             self._differed.add(model_of(row))
 

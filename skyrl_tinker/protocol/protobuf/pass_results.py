@@ -32,9 +32,10 @@ def encode_forward_backward_output(output: PassOutput) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def metrics_of(body: bytes) -> dict[str, float]:
-    """Return the metrics of an encoded output."""
-    return dict(pb.ForwardBackwardOutput.FromString(body).metrics)
+def all_logprobs(body: bytes) -> Float32:
+    """Return the logprobs of an encoded output, of all datums end to end, [cells]."""
+    records = pb.ForwardBackwardOutput.FromString(body).loss_fn_outputs
+    return np.frombuffer(b"".join(record.fields["logprobs"].data for record in records), "<f4")
 
 
 def _batched(arrays: tuple[Float32, ...], trailing: tuple[int, ...]) -> pb.BatchedTensor:
