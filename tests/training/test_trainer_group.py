@@ -17,7 +17,16 @@ import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import AdamParams, LoraSpec, PassItem, PassOutput, StepItem
-from skyrl_tinker.errors import SamplerError, StorageAwayError, StorageError, TrainerError, UserError
+from skyrl_tinker.errors import (
+    ExhaustedError,
+    RankDiedError,
+    SamplerError,
+    StorageAwayError,
+    StorageError,
+    TrainerError,
+    UserError,
+)
+from skyrl_tinker.training import actors
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.user_directory import user_directory
 from tests.training.support.passes import make_data, make_item
@@ -309,3 +318,12 @@ def test_launch_without_ray_is_refused() -> None:
         "else: raise SystemExit(1)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_breaks_the_ranks_is_told_before_what_one_of_them_refuses() -> None:
+    died, failed = RankDiedError("rank 2 died"), TrainerError("rank 1 failed")
+    short, wrong = ExhaustedError("no memory"), UserError("no such layer")
+    assert actors._root_cause([wrong, short, failed, died]) is died
+    assert actors._root_cause([wrong, short, failed]) is failed
+    assert actors._root_cause([wrong, short]) is short
+    assert actors._root_cause([wrong, wrong]) is wrong
