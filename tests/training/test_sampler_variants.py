@@ -15,6 +15,7 @@ import pytest
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
+from tests.inference.plugin.test_routed_experts import assert_experts
 from tests.inference.support.samplers import (
     Served,
     ask,
@@ -38,6 +39,7 @@ RANKS = {"data-parallel-size": 2, "disable-log-stats": False}
 MIXTURE = {
     "arch": "qwen3-moe",
     "max_lora_rank": 0,
+    "router_replay": True,
     "vllm_args": {**RANKS, "enable-expert-parallel": True},
 }
 
@@ -92,12 +94,15 @@ async def test_all_data_parallel_ranks_sample_pause_and_take_weights(
         prompts = [prompt_of(20 + index, seed=index) for index in range(8)]
         before = await _generated(control.server_urls[0])
         await control.pause()
-        running = [asyncio.create_task(sampler("base", ask(prompt, max_tokens=16))) for prompt in prompts]
+        requests = [ask(prompt, max_tokens=16, routed_experts=bool(given)) for prompt in prompts]
+        running = [asyncio.create_task(sampler("base", request)) for request in requests]
         await asyncio.sleep(0.5)
         assert await _generated(control.server_urls[0]) == before
         await control.resume()
         for prompt, output in zip(prompts, await asyncio.gather(*running), strict=True):
             assert_same_logprobs(output, model, prompt)
+            if given:
+                assert_experts(output, model, prompt)
         grown = await _generated(control.server_urls[0]) - before
         assert grown == {"0": 4 * 16, "1": 4 * 16}
         await sampler.client.close()

@@ -48,7 +48,7 @@ def _experts(model: Any, tokens: tuple[int, ...]) -> np.ndarray:
     return np.sort(torch.stack(chosen, 1).numpy())
 
 
-def _assert_experts(output: SampleOutput, model: Any, prompt: tuple[int, ...]) -> None:
+def assert_experts(output: SampleOutput, model: Any, prompt: tuple[int, ...]) -> None:
     for sequence in output.sequences:
         assert sequence.routed_experts is not None
         assert sequence.routed_experts.dtype == np.uint8
@@ -70,7 +70,7 @@ async def test_prompts_and_samples_have_the_experts_of_the_plain_model(mixture: 
     outputs += await asyncio.gather(*(sampler("base", request) for request in requests[1:]))
     assert [output.cached_tokens for output in outputs] == [0, BLOCK, BLOCK, 0]
     for request, output in zip(requests, outputs, strict=True):
-        _assert_experts(output, model, request.prompt)
+        assert_experts(output, model, request.prompt)
     await sampler.client.close()
 
 
@@ -85,10 +85,10 @@ async def test_adapters_and_new_weights_route_as_they_do_when_merged(mixture: Se
     plain, adapted = reference(base), reference(merged)
     assert not np.array_equal(_experts(plain, prompt), _experts(adapted, prompt))
     for name, model in (("base", plain), ("routed", adapted), ("base", plain)):
-        _assert_experts(await sampler(name, request), model, prompt)
+        assert_experts(await sampler(name, request), model, prompt)
     for directory, model in ((merged, adapted), (base, plain)):
         await sync_weights(sampler.client.control, SharedMemoryTransport(100_000), directory, directory.name)
-        _assert_experts(await sampler("base", request), model, prompt)
+        assert_experts(await sampler("base", request), model, prompt)
     await sampler.client.close()
 
 
