@@ -248,11 +248,12 @@ def plan(
     from skyrl_tinker.server import start_plan
 
     with one_line_errors():
+        highest = 0 if full else rank
         settings = config.load(
-            base_model=base_model, device="cuda", context_length=context, max_lora_rank=rank, **given
+            base_model=base_model, device="cuda", context_length=context, max_lora_rank=highest, **given
         )
         hardware = start_plan.Gpus(gpus, gpu_memory * GB)
-        found = start_plan.plan(settings, hardware, full=full, tenants=tenants)
+        found = start_plan.plan(settings, hardware, tenants=tenants)
     print(plan_output.as_json(found) if as_json else plan_output.as_table(found))
     if found.problem is not None:
         raise typer.Exit(1)

@@ -118,15 +118,11 @@ def _choices(estimate: MemoryEstimate) -> tuple[Choice, ...]:
         Choice("context_length", demand.context, "by default the model's, at most 4096"),
         Choice("token_budget", budget, _why(fast, small)),
     ]
+    reserved = "nothing for adapters" if demand.full else "memory for adapters of this rank"
+    choices.append(Choice("max_lora_rank", demand.rank, f"samplers reserve {reserved}"))
     if not demand.full:
-        choices += [
-            Choice("max_lora_rank", demand.rank, "samplers reserve memory for adapters of this rank"),
-            Choice(
-                "resident_models",
-                estimate.models_beside(longest),
-                f"no more fit beside a row of {longest} tokens",
-            ),
-        ]
+        beside = f"no more fit beside a row of {longest} tokens"
+        choices.append(Choice("resident_models", estimate.models_beside(longest), beside))
     return tuple(
         Choice(each.setting, demand.given[each.setting], "as given") if each.setting in demand.given else each
         for each in choices

@@ -73,7 +73,6 @@ def plan(
     gpus: Gpus,
     costs_of: CostsOf = measure_costs,
     *,
-    full: bool = False,
     tenants: int = 1,
 ) -> CapacityPlan:
     """Plan a server of these settings. What is given of them is kept, the rest chosen.
@@ -85,7 +84,7 @@ def plan(
         gpus=gpus.count,
         gpu_bytes=gpus.bytes,
         context=facts.context_length,
-        rank=0 if full else settings.max_lora_rank,
+        rank=settings.max_lora_rank,
         tenants=tenants,
         chunk_bytes=settings.weight_chunk_mb * MiB,
         adapter_slots=settings.max_loras,

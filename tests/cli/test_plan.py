@@ -55,6 +55,7 @@ def test_what_does_not_fit_ends_with_an_error(tmp_path: Path) -> None:
     result = _plan(tmp_path, SMALL, "--full", "--gpu-memory", "3.2", "--context", "32768")
     assert result.returncode == 1
     assert "does not fit: " in result.stdout
+    assert re.search(r"\n  --max-lora-rank 0 +as given\n", result.stdout)
 
 
 def test_a_model_that_the_trainer_refuses_is_refused_with_its_words(tmp_path: Path) -> None:

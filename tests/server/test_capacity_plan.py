@@ -91,6 +91,7 @@ def test_trainer_and_samplers_share_gpus_only_if_they_must() -> None:
     assert settings_of(make_plan(DEMAND, FACTS, costs))["placement"] == "colocated"
     full = make_plan(replace(DEMAND, gpus=4, rank=0), FACTS, full_costs)
     assert (settings_of(full)["placement"], settings_of(full)["trainer_ranks"]) == ("colocated", 4)
+    assert settings_of(full)["max_lora_rank"] == 0, "nothing is counted for adapters"
     assert full.problem is None
 
 
