@@ -10,7 +10,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Generic, Protocol, TypeVar
+from operator import attrgetter
+from typing import Any, Generic, Protocol, TypeVar
 
 from skyrl_tinker.domain.ids import ModelKey, OwnerId, SessionId
 
@@ -32,7 +33,7 @@ W = TypeVar("W", bound=Waiter)
 Path = tuple[OwnerId | SessionId | ModelKey | None, ...]
 """An owner, then a session of it, then perhaps a model of that."""
 Cost = Callable[[W], float]
-STALE = 64
+STALE = 4
 """Places of a level, beyond twice its members, at which those that no longer hold are dropped."""
 
 
@@ -69,17 +70,6 @@ class _Node(Generic[W]):
             heappop(self.places)
         return self.places[0] if self.places else None
 
-    def in_order(self) -> "Iterator[_Place[W]]":
-        """Yield the places in the level below, the first one first; meanwhile nothing may change."""
-        ahead = [(first, 0)] if (first := self.first()) else []
-        while ahead:
-            place, number = heappop(ahead)
-            for child in (2 * number + 1, 2 * number + 2):
-                if child < len(self.places):
-                    heappush(ahead, (self.places[child], child))
-            if place is place[3].place:
-                yield place
-
 
 _Place = tuple[float, int, int, _Node[W]]
 """Tag, id of the next row, number of the place, whose it is."""
@@ -90,7 +80,8 @@ class FairShare(Generic[W]):
 
     A newcomer starts at the virtual time of its level, and so does who comes back once the others had as much
     as it had: nobody saves up, and a debt lasts while others wait. A change costs the logarithm of those that
-    wait, and so does each row that is taken from the order.
+    wait, and so does each row that is taken from the order. Nodes that change get their places together, when
+    the order is asked for next: between two choices most of them change several times.
 
     A queue is of rows that wait for each other, in order; a cost is an estimate.
     """
@@ -100,20 +91,22 @@ class FairShare(Generic[W]):
         self._choice = 0
         self._numbers = itertools.count()
         self._charged: dict[_Node[W], float] = {}  # tags before the last charge
+        self._moved: dict[_Node[W], None] = {}  # whose places may have changed
 
     def clear(self) -> None:
         """Forget who had what; for when nothing waits."""
-        self._root, self._charged = _Node(), {}
+        self._root, self._charged, self._moved = _Node(), {}, {}
 
     def put(self, path: Path, rows: Sequence[W]) -> None:
         """Have these rows wait in a queue, in place of those that did; call it again once they change."""
         nodes = self._walk(path)
         nodes[-1].rows = rows
-        for node in reversed(nodes):
-            self._set_place(node)
+        for node in nodes:
+            self._moved[node] = None
 
     def choose(self) -> None:
         """Begin a choice: the virtual time is that of those that wait now."""
+        self._set_places()
         self._choice += 1
 
     def order(self, cost: Cost[W], part: Callable[[Sequence[W]], Iterable[W]] = _whole) -> Iterator[W]:
@@ -122,10 +115,12 @@ class FairShare(Generic[W]):
         `part`: of a queue's rows, those that count. Nothing may be put or charged before the iterator is
         dropped.
         """
+        self._set_places()
         return _merged(self._root, cost, part)
 
     def first(self, of: Iterable[Path] | None = None) -> W | None:
         """Return the first row, None if nothing waits. `of`: sessions that wait; no other counts."""
+        self._set_places()
         if of is None:
             place = self._root.first()
             return None if place is None else _head(place[3])
@@ -143,45 +138,48 @@ class FairShare(Generic[W]):
 
         Rows behind the first of a queue may have another owner, to whom its session was given meanwhile.
         """
-        last, self._charged = self._charged if instead else {}, {}
+        last, charged = self._charged if instead else {}, dict[_Node[W], float]()
         for node, tag in last.items():
             node.tag = tag
-        moved = dict.fromkeys(last)
         for row, taken in costs:
             for node in self._walk(path_of(row)):
-                self._charged.setdefault(node, node.tag)
+                if node not in charged:
+                    charged[node] = node.tag
                 node.tag += taken
-                moved[node] = None
-        for node in sorted(moved, key=lambda each: -each.depth):
-            self._set_place(node)
+        self._charged = charged
+        self._moved |= dict.fromkeys(last) | dict.fromkeys(charged)
 
     def ahead(self, path: Path) -> float:
         """Return how much more an owner, session or model had than the one that had least beside it."""
+        if self._moved:
+            self._set_places()
         most, level = 0.0, self._root
         for key in path:
-            first, node = level.first(), level.below[key]
-            assert first is not None, "it waits, and so does the first"
-            most, level = max(most, node.tag - first[0]), node
+            node = level.below[key]
+            if len(level.places) > 1:  # else it is the first itself
+                first = level.first()
+                assert first is not None, "it waits, and so does the first"
+                most = max(most, node.tag - first[0])
+            level = node
         return most
 
     def _walk(self, path: Path) -> list[_Node[W]]:
         """Return the nodes of a path, with what they have had as of the last choice."""
         level, nodes = self._root, []
         for key in path:
-            self._settle(level)
+            if level.choice != self._choice:
+                self._settle(level)
             node = level.below.get(key)
             if node is None:
                 node = level.below[key] = _Node(level, key, level.depth + 1, level.clock)
-            elif node.place is None:
-                node.tag = max(node.tag, level.clock)
+            elif node.place is None and node.tag < level.clock:
+                node.tag = level.clock
             nodes.append(node)
             level = node
         return nodes
 
     def _settle(self, level: _Node[W]) -> None:
         """Bring the virtual time of a level up to the last choice, before anything changes in it."""
-        if level.choice == self._choice:
-            return
         first = level.first()
         clock = level.clock if first is None else max(level.clock, first[0])
         level.before = level.clock if level.choice == self._choice - 1 else clock
@@ -191,25 +189,36 @@ class FairShare(Generic[W]):
             if node.place is None and node.tag == tag and level.below.get(node.key) is node:
                 del level.below[node.key]
 
+    def _set_places(self) -> None:
+        """Give the nodes that have moved their places, from the lowest levels up."""
+        for node in sorted(self._moved, key=attrgetter("depth"), reverse=True):
+            self._set_place(node)
+        self._moved.clear()
+
     def _set_place(self, node: _Node[W]) -> None:
         """Give a node the place that its tag and its next row say."""
         level, had = node.level, node.place
         assert level is not None, "only the root has none"
-        first = node.first()
         if node.rows:
             head = node.rows[0].id
-        elif first is not None:
+        elif (first := node.first()) is not None:
             head = first[1]
         else:
             node.place = None
             heappush(level.left, (node.tag, next(self._numbers), node))
             return
-        if had is None or had[:2] != (node.tag, head):
-            node.place = node.tag, head, next(self._numbers), node
-            heappush(level.places, node.place)
+        if had is None or had[0] != node.tag or had[1] != head:
+            place = node.place = node.tag, head, next(self._numbers), node
+            if level.places and level.places[0] is had:
+                heapreplace(level.places, place)
+                return
+            heappush(level.places, place)
             if len(level.places) > 2 * len(level.below) + STALE:
                 level.places = [each for each in level.places if each is each[3].place]
                 heapify(level.places)
+
+
+_NOTHING: Iterator[Any] = iter(())
 
 
 def _head(node: _Node[W]) -> W:
@@ -221,22 +230,27 @@ def _head(node: _Node[W]) -> W:
 
 
 def _merged(level: _Node[W], cost: Cost[W], part: Callable[[Sequence[W]], Iterable[W]]) -> Iterator[W]:
-    """Yield the rows below; of a node nothing is looked at before its place comes."""
-    places = level.in_order()
-    place = next(places, None)
-    starts: list[tuple[float, int, W, Iterator[W]]] = []  # a heap; ids differ: rows are never compared
-    while True:
-        while place is not None and (not starts or place[:2] <= starts[0][:2]):
-            node = place[3]
+    """Yield the rows below, while nothing changes; of a node nothing is looked at before its place comes."""
+    level.first()
+    places = level.places
+    ahead = [(*place[:2], 0, None, _NOTHING) for place in places[:1]]  # a heap; ids differ, but of a place
+    while ahead:
+        start, _, number, row, rows = heappop(ahead)
+        if row is None:
+            for child in (2 * number + 1, 2 * number + 2):  # in the heap of places
+                if child < len(places):
+                    heappush(ahead, (*places[child][:2], child, None, _NOTHING))
+            node = places[number][3]
+            if node.place is not places[number]:
+                continue
+            while len(node.places) == 1:  # nothing is to be merged
+                node = node.places[0][3]
             rows = iter(part(node.rows)) if node.rows else _merged(node, cost, part)
-            if (row := next(rows, None)) is not None:
-                heappush(starts, (place[0], row.id, row, rows))
-            place = next(places, None)
-        if not starts:
-            return
-        start, _, row, rows = starts[0]
+            if (row := next(rows, None)) is None:
+                continue
+            if ahead and (start, row.id) > ahead[0][:2]:
+                heappush(ahead, (start, row.id, number, row, rows))
+                continue
         yield row
-        if (following := next(rows, None)) is None:
-            heappop(starts)
-        else:
-            heapreplace(starts, (start + cost(row), following.id, following, rows))
+        if (following := next(rows, None)) is not None:
+            heappush(ahead, (start + cost(row), following.id, number, following, rows))

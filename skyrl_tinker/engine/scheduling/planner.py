@@ -105,9 +105,9 @@ class Planner:
     def pop(self, ahead: tuple[QueuedRow, ...] = ()) -> Unit | None:
         """Take the next unit; None when nothing is runnable. It counts as its estimate until `charge`.
 
-        `ahead`: the rows of a full pass ahead; they are taken if the first of them still is the next.
+        `ahead`: the rows of a full pass ahead, which are taken if the first of them still is the next.
         """
-        short, unit = self._plan()
+        short, unit = self._plan(ahead)
         self._lead_before_s = self._lead_s
         if unit is None:
             self._shares.clear()
@@ -115,8 +115,6 @@ class Planner:
         first, shared = unit.rows[0].session_id, len({row.session_id for row in unit.rows}) > 1
         # barriers that are run for others as well keep nobody waiting
         self._short = first if first in short and not (shared and isinstance(unit, Barriers)) else None
-        if ahead and unit.rows[0] is ahead[0] and _first_of(ahead, self._waiting):
-            unit = Pass(ahead, full=True, again=bool(self._lanes.apart(ahead[0])))
         self._lanes.start(unit.rows)
         self._shares.choose()
         self._charge([(row, self._seconds(row)) for row in unit.rows], instead=False)
@@ -145,8 +143,11 @@ class Planner:
             lead_s = sum(took for row, took in taken if row.session_id == self._short)
         self._lead_s = max(0.0, self._lead_before_s + lead_s)
 
-    def _plan(self) -> tuple[set[SessionId], Unit | None]:
-        """Return the sessions that decide, as they have little to do, and the next unit."""
+    def _plan(self, ahead: tuple[QueuedRow, ...] = ()) -> tuple[set[SessionId], Unit | None]:
+        """Return the sessions that decide, as they have little to do, and the next unit.
+
+        `ahead`: rows of a full pass ahead, which is the next unit if the first of them still is the next.
+        """
         self._lanes.skip_refused()
         self._look()
         short = self._short_sessions()
@@ -155,21 +156,24 @@ class Planner:
         if first is None:
             return short, None
         bounds = self._bounds()
+        if ahead and ahead[0] is first and _first_of(ahead, self._waiting):
+            return short, Pass(ahead, full=True, again=bool(self._lanes.apart(first)))
         return short, next_unit(first, self._waiting, self._shares, bounds, self._seconds, self._lanes.apart)
 
     def _look(self) -> None:
         """Look at the lanes that changed."""
         changed: dict[SessionId, _Session] = {}
         for model in self._lanes.take_changed():
-            rows, waiting = self._lanes.runnable(model, self._budget.tokens), self._lanes.waiting(model)
-            for row in islice(waiting, 1):
-                self._session_of[model] = row.session_id
-            if model not in self._session_of:
+            if waiting := self._lanes.waiting(model):
+                self._session_of[model] = next(iter(waiting)).session_id
+            elif model not in self._session_of:
                 continue
             session_id = self._session_of[model]
-            session = changed[session_id] = self._sessions.setdefault(session_id, _Session())
+            if (session := self._sessions.get(session_id)) is None:
+                session = self._sessions[session_id] = _Session()
+            changed[session_id] = session
             session.models[model] = None
-            self._set_runnable(session, model, rows)
+            self._set_runnable(session, model, self._lanes.runnable(model, self._budget.tokens))
             if not waiting:
                 del session.models[model], self._session_of[model]
         for session_id, session in changed.items():
@@ -200,18 +204,22 @@ class Planner:
         """
         if self._lead_s > 0:
             return set()
-        small = {each: self._work_s(s) for each, s in self._runnable.items() if s.rows is not None}
+        small = self._works_s()
         least = min(small.values(), default=math.inf)
         most = max(small.values(), default=0.0) if len(small) == len(self._runnable) else math.inf
         if least > min(SHORT_S, most / 2):
             return set()
         return {each for each, work in small.items() if work == least}
 
-    def _work_s(self, session: _Session) -> float:
-        if session.charges != self._charges and session.rows is not None:
-            session.work_s = sum(map(self._seconds, session.rows))
-            session.charges = self._charges
-        return session.work_s
+    def _works_s(self) -> dict[SessionId, float]:
+        """Return what each session with few rows has to do, as estimated after the last unit."""
+        works_s, charges = {}, self._charges
+        for session_id, session in self._runnable.items():
+            if session.rows is not None:
+                if session.charges != charges:
+                    session.work_s, session.charges = sum(map(self._seconds, session.rows)), charges
+                works_s[session_id] = session.work_s
+        return works_s
 
     def _bounds(self) -> PassBudget:
         now = self._clock()
@@ -265,8 +273,9 @@ def _pass(rows: Iterator[QueuedRow], budget: PassBudget, seconds: Seconds) -> Pa
     batch: list[QueuedRow] = []
     tokens, left = budget.tokens, budget.seconds
     for row in rows:
-        if batch and (cost(row) > tokens or seconds(row) > left):
+        size, took_s = cost(row), seconds(row)
+        if batch and (size > tokens or took_s > left):
             return Pass(tuple(batch), full=True)
         batch.append(row)
-        tokens, left = tokens - cost(row), left - seconds(row)
+        tokens, left = tokens - size, left - took_s
     return Pass(tuple(batch), full=tokens <= 0 or left <= 0)

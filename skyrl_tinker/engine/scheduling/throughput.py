@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.engine.scheduling.lanes import PASSES, cost
+from skyrl_tinker.engine.scheduling.lanes import cost
 from skyrl_tinker.protocol.queue_views import TokenRates
 from skyrl_tinker.store.futures.queue import QueuedRow
 
@@ -16,8 +16,8 @@ UNITS = 16
 ENDS, ENDS_S = 1024, 60.0
 """Most completions that are kept, and for how many seconds."""
 METERED_S = 60
-BACKWARD_WORK = 3
-"""Work of a token with a backward pass, which takes two forward passes more."""
+TOKEN_WORK = {RequestKind.FORWARD: 1, RequestKind.FORWARD_BACKWARD: 3}
+"""Work of a token by kind of pass: a backward pass takes two forward passes more."""
 FIRST_GUESS = 3e-5, 4096.0
 """Seconds per token of a forward pass, before any was measured, and how many tokens that is worth."""
 LEAST_S = 1e-4
@@ -36,9 +36,10 @@ class TrainerPace:
 
     def seconds(self, row: QueuedRow) -> float:
         """Estimate what a row takes."""
-        if row.kind not in PASSES:
+        if (per_token := TOKEN_WORK.get(row.kind)) is None:
             return self._barriers.get(row.kind, LEAST_S)
-        return max(LEAST_S, _work(row) * self._pass_s)
+        took_s = per_token * cost(row) * self._pass_s
+        return took_s if took_s > LEAST_S else LEAST_S
 
     def attribute(
         self, rows: Sequence[QueuedRow], seconds: float, own: Mapping[int, float]
@@ -50,15 +51,17 @@ class TrainerPace:
         beyond = sum(own.values())
         part = min(1.0, seconds / beyond) if beyond else 0.0
         common = seconds - part * beyond
-        total = sum(map(_work, rows))
+        works = list(map(_work, rows))
+        total = sum(works)
         if common > 0:
             self._learn(rows, total, common)
         return [
-            (row, max(LEAST_S, common * _work(row) / total + part * own.get(row.id, 0.0))) for row in rows
+            (row, max(LEAST_S, common * work / total + part * own.get(row.id, 0.0)))
+            for row, work in zip(rows, works, strict=True)
         ]
 
     def _learn(self, rows: Sequence[QueuedRow], work: float, seconds: float) -> None:
-        if rows[0].kind in PASSES:
+        if rows[0].kind in TOKEN_WORK:
             self._passes.append((seconds / work, work))
             self._pass_s = _weighted_median(self._passes)
         else:
@@ -74,9 +77,8 @@ def _weighted_median(pairs: Iterable[tuple[float, float]]) -> float:
 
 def _work(row: QueuedRow) -> float:
     """Return the weight of a row in its unit: its tokens in a pass, one among barriers."""
-    if row.kind not in PASSES:
-        return 1.0
-    return cost(row) * (BACKWARD_WORK if row.kind is RequestKind.FORWARD_BACKWARD else 1)
+    per_token = TOKEN_WORK.get(row.kind)
+    return 1.0 if per_token is None else per_token * cost(row)
 
 
 class UnitTimes:

@@ -80,6 +80,16 @@ def test_what_is_charged_instead_replaces_what_was_charged_last() -> None:
     assert (shares.ahead(path_of(a)), shares.ahead(path_of(b))) == (0.0, 1.0)
 
 
+def test_who_moves_behind_others_has_left_its_place() -> None:
+    a, b, c, newer = (queued(number, ModelKey(number), 0, session=f"session-{number}") for number in range(4))
+    shares: FairShare[QueuedRow] = FairShare()
+    for row in (a, b, c):
+        shares.put(path_of(row), [row])
+    assert [*shares.order(tokens)] == [a, b, c]
+    shares.put(path_of(b), [newer])
+    assert [*shares.order(tokens)] == [a, c, newer]
+
+
 @given(events, st.booleans())
 @settings(max_examples=200)
 def test_any_history(history: list[tuple[int, int, int] | int | tuple[int, float]], samples: bool) -> None:

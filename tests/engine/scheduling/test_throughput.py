@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind
-from skyrl_tinker.engine.scheduling.throughput import BACKWARD_WORK, LEAST_S, TrainerPace
+from skyrl_tinker.engine.scheduling.throughput import LEAST_S, TrainerPace
 from skyrl_tinker.store.futures.queue import QueuedRow
 from tests.engine.support.rows import queued
 
@@ -43,7 +43,7 @@ def test_the_next_unit_is_estimated_by_the_last_without_what_custom_losses_took(
         pace.attribute(passes(1000, 1000), 5.0, {1: 3.0})
     backward, forward = passes(1000)[0], passes(1000, kind=RequestKind.FORWARD)[0]
     assert pace.seconds(backward) == pytest.approx(1.0)
-    assert pace.seconds(forward) == pytest.approx(1.0 / BACKWARD_WORK)
+    assert pace.seconds(forward) == pytest.approx(1.0 / 3)
 
 
 def test_steps_are_estimated_by_the_last_ones() -> None:
