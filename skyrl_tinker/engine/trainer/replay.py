@@ -188,6 +188,12 @@ class Replay:
         """Return the models that sleep, the newest first."""
         return list(self._asleep)
 
+    def forget(self, model: ModelKey) -> None:
+        """Forget a model that slept, and has ended."""
+        self._asleep.pop(model)
+        del self._tries[model], self._deadly[model]
+        self._differed.discard(model)
+
     async def is_here(self, model: ModelKey) -> bool:
         """Return whether the files of a model that sleeps are on this host, or cannot be looked for."""
         with suppress(OSError):  # waking it says which

@@ -34,8 +34,12 @@ class SleepingModels:
         self._fetched: set[ModelKey] = set()  # or tried
 
     def left(self) -> list[ModelKey]:
-        """Return the models that sleep, without those that have ended meanwhile."""
-        return list(filter(self._lanes.is_open, self._replay.asleep()))
+        """Return the models that sleep; forget those that have ended meanwhile."""
+        for model in [model for model in self._replay.asleep() if not self._lanes.is_open(model)]:
+            self._replay.forget(model)
+        left = self._replay.asleep()
+        self._fetched.intersection_update(left)
+        return left
 
     async def wake_for(self, rows: Sequence[QueuedRow]) -> bool:
         """Bring back the models of a unit; return False if one of them is not. Raises TrainerError."""

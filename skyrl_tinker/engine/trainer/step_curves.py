@@ -26,8 +26,8 @@ from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.futures.queue import QueuedRow
 
-MOST_WINDOWS = 1024
-"""Most windows that are summed; the oldest is given up: its model was most likely released."""
+ENDED = 64
+"""Windows, beyond twice those of models that train, at which those of models that have ended are dropped."""
 _log = logging.getLogger(__name__)
 
 
@@ -72,10 +72,12 @@ class _Window:
 
 
 class StepCurves:
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        """`clock`: of times in rows."""
+    def __init__(self, trains: Callable[[ModelKey], bool], clock: Callable[[], float] = time.time) -> None:
+        """`trains`: whether a model has not ended. `clock`: of times in rows."""
+        self._trains = trains
         self._clock = clock
         self._windows: dict[ModelKey, _Window] = {}
+        self._most = ENDED
 
     def passed(
         self,
@@ -109,10 +111,11 @@ class StepCurves:
         return EndedWindows(steps, seconds, self._clock())
 
     def _window(self, model: ModelKey, row: QueuedRow) -> _Window:
-        window = self._windows.pop(model) if model in self._windows else _fresh(row)
+        window = self._windows.get(model) or _fresh(row)
         self._windows[model] = window
-        if len(self._windows) > MOST_WINDOWS:
-            del self._windows[next(iter(self._windows))]
+        if len(self._windows) > self._most:
+            self._windows = {each: of for each, of in self._windows.items() if self._trains(each)}
+            self._most = 2 * len(self._windows) + ENDED
         return window
 
 

@@ -73,7 +73,7 @@ class UnitExecution:
         self._woken = woken
         self._background = asyncio.TaskGroup()
         self._units = itertools.count()
-        self._curves = StepCurves(store.now)
+        self._curves = StepCurves(lanes.is_open, store.now)
         self._own_s: Counter[int] = Counter()
 
     def take_own_seconds(self) -> Mapping[int, float]:

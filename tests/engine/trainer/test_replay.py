@@ -36,6 +36,7 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult
 from tests.engine.support import journal
 from tests.engine.support.world import World
+from tests.engine.test_ended_sessions import sizes
 from tests.support.reads import reading
 from tests.support.scripted_trainer import ScriptedTrainer
 
@@ -647,6 +648,7 @@ async def test_models_come_back_while_there_is_nothing_else_to_do(
     await after.until(lambda: after.reports[-1] == "")
     assert after.reports.count("") == 1
     assert after.workers.restarts == 0
+    await after.until(lambda: sizes(after.driver)["Replay._asleep"] == 0)
 
 
 async def test_a_unit_runs_without_the_model_that_cannot_come_back(

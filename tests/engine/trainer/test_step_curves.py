@@ -82,7 +82,7 @@ async def store_step(store: Store, curves: StepCurves, seq_id: int, **metrics: f
 @pytest.fixture
 async def curves(store: Store) -> StepCurves:
     await journal.submit_create(store, await journal.new_session(store))  # model 1
-    return StepCurves()
+    return StepCurves(lambda model: model == ModelKey(1))
 
 
 def passed(curves: StepCurves, seq_id: int, given: ForwardBackward, seconds: float = 1.0) -> None:
@@ -114,7 +114,7 @@ def behind(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_wait_is_between_two_times_of_the_database(behind: None, store: Store) -> None:
     await journal.submit_create(store, await journal.new_session(store))
     row = replace(queued(1, ModelKey(1), 1), created_at=store.now())
-    for op in await StepCurves(store.now).stepped([row], [TakenStep(row, {}, 0.25)], 0.0).ops():
+    for op in await StepCurves(bool, store.now).stepped([row], [TakenStep(row, {}, 0.25)], 0.0).ops():
         await store.write(op)
     (point,) = await points(store)
     assert point.measured.wait_s + point.measured.answer_s < 1800
@@ -137,14 +137,15 @@ async def test_a_step_that_was_not_taken_ends_its_window_without_a_point(
     assert [point.measured.tokens for point in await points(store)] == [0]
 
 
-async def test_a_window_costs_no_memory_once_there_are_too_many(
-    store: Store, curves: StepCurves, monkeypatch: pytest.MonkeyPatch
+async def test_windows_of_models_that_have_ended_are_dropped_and_no_others(
+    store: Store, curves: StepCurves
 ) -> None:
-    monkeypatch.setattr(step_curves, "MOST_WINDOWS", 1)
     passed(curves, 1, SUPERVISED)
-    curves.passed([queued(9, ModelKey(2), 1)], {9: SUPERVISED}, [output()], 1.0)
+    for model in range(2, 10 * step_curves.ENDED):
+        curves.passed([queued(model, ModelKey(model), 1)], {model: SUPERVISED}, [output()], 1.0)
+    assert len(curves._windows) <= 2 + step_curves.ENDED
     await store_step(store, curves, 2)
-    assert [point.measured.tokens for point in await points(store)] == [0]
+    assert [point.measured.tokens for point in await points(store)] == [4]
 
 
 async def test_a_fault_of_the_sums_costs_their_values_only(store: Store, curves: StepCurves) -> None:
