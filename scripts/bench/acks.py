@@ -34,7 +34,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -61,6 +61,7 @@ from skyrl_tinker.store.store import Store
 from tests.api.support.world import BASE, FACTS, sample
 from tests.support.postgres import postgres_server
 
+T = TypeVar("T")
 BODY = bytes(2048)
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [123] * 500}]}
 UNLIMITED = 10**9
@@ -156,7 +157,7 @@ async def _answer(url: str, home: str) -> None:
     bell.close()
 
 
-def together(processes: int, work: Callable[..., Part], *arguments: Any) -> list[Part]:
+def together(processes: int, work: Callable[..., T], *arguments: Any) -> list[T]:
     """Do it in so many processes, which are up before the first request."""
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         list(pool.map(pause, [0.5] * processes))

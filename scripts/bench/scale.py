@@ -19,12 +19,15 @@ minutes.
 Prints, as its last line, one JSON object. take_us_N: choosing what begins after one sample of N sessions has
 ended; queues_ms_N: a look at the queue; plan_ms_N_models: planning a unit, the look ahead and the charge.
 cleanup_ms_N: a run of all steps of the clean-up, with N unnamed versions of --models that are in use.
-All four are medians of this process's time. restore_ready_s_N_models, restore_first_step_s_N_models: of the
-clock, from the start of an engine that finds N models with a snapshot each, and whose ranks take no time,
-until it takes work, and until a step of one of them. rss_mb: of this process, at its end. For each number of
-replicas: samples_per_s (of one core of the engine), wall_per_s, cost_us (of a sample), router_us; idle_share:
-of a core, when nothing is to be done; fanout_p50_ms: an adapter on all replicas, each of which takes 20 ms;
-pause_p50_ms: pause and resume of all.
+All four are medians of this process's time. heartbeats_cpu_N: cores that it takes to collect the heartbeats
+of N sessions, one in ten seconds from each, and to write them to SQLite, with the engine's looks for silent
+sessions; no HTTP. heartbeats_http_cpu_N: cores of a whole API process that gets the same heartbeats over
+HTTP, on 400 connections that stay open: most of it is parsing and answering the requests.
+restore_ready_s_N_models, restore_first_step_s_N_models: of the clock, from the start of an engine that finds
+N models with a snapshot each, and whose ranks take no time, until it takes work, and until a step of one of
+them. rss_mb: of this process, at its end. For each number of replicas: samples_per_s (of one core of the
+engine), wall_per_s, cost_us (of a sample), router_us; idle_share: of a core, when nothing is to be done;
+fanout_p50_ms: an adapter on all replicas, each of which takes 20 ms; pause_p50_ms: pause and resume of all.
 cost_ratio_64, fanout_ratio_64: to one replica. errors: samples that failed. mb_per_10k_waiting.
 """
 
@@ -38,7 +41,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -47,9 +50,12 @@ from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import aiohttp
 import psutil
+from acks import api_processes, together
 from sqlalchemy import Connection, func, insert, select
 
+from skyrl_tinker.api.waiting.heartbeats import Heartbeats
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import (
     FutureStatus,
@@ -82,11 +88,12 @@ from skyrl_tinker.engine.scheduling.throughput import TrainerPace
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.upkeep.cleanup import Cleanup
+from skyrl_tinker.engine.upkeep.upkeep_step import SWEEP_S
 from skyrl_tinker.inference.constants import RESERVED_SEQUENCES
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.processes import freeze_gc, raise_open_files_limit
 from skyrl_tinker.protocol.stored_requests import sample_body
-from skyrl_tinker.store import sampling_sessions
+from skyrl_tinker.store import sampling_sessions, session_records
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.tables import AdapterVersion, Future, Model, Session
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
@@ -94,6 +101,7 @@ from skyrl_tinker.store.futures import sample_submission
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.replay import snapshot_records
 from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
+from skyrl_tinker.store.session_records import BEAT_S
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 from tests.engine.support.world import World
@@ -115,6 +123,7 @@ PER_CORE = 64
 LOAD_S = 0.02
 REPEATS = 20
 IDLE_S = 5.0
+BEATS_S, BEATS_EVERY_S, BEATS_AT_ONCE = 20.0, 0.05, 400
 AT_ONCE = 1000  # submissions in one commit
 MB = 2**20
 FACTS = BaseModelFacts(
@@ -326,12 +335,18 @@ async def _fill(made: Engine, count: int) -> None:
         await asyncio.sleep(0.05)
 
 
+def _keep_sessions(conn: Connection, count: int) -> list[SessionId]:
+    """Insert live sessions."""
+    now = time.time()
+    common = {"tags": [], "user_metadata": {}, "sdk_version": "", "created_at": now, "last_heartbeat_at": now}
+    named = [SessionId(f"session {number}") for number in range(count)]
+    conn.execute(insert(Session), [common | {"session_id": name} for name in named])
+    return named
+
+
 def _keep_versions(conn: Connection, sessions: int, models: int) -> None:
     """Insert live sessions, and models of the first of them, each with VERSIONS unnamed weights."""
-    now = time.time()
-    named = [f"session {number}" for number in range(sessions)]
-    common = {"tags": [], "user_metadata": {}, "sdk_version": "", "created_at": now, "last_heartbeat_at": now}
-    conn.execute(insert(Session), [common | {"session_id": name} for name in named])
+    now, named = time.time(), _keep_sessions(conn, sessions)
     lora = {"lora_rank": 8, "seed": 1, "train_mlp": True, "train_attn": True, "train_unembed": True}
     model = {"model_seq_id": 0, "base_model": FACTS.name, "optimizer_config": {}, "user_metadata": {}} | lora
     made = model | {"state": ModelState.READY, "created_at": now, "last_request_at": now}
@@ -363,6 +378,72 @@ async def cleanup_ms(sessions: int, models: int) -> float:
         kept = await made.store.read(lambda conn: len(sampling_sessions.ephemeral_sizes(conn)))
         assert kept == models * VERSIONS, "each is in use"
         return 1e3 * statistics.median(times)
+
+
+async def _each_beats(
+    sessions: list[SessionId], beat: Callable[[SessionId], Coroutine[Any, Any, None]]
+) -> None:
+    """Send the heartbeats of BEATS_S, evenly, and wait for the answers."""
+    turns, sent, began = itertools.cycle(sessions), 0, time.perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        while (at := time.perf_counter() - began) < BEATS_S:
+            due = int(len(sessions) * at / BEAT_S)
+            for session in itertools.islice(turns, due - sent):
+                tasks.create_task(beat(session))
+            sent = due
+            await asyncio.sleep(BEATS_EVERY_S)
+
+
+async def heartbeats_cpu(sessions: int) -> float:
+    """Return the cores that it takes to collect and write heartbeats, and to look for silent sessions."""
+    with tempfile.TemporaryDirectory() as directory:
+        home = Path(directory)
+        store, settings = Store.open(new_file(home / "store.db"), home), Settings(home=home)
+        named = await store.write(partial(_keep_sessions, count=sessions))
+        beats = Heartbeats(store)
+        running = asyncio.create_task(beats.run())
+        busy = time.process_time()
+        await _each_beats(named, lambda session: beats.keep(None, session))
+        cores = (time.process_time() - busy) / BEATS_S
+        running.cancel()
+        looks, silent = [], (settings.session_timeout_s, settings.history_ttl_s)
+        for _ in range(VIEWS):
+            busy = time.process_time()
+            assert not await store.fetch(
+                lambda conn: session_records.list_expired(conn, store.now(), *silent)
+            ), "all beat"
+            looks.append(time.process_time() - busy)
+        await store.close()
+        return cores + statistics.median(looks) / SWEEP_S
+
+
+async def heartbeats_http_cpu(sessions: int) -> float:
+    """Return the cores of an API process that gets heartbeats."""
+    with tempfile.TemporaryDirectory() as directory:
+        settings = Settings(home=Path(directory))
+        migrate(settings.store_url)
+        store = Store.open(settings.store_url)
+        named = await store.write(partial(_keep_sessions, count=sessions))
+        await store.close()
+        async with api_processes(settings) as url:
+            (api,) = (each for each in below(os.getpid()) if KINDS["API"] in title(each))
+            busy = _busy(api)
+            await asyncio.to_thread(together, 1, _beat_over_http, url, named)
+            return (_busy(api) - busy) / BEATS_S
+
+
+def _beat_over_http(url: str, sessions: list[SessionId]) -> None:
+    asyncio.run(_send_beats(url, sessions))
+
+
+async def _send_beats(url: str, sessions: list[SessionId]) -> None:
+    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=BEATS_AT_ONCE)) as http:
+
+        async def beat(session: SessionId) -> None:
+            async with http.post("session_heartbeat", json={"session_id": session}) as answer:
+                assert answer.status == 200, await answer.text()
+
+        await _each_beats(sessions, beat)
 
 
 async def restore(models: int) -> dict[str, float]:
@@ -458,6 +539,11 @@ def main() -> None:
     report: dict[str, float] = {"errors": 0} | queues(arguments.sessions, arguments.models)
     cleaned_ms = asyncio.run(cleanup_ms(arguments.sessions, arguments.models))
     report[f"cleanup_ms_{arguments.models * VERSIONS}"] = round(cleaned_ms, 1)
+    for name, cores in (
+        ("heartbeats_cpu", heartbeats_cpu),
+        ("heartbeats_http_cpu", heartbeats_http_cpu),
+    ):
+        report[f"{name}_{arguments.sessions}"] = round(asyncio.run(cores(arguments.sessions)), 3)
     report |= asyncio.run(restore(arguments.models))
     print("  ".join(f"{name} {value}" for name, value in report.items()))
     for replicas in REPLICAS if arguments.samples else ():

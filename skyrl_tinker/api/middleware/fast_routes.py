@@ -1,4 +1,4 @@
-"""Dispatch without FastAPI for the requests that come with every sample and every pass.
+"""Dispatch without FastAPI for the requests that come with every sample, every pass and every heartbeat.
 
 FastAPI's own work per request (matching routes one by one, resolving dependencies, several exception
 stacks) costs more than everything that the API does for these.

@@ -3,9 +3,10 @@
 from fastapi import APIRouter, Request
 from sqlalchemy import Connection
 
+from skyrl_tinker.api.middleware.fast_routes import FastRoute
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.request_body import read_model
-from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached
+from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached, owner_of
 from skyrl_tinker.api.waiting.engine_client import EngineState, engine_state
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.values import BaseModelFacts
@@ -20,6 +21,7 @@ from skyrl_tinker.store import audit_log, owners, server_state, session_records
 from skyrl_tinker.store.reports import holdings
 
 router = APIRouter(tags=["sessions"])
+fast = APIRouter(tags=["sessions"], route_class=FastRoute)
 _LOOPBACK = ("127.0.0.1", "::1")
 
 
@@ -70,14 +72,14 @@ def _tokenizer_elsewhere(facts: BaseModelFacts, request: Request) -> str | None:
     )
 
 
-@router.post(
+@fast.post(
     "/session_heartbeat",
     summary="Keep a session alive; 410 once it is finished",
     openapi_extra=takes(HeartbeatRequest),
 )
-async def session_heartbeat(request: Request, deps: Deps, owner: Owner) -> HeartbeatResponse:
+async def session_heartbeat(request: Request, deps: Deps) -> HeartbeatResponse:
     message = await read_model(request, HeartbeatRequest)
-    await deps.heartbeats.keep(owner, SessionId(message.session_id))
+    await deps.heartbeats.keep(owner_of(request), SessionId(message.session_id))
     return HeartbeatResponse()
 
 
@@ -99,3 +101,6 @@ async def finish_session(
     await deps.store.write(finish)
     deps.bell.ring("engine")  # its models can be released
     return {}
+
+
+router.include_router(fast)

@@ -13,19 +13,31 @@ TOGETHER_S = 0.25
 """Time for which a heartbeat waits for others: clients send one in ten seconds and need no answer before."""
 
 
+class _Batch:
+    """Heartbeats that are written together. `failed`: why some were not, once `written` is set."""
+
+    def __init__(self) -> None:
+        self.beats: dict[Beat, None] = {}
+        self.written = asyncio.Event()
+        self.failed: Mapping[Beat, Exception] = {}
+
+
 class Heartbeats:
     """Writes the heartbeats of all clients of this process together, so that 10,000 of them cost little."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._waiting: dict[Beat, asyncio.Future[None]] = {}
+        self._batch = _Batch()
         self._came = asyncio.Event()
 
     async def keep(self, owner: OwnerId | None, session: SessionId) -> None:
         """Keep a session alive. NotFoundError: this owner has none such; GoneError: it is finished."""
-        written = self._waiting.setdefault((owner, session), asyncio.get_running_loop().create_future())
+        batch, beat = self._batch, (owner, session)
+        batch.beats[beat] = None
         self._came.set()
-        await asyncio.shield(written)
+        await batch.written.wait()
+        if (why := batch.failed.get(beat)) is not None:
+            raise why
 
     async def run(self) -> None:
         """Write what comes, until it is cancelled."""
@@ -33,15 +45,11 @@ class Heartbeats:
             await self._came.wait()
             await asyncio.sleep(TOGETHER_S)
             self._came.clear()
-            waiting, self._waiting = self._waiting, {}
-            failed: Mapping[Beat, Exception]
+            batch, self._batch = self._batch, _Batch()
             try:
-                failed = await self._store.write(partial(session_records.heartbeat, beats=list(waiting)))
+                batch.failed = await self._store.write(
+                    partial(session_records.heartbeat, beats=list(batch.beats))
+                )
             except Exception as error:  # becomes the answer to each
-                failed = dict.fromkeys(waiting, error)
-            for beat, written in waiting.items():
-                if (why := failed.get(beat)) is None:
-                    written.set_result(None)
-                else:
-                    written.set_exception(why)
-                    written.exception()  # whoever waited may have gone
+                batch.failed = dict.fromkeys(batch.beats, error)
+            batch.written.set()
