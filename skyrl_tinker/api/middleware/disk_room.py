@@ -8,6 +8,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import starmap
 from pathlib import Path
 
@@ -40,7 +41,7 @@ class DiskRoom:
     async def shortage(self) -> str | None:
         """Return which disk has too little room, with the numbers; None: all have enough.
 
-        While one does not answer, as of the last look.
+        While one does not answer, or with an error, as of the last look.
         """
         now = time.monotonic()
         if self._looking is None or (self._looking.done() and now - self._looked_at > LOOK_S):
@@ -52,9 +53,10 @@ class DiskRoom:
         return self._shortage
 
     def _look(self) -> None:
-        free = {directory: _free_bytes(directory) for directory in self._directories}
-        self.free_bytes = min(free.values())
-        self._shortage = next(filter(None, starmap(self._describe, free.items())), None)
+        with suppress(OSError):  # as of one behind a network: it says as little as one that is away
+            free = {directory: _free_bytes(directory) for directory in self._directories}
+            self.free_bytes = min(free.values())
+            self._shortage = next(filter(None, starmap(self._describe, free.items())), None)
 
     def _describe(self, directory: Path, free: int) -> str | None:
         if free >= self.least_bytes:

@@ -1,5 +1,6 @@
 """New work is refused while the disk is nearly full; what was accepted goes on, and all resumes."""
 
+import errno
 import shutil
 import threading
 from typing import NamedTuple
@@ -59,6 +60,21 @@ async def test_a_file_system_that_is_away_stops_nobody(
         assert "disk_free_bytes 1e+12" in (await world.http.get("http://api/metrics")).text
     finally:
         back.set()
+
+
+async def test_a_file_system_that_answers_with_an_error_stops_nobody(
+    world: World, monkeypatch: pytest.MonkeyPatch, free: list[int]
+) -> None:
+    def stale(_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    free[0] = 250_000_000
+    assert (await world.post("create_session", {"sdk_version": "0.38.0"})).status_code == 503
+    free[0] = 10**12
+    await world.session()
+    monkeypatch.setattr(shutil, "disk_usage", stale)
+    await world.session()
+    assert (await world.http.get("http://api/readyz")).status_code == 200
 
 
 async def test_the_disk_is_looked_at_once_in_a_while(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
