@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from skyrl_tinker.atomic_directory import storage_errors
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import Failure, PassItem, PassOutput, StepItem, StepOutput
 from skyrl_tinker.errors import SamplerError, StorageError
@@ -79,7 +80,8 @@ class Ranks(ScriptedTrainer):
     async def load_state(self, model: ModelKey, directory: str, *, optimizer: bool) -> None:
         if "weights" not in Path(directory).parts and fault("a snapshot cannot be read"):
             raise StorageError(f"checkpoint {directory} cannot be read: Stale file handle")
-        await super().load_state(model, directory, optimizer=optimizer)
+        with storage_errors(f"checkpoint {directory} cannot be read"):
+            await super().load_state(model, directory, optimizer=optimizer)
 
     def _too_large(self, items: Sequence[PassItem], budget: int) -> bool:
         return budget == self.spec.token_budget and len(items) >= CROWD
@@ -160,7 +162,7 @@ class SamplerHttp:
     ) -> HttpAnswer:
         process = PROCESS.get()
         assert process is not None
-        replicas: Replicas = process.server.replicas
+        replicas: Replicas = process.replicas
         await travel(0.1)
         point("before a call of a sampler")
         if fault("a sampler dies"):

@@ -1,15 +1,21 @@
 """What goes wrong in a history, and the points of the server's own code at which it does."""
 
 import asyncio
+import errno
+import os
 from collections import Counter
 from collections.abc import Sequence
+from contextvars import Context
 from random import Random
 
 from skyrl_tinker.engine.trainer.replay import READS
 from tests.simulation.virtual_loop import PROCESS, Crash, VirtualLoop
 
-FULL_S, AWAY_S = 8.0, 20.0
-"""Most time that a disk is full, and that storage is away."""
+FULL_S = 8.0
+"""Most time that a disk is full."""
+UNREAD, AWAY, TAKE_OVER = "files cannot be read", "the storage is away", "another server takes over"
+LASTING_S = {UNREAD: 12.0, AWAY: 20.0}
+"""Most time that these last."""
 CRASHES = (
     "before a commit",
     "after a commit",
@@ -45,11 +51,13 @@ OFTEN = (
     "a request comes twice",
     "a ring is lost",
 )
-POINTS = (*OFTEN, *DISKS)
+RARE = (UNREAD, TAKE_OVER, *2 * ("the machine starts again",))
+"""Of more faults, which two histories in seven have, drawn from a stream of their own."""
+POINTS = (*OFTEN, *DISKS, UNREAD, TAKE_OVER)
 """`engine: …` and `api: …`: that process dies there."""
-OF_STORAGE = ("engine: before a call of storage", "engine: after a call of storage", "the storage is away")
+OF_STORAGE = ("engine: before a call of storage", "engine: after a call of storage", AWAY)
 """Those that come in histories with object storage only."""
-ANYWHERE, PASSED = frozenset({"the machine starts again", "the disk is full"}), 200
+ANYWHERE, PASSED = frozenset({"the machine starts again", "the disk is full", *RARE}), 200
 """Faults that may come at every point of the engine and the API, and how many a history passes about."""
 DEATHS_OF_RANKS = frozenset(point for point in POINTS if point.startswith("the ranks"))
 
@@ -65,26 +73,38 @@ class Faults:
         self._deaths = deaths
         self.hit: Counter[str] = Counter()
         self.ended = False
-        self.disk_full_until = self.storage_away_until = 0.0
+        self.disk_full_until = 0.0
+        self.lasts_until: dict[str, float] = {}
         self._left: dict[str, list[int]] = {}
         for _ in range(seed.randint(0, most)):
-            self._plan(seed.choice(points))
+            self._plan(seed.choice(points), seed)
         if disks:
             self._left["a snapshot cannot be read"] = [1] * seed.randint(1, READS - 1)
             self._left["the directories have another path"] = [seed.randint(1, 3)]
             self._left.setdefault("engine: after a call of the ranks", []).append(seed.randint(3, 30))
 
-    def _plan(self, point: str) -> None:
+    def add(self, seed: Random, most: int) -> None:
+        """Plan rare ones as well; a snapshot is tried READS times only."""
+        points = [each for each in RARE if each != UNREAD or DISKS[0] not in self._left]
+        for _ in range(seed.randint(1, most)):
+            self._plan(seed.choice(points), seed)
+
+    def _plan(self, point: str, seed: Random) -> None:
         deaths = sum(len(left) for each, left in self._left.items() if each in DEATHS_OF_RANKS)
         if point not in DEATHS_OF_RANKS or deaths < self._deaths:
-            few = self.random.choice((1, 1, 2, 3, 5, 8, 13, 21))
-            passages = self.random.randint(1, PASSED) if point in ANYWHERE else few
+            few = seed.choice((1, 1, 2, 3, 5, 8, 13, 21))
+            passages = seed.randint(1, PASSED) if point in ANYWHERE else few
             self._left.setdefault(point, []).append(passages)
+
+    def stop(self, point: str) -> None:
+        self._left.pop(point, None)
+        self.lasts_until.pop(point, None)
 
     def end(self) -> None:
         self.ended = True
         self._left.clear()
-        self.disk_full_until = self.storage_away_until = 0.0
+        self.lasts_until.clear()
+        self.disk_full_until = 0.0
 
     def due(self, point: str) -> bool:
         """Pass a point; return whether it is a fault this time."""
@@ -110,6 +130,10 @@ def point(name: str) -> None:
     loop = _loop()
     loop.note(at)
     faults: Faults = process.server.faults
+    if process.replaced:
+        return
+    if process.kind == "engine" and faults.due(TAKE_OVER):
+        loop.call_soon(process.server.take_over, process, context=Context())
     if faults.due("the machine starts again"):
         process.server.reboot()
         raise Crash
@@ -126,20 +150,25 @@ def fault(name: str) -> bool:
     return process is not None and process.server.faults.due(name)
 
 
+def is_unread(error: object) -> bool:
+    """Return whether an error is of a file that could not be read."""
+    return os.strerror(errno.ESTALE) in str(error)
+
+
 def disk_full() -> bool:
     process = PROCESS.get()
     return process is not None and _loop().time() < process.server.faults.disk_full_until
 
 
-def storage_away() -> bool:
-    """Pass a call of storage; return whether it does not answer, for a while."""
+def lasts(name: str) -> bool:
+    """Pass a point at which something may begin to fail; return whether it fails now, for a while."""
     process = PROCESS.get()
     if process is None:
         return False
     faults, now = process.server.faults, _loop().time()
-    if faults.due("the storage is away"):
-        faults.storage_away_until = now + faults.random.random() * AWAY_S
-    return bool(now < faults.storage_away_until)
+    if faults.due(name):
+        faults.lasts_until[name] = now + faults.random.random() * LASTING_S[name]
+    return bool(now < faults.lasts_until.get(name, 0.0))
 
 
 async def travel(most_s: float) -> None:

@@ -30,7 +30,7 @@ from skyrl_tinker.store.store import write_once
 from tests.api.support.world import FACTS, sample, step
 from tests.simulation.backends import DEADLY, NOT_FINITE, drawn
 from tests.simulation.client import PROTOBUF, Client, loss_of, model_body
-from tests.simulation.faults import OF_STORAGE, OFTEN, Faults
+from tests.simulation.faults import OF_STORAGE, OFTEN, TAKE_OVER, UNREAD, Faults, is_unread
 from tests.simulation.server import Server
 from tests.simulation.virtual_loop import VirtualLoop
 from tests.support.scripted_trainer import STEPS_FILE
@@ -60,6 +60,9 @@ TWO_APIS = (2, 3)
 """Seeds, modulo 16, of histories with two API processes, of which any may have a request."""
 OTHER_BASE = (14, 15)
 """Seeds, modulo 16, of histories in which the server serves another base model for a time."""
+MORE = (0, 5)
+"""Seeds, modulo 7, of histories with more that may go wrong, drawn from a stream of its own."""
+MORE_FAULTS = 3
 PARKED, OTHER = "parked", "other"
 BEAT_S = 10.0
 INFLIGHT = "publish inflight"
@@ -103,6 +106,8 @@ class Truth:
     def run(self, request: Request) -> float | bool:
         """Return the loss of a pass, and whether any other request succeeds."""
         match request.kind:
+            case "save" | "load" if is_unread(request.error):
+                return False
             case "pass":
                 self.gradients.append(request.seq_id)
                 return float(len(self.steps))
@@ -124,6 +129,8 @@ class Truth:
                 self.saves[f"s{request.seq_id}"] = [list(step) for step in self.steps]
                 return True
             case "load":
+                if request.source not in self.saves:
+                    return False
                 self.steps, self.gradients = [list(step) for step in self.saves[request.source]], []
                 self.poisoned = False
                 return True
@@ -155,6 +162,10 @@ class History:
         home.mkdir(parents=True)
         often = self._random.choice((1.0, 8.0, 1e9))  # snapshots: often, seldom or never
         settings = {"home": home, "replay_s": often, "database_url": url}
+        if seed % 7 in MORE:  # several machines share all but their homes
+            shared = {each: f"{home}/shared/{each}" for each in ("checkpoints", "snapshots")}
+            file = f"sqlite:///{home}/skyrl-tinker.db"
+            settings |= {"home": home / "host 0", "database_url": url or file, **shared}
         if self._stores:
             settings |= {each: f"file://{home}/bucket/{each}" for each in ("checkpoints", "snapshots")}
         self._settings = _settings().model_copy(update=settings)
@@ -167,6 +178,8 @@ class History:
         self._deadly = self._random.random() < 0.1
         points, disks = (*OFTEN, *4 * OF_STORAGE) if self._stores else OFTEN, seed % 8 == 4
         self.faults = Faults(self._random, FAULTS, 1 if self._deadly else 2, points, disks=disks)
+        if seed % 7 in MORE:
+            self.faults.add(Random(f"more of {seed}"), MORE_FAULTS)
 
     def run(self) -> int:
         """Return a digest of all that happened. Raises AssertionError when the outcome is not the truth."""
@@ -198,6 +211,7 @@ class History:
             await self._park(models)
         truths = [self._truth(model) for model in models]
         both = list(zip(models, truths, strict=True))
+        self.faults.stop(UNREAD)
         await asyncio.gather(*(self._epilogue(model, truth) for model, truth in both))
         self.faults.end()
         for model, truth in both:
@@ -363,6 +377,8 @@ class History:
 
     async def _check_state(self, model: _Model, truth: Truth) -> None:
         last = len(model.requests) + 2  # behind the export
+        if self.faults.hit[TAKE_OVER]:  # an engine that was replaced may have left files
+            self._server.serve(self._facts)
         await self._client.result(await self._client.submit_pass(model.model_id, last, 1, forward_only=True))
         with (
             closing(open_database(self._settings.store_url, self._home)) as database,
@@ -373,7 +389,7 @@ class History:
             found = _rows(conn, "SELECT name, directory FROM checkpoints WHERE model_key = :of", key)
             ((futures,),) = _rows(conn, "SELECT count(*) FROM futures WHERE model_key = :of", key)
         root = self._settings.checkpoint_root.resolve()
-        here = {name: (self._home / at).resolve().relative_to(root) for name, at in found}
+        here = {name: (self._settings.root / at).resolve().relative_to(root) for name, at in found}
         root = self._home / "bucket" / "checkpoints" if self._stores else root
         saved = {name: root / at for name, at in here.items()}
         exported = saved.pop(EXPORT)

@@ -1,13 +1,16 @@
 """Seams of the server: what it asks of the system, patched, so that time, threads and disk are simulated."""
 
 import asyncio
+import builtins
 import errno
+import io
 import os
 import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from contextvars import Context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,10 +35,12 @@ from skyrl_tinker.store.database import postgresql, sqlite
 from skyrl_tinker.store.database.abstract_database import json_text
 from skyrl_tinker.store.database.postgresql import PostgresDatabase
 from tests.simulation.backends import QueuesOnly, SamplerHttp
-from tests.simulation.faults import disk_full, point, storage_away
-from tests.simulation.virtual_loop import PROCESS, VirtualLoop
+from tests.simulation.faults import AWAY, UNREAD, disk_full, lasts, point
+from tests.simulation.virtual_loop import PROCESS, Crash, VirtualLoop
 
 EPOCH = 1_750_000_000.0
+KEPT = frozenset({"checkpoints", "snapshots", "overflow"})
+"""Directories below a home whose files cannot be read now and then, as those behind a network."""
 
 
 def _clock(real: Callable[[], float]) -> Callable[[], float]:
@@ -69,6 +74,29 @@ def _at(real: Callable[..., Any], name: str, *, after: bool = False) -> Callable
     return call
 
 
+def _syncing(real: Callable[[int], None]) -> Callable[[int], None]:
+    def sync(descriptor: int) -> None:
+        real(descriptor)
+        if (process := PROCESS.get()) is not None:
+            Context().run(process.server.disk.sync, descriptor)
+
+    return sync
+
+
+def _reading(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what reads a file, its size, or the names in a directory."""
+
+    def read(path: Any = ".", *args: Any, **options: Any) -> Any:
+        process, mode = PROCESS.get(), str(args[0] if args else options.get("mode", "r"))
+        if process is not None and mode.startswith("r") and isinstance(path, str | Path):
+            below = str(path).partition(f"{process.server.home}/")[2].split("/")
+            if not KEPT.isdisjoint(below) and "bucket" not in below and lasts(UNREAD):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(path, *args, **options)
+
+    return read
+
+
 def _transaction(real: Callable[..., Any]) -> Callable[..., Any]:
     """Return SQLite's, with the points of a commit."""
 
@@ -96,6 +124,10 @@ def _writing(real: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _committing() -> Iterator[None]:
+    process = PROCESS.get()
+    if process is not None and process.replaced:  # as the fence ends it
+        process.kill()
+        raise Crash
     yield
     point("before a commit")
     if disk_full():
@@ -156,7 +188,7 @@ def _in_storage(real: Callable[..., Any]) -> Callable[..., Any]:
     def tried(storage: Any, action: str, place: str, call: Callable[[], Any]) -> Any:
         def passed() -> Any:
             point("before a call of storage")
-            if storage_away():
+            if lasts(AWAY):
                 raise OSError("no route to host")
             value = call()
             point("after a call of storage")
@@ -202,10 +234,14 @@ def install(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(time, name, _clock(getattr(time, name)))
     for module, name in ((os, "urandom"), (random, "_urandom")):
         patch.setattr(module, name, _random_bytes(getattr(module, name)))
-    patch.setattr(os, "fsync", _at(os.fsync, "an fsync"))
+    patch.setattr(os, "fsync", _at(_syncing(os.fsync), "an fsync"))
     patch.setattr(os, "rename", _at(os.rename, "a rename", after=True))
     patch.setattr(os, "link", _at(os.link, "a link"))
     patch.setattr(shutil, "rmtree", _at(shutil.rmtree, "a removal", after=True))
+    reads: Any = ((Path, "stat"), (os, "listdir"), (os, "scandir"), (io, "open"))
+    for owner, name in reads:
+        patch.setattr(owner, name, _reading(getattr(owner, name)))
+    patch.setattr(builtins, "open", io.open)
     patch.setattr(directories, "_SHM", Path("/nowhere"))
     patch.setattr(shutil, "disk_usage", _disk_usage)
     patch.setattr(TmpfsSpill, "_would_help", lambda _: True)

@@ -32,11 +32,14 @@ from skyrl_tinker.store.futures import expected_requests
 from skyrl_tinker.store.store import Store, write_once
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from tests.simulation.backends import Ranks, Replicas
-from tests.simulation.faults import Faults, disk_full, fault, point, travel
+from tests.simulation.disk import Disk
+from tests.simulation.faults import Faults, disk_full, fault, is_unread, point, travel
 from tests.simulation.virtual_loop import PROCESS, Process, VirtualLoop
 
 MOMENT_S = 4.0
 """Most time from a start to a death at some moment."""
+STILL_S = 40.0
+"""Most time for which an engine stands still that another one has replaced."""
 Life = Callable[[Store], Awaitable[None]]
 
 
@@ -64,6 +67,21 @@ class Bell:
                 bell._rung.set()
 
 
+class Host:
+    """A machine with a home of its own, and what one process there has left and the next one takes over."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.directories.run_dir.mkdir(parents=True)
+        self.connections: deque[tuple[float, Connection]] = deque()
+        with closing(open_database(settings.store_url, settings.root)) as database:
+            self.writing = database.connect()
+
+    @property
+    def directories(self) -> Directories:
+        return Directories(self.settings)
+
+
 class Server:
     """`failure`: what ended a process that must not end by itself. `rollout_s`: time that a sample takes.
 
@@ -76,21 +94,17 @@ class Server:
         self.faults = faults
         self.rollout_s = rollout_s
         self.engine_queues: Callable[[], bytes] | None = None
-        self.replicas: Replicas
         self.ranks: Ranks
+        self.disk = Disk()
+        self.home = settings.root.parent  # of all hosts
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._settings = settings
         self._facts = facts
         self._bells: dict[str, Bell] = {}
         self._processes: dict[str, Process] = {}  # by name
-        self._connections: deque[tuple[float, Connection]] = (
-            deque()
-        )  # that one process has left, and the next one takes over
-        with closing(open_database(settings.store_url, settings.root)) as database:
-            self._writing = database.connect()
-        self._directories = Directories(settings)
-        self._directories.run_dir.mkdir()
-        self._by_another_path = _links(self._directories)
+        self._replaced: list[Process] = []
+        self._host = Host(settings)
+        self._hosts = [self._host]
+        self._by_another_path = _links(self._host.directories)
         self.apis = {f"api {number}": _app(number) for number in range(apis)}
         lives: dict[str, Life] = {name: partial(self._run_api, app) for name, app in self.apis.items()}
         lives["engine"] = self._run_engine
@@ -99,27 +113,46 @@ class Server:
     def stop(self) -> None:
         for keeping in self._keeping:
             keeping.cancel()
-        for process in self._processes.values():
+        self._kill_all()
+        for host in self._hosts:
+            for connection in (*(each for _, each in host.connections), host.writing):
+                connection.close()
+
+    def _kill_all(self) -> None:
+        for process in (*self._processes.values(), *self._replaced):
             process.kill()
-        for connection in (*(each for _, each in self._connections), self._writing):
-            connection.close()
 
     def serve(self, facts: BaseModelFacts) -> None:
         """Start again, with this base model."""
         self._facts = facts
+        self._kill_all()
+
+    def take_over(self, engine: Process) -> None:
+        """Have another server take over, while this engine stands still; it goes on later."""
+        if engine.dead or engine.replaced:
+            return
+        loop = asyncio.get_running_loop()
+        engine.replaced, engine.still_until = True, loop.time() + self.faults.random.random() * STILL_S
+        self._replaced.append(engine)
         for process in self._processes.values():
-            process.kill()
+            if process is not engine:
+                process.kill()
+        home = self._host.settings.home.with_name(f"host {len(self._hosts)}")
+        self._host = Host(self._host.settings.model_copy(update={"home": home}))
+        self._hosts.append(self._host)
+        engine.died.set_result(None)
 
     def reboot(self) -> None:
-        """End all processes, and lose what is in memory; with object storage also what is on the disk."""
+        """End all processes; lose what is in memory and not synced, with object storage all of the disk."""
         for process in self._processes.values():
             process.kill()
-        lost = [self._directories.ephemeral_dir]
-        if self._settings.checkpoint_url is not None:
-            directories = self._directories
-            lost += [directories.checkpoint_root, directories.snapshot_dir, directories.overflow_dir]
+        directories = self._host.directories
+        lost, kept = [directories.ephemeral_dir], []
+        on_disk = [directories.checkpoint_root, directories.snapshot_dir, directories.overflow_dir]
+        (kept if self._host.settings.checkpoint_url is None else lost).extend(on_disk)
         for directory in lost:
             Context().run(shutil.rmtree, directory, ignore_errors=True)
+        Context().run(self.disk.cut_power, [each for each in kept if each.exists()])
 
     def queues(self) -> bytes:
         if self.engine_queues is None or self._processes["engine"].dead:
@@ -164,7 +197,7 @@ class Server:
             await process.died
             self._bells.pop(name, None)
             if kind == "api" and not self.faults.ended:
-                write_once(self._settings.store_url, expected_requests.note_outage)  # as `serve` does
+                write_once(self._host.settings.store_url, expected_requests.note_outage)  # as `serve` does
             await travel(1.0)
 
     def _strike(self, process: Process) -> None:
@@ -177,14 +210,15 @@ class Server:
         return asyncio.get_running_loop().create_task(work, context=context)
 
     async def _live(self, process: Process, life: Life) -> None:
-        store = Store.open(self._settings.store_url, self._settings.root)
-        store._rows._idle = store._bulk._idle = self._connections
-        store._writer._conn = self._writing
+        host = self._host
+        store = Store.open(host.settings.store_url, host.settings.root)
+        store._rows._idle = store._bulk._idle = host.connections
+        store._writer._conn = host.writing
         try:
             await life(store)
         except Exception as error:
-            starting = disk_full() and not process.ready
-            if not starting and not self.failure.done():
+            starting = (disk_full() and not process.ready) or (is_unread(error) and not process.is_up())
+            if not starting and not process.replaced and not self.failure.done():
                 self.failure.set_exception(error)
         process.kill()
 
@@ -193,38 +227,43 @@ class Server:
         assert process is not None
         name = next(name for name, each in self.apis.items() if each is app)
         bell = cast(Doorbell, Bell(self._bells, name, "api"))
-        app.state.services = make_services(self._settings, store, self._facts, bell)
+        app.state.services = make_services(self._host.settings, store, self._facts, bell)
         async with app.router.lifespan_context(app):
             process.ready = True
             await asyncio.get_running_loop().create_future()
 
     async def _run_engine(self, store: Store) -> None:
+        process, host = PROCESS.get(), self._host
+        assert process is not None
         bell = cast(Doorbell, Bell(self._bells, "engine", "engine"))
-        self.ranks, self.replicas = Ranks(), Replicas(self.rollout_s)
+        self.ranks, replicas = Ranks(), Replicas(self.rollout_s)
+        process.replicas = replicas
         if fault("the directories have another path"):
-            self._settings = self._settings.model_copy(update=self._by_another_path)
-            self._directories = Directories(self._settings)
+            host.settings = host.settings.model_copy(update=self._by_another_path)
+        settings, directories = host.settings, host.directories
         trainer = cast(TrainerGroup, self.ranks)
         status = EngineStatus(store, bell)
-        env = Environment(self._settings, self._directories, cast(Any, None), store, bell, status, Metrics())
-        for directory in (self._directories.ephemeral_dir, self._directories.checkpoint_root):
+        env = Environment(settings, directories, cast(Any, None), store, bell, status, Metrics())
+        for directory in (directories.ephemeral_dir, directories.checkpoint_root):
             directory.mkdir(exist_ok=True)
         await StartUp(env, self._facts, []).tidy_up()
-        fleet = Fleet(self.replicas, RemoteInferenceClient(self.replicas.url, (self.replicas.url,)))
-        samplers = make_samplers(self._settings, self._facts, trainer, fleet, env.metrics)
+        fleet = Fleet(replicas, RemoteInferenceClient(replicas.url, (replicas.url,)))
+        samplers = make_samplers(settings, self._facts, trainer, fleet, env.metrics)
         backends = Backends(trainer, fleet, samplers, SEPARATE)
-        await Engine(env)._serve(compose(env, self._facts, backends), backends)
+        engine = Engine(env)
+        process.is_up = lambda: engine._ready
+        await engine._serve(compose(env, self._facts, backends), backends)
 
 
 def _links(directories: Directories) -> dict[str, str]:
     """Make links to the directories of files; returns the settings that name those."""
-    links = directories.home / "links"
+    links = directories.checkpoint_root.parent / "links"  # outside of homes that are not shared
     for name, directory in (
         ("checkpoints", directories.checkpoint_root),
         ("snapshots/models", directories.snapshot_dir),
         ("snapshots/unnamed", directories.overflow_dir),
     ):
-        directory.mkdir()
+        directory.mkdir(parents=True)
         (links / name).parent.mkdir(parents=True, exist_ok=True)
         (links / name).symlink_to(directory)
     return {"checkpoints": str(links / "checkpoints"), "snapshots": str(links / "snapshots")}

@@ -25,13 +25,20 @@ class Crash(BaseException):
 
 
 class Process:
-    """One life of a process. `died`: the future that is done once it is over."""
+    """One life of a process. `died`: the future that is done once it is over, or another server took over.
+
+    `still_until`: when one that was `replaced` so goes on.
+    """
 
     def __init__(self, kind: str, server: Any, loop: "VirtualLoop") -> None:
         self.kind = kind
         self.server = server
         self.dead = False
         self.ready = False
+        self.replicas: Any = None  # of an engine
+        self.is_up: Callable[[], bool] = lambda: self.ready
+        self.replaced = False
+        self.still_until = 0.0
         self.died = loop.create_future()
         self.connections: set[asyncio.Future[Any]] = set()  # of clients, which see them break
 
@@ -144,7 +151,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         ready[at], ready[-1] = ready[-1], ready[at]
         handle = ready.pop()
         process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
-        if not handle._cancelled and (process is None or not process.dead):  # type: ignore[attr-defined]
+        if process is not None and process.still_until > self._now:
+            self.call_at(process.still_until, ready.append, handle, context=Context())
+        elif not handle._cancelled and (process is None or not process.dead):  # type: ignore[attr-defined]
             handle._run()
 
     def _pass_time(self) -> None:
