@@ -28,7 +28,15 @@ class Client:
 
     async def ok(self, path: str, body: Json) -> Json:
         """Return the JSON answer of a request, which succeeds in the end."""
-        return _value(await self._post(path, json.dumps(body).encode(), JSON))
+        return _value(await self.post(path, body))
+
+    async def post(self, path: str, body: Json) -> httpx.Response:
+        return await self._post(path, json.dumps(body).encode(), JSON)
+
+    async def delete(self, path: str) -> None:
+        """Delete something, which is gone already if an answer was lost."""
+        answer = await self._send("DELETE", path, b"", JSON)
+        assert answer.status_code in (200, 404), answer.text
 
     async def submit_pass(self, model: str, seq_id: int, token: int, *, forward_only: bool) -> str:
         """Return the id of the future."""
@@ -57,10 +65,13 @@ class Client:
         return answer
 
     async def _post(self, path: str, content: bytes, kind: str) -> httpx.Response:
+        return await self._send("POST", path, content, kind)
+
+    async def _send(self, method: str, path: str, content: bytes, kind: str) -> httpx.Response:
         headers = {"Content-Type": kind, "Accept": PROTOBUF, "Content-Length": str(len(content))}
         while True:
             try:
-                answer = await self._exchange(path, content, headers)
+                answer = await self._exchange(method, path, content, headers)
             except ConnectionError:
                 await travel(AGAIN_S)
                 continue
@@ -70,12 +81,14 @@ class Client:
             if answer.status_code != 408:
                 await travel(AGAIN_S)
 
-    async def _exchange(self, path: str, content: bytes, headers: dict[str, str]) -> httpx.Response:
+    async def _exchange(
+        self, method: str, path: str, content: bytes, headers: dict[str, str]
+    ) -> httpx.Response:
         await travel(0.01)
         if self._faults.due("a request is lost"):
             raise ConnectionResetError
         if path != "retrieve_future" and self._faults.due("a request comes twice"):
-            both = (self._answer(path, content, headers) for _ in range(2))
+            both = (self._answer(method, path, content, headers) for _ in range(2))
             one, other = await asyncio.gather(*both, return_exceptions=True)
             if isinstance(one, BaseException) or isinstance(other, BaseException):
                 raise ConnectionResetError
@@ -83,13 +96,15 @@ class Client:
                 assert one.json() == other.json(), "a request that comes again gets the first one's answer"
             answer = other
         else:
-            answer = await self._answer(path, content, headers)
+            answer = await self._answer(method, path, content, headers)
         if self._faults.due("an answer is lost"):
             raise ConnectionResetError
         return answer
 
-    async def _answer(self, path: str, content: bytes, headers: dict[str, str]) -> httpx.Response:
-        request = httpx.Request("POST", f"http://localhost/api/v1/{path}", content=content, headers=headers)
+    async def _answer(
+        self, method: str, path: str, content: bytes, headers: dict[str, str]
+    ) -> httpx.Response:
+        request = httpx.Request(method, f"http://localhost/api/v1/{path}", content=content, headers=headers)
         return await self._server.answer(request)
 
 

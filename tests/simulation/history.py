@@ -63,6 +63,12 @@ OTHER_BASE = (14, 15)
 MORE = (0, 5)
 """Seeds, modulo 7, of histories with more that may go wrong, drawn from a stream of its own."""
 MORE_FAULTS = 3
+TTLS, DELETED = (None, None, 3, 10), 0.3
+"""Of these: times to live of saves to choose from, and how many of the others are deleted."""
+GONE_S = 40.0
+"""Time after the last fault in which what was deleted or has expired goes."""
+CANCELLED = 0.1
+"""Of samples."""
 PARKED, OTHER = "parked", "other"
 BEAT_S = 10.0
 INFLIGHT = "publish inflight"
@@ -78,15 +84,24 @@ class Request:
     """A training request; `answer` and `samples`, drawn from what it published, come with time.
 
     `drawable`: tokens that its samplers may draw, the newest last. `late`: a sample at the end.
+    `lived`: from when to when it was under way. `gone`: from when to when what it saved was deleted, or
+    expired after `ttl` seconds.
     """
 
     kind: str
     seq_id: int
-    source: str = ""  # of a load, the name of a save
+    source: "Request | None" = None  # of a load, a save
+    ttl: int | None = None
+    lived: tuple[float, float] = (0.0, 0.0)
+    gone: tuple[float, float] | None = None
     answer: httpx.Response | None = None
     samples: list[httpx.Response] = field(default_factory=list)
     drawable: list[list[int]] = field(default_factory=list)
     late: httpx.Response | None = None
+
+    @property
+    def name(self) -> str:
+        return f"s{self.seq_id}"
 
     @property
     def error(self) -> str | None:
@@ -126,18 +141,26 @@ class Truth:
                 self.gradients, self.poisoned = [], False
                 return False
             case "save":
-                self.saves[f"s{request.seq_id}"] = [list(step) for step in self.steps]
+                self.saves[request.name] = [list(step) for step in self.steps]
                 return True
             case "load":
-                if request.source not in self.saves:
+                assert request.source is not None
+                if request.source.name not in self.saves or _is_gone(request, request.source):
                     return False
-                self.steps, self.gradients = [list(step) for step in self.saves[request.source]], []
+                self.steps, self.gradients = [list(step) for step in self.saves[request.source.name]], []
                 self.poisoned = False
                 return True
             case "publish" | "publish inflight":
                 return True
             case kind:
                 raise AssertionError(kind)
+
+
+def _is_gone(load: Request, save: Request) -> bool:
+    """Return whether a load comes too late, as its answer says if it may or may not."""
+    if save.gone is None or load.lived[1] < save.gone[0]:
+        return False
+    return load.lived[0] > save.gone[1] or "deleted or expired" in str(load.error)
 
 
 @dataclass
@@ -162,7 +185,8 @@ class History:
         home.mkdir(parents=True)
         often = self._random.choice((1.0, 8.0, 1e9))  # snapshots: often, seldom or never
         settings = {"home": home, "replay_s": often, "database_url": url}
-        if seed % 7 in MORE:  # several machines share all but their homes
+        self._more = Random(f"more of {seed}") if seed % 7 in MORE else None
+        if self._more:  # several machines share all but their homes
             shared = {each: f"{home}/shared/{each}" for each in ("checkpoints", "snapshots")}
             file = f"sqlite:///{home}/skyrl-tinker.db"
             settings |= {"home": home / "host 0", "database_url": url or file, **shared}
@@ -178,8 +202,8 @@ class History:
         self._deadly = self._random.random() < 0.1
         points, disks = (*OFTEN, *4 * OF_STORAGE) if self._stores else OFTEN, seed % 8 == 4
         self.faults = Faults(self._random, FAULTS, 1 if self._deadly else 2, points, disks=disks)
-        if seed % 7 in MORE:
-            self.faults.add(Random(f"more of {seed}"), MORE_FAULTS)
+        if self._more:
+            self.faults.add(self._more, MORE_FAULTS)
 
     def run(self) -> int:
         """Return a digest of all that happened. Raises AssertionError when the outcome is not the truth."""
@@ -214,6 +238,8 @@ class History:
         self.faults.stop(UNREAD)
         await asyncio.gather(*(self._epilogue(model, truth) for model, truth in both))
         self.faults.end()
+        if any(map(_gone, models)):
+            await asyncio.sleep(GONE_S)
         for model, truth in both:
             await self._check_state(model, truth)
 
@@ -274,38 +300,75 @@ class History:
                 kind = "pass"
             if self._follows and (kind in ("publish", "forward") or (kind == "pass" and seq_id % 3 == 0)):
                 kind = INFLIGHT
-            source = f"s{self._random.choice(saves).seq_id}" if kind == "load" else ""
+            source = self._random.choice(saves) if kind == "load" else None
             if self._forgets and self._random.random() < 0.2:
-                kind, source = MISSING, ""
-            requests.append(Request(kind, seq_id, source))
+                kind, source = MISSING, None
+            ttl = self._more.choice(TTLS) if self._more and kind == "save" else None
+            requests.append(Request(kind, seq_id, source, ttl))
         if self._forgets:  # a refused one would not wait for those before it
             requests[-1].kind = "step"
         return requests
 
     async def _request(self, model: _Model, request: Request) -> None:
+        began = _now()
         request.answer = await self._client.result(await self._submit(model, request))
+        request.lived = began, _now()
+        if request.kind == "save" and self._more:
+            await self._end(model, request, self._more)
         if request.kind in ("publish", INFLIGHT) and request.error is None:
             for number in range(self._random.randint(1, 2)):
                 request.samples.append(await self._sample(request, number))
 
+    async def _end(self, model: _Model, request: Request, more: Random) -> None:
+        """Have a save expire, or delete it, or leave it as it is."""
+        if request.ttl is not None:
+            request.gone = request.lived[0] + request.ttl, request.lived[1] + request.ttl
+            await asyncio.sleep(request.ttl)
+        elif more.random() < DELETED:
+            await asyncio.sleep(more.random() * 5.0)
+            began = _now()
+            await self._client.delete(f"training_runs/{model.model_id}/checkpoints/weights/{request.name}")
+            request.gone = began, _now()
+        if request.gone is not None:
+            await self._check_gone(f"tinker://{model.model_id}/weights/{request.name}")
+
     async def _sample(self, request: Request, number: int) -> httpx.Response:
         assert request.answer is not None
-        body = sample(request.answer.json()["sampling_session_id"], number, num_samples=1)
-        return await self._client.result(await self._client.submit("asample", body))
+        count = self._more.choice((1, 2, 3)) if self._more else 1
+        body = sample(request.answer.json()["sampling_session_id"], number, num_samples=count)
+        future = await self._client.submit("asample", body)
+        if self._more and self._more.random() < CANCELLED:
+            await asyncio.sleep(self._more.random())
+            await self._client.ok("cancel_future", {"request_id": future})
+            answer = await self._client.result(future)
+            if "was cancelled" in str(_error(answer)):  # else it had finished
+                future = await self._client.submit("asample", body | {"seq_id": number + 10})
+        answer = await self._client.result(future)
+        assert _error(answer) or len(_sequences(answer)) == count
+        return answer
 
     async def _epilogue(self, model: _Model, truth: Truth) -> None:
         """Export the model; make another one from one of its saves, train that, and unload it."""
         body = {"model_id": model.model_id, "seq_id": len(model.requests) + 1, "path": EXPORT}
         tasks = [self._succeeds("save_weights_external", body)]
-        if truth.saves:
-            name = self._random.choice(list(truth.saves))
+        if kept := truth.saves.keys() - _gone(model):
+            name = self._random.choice([each for each in truth.saves if each in kept])
             tasks.append(self._resume(f"tinker://{model.model_id}/weights/{name}", truth.saves[name]))
         await asyncio.gather(*tasks)
 
-    async def _resume(self, path: str, steps: list[list[int]]) -> None:
+    async def _check_gone(self, path: str) -> None:
+        """Check that nothing can be made of a save that is over."""
+        answer = await self._client.post("load_weights", await self._creation(path))
+        if answer.status_code == 200:
+            answer = await self._client.result(answer.json()["request_id"])
+        assert "deleted or expired" in answer.text, answer.text
+
+    async def _creation(self, path: str) -> dict[str, Any]:
         session = (await self._client.ok("create_session", {"sdk_version": "0.38.0"}))["session_id"]
-        body = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
-        key = (await self._succeeds("load_weights", body))["model_id"]
+        return {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
+
+    async def _resume(self, path: str, steps: list[list[int]]) -> None:
+        key = (await self._succeeds("load_weights", await self._creation(path)))["model_id"]
         for seq_id, loss in ((1, len(steps)), (3, len(steps) + 1)):
             passed = await self._client.result(
                 await self._client.submit_pass(key, seq_id, 1, forward_only=False)
@@ -331,9 +394,10 @@ class History:
             case "bad step":
                 return await submit("optim_step", step(key, seq_id, beta1=2.0))
             case "save":
-                return await submit("save_weights", body | {"path": f"s{seq_id}"})
+                return await submit("save_weights", body | {"path": request.name, "ttl_seconds": request.ttl})
             case "load":
-                path = f"tinker://{key}/weights/{request.source}"
+                assert request.source is not None
+                path = f"tinker://{key}/weights/{request.source.name}"
                 return await submit("load_weights", body | {"path": path, "optimizer": True})
             case "publish" | "publish inflight":
                 kind = "snapshot" if request.kind == "publish" else "inflight"
@@ -368,12 +432,12 @@ class History:
     def _check_sample(self, answer: httpx.Response, drawable: list[list[int]]) -> None:
         if answer.headers["content-type"] != PROTOBUF:
             raise AssertionError(_error(answer))
-        (sequence,) = sample_results.sample_response_json(answer.content)["sequences"]
-        first, last = sequence["tokens"]  # others may have been published between them
-        assert any(
-            first == each[0] and [last] in [newer[1:] for newer in drawable[at:]]
-            for at, each in enumerate(drawable)
-        )
+        for sequence in _sequences(answer):
+            first, last = sequence["tokens"]  # others may have been published between them
+            assert any(
+                first == each[0] and [last] in [newer[1:] for newer in drawable[at:]]
+                for at, each in enumerate(drawable)
+            )
 
     async def _check_state(self, model: _Model, truth: Truth) -> None:
         last = len(model.requests) + 2  # behind the export
@@ -386,16 +450,19 @@ class History:
             database.reading(conn),
         ):
             key = _rows(conn, "SELECT key FROM models WHERE model_id = :of", model.model_id)[0][0]
-            found = _rows(conn, "SELECT name, directory FROM checkpoints WHERE model_key = :of", key)
+            columns = "name, directory, removed_at IS NULL"
+            found = _rows(conn, f"SELECT {columns} FROM checkpoints WHERE model_key = :of", key)
             ((futures,),) = _rows(conn, "SELECT count(*) FROM futures WHERE model_key = :of", key)
         root = self._settings.checkpoint_root.resolve()
-        here = {name: (self._settings.root / at).resolve().relative_to(root) for name, at in found}
+        here = {name: (self._settings.root / at).resolve().relative_to(root) for name, at, _ in found}
         root = self._home / "bucket" / "checkpoints" if self._stores else root
-        saved = {name: root / at for name, at in here.items()}
+        saved = {name: root / here[name] for name, _, live in found if live}
+        assert not any((root / at).exists() for name, at in here.items() if name not in saved)
         exported = saved.pop(EXPORT)
         trained = self._server.ranks.trained[key]
         assert (trained.steps, trained.gradients) == (truth.steps, truth.gradients)
-        assert {name: json.loads((at / STEPS_FILE).read_text()) for name, at in saved.items()} == truth.saves
+        kept = {name: steps for name, steps in truth.saves.items() if name not in _gone(model)}
+        assert {name: json.loads((at / STEPS_FILE).read_text()) for name, at in saved.items()} == kept
         assert (exported / ADAPTER_FILE).is_file()
         if not self._stores:
             written = (root / str(key)).glob("weights/[!.]*")
@@ -404,8 +471,21 @@ class History:
         assert futures == last + 1
 
 
+def _gone(model: _Model) -> set[str]:
+    return {each.name for each in model.requests if each.gone is not None}
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
 def _rows(conn: Connection, sql: str, of: object) -> Sequence[Any]:
     return conn.execute(text(sql), {"of": of}).all()
+
+
+def _sequences(answer: httpx.Response) -> Sequence[Any]:
+    sequences: Sequence[Any] = sample_results.sample_response_json(answer.content)["sequences"]
+    return sequences
 
 
 def _error(answer: httpx.Response) -> str | None:

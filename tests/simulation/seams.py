@@ -29,6 +29,7 @@ from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.upkeep import upkeep_step as steps
 from skyrl_tinker.inference.client import remote_client
 from skyrl_tinker.inference.servers.health_checks import CoreWatch
+from skyrl_tinker.protocol.validation import steps as validation
 from skyrl_tinker.storage import checkpoint_storage
 from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
 from skyrl_tinker.store.database import postgresql, sqlite
@@ -262,4 +263,5 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine, "freeze_gc", lambda: None)
     patch.setattr(loop_watch, "BEAT_S", 1e9)  # it measures the machine's clock
     patch.setattr(steps, "SWEEP_S", 10.0)
+    patch.setattr(validation, "_TTL", (1, validation._TTL[1]))
     patch.setattr(keyring, "REFRESH_S", 1e9)
