@@ -15,8 +15,8 @@ from aiohttp.test_utils import TestServer
 
 from skyrl_tinker.inference.client.http_connection import JsonHttp
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.inference.servers import health_checks
 from skyrl_tinker.inference.sampling_engine import ENGINE
+from skyrl_tinker.inference.servers import health_checks
 from skyrl_tinker.inference.servers.health_checks import CoreWatch, Loss, health
 from skyrl_tinker.inference.servers.ports import LOOPBACK, reserve_port
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
