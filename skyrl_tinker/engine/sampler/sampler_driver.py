@@ -54,7 +54,7 @@ from skyrl_tinker.store.stability_records import RoutingRecord, SequenceRecord
 from skyrl_tinker.store.store import Store
 
 BATCH = 256  # bodies read at once
-CACHED_SESSIONS = 4096
+CACHED_SESSIONS = 1 << 16
 LISTED_S = 0.9  # each API process asks once a second, and a list of all who wait takes milliseconds
 CONCURRENCY = {"cuda": Concurrency(MAX_SEQUENCES, MAX_SEQUENCES), "cpu": Concurrency(96, MAX_SEQUENCES)}
 """Default of the setting sample_concurrency. On a CPU a step takes longer the more sequences are in it."""
@@ -293,7 +293,7 @@ class SamplerDriver:
         async with self._looking_up:  # one of many samples of a new session asks the store
             while session not in self._sources:
                 if len(self._sources) >= CACHED_SESSIONS:
-                    self._sources.clear()
+                    del self._sources[next(iter(self._sources))]
                 sources = self._sources
                 row, version = await read_persistently(
                     self._store, partial(_session_version, session=session)
