@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from skyrl_tinker.domain.manifest import Manifest, read_manifest, verify_files
+from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import StorageError, UserError
 from skyrl_tinker.training.checkpoints.checkpoint_save import OPTIMIZER_STEM, key_of
 from skyrl_tinker.training.checkpoints.tensor_files import SUFFIX
@@ -55,7 +56,7 @@ def _open(model: TrainableModel, directory: Path, optimizer: bool, files: ExitSt
         weights, moments = _names(manifest)
         opened = _open_files(directory, [*weights, *(moments if optimizer else ())], files)
     parts = (Part.WEIGHT, *(_moments(model, manifest) if optimizer else ()))
-    _require_shapes(directory, model, parts, opened)
+    _require_shapes(directory, model, parts, opened, manifest.spec)
     _require_memory(model, parts)
     return manifest, lambda key, rows: opened[key].get_slice(key)[rows]
 
@@ -101,12 +102,17 @@ def _open_files(directory: Path, names: Iterable[str], files: ExitStack) -> dict
 
 
 def _require_shapes(
-    directory: Path, model: TrainableModel, parts: tuple[Part, ...], opened: Mapping[str, Any]
+    directory: Path, model: TrainableModel, parts: tuple[Part, ...], opened: Mapping[str, Any], spec: LoraSpec
 ) -> None:
+    """`spec`: of the checkpoint, as the reason of other shapes may be that it adapts other layers."""
     expected = {key_of(part, name): shape for part in parts for name, shape in model.shapes().items()}
     found = {key: tuple(file.get_slice(key).get_shape()) for key, file in opened.items()}
     for key in sorted(expected.keys() | found.keys()):
         if expected.get(key) != found.get(key):
+            for name in ("train_mlp", "train_attn", "train_unembed"):
+                wanted, saved = getattr(model.spec, name), getattr(spec, name)
+                if wanted != saved:
+                    raise UserError(f"checkpoint {directory}: {name}: expected {wanted}, found {saved}")
             raise UserError(
                 f"checkpoint {directory}: {key}: expected shape {expected.get(key)}, found {found.get(key)}"
             )

@@ -188,12 +188,22 @@ def test_damage_of_a_checkpoint_is_found_by_the_rank_whose_share_it_is(
             worker.files.verify(str(tmp_path / "c"), rank, 3)
 
 
-@pytest.mark.parametrize("spec", [LoraSpec(4, 3), LoraSpec(8, 3, train_mlp=False), FULL])
-def test_a_checkpoint_of_another_shape_is_refused(worker: Worker, tmp_path: Path, spec: LoraSpec) -> None:
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (LoraSpec(4, 3), "expected LoRA rank 4, found 8"),
+        (LoraSpec(8, 3, train_mlp=False), "train_mlp: expected False, found True"),
+        (LoraSpec(8, 3, train_unembed=False), "train_unembed: expected False, found True"),
+        (FULL, "expected LoRA rank 0, found 8"),
+    ],
+)
+def test_a_checkpoint_of_another_shape_is_refused(
+    worker: Worker, tmp_path: Path, spec: LoraSpec, message: str
+) -> None:
     worker.create_model(ModelKey(1), LORA)
     worker.create_model(ModelKey(2), spec)
     save(worker, 1, tmp_path / "c", optimizer=False)
-    with pytest.raises(UserError, match="expected"):
+    with pytest.raises(UserError, match=message):
         worker.load_state(ModelKey(2), str(tmp_path / "c"), False)
 
 
