@@ -3,8 +3,9 @@
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from skyrl_tinker.domain.ids import VersionId
@@ -38,6 +39,20 @@ class _Turn:
     interrupted: bool = False
 
 
+@dataclass(eq=False, slots=True)
+class _Wait:
+    """Requests that wait for one version, of which the `parked` await that it is `changed`.
+
+    That is that they may go on, or are to see to the end of a turn. `loading`: one of them loads it, or
+    stands in the line for that.
+    """
+
+    requests: int = 0
+    parked: int = 0
+    loading: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class AdapterCache:
     """Cache of as many adapters as each sampler keeps in memory, which never evicts one in use.
 
@@ -45,7 +60,8 @@ class AdapterCache:
     long as those of the first ones come. Versions wait for a place in turn. For each that waits, the version
     that has had its place for longest takes no more requests once its turn is over, and those that it has are
     interrupted if they can go on later (SampleCall), so that none starves. All replicas share the places, as
-    a router chooses among them.
+    a router chooses among them. However many wait, a change costs as much as there are places, but for the
+    end of a turn.
     """
 
     def __init__(self, fleet: Fleet, limits: AdapterLimits) -> None:
@@ -53,8 +69,7 @@ class AdapterCache:
         self._limits = limits
         self._loaded: OrderedDict[VersionId, WeightVersion] = OrderedDict()  # least recently used first
         self._turns: dict[VersionId, _Turn] = {}  # oldest first
-        self._waiting: OrderedDict[VersionId, int] = OrderedDict()  # how many requests wait for each
-        self._changed = asyncio.Event()
+        self._waiting: OrderedDict[VersionId, _Wait] = OrderedDict()
 
     def require_taken(self) -> None:
         """Raise UserError where the samplers take no adapters."""
@@ -71,7 +86,10 @@ class AdapterCache:
             version = newest(source)
             if not self._is_open(version):
                 await self._wait_for(version)
-            turn = self._turns.setdefault(version.id, _Turn(version, _now() + TURN_S))
+            turn = self._turns.get(version.id)
+            if turn is None:
+                turn = self._turns[version.id] = _Turn(version, _now() + TURN_S)
+                self._wake()  # the next one sees to its end
             turn.users += 1
             turn.interrupted = False
             self._loaded.move_to_end(version.id)
@@ -131,36 +149,49 @@ class AdapterCache:
                 self.forget(version)
 
     async def _wait_for(self, version: WeightVersion) -> None:
-        self._waiting[version.id] = self._waiting.get(version.id, 0) + 1
+        wait = self._waiting.setdefault(version.id, _Wait())
+        wait.requests += 1
         try:
-            while not await self._load_in_turn(version):
-                await self._await_change()
+            while not await self._load_in_turn(version, wait):
+                await self._await_change(wait)
         finally:
-            self._waiting[version.id] -= 1
-            if not self._waiting[version.id]:
+            wait.requests -= 1
+            if not wait.requests:
                 del self._waiting[version.id]
                 self._wake()
 
-    async def _load_in_turn(self, version: WeightVersion) -> bool:
-        """Load it if it may run; return whether it takes requests."""
-        if version.id not in self._loaded and self._may_run(version):
-            async with self._fleet.changing:
-                if version.id not in self._loaded and self._may_run(version):
-                    await self._load(version)
+    async def _load_in_turn(self, version: WeightVersion, wait: _Wait) -> bool:
+        """Load it if it may run and no other request does; return whether it takes requests."""
+        if version.id not in self._loaded and self._may_run(version) and not wait.loading:
+            wait.loading = True
+            try:
+                async with self._fleet.changing:
+                    if version.id not in self._loaded and self._may_run(version):
+                        await self._load(version)
+            finally:
+                wait.loading = False
+                self._pulse([wait])  # without success another one tries it
         return self._is_open(version)
 
-    async def _await_change(self) -> None:
+    async def _await_change(self, wait: _Wait) -> None:
         """Return after a change. Meanwhile a turn may end that others wait for."""
         ending = self._ending()
+        wait.parked += 1
         try:
             async with asyncio.timeout_at(None if ending is None else ending.ends):
-                await self._changed.wait()
+                await wait.changed.wait()
         except TimeoutError:
-            if ending is not None and ending is self._ending():
-                await self._interrupt(ending)
+            late = True
+        else:
+            late = False
+        finally:
+            wait.parked -= 1
+        if late and ending is not None and ending is self._ending():
+            await self._interrupt(ending)
 
     async def _interrupt(self, turn: _Turn) -> None:
         turn.interrupted = True  # by this request, and again by another one if this one leaves
+        self._pulse(self._waiting.values())  # another one sees to the next turn meanwhile
         try:
             async with self._fleet.placement.awake():
                 await self._fleet.client.control.interrupt(turn.version.name)
@@ -168,6 +199,7 @@ class AdapterCache:
             _log.warning("requests of %s could not be interrupted: %s", turn.version.name, error)
         except BaseException:
             turn.interrupted = False
+            self._pulse(self._waiting.values())
             raise
 
     def _is_open(self, version: WeightVersion) -> bool:
@@ -178,17 +210,23 @@ class AdapterCache:
         turn = self._turns.get(version.id)
         if turn is not None:
             return _now() < turn.ends or turn not in self._leaving()
-        line = self._line()
-        before = line.index(version.id) if version.id in line else len(line)
-        return len(self._turns) + before < self._limits.running
+        if version.id in self._waiting:
+            return version.id in islice(self._line(), self._free())
+        return self._line_length() < self._free()
 
-    def _line(self) -> list[VersionId]:
-        """List the versions that wait for a place, in turn."""
-        return [version for version in self._waiting if version not in self._turns]
+    def _free(self) -> int:
+        return max(0, self._limits.running - len(self._turns))
+
+    def _line(self) -> Iterator[VersionId]:
+        """Yield the versions that wait for a place, in turn."""
+        return (version for version in self._waiting if version not in self._turns)
+
+    def _line_length(self) -> int:
+        return len(self._waiting) - sum(version in self._waiting for version in self._turns)
 
     def _leaving(self) -> list[_Turn]:
         """List the turns that others wait for, oldest first."""
-        count = len(self._turns) + len(self._line()) - self._limits.running
+        count = len(self._turns) + self._line_length() - self._limits.running
         return list(islice(self._turns.values(), max(0, count)))
 
     def _ending(self) -> _Turn | None:
@@ -219,8 +257,17 @@ class AdapterCache:
                 await self._fleet.client.control.unload_adapter(loaded.name)
 
     def _wake(self) -> None:
-        self._changed.set()  # all that wait now, and none later
-        self._changed.clear()
+        """Wake those that may have a place now, and the next one, which sees to the end of turns."""
+        line, free = self._line(), self._free()
+        first = [self._waiting[version] for version in islice(line, free)]
+        behind = (wait for version in line if (wait := self._waiting[version]).parked)
+        again = [self._waiting[version] for version in self._turns if version in self._waiting]
+        self._pulse((*first, *islice(behind, 1), *again))
+
+    def _pulse(self, waits: Iterable[_Wait]) -> None:
+        for wait in waits:
+            wait.changed.set()  # those that wait now, and none later
+            wait.changed.clear()
 
 
 def _now() -> float:

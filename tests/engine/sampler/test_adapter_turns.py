@@ -11,7 +11,7 @@ import pytest
 from skyrl_tinker.domain.ids import VersionId
 from skyrl_tinker.domain.values import SampleRequest, SamplingParams, WeightVersion
 from skyrl_tinker.engine.sampler import adapter_cache
-from skyrl_tinker.engine.sampler.adapter_cache import TURN_S, AdapterLimits
+from skyrl_tinker.engine.sampler.adapter_cache import TURN_S, AdapterCache, AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
@@ -148,3 +148,44 @@ async def test_what_waits_for_one_adapter_runs_together_in_its_turn(tmp_path: Pa
             for version in versions:
                 tasks.create_task(samplers.sample(version, ask(50)))
     assert now() < 3 * 50 * TOKEN_S
+
+
+@simulated
+async def test_what_is_loaded_takes_turns_while_adapters_cannot_be_changed(tmp_path: Path) -> None:
+    """Also if requests came while it was being loaded."""
+    samplers, (busy, small) = samplers_of(Batch()), adapters(tmp_path)
+    await samplers.sample(small, ask(3))  # which loads it
+    changing = samplers._fleet.changing
+
+    async def change(seconds: float) -> None:
+        async with changing:
+            await asyncio.sleep(seconds)
+
+    async with asyncio.TaskGroup() as tasks:
+        for work in (change(0.1), samplers.sample(busy, ask(3)), change(60.0), samplers.sample(busy, ask(3))):
+            tasks.create_task(work)
+            await asyncio.sleep(0.01)
+        waiting = tasks.create_task(duration(samplers, small, ask(3)))
+        await asyncio.sleep(0.5)
+        streaming = tasks.create_task(samplers.sample(busy, ask(1000)))
+        assert await waiting < 0.5 + TURN_S + 0.2
+        streaming.cancel()
+
+
+@simulated
+async def test_a_change_concerns_few_of_many_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look, looks = AdapterCache._load_in_turn, list[WeightVersion]()
+
+    async def counted(cache: AdapterCache, version: WeightVersion, wait: Any) -> bool:
+        looks.append(version)
+        return await look(cache, version, wait)
+
+    monkeypatch.setattr(AdapterCache, "_load_in_turn", counted)
+    samplers = samplers_of(Batch())
+    versions = [WeightVersion(VersionId(number), "lora", str(tmp_path)) for number in range(200)]
+    async with asyncio.TaskGroup() as tasks:
+        for version in versions:
+            tasks.create_task(samplers.sample(version, ask(3)))
+    assert len(looks) < 10 * len(versions)
