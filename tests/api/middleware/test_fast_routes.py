@@ -77,7 +77,8 @@ async def test_the_router_is_asked_once_for_each_fast_path(first: str) -> None:
     assert asked["/api/inner/plain/x"] == asked["/api/inner/plain/y"] == asked["/files/a"] == 1
 
 
-async def test_requests_of_each_sample_and_pass_have_fast_routes(world: World) -> None:
-    names = ("asample", "forward", "forward_backward", "optim_step", "retrieve_future")
+async def test_requests_of_each_sample_pass_and_heartbeat_have_fast_routes(world: World) -> None:
+    passes = ("forward", "forward_backward", "optim_step")
+    names = ("asample", *passes, "retrieve_future", "session_heartbeat")
     fast_ones = {route.path for route in world.app.routes if isinstance(route, FastRoute)}
     assert fast_ones == {f"/api/v1/{name}" for name in names}
