@@ -160,10 +160,12 @@ class Worker:
             return StepOutput(item.request_id, {}, str(error), exhausted=True)
 
     def zero_gradients(self, models: Sequence[ModelKey]) -> None:
-        self._require_onloaded()
+        """Clear gradients, also where `onload` has had no memory."""
+        if not self._asked_for:
+            self._require_onloaded()
         for key in models:
             self._require_known(key)
-        self._device_cache.clear_gradients(models)
+        self._device_cache.clear_gradients(models, all_offloaded=self._offloaded)
 
     @_out_of_memory("save_weights_for_sampler")
     def capture_weights(
@@ -268,7 +270,8 @@ class Worker:
         self._asked_for = True
         if self._offloaded:
             shortage = Shortage()
-            shortage.survive(self._restore)
+            if not shortage.survive(self._restore):
+                self._free_device()  # the ranks' agreement takes memory, too
             try:
                 shortage.agree(self._ranks)
             except ExhaustedError:

@@ -58,7 +58,7 @@ class OptimSteps:
         for row in ended:
             self._lanes.reset_window(model_of(row))
         metrics = [
-            {**output.metrics, **self._more_metrics(model_of(row))}
+            {**output.metrics, **(self._more_metrics(model_of(row)) if output.error is None else {})}
             for row, output in zip(valid, outputs, strict=True)
         ]
         ran = list(zip(valid, steps, outputs, metrics, strict=True))

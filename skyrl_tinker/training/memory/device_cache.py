@@ -43,11 +43,14 @@ class DeviceCache:
             if key in self._buffers:
                 self._buffers[key].forget()
 
-    def clear_gradients(self, keys: Iterable[ModelKey]) -> None:
-        """Clear gradients where they are, on the device or not, which takes no memory."""
+    def clear_gradients(self, keys: Iterable[ModelKey], *, all_offloaded: bool) -> None:
+        """Clear gradients where they are, on the device or not, which takes no memory.
+
+        `all_offloaded`: none are on the device, as after `offload`.
+        """
         for key in keys:
             model, buffer = self._models[key], self._buffers[key]
-            if self._is_offloaded(key):
+            if all_offloaded or self._is_offloaded(key):
                 model.has_gradients = False
                 buffer.blank(model.blanks())
             else:

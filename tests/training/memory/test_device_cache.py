@@ -17,6 +17,7 @@ from skyrl_tinker.domain.values import (
     StepItem,
     StepOutput,
 )
+from skyrl_tinker.errors import ExhaustedError
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.memory.offload import storages
 from skyrl_tinker.training.trainer_spec import TrainerSpec
@@ -193,3 +194,27 @@ def test_gradients_are_cleared_where_they_are(ranks: Ranks, untied_model: str) -
     assert [output.metrics.get("no_gradients") for output in outputs] == [1.0, 1.0]
     run_pass(worker, make_item(0, make_data((9,), 0)))
     assert_equal(weights_of(worker, 0), before)
+
+
+def test_gradients_are_cleared_though_there_was_no_memory_to_restore_them(
+    ranks: Ranks, untied_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, resize = _worker(untied_model, ranks, 2, range(2)), UntypedStorage.resize_
+    worker.create_model(FULL, LoraSpec(0, 3))
+    for model in (0, 1, FULL):
+        run_pass(worker, make_item(model, make_data((9,), model)))
+    worker.offload()
+
+    def short(storage: UntypedStorage, size: int) -> object:
+        if size:
+            raise MemoryError
+        return resize(storage, size)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(UntypedStorage, "resize_", short)
+        with pytest.raises(ExhaustedError):
+            worker.onload()
+        worker.zero_gradients([ModelKey(0), FULL])
+    worker.onload()
+    outputs = _step(worker, (0, 1, FULL))
+    assert ["no_gradients" in output.metrics for output in outputs] == [True, False, True]
