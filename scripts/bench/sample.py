@@ -216,7 +216,7 @@ def both(base_url: str | None, sampler_url: str | None) -> Iterator[tuple[str, S
 def vllm_server(pid: int) -> Sampler:
     for process in psutil.Process(pid).children(recursive=True):
         command = process.cmdline()
-        if any(part.endswith("servers.vllm_entry") for part in command) and "--port" in command:
+        if any(part.endswith("vllm.vllm_entry") for part in command) and "--port" in command:
             url = f"http://127.0.0.1:{command[command.index('--port') + 1]}"
             return Sampler(url, process.environ().get(TOKEN, ""))
     raise SystemExit("found no vLLM server below serve: give --base-url and --sampler-url")

@@ -90,7 +90,7 @@ class World:
 
     async def measure(self, name: TransportName, source: WeightSource, repeats: int) -> dict[str, float]:
         """Medians over the repeats, the first sync (which forms the group) not counted."""
-        client = RemoteInferenceClient(self.servers.urls[0], self.servers.urls)
+        client = RemoteInferenceClient(self.servers.urls[0], self.servers.urls, dialect=ENGINE.dialect)
         transport = make_transport(name, self.trainer, self.chunk_bytes)
         await sync_weights(client.control, transport, source, "v")
         rows: list[dict[str, float]] = []

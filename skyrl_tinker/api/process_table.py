@@ -20,7 +20,7 @@ _PARTS = {  # text in the command line
     "VLLM::Worker": "vLLM worker",
     "raylet_ended": "Ray: agent",
     "multiprocessing.resource_tracker": "resource tracker",
-    "skyrl_tinker.inference.servers.vllm_entry": "vLLM server",
+    "skyrl_tinker.inference.vllm.vllm_entry": "vLLM server",
     "vllm::router": "router",
 }
 

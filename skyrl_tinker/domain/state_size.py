@@ -7,9 +7,6 @@ from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec, OptimizerFamily
 FLOAT32_BYTES = 4
 MOMENTS: Mapping[OptimizerFamily, int] = {"adamw": 2, "dimuon": 1}
 """Tensors of the weights' size that an optimizer keeps between steps."""
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM's slots for adapters can have."""
-_WARM_UP_RANK = 8  # of the adapters with which a sampler warms up
 
 
 def state_bytes(facts: BaseModelFacts, spec: LoraSpec, optimizer: OptimizerFamily) -> int:
@@ -33,12 +30,6 @@ def parameters(facts: BaseModelFacts, spec: LoraSpec) -> int:
         shared = facts.hidden_size if facts.one_pair_for_gate_and_up else 0  # inputs of gate and of up
         widths += count * per_expert * (sum(map(sum, mlp)) - shared)
     return facts.num_layers * widths + (spec.rank * sum(head) if spec.train_unembed else 0)
-
-
-def expert_slot_rank(rank: int, experts_per_token: int) -> int:
-    """Return the rank of a sampler's slots for each expert, where those of other layers have this one."""
-    least = max(min(rank, _WARM_UP_RANK), rank // experts_per_token)
-    return next(each for each in LORA_RANKS if each >= least)
 
 
 def _layers(

@@ -11,7 +11,6 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import OwnerId
-from skyrl_tinker.domain.state_size import LORA_RANKS
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 from skyrl_tinker.engine.colocation.placement import Placement
@@ -143,7 +142,7 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
             directories.engine_socket,
             openai,
             metrics,
-            lambda: replica_metrics(fleet.client.control.http, fleet.members),
+            lambda: replica_metrics(fleet.client.control.http, fleet.members, ENGINE.dialect),
             lambda: QueuesView(driver.view(), sampler_driver.view()),
             settings.json_body_mb * MiB,
             _open_address(settings),
@@ -225,7 +224,7 @@ def sampler_spec(
         max_model_len=facts.context_length + 1,  # scoring a full context costs one generated token
         device=settings.device,
         dtype=settings.trainer_dtype,
-        max_lora_rank=next(rank for rank in (0, *LORA_RANKS) if rank >= settings.max_lora_rank),
+        max_lora_rank=ENGINE.slot_rank(settings.max_lora_rank),
         max_loras=settings.max_loras,
         max_cpu_loras=settings.max_cpu_loras,
         log_dir=str(directories.log_dir),

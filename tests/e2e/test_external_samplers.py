@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tinker
 
-from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from tests.e2e.support.client import Client, logprobs_of, prompt, random_tokens, train
 from tests.inference.support.samplers import CONTEXT, Served
+from tests.support.sampler_clients import vllm_client
 from tests.support.serve import serving
 
 pytestmark = pytest.mark.long
@@ -30,7 +30,7 @@ def client(servers: dict[str, Served], tmp_path: Path) -> Iterator[Client]:
 
 async def unload_all(urls: tuple[str, ...]) -> None:
     """The next one may well call others by the same names."""
-    samplers = RemoteInferenceClient(urls[0], urls)
+    samplers = vllm_client(urls[0], urls)
     for name in await samplers.control.adapters():
         await samplers.control.unload_adapter(name)
     await samplers.close()

@@ -296,7 +296,7 @@ def _throw(port: Port, canary: Path) -> None:
 
 KINDS = {
     "vllm::router": _knock_router,
-    "servers.vllm_entry": _knock_vllm,
+    "vllm.vllm_entry": _knock_vllm,
     "skyrl_tinker.engine.engine_process": _knock_engine,
     "gcs/gcs_server": _knock_grpc,
     "raylet/raylet": _knock_grpc,

@@ -25,7 +25,6 @@ from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.store.database.opening import open_database
 from skyrl_tinker.store.doorbell import Doorbell, Role
 from skyrl_tinker.store.futures import expected_requests
@@ -35,6 +34,7 @@ from tests.simulation.backends import Ranks, Replicas
 from tests.simulation.disk import Disk
 from tests.simulation.faults import Faults, disk_full, fault, is_unread, point, travel
 from tests.simulation.virtual_loop import PROCESS, Process, VirtualLoop
+from tests.support.sampler_clients import vllm_client
 
 MOMENT_S = 4.0
 """Most time from a start to a death at some moment."""
@@ -247,7 +247,7 @@ class Server:
         for directory in (directories.ephemeral_dir, directories.checkpoint_root):
             directory.mkdir(exist_ok=True)
         await StartUp(env, self._facts, []).tidy_up()
-        fleet = Fleet(replicas, RemoteInferenceClient(replicas.url, (replicas.url,)))
+        fleet = Fleet(replicas, vllm_client(replicas.url, (replicas.url,)))
         samplers = make_samplers(settings, self._facts, trainer, fleet, env.metrics)
         backends = Backends(trainer, fleet, samplers, SEPARATE)
         engine = Engine(env)

@@ -46,7 +46,7 @@ def vllm_servers(pid: int) -> list[psutil.Process]:
     servers = {
         own: each
         for own, (each, line) in lines.items()
-        if "--port" in line and any("servers.vllm_entry" in word for word in line)
+        if "--port" in line and any("vllm.vllm_entry" in word for word in line)
     }
     return [each for each in servers.values() if parent(each) not in servers]
 

@@ -24,7 +24,7 @@ KINDS = {  # part of the title
     "trainer": "ray::RankProcess",
     "raylet": "raylet/raylet",
     "GCS": "gcs/gcs_server",
-    "vLLM server": "servers.vllm_entry",
+    "vLLM server": "vllm.vllm_entry",
     "router": "vllm::router",
 }
 CORE = "vLLM engine core"

@@ -24,8 +24,8 @@ from skyrl_tinker.domain.values import AdamParams, BaseModelFacts, LoraSpec, Ste
 from skyrl_tinker.errors import SamplerError, TrainerError
 from skyrl_tinker.inference.client.fan_out import Messages
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.inference.client.vllm_control import VllmControl
 from skyrl_tinker.inference.servers.server_group import ServerGroup
+from skyrl_tinker.inference.vllm.vllm_control import VllmControl
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from skyrl_tinker.weight_sync.by_host import ByHostTransport
 from skyrl_tinker.weight_sync.factory import make_transport
@@ -43,6 +43,7 @@ from tests.inference.support.samplers import (
     target_logprobs,
     write_model,
 )
+from tests.support.sampler_clients import vllm_client
 from tests.training.support.passes import make_data, make_item
 from tests.training.support.saves import publish_weights, read_weights
 from tests.weight_sync.conftest import CHUNK_BYTES, launch_trainer
@@ -85,7 +86,7 @@ def ranks(request: pytest.FixtureRequest, trainer: TrainerGroup) -> TrainerGroup
 
 
 def client_of(*urls: str) -> RemoteInferenceClient:
-    return RemoteInferenceClient(urls[0], urls)
+    return vllm_client(urls[0], urls)
 
 
 async def capture(group: TrainerGroup, facts: BaseModelFacts, directory: Path) -> Path:

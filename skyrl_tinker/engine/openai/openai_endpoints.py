@@ -16,7 +16,7 @@ from skyrl_tinker.domain.values import BaseModelFacts, Usage, WeightVersion
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.engine.openai.openai_requests import (
     OpenAIRequest,
-    add_reasoning_content,
+    add_reasoning,
     prompt_lengths,
     require_one_sequence,
     texts_to_count,
@@ -52,13 +52,17 @@ Path = Literal["/v1/completions", "/v1/chat/completions"]
 
 @dataclass(frozen=True, slots=True)
 class _OpenAICall:
-    """Request in the sampler's form, without the fields of its dialect. `prompts`: tokens of each."""
+    """Request in the sampler's form, without the fields of its dialect. `prompts`: tokens of each.
+
+    `reasoning_field`: of the sampler's messages.
+    """
 
     request: OpenAIRequest
     owner: OwnerId | None
     version: WeightVersion | None
     prompts: list[int]
     body: dict[str, Any]
+    reasoning_field: str
 
     @property
     def sequences(self) -> int:
@@ -76,7 +80,7 @@ class _OpenAICall:
 
     def renamed(self, response: dict[str, Any]) -> bytes:
         """Encode a response under the model name that the client gave."""
-        add_reasoning_content(response)
+        add_reasoning(response, self.reasoning_field)
         return orjson.dumps(response | {"model": self.request.model} if "model" in response else response)
 
 
@@ -144,7 +148,8 @@ class OpenAIServer:
         if self._fleet.disaggregated:
             require_one_sequence(request, len(prompts))
         body = await off_loop(size, lambda: upstream_body(request, max(prompts), facts, abilities))
-        return _OpenAICall(request, owner, version, prompts, body)
+        field = self._fleet.client.data.dialect.reasoning_field
+        return _OpenAICall(request, owner, version, prompts, body, field)
 
     async def _version(self, model: str, owner: OwnerId | None) -> WeightVersion | None:
         """Return the version that a model name means, with its files here; None for the base model.

@@ -149,9 +149,9 @@ def _max_tokens(request: OpenAIRequest, prompt_tokens: int, context: int) -> int
     return limit
 
 
-def add_reasoning_content(response: dict[str, Any]) -> None:
-    """Add the sampler's `reasoning` under the name that clients of `separate_reasoning` read."""
+def add_reasoning(response: dict[str, Any], given: str) -> None:
+    """Add what the sampler has in the field `given` under both names that clients read."""
     for choice in response.get("choices", ()):
         said = choice.get("message") or choice.get("delta") or {}
-        if said.get("reasoning") is not None:
-            said["reasoning_content"] = said["reasoning"]
+        if said.get(given) is not None:
+            said["reasoning"] = said["reasoning_content"] = said[given]

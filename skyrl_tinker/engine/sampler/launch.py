@@ -33,7 +33,7 @@ def launch_servers(settings: Settings, spec: SamplerSpec, to_end: ToEnd) -> Serv
             spec.sampled_logprobs,
             "sampler_urls" if settings.sampler_urls else "prefill_urls or decode_urls",
             spec.router_replay,
-            spec.engine.dialect,
+            dialect=spec.engine.dialect,
         )
     else:
         servers = ServerGroup.launch(spec)
@@ -67,7 +67,7 @@ async def assemble(
     to_end.append(versions.close)
     hashes = router is not None and not router.disaggregates and settings.router_policy == "consistent_hash"
     client = RemoteInferenceClient(
-        proxy_url.rstrip("/"), servers.urls, token, versions.locate, hashes, ENGINE.dialect
+        proxy_url.rstrip("/"), servers.urls, token, versions.locate, hashes, dialect=ENGINE.dialect
     )
     if settings.prefill_urls:
         client.data.most_sequences = 1  # a prompt's keys and values can be fetched only once

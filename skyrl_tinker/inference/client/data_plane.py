@@ -83,12 +83,6 @@ class DataPlane:
         """Make an OpenAI request; for `"stream": true` use `stream`."""
         return await self._post("/v1/chat/completions", body, headers)
 
-    async def render(self, body: Json) -> list[dict[str, Any]]:
-        """Return bodies of `generate` for a completion (one per prompt) or chat completion (one)."""
-        if "messages" in body:
-            return [await self._post("/v1/chat/completions/render", body)]
-        return list(await self._post("/v1/completions/render", body))
-
     async def tokenize(self, text: Json) -> list[int]:
         """Turn {"prompt"} or {"messages"}, with options, into tokens."""
         return await self.dialect.tokenize(self._post, text)

@@ -7,7 +7,6 @@ from skyrl_tinker.inference.client.fan_out import Locate, same_path
 from skyrl_tinker.inference.client.http_connection import JsonHttp
 from skyrl_tinker.inference.client.in_flight import InFlight
 from skyrl_tinker.inference.client.sampling_port import Dialect, SamplerControl
-from skyrl_tinker.inference.client.vllm_dialect import VLLM
 
 
 @dataclass
@@ -23,7 +22,7 @@ class RemoteInferenceClient:
     token: str = field(default="", repr=False)
     locate: Locate = field(default=same_path, repr=False)
     past_proxy: bool = False
-    dialect: Dialect = field(default=VLLM, repr=False)
+    dialect: Dialect = field(kw_only=True, repr=False)
     data: DataPlane = field(init=False, repr=False, compare=False)
     control: SamplerControl = field(init=False, repr=False, compare=False)
 

@@ -1,4 +1,4 @@
-"""vLLM's own metrics, of all replicas as one text."""
+"""The sampling engine's own metrics, of all replicas as one text."""
 
 import asyncio
 from collections.abc import Iterable, Mapping
@@ -10,28 +10,25 @@ from prometheus_client.registry import Collector
 
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
+from skyrl_tinker.inference.client.sampling_port import Dialect
 
 WITHIN_S = 1.0
 REPLICA = "replica"
-_PREFIX = "vllm:"
-"""Beginning of vLLM's own names; others are of its process and of its web server."""
-_UNBOUNDED = frozenset({"vllm:lora_requests_info"})
-"""Metrics with the names of adapters as labels, which are new with each version."""
 
 
-async def replica_metrics(http: JsonHttp, urls: Mapping[int, str]) -> bytes:
+async def replica_metrics(http: JsonHttp, urls: Mapping[int, str], dialect: Dialect) -> bytes:
     """Return the exposition format. A replica that does not answer within WITHIN_S is left out."""
     texts = await asyncio.gather(*(_read(http, url) for url in urls.values()))
-    return await asyncio.to_thread(joined, dict(zip(urls, texts, strict=True)))
+    return await asyncio.to_thread(joined, dict(zip(urls, texts, strict=True)), dialect)
 
 
-def joined(texts: Mapping[int, str]) -> bytes:
+def joined(texts: Mapping[int, str], dialect: Dialect) -> bytes:
     """Join the texts of replicas, by number, which becomes a label of each sample."""
     families: dict[str, Metric] = {}
     for number, text in texts.items():
-        for family in _families(text):
+        for family in _families(text, dialect):
             shared = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            if shared.type != family.type:  # of another version of vLLM
+            if shared.type != family.type:  # of another version of the engine
                 continue
             for sample in family.samples:
                 shared.add_sample(sample.name, {**sample.labels, REPLICA: str(number)}, sample.value)
@@ -46,8 +43,8 @@ class _Families(Collector):
         return self._families
 
 
-def _families(text: str) -> list[Metric]:
-    """Read vLLM's families, without the times at which series began; none of a text that is malformed."""
+def _families(text: str, dialect: Dialect) -> list[Metric]:
+    """Read the engine's families, without the times at which series began; none of a malformed text."""
     try:
         found = list(text_string_to_metric_families(text))
     except ValueError:
@@ -55,9 +52,9 @@ def _families(text: str) -> list[Metric]:
     return [
         family
         for family in found
-        if family.name.startswith(_PREFIX)
+        if family.name.startswith(dialect.metrics_prefix)
         and not family.name.endswith("_created")
-        and family.name not in _UNBOUNDED
+        and family.name not in dialect.unbounded_metrics
     ]
 
 

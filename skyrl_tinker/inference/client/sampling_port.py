@@ -1,6 +1,7 @@
 """Port of a sampling engine, as far as engines differ: requests to its servers, and control of them."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from skyrl_tinker.domain.values import SampleRequest
@@ -51,12 +52,27 @@ class SamplerControl(Protocol):
     async def health(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Arguments of a server that is to have each of these; `{}` stands for the value."""
+
+    routes: str
+    pull: str
+    context: str
+    logprobs: str
+    experts: str
+
+
 class Dialect(Protocol):
     """Requests for samples, their answers, and the control plane. Frozen and picklable.
 
     `path`: the route of samples. `core_path`: a route that the engine core answers, between two steps.
     `trial`: body of a sample whose answer tells what the server was started with: `logprobs_mode` (None where
-    the weights give no numbers) and `lists_experts`.
+    the weights give no numbers) and `lists_experts`. `advice`: with which a server of others is started that
+    lacks something. `pull_probe`: a path that answers 204 where a server on another host gets weights; None:
+    none does. `metrics_prefix`: of its own metrics' names; others are of its process and of its web server.
+    `unbounded_metrics`: those with the names of adapters as labels, which are new with each version.
+    `reasoning_field`: of its chat messages.
     """
 
     @property
@@ -65,6 +81,16 @@ class Dialect(Protocol):
     def core_path(self) -> str: ...
     @property
     def trial(self) -> Json: ...
+    @property
+    def advice(self) -> Advice: ...
+    @property
+    def pull_probe(self) -> str | None: ...
+    @property
+    def metrics_prefix(self) -> str: ...
+    @property
+    def unbounded_metrics(self) -> frozenset[str]: ...
+    @property
+    def reasoning_field(self) -> str: ...
     def logprobs_mode(self, payload: Json) -> Literal["raw", "processed"] | None: ...
     def lists_experts(self, payload: Json) -> bool: ...
 

@@ -18,7 +18,6 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version  # type: ignore[attr-defined]
 
-from skyrl_tinker.domain.state_size import expert_slot_rank
 from skyrl_tinker.inference.constants import TOKEN
 from skyrl_tinker.inference.plugin import (
     prompt_adapters,
@@ -26,6 +25,7 @@ from skyrl_tinker.inference.plugin import (
     signed_pickles,
     slot_products,
 )
+from skyrl_tinker.inference.vllm.vllm_slots import expert_slot_rank
 from skyrl_tinker.listeners import closing_new_listeners
 from skyrl_tinker.processes import die_with_parent
 

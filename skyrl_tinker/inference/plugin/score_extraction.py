@@ -1,4 +1,4 @@
-"""Logprobs of given tokens, and draws, for prompts: the vLLM side of inference.client.vllm_requests.
+"""Logprobs of given tokens, and draws, for prompts: the vLLM side of inference.vllm.vllm_requests.
 
 vLLM carries such scores from the model runner to the HTTP answer (`prompt_token_id_logprobs`), but only its
 second model runner computes them, and no draws; the first one, which runs LoRA and the CPU, refuses. Here the
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_tinker.inference.client.vllm_requests import SCORES_KEY, ScoreWork, unpack_work
 from skyrl_tinker.inference.plugin.prompt_adapters import LOGIT_ROWS, adapter_of
+from skyrl_tinker.inference.vllm.vllm_requests import SCORES_KEY, ScoreWork, unpack_work
 
 PROCESSED = "processed_logprobs"
 """vLLM's --logprobs-mode in which logprobs are of the distribution that was sampled from."""

@@ -9,8 +9,6 @@ import aiohttp
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.client.sampling_port import Dialect, Json
-from skyrl_tinker.inference.client.vllm_dialect import VLLM
-from skyrl_tinker.inference.constants import BASE_MODEL, PROBE, VERSION_PULL
 from skyrl_tinker.inference.servers.health_checks import HealthWatch, Loss, Suspicion, health
 from skyrl_tinker.interfaces import is_here
 
@@ -32,7 +30,8 @@ class ExternalServers:
         sampled_logprobs: Literal["raw", "processed"] = "raw",
         setting: str = "sampler_urls",
         router_replay: bool = False,
-        dialect: Dialect = VLLM,
+        *,
+        dialect: Dialect,
     ) -> None:
         """URLs as http://host:port, given by `setting`. `startup_s`: how long `ready` waits for them."""
         self._setting = setting
@@ -84,27 +83,28 @@ class ExternalServers:
 
     async def _require_fit(self, url: str) -> None:
         """Raise a SamplerError that says what the server was started without."""
-        if await _is_elsewhere(url) and not await _pulls(url):
+        advice, probe = self._dialect.advice, self._dialect.pull_probe
+        if await _is_elsewhere(url) and not (probe and await _pulls(url + probe)):
             raise SamplerError(
                 f"{url} ({self._setting}) is on another host and does not pull weights from this one: start "
-                f"it with --middleware {VERSION_PULL}"
+                f"it with {advice.pull}"
             )
         length, trial = await _prepare(url, self._setting, self._dialect)
         if length < self._max_model_len:
             raise SamplerError(
                 f"{url} ({self._setting}) takes {length} tokens, expected {self._max_model_len} "
-                f"(context_length + 1): start it with --max-model-len {self._max_model_len}"
+                f"(context_length + 1): start it with {advice.context.format(self._max_model_len)}"
             )
         mode = self._dialect.logprobs_mode(trial)
         if mode not in (self._sampled_logprobs, None):
             raise SamplerError(
                 f"{url} ({self._setting}) answers {mode} logprobs, expected {self._sampled_logprobs} "
-                f"(sampled_logprobs): start it with --logprobs-mode {self._sampled_logprobs}_logprobs"
+                f"(sampled_logprobs): start it with {advice.logprobs.format(self._sampled_logprobs)}"
             )
         if self._router_replay and not self._dialect.lists_experts(trial):
             raise SamplerError(
                 f"{url} ({self._setting}) answers no routed experts, expected them (router_replay): "
-                "start it with --enable-return-routed-experts"
+                f"start it with {advice.experts}"
             )
 
 
@@ -115,12 +115,12 @@ async def _is_elsewhere(url: str) -> bool:
         raise SamplerError(f"{url}: {error}") from error
 
 
-async def _pulls(url: str) -> bool:
+async def _pulls(probe: str) -> bool:
     try:
-        async with aiohttp.ClientSession() as http, http.get(url + PROBE) as answer:
+        async with aiohttp.ClientSession() as http, http.get(probe) as answer:
             return answer.status == 204
     except aiohttp.ClientError as error:
-        raise SamplerError(f"{url} does not answer: {error}") from error
+        raise SamplerError(f"{probe} does not answer: {error}") from error
 
 
 async def _running() -> str | None:
@@ -152,7 +152,7 @@ async def _prepare(url: str, setting: str, dialect: Dialect) -> tuple[int, Json]
         raise SamplerError(
             f"{url} ({setting}) does not serve what is needed ({error}); "
             "start it as docs/external-samplers.md says, "
-            f"above all with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and --served-model-name {BASE_MODEL}"
+            f"above all with {dialect.advice.routes}"
         ) from error
     finally:
         await client.close()

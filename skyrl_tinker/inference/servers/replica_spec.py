@@ -13,6 +13,18 @@ Arguments = Mapping[str, Any]
 """Name without dashes before it -> JSON value. true is a switch, a list several values, an object JSON."""
 
 
+@dataclass(frozen=True, slots=True)
+class ModelToServe:
+    """Base model and how it is to be served. `config`: its config.json. `adapters`: beside it."""
+
+    facts: BaseModelFacts
+    config: Mapping[str, Any]
+    arguments: Arguments
+    device: str
+    adapters: bool
+    router_replay: bool
+
+
 class EngineProcess(Protocol):
     """Server process of a sampling engine. Frozen and picklable.
 
@@ -27,6 +39,9 @@ class EngineProcess(Protocol):
     @property
     def leftovers(self) -> tuple[str, ...]: ...
     def check(self, given: Arguments) -> None: ...
+    def require_model(self, served: ModelToServe) -> None: ...
+    def slot_rank(self, rank: int) -> int: ...
+    def expert_slot_rank(self, rank: int, experts_per_token: int) -> int: ...
     def workers(self, arguments: Arguments, tensor_parallel_size: int) -> int: ...
     def cores(self, arguments: Arguments) -> int: ...
     def require_memory(self, spec: "SamplerSpec", replicas: int = 1) -> None: ...

@@ -10,7 +10,9 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.server.base_models import fixed_entries, hub, sliding_windows, tiny_model
+from skyrl_tinker.inference.sampling_engine import ENGINE
+from skyrl_tinker.inference.servers.replica_spec import ModelToServe
+from skyrl_tinker.server.base_models import hub, sliding_windows, tiny_model
 
 DEFAULT_CONTEXT = 4096
 TINY = "tiny"
@@ -29,8 +31,6 @@ ARCHITECTURES = (
 MIXTURES = frozenset({"Qwen3MoeForCausalLM", "GptOssForCausalLM"})
 REPLAYED = frozenset({"Qwen3MoeForCausalLM"})
 """Architectures whose routers can be replayed."""
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head sizes of the CPU attention kernels of vLLM 0.32; another fails at the first forward, not at start."""
 
 
 def resolve(settings: Settings) -> BaseModelFacts:
@@ -42,35 +42,7 @@ def resolve(settings: Settings) -> BaseModelFacts:
     if facts.hub_name is None:
         check_weights(Path(facts.directory))
     _check_workers(settings.tensor_parallel_size, facts)
-    if facts.experts and settings.max_lora_rank and settings.vllm_args.get("data-parallel-size", 1) != 1:
-        raise StartupError(
-            "vllm_args: data-parallel-size: expected 1 for a mixture of experts, whose ranks would compute "
-            "each other's rows with whatever adapter they have in the slot of that number; use replicas, or "
-            "max_lora_rank = 0, with which there are no adapters"
-        )
-    if settings.router_replay:
-        _check_router_replay(settings, facts)
-    if settings.device == "cpu" and facts.head_dim not in CPU_HEAD_DIMS:
-        raise StartupError(
-            f"head_dim {facts.head_dim} of {facts.directory} is not served by vLLM on CPU; "
-            f"use a model whose head_dim is one of {', '.join(map(str, CPU_HEAD_DIMS))}"
-        )
     return facts
-
-
-def _check_router_replay(settings: Settings, facts: BaseModelFacts) -> None:
-    """Refuse other models, and features under which a sampler lists no experts."""
-    if facts.architecture not in REPLAYED:
-        raise StartupError(
-            f"router_replay: expected {', '.join(REPLAYED)}, found {facts.architecture} in {facts.directory}"
-        )
-    if not settings.vllm_args.get("enable-prefix-caching", True):
-        raise StartupError(
-            "vllm_args: enable-prefix-caching: found false, expected true with router_replay: vLLM keeps the "
-            "experts of cached tokens beside its prefix cache"
-        )
-    if "speculative-config" in settings.vllm_args:
-        raise StartupError("vllm_args: speculative-config: expected none with router_replay")
 
 
 def check_weights(directory: Path) -> None:
@@ -87,8 +59,26 @@ def read_config(settings: Settings) -> tuple[Mapping[str, Any], BaseModelFacts]:
     directory = hub.fetch_description(settings.base_model) if local is None else local
     config = _read_json(directory / "config.json")
     facts = _facts(settings, directory, config, None if local else settings.base_model)
-    fixed_entries.require_served(facts.architecture, config)
+    if quantization := config.get("quantization_config"):
+        raise StartupError(
+            f"{facts.architecture}: quantization_config: expected weights in bfloat16, float16 or float32, "
+            f"found {quantization.get('quant_method')}: they cannot be trained"
+        )
     sliding_windows.require_served(facts.architecture, config)
+    if settings.router_replay and facts.architecture not in REPLAYED:
+        raise StartupError(
+            f"router_replay: expected {', '.join(REPLAYED)}, found {facts.architecture} in {facts.directory}"
+        )
+    ENGINE.require_model(
+        ModelToServe(
+            facts,
+            config,
+            settings.vllm_args,
+            settings.device,
+            adapters=settings.max_lora_rank > 0,
+            router_replay=settings.router_replay,
+        )
+    )
     return config, facts
 
 

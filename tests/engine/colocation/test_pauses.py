@@ -15,17 +15,17 @@ from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.throughput import EndRate, UnitTimes
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from tests.engine.colocation.test_placement import Devices
 from tests.engine.sampler.test_sampler_driver import FACTS
 from tests.engine.support.simulation import simulate
+from tests.support.sampler_clients import vllm_client
 from tests.support.waiting import until
 
 NOTHING = cast(Any, None)
 
 
 def samplers_on(*urls: str, placement: Placement = SEPARATE) -> Samplers:
-    client = RemoteInferenceClient(urls[0] if urls else "", urls)
+    client = vllm_client(urls[0] if urls else "", urls)
     return Samplers(
         Fleet(NOTHING, client, placement=placement), NOTHING, FACTS, AdapterLimits(8, 8), Metrics()
     )

@@ -9,7 +9,7 @@ import pytest
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities, chat_abilities
 from skyrl_tinker.engine.openai.openai_requests import require_one_sequence, texts_to_count, upstream_body
-from skyrl_tinker.inference.client.vllm_dialect import VLLM
+from skyrl_tinker.inference.vllm.vllm_dialect import VLLM
 from skyrl_tinker.protocol.schemas.openai import (
     ChatCompletionRequest,
     CompletionRequest,

@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_tinker.engine.openai.openai_endpoints import Chunk, _chunks
 from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
-from skyrl_tinker.inference.client.vllm_dialect import VLLM
+from skyrl_tinker.inference.vllm.vllm_dialect import VLLM
 
 CHUNK: Chunk = {"choices": [{"index": 0, "text": "a"}]}
 

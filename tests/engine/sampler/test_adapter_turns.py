@@ -16,9 +16,9 @@ from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.inference.client.http_connection import HttpAnswer
-from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from tests.engine.sampler.test_sampler_driver import FACTS
 from tests.engine.support.simulation import now, simulated
+from tests.support.sampler_clients import vllm_client
 from tests.support.scripted_replica import ScriptedReplica
 
 TOKEN_S = 0.01
@@ -66,7 +66,7 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def samplers_of(replica: Batch) -> Samplers:
-    client = RemoteInferenceClient("http://replica", ("http://replica",))
+    client = vllm_client("http://replica", ("http://replica",))
     client.data.http = client.control.http = cast(Any, replica)
     fleet = Fleet(cast(Any, None), client)
     return Samplers(fleet, cast(Any, None), FACTS, AdapterLimits(4, 1), Metrics())

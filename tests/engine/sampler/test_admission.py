@@ -12,6 +12,7 @@ from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from tests.engine.support.simulation import simulated
+from tests.support.sampler_clients import vllm_client
 from tests.support.waiting import until
 
 OLD, NEW = "http://old", "http://new"
@@ -39,7 +40,7 @@ class Servers:
 
 async def test_a_loss_is_noted_at_the_time_of_the_given_clock(store: Store, bell: Doorbell) -> None:
     """The database's, as the age of an incident is told by it."""
-    fleet = Fleet(Servers(), RemoteInferenceClient(OLD, (OLD,)), clock=lambda: 5.0)
+    fleet = Fleet(Servers(), vllm_client(OLD, (OLD,)), clock=lambda: 5.0)
 
     async def equip(newcomer: RemoteInferenceClient) -> None:
         """The newcomer needs nothing."""
@@ -56,7 +57,7 @@ async def test_a_loss_is_noted_at_the_time_of_the_given_clock(store: Store, bell
 async def test_what_equips_a_newcomer_that_dies_tidies_up_before_others_change_anything() -> None:
     """A weight sync that breaks off still speaks over the transport which the next one needs."""
     servers, steps = Servers(), list[str]()
-    fleet = Fleet(servers, RemoteInferenceClient(OLD, (OLD,)))
+    fleet = Fleet(servers, vllm_client(OLD, (OLD,)))
 
     async def equip(newcomer: RemoteInferenceClient) -> None:
         servers.dies.set()

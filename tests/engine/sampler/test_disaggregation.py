@@ -24,7 +24,6 @@ from skyrl_tinker.engine.sampler.launch import assemble
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError
-from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
@@ -45,6 +44,7 @@ from tests.inference.support.samplers import (
     target_logprobs,
     write_model,
 )
+from tests.support.sampler_clients import vllm_servers
 
 pytestmark = pytest.mark.long
 
@@ -72,7 +72,7 @@ async def fleet(pair: Served, tmp_path: Path) -> AsyncIterator[Fleet]:
     """The first server continues what the second one began."""
     decode, prefill = pair.group.urls
     settings = config.load(decode_urls=[decode], prefill_urls=[f"{prefill}/"])
-    external = ExternalServers(settings.external_urls, startup_s=30.0, hang_s=2.0, max_model_len=2)
+    external = vllm_servers(settings.external_urls, startup_s=30.0, hang_s=2.0, max_model_len=2)
     await external.ready()
     to_end: list[Callable[[], Awaitable[None]]] = []
     directory = pair.facts.directory

@@ -17,7 +17,6 @@ from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import SamplerError, TrainerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.doorbell import Doorbell
@@ -33,6 +32,7 @@ from tests.inference.support.samplers import (
     unique,
 )
 from tests.support.reads import reading
+from tests.support.sampler_clients import vllm_client, vllm_servers
 
 SAMPLES = 16
 
@@ -94,13 +94,13 @@ async def line(servers: dict[str, Served]) -> AsyncIterator[Line]:
 async def fleet(
     request: pytest.FixtureRequest, servers: dict[str, Served], line: Line, tmp_path: Path
 ) -> AsyncIterator[Fleet]:
-    external = ExternalServers(
+    external = vllm_servers(
         [servers["tied"].group.urls[0], line.url], startup_s=30.0, hang_s=2.0, max_model_len=2
     )
     await external.ready()
     router = Router(RouterSpec(str(tmp_path), "of the router"))
     await router.start(external.urls)
-    client = RemoteInferenceClient(
+    client = vllm_client(
         router.url, external.urls, "of the router", past_proxy=getattr(request, "param", True)
     )
     yield Fleet(external, client, router)
@@ -207,7 +207,7 @@ async def test_what_no_loss_explains_is_raised_and_what_cannot_be_served_is_refu
 
     with pytest.raises(SamplerError, match="a fault of its own"):
         await fleet.with_retry(broken)
-    nobody = ExternalServers(["http://127.0.0.1:9"], startup_s=1.0, hang_s=2.0, max_model_len=2)
+    nobody = vllm_servers(["http://127.0.0.1:9"], startup_s=1.0, hang_s=2.0, max_model_len=2)
     with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9 \(sampler_urls\) gave no answer in 1 s"):
         await nobody.ready()
 

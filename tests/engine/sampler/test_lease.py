@@ -17,9 +17,9 @@ from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError, StateLostError, UserError
 from skyrl_tinker.inference.client.http_connection import HttpAnswer
-from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.client.sample_parts import PART_TOKENS
 from tests.engine.sampler.test_sampler_driver import FACTS
+from tests.support.sampler_clients import vllm_client
 
 REQUEST = SampleRequest((1, 2), 1, SamplingParams(max_tokens=4, stop=()))
 
@@ -54,7 +54,7 @@ class Replica:
 
 def samplers_of(replica: Replica, *, keep_cache: bool = False, running: int = 8) -> Samplers:
     """`running`: adapters at once."""
-    client = RemoteInferenceClient("http://replica", ("http://replica",))
+    client = vllm_client("http://replica", ("http://replica",))
     client.data.http = client.control.http = cast(Any, replica)
     fleet, limits = Fleet(cast(Any, None), client), AdapterLimits(8, running)
     return Samplers(fleet, cast(Any, None), FACTS, limits, Metrics(), keep_cache=keep_cache)

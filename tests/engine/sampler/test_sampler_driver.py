@@ -16,7 +16,6 @@ from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.doorbell import Doorbell
@@ -25,6 +24,7 @@ from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 from tests.support.reads import reading
+from tests.support.sampler_clients import vllm_client
 from tests.support.waiting import until
 
 FACTS = BaseModelFacts("/nowhere", ("new",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
@@ -49,7 +49,7 @@ async def submit_sample(
 def make_driver(store: Store, bell: Doorbell, cores: tuple[int, ...] = ()) -> tuple[SamplerDriver, Metrics]:
     nothing = cast(Any, None)
     urls = tuple(f"http://{index}" for index in range(len(cores)))
-    fleet = Fleet(nothing, RemoteInferenceClient("", urls), cores=cores)
+    fleet = Fleet(nothing, vllm_client("", urls), cores=cores)
     metrics = Metrics()
     samplers = Samplers(fleet, nothing, FACTS, AdapterLimits(8, 8), Metrics())
     return SamplerDriver(store, samplers, Outbox(store, bell, metrics), Concurrency(8, 8), metrics), metrics

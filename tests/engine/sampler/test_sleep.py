@@ -15,6 +15,7 @@ from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
+from tests.support.sampler_clients import vllm_client
 
 
 class Replica:
@@ -67,7 +68,7 @@ async def fleet_of(*replicas: Replica, status: EngineStatus) -> AsyncIterator[tu
     for replica in replicas:
         await replica.server.start_server()
     processes = Processes()
-    client = RemoteInferenceClient(replicas[0].url, tuple(replica.url for replica in replicas))
+    client = vllm_client(replicas[0].url, tuple(replica.url for replica in replicas))
     fleet = Fleet(processes, client)
     supervision = asyncio.create_task(fleet.supervise(status, nothing))
     await asyncio.sleep(0)

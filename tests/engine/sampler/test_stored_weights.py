@@ -22,7 +22,6 @@ from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import StorageAwayError
-from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
 from skyrl_tinker.store import checkpoint_records, sampling_sessions
@@ -36,6 +35,7 @@ from tests.engine.sampler.test_adapter_turns import Batch, ask
 from tests.engine.sampler.test_sampler_driver import FACTS
 from tests.engine.support import journal
 from tests.support.reads import reading
+from tests.support.sampler_clients import vllm_client
 from tests.support.waiting import until
 
 
@@ -50,7 +50,7 @@ def stored(storage: CheckpointStorage, root: Path) -> Path:
 
 
 def samplers_of(storage: CheckpointStorage) -> Samplers:
-    client = RemoteInferenceClient("http://replica", ("http://replica",))
+    client = vllm_client("http://replica", ("http://replica",))
     client.data.http = client.control.http = cast(Any, Batch())
     fleet = Fleet(cast(Any, None), client, cores=(1,))
     return Samplers(fleet, cast(Any, None), FACTS, AdapterLimits(4, 1), Metrics(), storage)

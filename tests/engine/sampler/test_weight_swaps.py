@@ -16,7 +16,6 @@ from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.weight_swaps import WeightSwaps
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import SamplerError, StateLostError
-from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
@@ -34,6 +33,7 @@ from tests.inference.support.samplers import (
     spec_of,
     write_model,
 )
+from tests.support.sampler_clients import vllm_client
 from tests.weight_sync.conftest import CHUNK_BYTES
 from tests.weight_sync.test_pause import URL, Calls
 
@@ -51,7 +51,7 @@ async def fleet(ray_cluster: None, facts: BaseModelFacts, tmp_path: Path) -> Asy
     """One replica of our own."""
     group = ServerGroup.launch(spec_of(facts, tmp_path))
     await group.ready()
-    client = RemoteInferenceClient(group.urls[0], group.urls)
+    client = vllm_client(group.urls[0], group.urls)
     yield Fleet(group, client, step_s=STEP_S)
     await client.close()
     await group.shutdown()

@@ -10,6 +10,7 @@ import pytest
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
 from tests.inference.support.samplers import CONTEXT, Served, ask, prompt_of, sample
+from tests.support.sampler_clients import vllm_client
 from tests.support.waiting import until
 
 MANY = 512
@@ -23,14 +24,14 @@ async def client(
 ) -> AsyncIterator[RemoteInferenceClient]:
     if request.param == "alone":
         urls = servers["untied"].group.urls
-        alone = RemoteInferenceClient(urls[0], urls)
+        alone = vllm_client(urls[0], urls)
         yield alone
         await alone.close()
         return
     urls = servers["tied"].group.urls
     router = Router(RouterSpec(str(tmp_path / "logs"), "of the router"))
     await router.start(urls)
-    routed = RemoteInferenceClient(router.url, urls, "of the router")
+    routed = vllm_client(router.url, urls, "of the router")
     yield routed
     await routed.close()
     await router.shutdown()

@@ -10,7 +10,6 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from skyrl_tinker.errors import NotFoundError, SamplerError
-from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from tests.inference.support.samplers import (
     Sampler,
     Served,
@@ -20,6 +19,7 @@ from tests.inference.support.samplers import (
     random_adapter,
     unique,
 )
+from tests.support.sampler_clients import vllm_client
 
 NOBODY = "http://127.0.0.1:9"
 
@@ -29,7 +29,7 @@ async def both(servers: dict[str, Served]) -> AsyncIterator[Sampler]:
     """Two replicas of one model."""
     served = servers["tied"]
     assert len(served.group.urls) == 2
-    client = RemoteInferenceClient(served.group.urls[0], served.group.urls)
+    client = vllm_client(served.group.urls[0], served.group.urls)
     client.control.patience_s = 2.0
     yield Sampler(client, served.facts)
     await client.close()
@@ -91,7 +91,7 @@ async def test_a_prefix_cache_is_reset_once_nothing_of_it_is_on_its_way_to_the_h
     app = web.Application()
     app.router.add_post("/reset_prefix_cache", reset)
     async with TestServer(app) as server:
-        client = RemoteInferenceClient(str(server.make_url("")), (str(server.make_url("")).rstrip("/"),))
+        client = vllm_client(str(server.make_url("")), (str(server.make_url("")).rstrip("/"),))
         await client.control.reset_prefix_cache()
         assert answers == []
         answers += [False] * 100
@@ -152,7 +152,7 @@ async def test_a_replica_is_told_once_to_join_a_group_whose_id_serves_once() -> 
 
     server = await asyncio.start_server(answer_nothing, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    client = RemoteInferenceClient(url, (url,))
+    client = vllm_client(url, (url,))
     with pytest.raises(SamplerError, match="init_weight_transfer_engine failed"):
         await client.control.init_weight_transfer_engine({})
     assert joins == 1

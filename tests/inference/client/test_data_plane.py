@@ -11,9 +11,9 @@ from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
 from skyrl_tinker.inference.client.data_plane import StreamPath
 from skyrl_tinker.inference.client.generated import SamplerResponse
 from skyrl_tinker.inference.client.in_flight import InFlight
-from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.inference.client.vllm_dialect import VLLM
+from skyrl_tinker.inference.vllm.vllm_dialect import VLLM
 from tests.inference.support.samplers import Sampler, ask, prompt_of
+from tests.support.sampler_clients import vllm_client
 
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 COMPLETION = {"model": "base", "prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0}
@@ -38,15 +38,6 @@ async def test_tokens_completions_and_chats_are_generated(sampler: Sampler) -> N
     assert chat["choices"][0]["message"]["role"] == "assistant"
 
 
-async def test_prompts_are_rendered_to_the_tokens_that_would_be_generated_from(sampler: Sampler) -> None:
-    first, second = await sampler.client.data.render({**COMPLETION, "prompt": ["hello", "é"]})
-    assert first["token_ids"] == await sampler.client.data.tokenize({"prompt": "hello"})
-    assert first["sampling_params"]["max_tokens"] == 3
-    assert second["token_ids"]
-    (chat,) = await sampler.client.data.render(CHAT)
-    assert "hi" in await sampler.client.data.detokenize(chat["token_ids"])
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT), ("/inference/v1/generate", GENERATE)],
@@ -65,7 +56,7 @@ async def test_what_vllm_refuses_raises_before_anything_streams(sampler: Sampler
             raise AssertionError("it must not be entered")
     with pytest.raises(UserError, match="512"):
         await sampler.client.data.completion({**COMPLETION, "prompt": [512]})
-    client = RemoteInferenceClient("http://127.0.0.1:9", ("http://127.0.0.1:9",))
+    client = vllm_client("http://127.0.0.1:9", ("http://127.0.0.1:9",))
     with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9"):
         async with client.data.stream("/v1/completions", COMPLETION):
             raise AssertionError("it must not be entered")
@@ -89,7 +80,7 @@ def test_running_requests_are_known_by_their_tag_until_they_end() -> None:
 
 def test_a_key_keeps_its_server_while_others_come_and_go() -> None:
     urls, keys = tuple(f"http://127.0.0.1:{port}" for port in range(4)), [str(key) for key in range(4000)]
-    client = RemoteInferenceClient("http://router", urls, past_proxy=True)
+    client = vllm_client("http://router", urls, past_proxy=True)
 
     def servers() -> list[str]:
         return list(map(client.data._server_of, keys))
@@ -102,7 +93,7 @@ def test_a_key_keeps_its_server_while_others_come_and_go() -> None:
     assert servers() == before
     client.retarget("http://router", ())
     assert set(servers()) == {"http://router"}
-    assert RemoteInferenceClient("http://router", urls).data._server_of("a") == "http://router"
+    assert vllm_client("http://router", urls).data._server_of("a") == "http://router"
 
 
 async def test_long_lists_of_logprobs_are_not_parsed_on_the_event_loop(

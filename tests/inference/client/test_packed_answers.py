@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from skyrl_tinker.domain.values import SampleRequest, TargetTokens, VersionSpan
-from skyrl_tinker.inference.client import http_connection, vllm_requests, vllm_responses
+from skyrl_tinker.inference.client import http_connection
 from skyrl_tinker.inference.client.generated import SamplerResponse
 from skyrl_tinker.inference.client.http_connection import HttpStatusError
 from skyrl_tinker.inference.packed import PACKED
+from skyrl_tinker.inference.vllm import vllm_requests, vllm_responses
 from tests.inference.support.samplers import (
     CONTEXT,
     Sampler,

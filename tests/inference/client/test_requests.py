@@ -16,6 +16,7 @@ from tests.inference.support.samplers import (
     prompt_of,
     reference,
 )
+from tests.support.sampler_clients import vllm_client
 
 GREEDY = {"temperature": 0.0, "max_tokens": 12}
 
@@ -133,7 +134,7 @@ async def test_a_pickled_client_samples(sampler: Sampler) -> None:
 
 
 async def test_an_unreachable_server_is_a_sampler_error(sampler: Sampler) -> None:
-    client = RemoteInferenceClient("http://127.0.0.1:9", ("http://127.0.0.1:9",))
+    client = vllm_client("http://127.0.0.1:9", ("http://127.0.0.1:9",))
     with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9"):
         await Sampler(client, sampler.facts)("base", ask(prompt_of(4)))
     await client.close()

@@ -10,7 +10,6 @@ from aiohttp.test_utils import TestServer
 
 from skyrl_tinker.domain.values import BaseModelFacts, VersionSpan
 from skyrl_tinker.errors import NotFoundError, SamplerError
-from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.constants import BASE_MODEL, START_VERSION
 from tests.inference.support.samplers import (
     Sampler,
@@ -23,6 +22,7 @@ from tests.inference.support.samplers import (
     unique,
     write_model,
 )
+from tests.support.sampler_clients import vllm_client
 from tests.support.scripted_replica import ScriptedReplica
 from tests.support.stand_in_replicas import StandIn
 from tests.support.waiting import until
@@ -59,7 +59,7 @@ async def connected(served: Served | None, facts: BaseModelFacts) -> AsyncIterat
         return
     async with TestServer(StandIn(ScriptedReplica(answer_s=0.1)).app()) as server:
         url = str(server.make_url("")).rstrip("/")
-        stand_in = Sampler(RemoteInferenceClient(url, (url,)), facts)
+        stand_in = Sampler(vllm_client(url, (url,)), facts)
         yield stand_in
         await stand_in.client.close()
 

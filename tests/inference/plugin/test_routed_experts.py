@@ -14,9 +14,8 @@ from skyrl_tinker.domain.values import SampleOutput, SampleRequest
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.generated import GeneratedSequence
 from skyrl_tinker.inference.client.sample_parts import remainder
-from skyrl_tinker.inference.client.vllm_requests import body
-from skyrl_tinker.inference.client.vllm_responses import parse
-from skyrl_tinker.inference.servers.external_servers import ExternalServers
+from skyrl_tinker.inference.vllm.vllm_requests import body
+from skyrl_tinker.inference.vllm.vllm_responses import parse
 from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_tinker.weight_sync.sync import sync_weights
 from tests.inference.support.mixtures import ATTENTION, EXPERTS, expert_adapter, write_merged
@@ -30,6 +29,7 @@ from tests.inference.support.samplers import (
     publish_adapter,
     reference,
 )
+from tests.support.sampler_clients import vllm_servers
 
 pytestmark = pytest.mark.long
 
@@ -121,7 +121,7 @@ async def _aborted(sampler: Sampler, request: SampleRequest) -> GeneratedSequenc
 
 
 async def test_an_external_server_that_lists_experts_is_taken(mixture: Served) -> None:
-    await ExternalServers(mixture.group.urls, 5.0, 2.0, CONTEXT + 1, router_replay=True).ready()
+    await vllm_servers(mixture.group.urls, 5.0, 2.0, CONTEXT + 1, router_replay=True).ready()
 
 
 async def test_who_does_not_ask_gets_no_experts_of_the_prompt(mixture: Served) -> None:

@@ -21,6 +21,7 @@ from skyrl_tinker.inference.servers.health_checks import CoreWatch, Loss, health
 from skyrl_tinker.inference.servers.ports import LOOPBACK, reserve_port
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from tests.inference.support.samplers import ask, prompt_of, sample, spec_of, write_model
+from tests.support.sampler_clients import vllm_client
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.servers, pytest.mark.long]
@@ -80,7 +81,7 @@ async def sample_on(client: RemoteInferenceClient) -> None:
 
 
 async def test_a_core_that_spins_is_noticed_and_an_idle_or_busy_one_is_left_alone(server: str) -> None:
-    client = RemoteInferenceClient(server, (server,))
+    client = vllm_client(server, (server,))
     watching = watch(server)
     assert not (await asyncio.wait((watching,), timeout=QUIET_S))[0], "idle"
     load = asyncio.create_task(sample_on(client))

@@ -12,12 +12,12 @@ import pytest
 
 from skyrl_tinker.domain.values import Gpu
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from tests.inference.support.samplers import CONTEXT, Sampler, ask, prompt_of, spec_of, write_model
 from tests.support.processes import is_zombie
+from tests.support.sampler_clients import vllm_client
 from tests.support.waiting import until
 
 NOWHERE = Gpu("0" * 56, "0")
@@ -48,7 +48,7 @@ async def test_dead_and_hung_servers_are_noticed_and_replaced(ray_cluster: None,
     assert not set(await asyncio.gather(group.replace(0), group.replace(1))) & set(urls)
     await _a_server_hangs(group, 0)
 
-    client = RemoteInferenceClient(group.urls[1], group.urls[1:])
+    client = vllm_client(group.urls[1], group.urls[1:])
     assert (await Sampler(client, facts)("base", ask(prompt_of(5)))).sequences
     await client.close()
     left = family(group.pids()[1])
@@ -67,10 +67,10 @@ async def test_a_server_with_a_token_serves_those_who_bear_it_also_behind_the_ro
     await router.start(group.urls)
     request = ask(prompt_of(5))
     for url in (group.urls[0], router.url):
-        stranger = RemoteInferenceClient(url, group.urls)
+        stranger = vllm_client(url, group.urls)
         with pytest.raises(SamplerError, match="401"):
             await Sampler(stranger, facts)("base", request)
-        bearing = pickle.loads(pickle.dumps(RemoteInferenceClient(url, group.urls, group.token)))
+        bearing = pickle.loads(pickle.dumps(vllm_client(url, group.urls, group.token)))
         assert (await Sampler(bearing, facts)("base", request)).sequences
         prompt = {"prompt": "a"}
         assert len(await bearing.data.tokenize(prompt)) == 1
@@ -118,7 +118,7 @@ async def test_a_dead_engine_process_fills_no_log(ray_cluster: None, tmp_path: P
     facts = write_model(tmp_path / "model", tied=True)
     group = ServerGroup.launch(spec_of(facts, tmp_path))
     await group.ready()
-    client = RemoteInferenceClient(group.urls[0], group.urls)
+    client = vllm_client(group.urls[0], group.urls)
     sampler, long = Sampler(client, facts), ask(prompt_of(5), max_tokens=CONTEXT - 10)
     samples = [asyncio.create_task(sampler("base", long)) for _ in range(64)]
     await asyncio.sleep(0.5)
@@ -150,7 +150,7 @@ async def test_further_arguments_reach_vllm(ray_cluster: None, tmp_path: Path) -
     facts = write_model(tmp_path / "model", tied=True)
     group = ServerGroup.launch(replace(spec_of(facts, tmp_path), vllm_args=arguments))
     await group.ready()
-    sampler = Sampler(RemoteInferenceClient(group.urls[0], group.urls), facts)
+    sampler = Sampler(vllm_client(group.urls[0], group.urls), facts)
     outputs = [await sampler("base", ask(prompt_of(200))) for _ in range(2)]
     assert [output.cached_tokens for output in outputs] == [0, 0]
     await sampler.client.close()

@@ -18,6 +18,7 @@ from skyrl_tinker.inference.servers.router import Router, RouterSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from tests.inference.support import samplers
 from tests.inference.support.samplers import Served, ask, prompt_of, spec_of
+from tests.support.sampler_clients import vllm_client
 
 SESSIONS = 24
 TOKEN = "of this router"
@@ -34,7 +35,7 @@ async def router(servers: dict[str, Served], tmp_path: Path) -> AsyncIterator[Ro
 
 @pytest.fixture
 async def client(servers: dict[str, Served], router: Router) -> AsyncIterator[RemoteInferenceClient]:
-    routed = RemoteInferenceClient(router.url, servers["tied"].group.urls, TOKEN)
+    routed = vllm_client(router.url, servers["tied"].group.urls, TOKEN)
     await routed.control.reset_prefix_cache()
     yield routed
     await routed.close()

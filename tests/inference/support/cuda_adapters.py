@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from skyrl_tinker.domain.values import SampleRequest, SamplingParams, TargetTokens
-from skyrl_tinker.inference.client.vllm_requests import SCORES_KEY, pack
+from skyrl_tinker.inference.vllm.vllm_requests import SCORES_KEY, pack
 
 HIDDEN, VOCAB, RANK, SLOTS, MOST_TOKENS = 32, 64, 16, 4, 512
 Batch = Sequence[tuple[int, Sequence[int]]]

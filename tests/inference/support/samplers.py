@@ -35,6 +35,7 @@ from skyrl_tinker.inference.sampling_engine import ENGINE
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.server.base_models.base_model import resolve
+from tests.support.sampler_clients import vllm_client
 from tests.support.tiny_models import write_tiny
 
 CONTEXT = 256
@@ -136,7 +137,7 @@ async def sampler(servers: dict[str, Served]) -> AsyncIterator[Sampler]:
 
 def make_sampler(served: Served) -> Sampler:
     urls = served.group.urls
-    return Sampler(RemoteInferenceClient(urls[0], urls), served.facts)
+    return Sampler(vllm_client(urls[0], urls), served.facts)
 
 
 def ask(prompt: tuple[int, ...], *, num_samples: int = 1, **given: Any) -> SampleRequest:

@@ -16,8 +16,8 @@ from skyrl_tinker.inference.client.fan_out import (
     require_all,
 )
 from skyrl_tinker.inference.client.sampling_port import PauseMode
-from skyrl_tinker.inference.client.vllm_requests import abort_id
 from skyrl_tinker.inference.constants import BASE_MODEL
+from skyrl_tinker.inference.vllm.vllm_requests import abort_id
 
 BLOCKS_IN_TRANSFER = "Failed to reset KV cache"
 """Words of the error that vLLM raises while a decode server has not fetched all blocks of a prompt."""

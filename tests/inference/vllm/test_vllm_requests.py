@@ -8,9 +8,9 @@ from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, SampleRequest, SamplingParams
 from skyrl_tinker.errors import SamplerError, UserError
 from skyrl_tinker.inference.client.sample_parts import scores_prompt, split
-from skyrl_tinker.inference.client.vllm_requests import body
-from skyrl_tinker.inference.client.vllm_responses import logprobs_mode, parse
-from skyrl_tinker.inference.servers.vllm_process import kv_bytes, require_memory
+from skyrl_tinker.inference.vllm.vllm_process import kv_bytes, require_memory
+from skyrl_tinker.inference.vllm.vllm_requests import body
+from skyrl_tinker.inference.vllm.vllm_responses import logprobs_mode, parse
 from tests.inference.support.samplers import ask, spec_of
 
 EOS = (2, 1)

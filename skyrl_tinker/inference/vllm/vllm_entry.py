@@ -1,4 +1,4 @@
-"""vLLM's server, `python -m skyrl_tinker.inference.servers.vllm_entry`, with imports that take a fifth less.
+"""vLLM's server, `python -m skyrl_tinker.inference.vllm.vllm_entry`, with imports that take a fifth less.
 
 Its thousands of modules are objects that stay; vLLM freezes them itself. (`vllm serve` would need the
 distribution to be named vllm.)

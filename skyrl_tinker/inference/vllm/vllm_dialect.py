@@ -6,18 +6,29 @@ from typing import Any
 
 from skyrl_tinker.domain.values import SampleRequest
 from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
-from skyrl_tinker.inference.client import vllm_requests, vllm_responses
 from skyrl_tinker.inference.client.generated import diverged
-from skyrl_tinker.inference.client.sampling_port import Json, Post
-from skyrl_tinker.inference.client.vllm_control import VllmControl
-from skyrl_tinker.inference.constants import BASE_MODEL
+from skyrl_tinker.inference.client.sampling_port import Advice, Json, Post
+from skyrl_tinker.inference.constants import BASE_MODEL, PROBE, VERSION_PULL
 from skyrl_tinker.inference.packed import PACKED
+from skyrl_tinker.inference.vllm import vllm_requests, vllm_responses
+from skyrl_tinker.inference.vllm.vllm_control import VllmControl
 
 
 @dataclass(frozen=True)
 class VllmDialect:
     path = "/inference/v1/generate"
     core_path = "/is_sleeping"
+    reasoning_field = "reasoning"
+    metrics_prefix = "vllm:"
+    unbounded_metrics = frozenset({"vllm:lora_requests_info"})
+    pull_probe = PROBE
+    advice = Advice(
+        routes=f"VLLM_SERVER_DEV_MODE=1, --enable-scale-out and --served-model-name {BASE_MODEL}",
+        pull=f"--middleware {VERSION_PULL}",
+        context="--max-model-len {}",
+        logprobs="--logprobs-mode {}_logprobs",
+        experts="--enable-return-routed-experts",
+    )
     trial = vllm_responses.TRIAL
     body = staticmethod(vllm_requests.body)
     parse = staticmethod(vllm_responses.parse)

@@ -20,15 +20,15 @@ from skyrl_tinker.inference.constants import (
     TOKEN,
     VERSION_PULL,
 )
-from skyrl_tinker.inference.servers import vllm_arguments
 from skyrl_tinker.inference.servers.ports import LOOPBACK
 from skyrl_tinker.inference.servers.replica_spec import Arguments, SamplerSpec
-from skyrl_tinker.inference.servers.vllm_arguments import as_flags, merged
+from skyrl_tinker.inference.vllm import vllm_arguments, vllm_models, vllm_slots
+from skyrl_tinker.inference.vllm.vllm_arguments import as_flags, merged
 
 if TYPE_CHECKING:
-    from skyrl_tinker.inference.client.vllm_dialect import VllmDialect
+    from skyrl_tinker.inference.vllm.vllm_dialect import VllmDialect
 
-ENTRY = "skyrl_tinker.inference.servers.vllm_entry"
+ENTRY = "skyrl_tinker.inference.vllm.vllm_entry"
 SMALLEST_KV_BYTES = 64 * MiB
 PACKED_ANSWERS = "skyrl_tinker.inference.plugin.packed_answers.PackedAnswers"
 GUARD = "skyrl_tinker.inference.plugin.token_guard.TokenGuard"
@@ -171,13 +171,16 @@ class VllmProcess:
     title = "vLLM"
     leftovers = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")  # of tensor-parallel workers
     check = staticmethod(vllm_arguments.check)
+    require_model = staticmethod(vllm_models.require_model)
+    slot_rank = staticmethod(vllm_slots.slot_rank)
+    expert_slot_rank = staticmethod(vllm_slots.expert_slot_rank)
     workers = staticmethod(vllm_arguments.workers)
     cores = staticmethod(vllm_arguments.data_parallel_size)
     require_memory = staticmethod(require_memory)
 
     @property
     def dialect(self) -> "VllmDialect":
-        from skyrl_tinker.inference.client.vllm_dialect import VLLM  # `serve` itself does without it
+        from skyrl_tinker.inference.vllm.vllm_dialect import VLLM  # `serve` itself does without it
 
         return VLLM
 
