@@ -72,6 +72,7 @@ def limits_of(settings: Settings, facts: BaseModelFacts) -> Limits:
         max_datums=settings.max_datums,
         base_models=facts.names,
         max_lora_rank=settings.max_lora_rank,
+        sampler=facts.sampler,
     )
 
 

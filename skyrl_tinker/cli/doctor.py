@@ -236,7 +236,8 @@ def _base_model(settings: Settings) -> str:
         return "tiny, made on first use"
     with _startup_errors():
         _, facts = base_model.read_config(settings)
-    return f"{settings.base_model}: {facts.architecture}, {facts.context_length} tokens of context"
+    described = f"{facts.architecture}, {facts.context_length} tokens of context, sampled by {facts.sampler}"
+    return f"{settings.base_model}: {described}"
 
 
 def _plan(settings: Settings) -> str:

@@ -150,7 +150,8 @@ def status_lines(now: Facts) -> Iterator[str]:
         if following := _unit(trainer["following"]):
             yield f"next      {following}"
     if samplers := now["samplers"]:
-        yield f"samplers  {samplers['in_flight']} in flight, {samplers['waiting']} waiting"
+        counts = f"{samplers['in_flight']} in flight, {samplers['waiting']} waiting"
+        yield f"samplers  {server['sampler']}: {counts}"
     ways = Counter(each["weights_by"] for each in now["replicas"] if each["weights_by"])
     if ways:
         yield f"weights   {', '.join(f'by {way} to {_replicas(count)}' for way, count in ways.items())}"

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skyrl_tinker.domain.ids import ModelId, ModelKey, RequestId, VersionId
+from skyrl_tinker.domain.sampler_abilities import ALL_ABILITIES, SamplerAbilities
 from skyrl_tinker.errors import Category, cut
 
 Int32 = npt.NDArray[np.int32]
@@ -339,7 +340,10 @@ class WeightVersion:
 
 @dataclass(frozen=True, slots=True)
 class BaseModelFacts:
-    """Facts of the base model that the API and the engine need; written to the store by `serve`."""
+    """Facts of the base model that the API and the engine need; written to the store by `serve`.
+
+    `sampler`: of the engine that samples it.
+    """
 
     directory: str  # absolute
     names: tuple[str, ...]  # names under which clients may ask for it; names[0] is the canonical one
@@ -359,6 +363,7 @@ class BaseModelFacts:
     experts: int = 0  # in every layer; 0: an MLP
     experts_per_token: int = 1
     one_pair_for_gate_and_up: bool = False  # of an expert's adapter
+    sampler: SamplerAbilities = ALL_ABILITIES
 
     @property
     def name(self) -> str:

@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu, WeightVersion
@@ -41,8 +42,7 @@ async def read_base_model(store: Store) -> BaseModelFacts:
     facts: Any = await store.read(lambda conn: server_state.get(conn, "base_model"))
     if facts is None:
         raise StartupError("the store names no base model: start the engine with `skyrl-tinker serve`")
-    lists = {name: tuple(value) for name, value in facts.items() if isinstance(value, list)}
-    return BaseModelFacts(**(facts | lists))
+    return TypeAdapter(BaseModelFacts).validate_python(facts)
 
 
 class StartUp:

@@ -19,7 +19,12 @@ def replica(host: str | None, weights_by: str | None, adapters_by: str | None) -
 NOW: dict[str, Any] = {
     "state": "ready",
     "detail": "",
-    "server": {"base_model": "org/tiny", "device": "cpu", "context_length": 64},
+    "server": {
+        "base_model": "org/tiny",
+        "device": "cpu",
+        "context_length": 64,
+        "sampler": "Plain",
+    },
     "problems": [],
     "queue": [],
     **dict.fromkeys(("trainer", "samplers", "rates", "processes")),
@@ -35,6 +40,11 @@ NOW: dict[str, Any] = {
 def test_status_counts_the_replicas_of_each_way() -> None:
     assert list(status_lines(NOW))[-1] == "weights   by shared memory to 1 replica, by gloo to 2 replicas"
     assert not any(line.startswith("weights") for line in status_lines(NOW | {"replicas": []}))
+
+
+def test_status_names_the_sampling_engine_and_what_it_lacks() -> None:
+    lines = status_lines(NOW | {"samplers": {"in_flight": 3, "waiting": 2}})
+    assert "samplers  Plain: 3 in flight, 2 waiting" in lines
 
 
 def test_ps_shows_host_and_ways_of_each_replica() -> None:

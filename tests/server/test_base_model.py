@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from skyrl_tinker import config
+from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.server.base_models import base_model
 from skyrl_tinker.server.base_models.tiny_families import FAMILIES
@@ -39,6 +40,7 @@ def test_facts_of_a_directory_come_from_its_files(model: Path) -> None:
     assert (facts.architecture, facts.vocab_size, facts.hidden_size) == ("Qwen3ForCausalLM", 512, 64)
     assert (facts.num_layers, facts.num_kv_heads, facts.head_dim, facts.tied) == (2, 1, 32, False)
     assert facts.eos_token_ids == (2, 0)
+    assert facts.sampler == SamplerAbilities("vLLM", 0.01)
 
 
 def test_a_directory_is_served_under_its_given_name_and_its_path(

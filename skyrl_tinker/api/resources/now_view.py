@@ -88,6 +88,7 @@ class NowView:
             placement=settings.placement,
             trainer_ranks=settings.trainer_ranks,
             replicas=len(settings.external_urls) or settings.replicas,
+            sampler=str(facts.sampler),
             started_at=None if started_at is None else utc(started_at),
         )
 

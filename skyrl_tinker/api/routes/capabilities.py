@@ -1,4 +1,4 @@
-"""Capabilities of this server: its base model."""
+"""Capabilities of this server: its base model and its sampling engine."""
 
 from fastapi import APIRouter
 
@@ -8,9 +8,12 @@ from skyrl_tinker.protocol.schemas.session import ServerCapabilitiesResponse, Su
 router = APIRouter(tags=["client"])
 
 
-@router.get("/get_server_capabilities", summary="The base model and its context length")
+@router.get(
+    "/get_server_capabilities", summary="The base model, its context length, and what the samplers can do"
+)
 async def get_server_capabilities(deps: Deps) -> ServerCapabilitiesResponse:
     facts = deps.facts
     return ServerCapabilitiesResponse(
-        supported_models=[SupportedModel(model_name=facts.name, max_context_length=facts.context_length)]
+        supported_models=[SupportedModel(model_name=facts.name, max_context_length=facts.context_length)],
+        sampler=facts.sampler,
     )

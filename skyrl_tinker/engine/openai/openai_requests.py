@@ -5,6 +5,7 @@ from typing import Any
 
 import orjson
 
+from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.errors import UserError
@@ -107,8 +108,9 @@ def upstream_body(
 ) -> dict[str, Any]:
     """Return the sampler's body without the fields of its dialect.
 
-    Raises FieldError with the numbers if it exceeds the context, and for what the model cannot do.
+    Raises FieldError with the numbers if it exceeds the context, and for what model or samplers cannot do.
     """
+    _check_abilities(request, facts.sampler)
     body = request.model_dump(include=_FORWARDED, exclude_none=True)
     body["max_tokens"] = _max_tokens(request, prompt_tokens, facts.context_length)
     body |= _stop(request, facts, abilities)
@@ -118,6 +120,16 @@ def upstream_body(
     if request.stream:  # the usage of each chunk is for the bill of a client that leaves
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     return body
+
+
+def _check_abilities(request: OpenAIRequest, sampler: SamplerAbilities) -> None:
+    if refusal := sampler.refusal(request.temperature):
+        raise FieldError(refusal, "temperature")
+    if request.seed is not None:
+        try:
+            sampler.require(["seed"])
+        except UserError as error:
+            raise FieldError(str(error), "seed") from error
 
 
 def _stop(request: OpenAIRequest, facts: BaseModelFacts, abilities: ChatAbilities) -> dict[str, Any]:

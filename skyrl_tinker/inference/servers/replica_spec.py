@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 
 if TYPE_CHECKING:  # `serve` itself does without an HTTP client
@@ -34,6 +35,8 @@ class EngineProcess(Protocol):
 
     @property
     def title(self) -> str: ...
+    @property
+    def abilities(self) -> SamplerAbilities: ...
     @property
     def dialect(self) -> "Dialect": ...
     @property

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.errors import SamplerError
@@ -169,6 +170,9 @@ def environment(
 @dataclass(frozen=True)
 class VllmProcess:
     title = "vLLM"
+    abilities = SamplerAbilities(
+        "vLLM", lowest_temperature=0.01
+    )  # it would silently sample at this one instead
     leftovers = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")  # of tensor-parallel workers
     check = staticmethod(vllm_arguments.check)
     require_model = staticmethod(vllm_models.require_model)

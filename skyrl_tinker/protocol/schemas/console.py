@@ -13,7 +13,10 @@ MOST_S = 10 * 366 * 86400
 
 
 class ServedModel(Message):
-    """Model that is served, and where it runs. `started_at` null: not by `serve`."""
+    """Model that is served, and where it runs. `sampler`: its engine, and what that lacks.
+
+    `started_at` null: not by `serve`.
+    """
 
     version: str
     base_model: str
@@ -22,6 +25,7 @@ class ServedModel(Message):
     placement: str
     trainer_ranks: int
     replicas: int
+    sampler: str
     started_at: datetime | None
 
 

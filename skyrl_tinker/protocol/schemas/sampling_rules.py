@@ -8,19 +8,12 @@ from pydantic import AfterValidator, Field
 from skyrl_tinker.domain.values import SEEDS
 from skyrl_tinker.protocol.schemas.base import MAX_INT32, StrictInt
 
-LOWEST_TEMPERATURE = 0.01  # vLLM would silently sample at this one instead
 MAX_STOPS = 1024
 """Most stop strings or tokens: the sampler looks for each of them after every token."""
 
 
-def _no_lower_temperature(temperature: float) -> float:
-    if 0 < temperature < LOWEST_TEMPERATURE:
-        raise ValueError(f"expected 0 (greedy) or at least {LOWEST_TEMPERATURE}")
-    return temperature
-
-
 MaxTokens = Annotated[StrictInt, Field(ge=1)]
-Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_no_lower_temperature)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[
     StrictInt,

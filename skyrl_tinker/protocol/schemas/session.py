@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
+from skyrl_tinker.domain.sampler_abilities import ALL_ABILITIES, SamplerAbilities
 from skyrl_tinker.protocol.schemas.base import Items, Message, NullableDict, Text
 
 DETAIL_CHARACTERS = 16_384
@@ -111,4 +112,7 @@ class SupportedModel(Message):
 
 
 class ServerCapabilitiesResponse(Message):
+    """`sampler`: the sampling engine by the fields of a request that it serves."""
+
     supported_models: list[SupportedModel] = Field(default_factory=list)
+    sampler: SamplerAbilities = ALL_ABILITIES

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from skyrl_tinker.domain.sampler_abilities import ALL_ABILITIES, SamplerAbilities
 from skyrl_tinker.errors import UserError
 
 
@@ -19,6 +20,7 @@ class Limits:
     base_models: tuple[str, ...]
     max_lora_rank: int
     max_targets: int = 1 << 22
+    sampler: SamplerAbilities = ALL_ABILITIES
 
 
 def validate_base_model(name: str, limits: Limits) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.domain.values import SampleRequest, SamplingParams
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.schemas.sampling import AsampleRequest, ModelInput, WireSamplingParams
@@ -27,6 +28,7 @@ def validate_sample(request: AsampleRequest, limits: Limits) -> SampleRequest:
         raise UserError(f"num_samples is {request.num_samples}, expected 1 to {MAX_SAMPLES}")
     prompt = _prompt(request.prompt, limits.vocab_size)
     params = _params(request.sampling_params, limits.vocab_size)
+    _check_abilities(request, limits.sampler)
     check_scores(request, len(prompt), limits)
     targets = request.target_prompt_logprobs
     sample = SampleRequest(
@@ -71,6 +73,19 @@ def _params(params: WireSamplingParams, vocab_size: int) -> SamplingParams:
         top_k=params.top_k,
         top_p=params.top_p,
     )
+
+
+def _check_abilities(request: AsampleRequest, sampler: SamplerAbilities) -> None:
+    """Raise UserError for what the sampling engine would not do as asked."""
+    params = request.sampling_params
+    if refusal := sampler.refusal(params.temperature):
+        raise UserError(f"sampling_params.{refusal}")
+    asked = {
+        "seed": params.seed is not None,
+        "target_prompt_logprobs": request.target_prompt_logprobs is not None,
+        "prompt_alt_tokens_k": request.prompt_alt_tokens_k > 0,
+    }
+    sampler.require(name for name, given in asked.items() if given)
 
 
 def stop_bytes(stop: str | Sequence[str | int] | None) -> int:

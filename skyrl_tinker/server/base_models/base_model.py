@@ -126,6 +126,7 @@ def _facts(
         eos_token_ids=_eos(directory, config),
         hub_name=hub_name,
         num_heads=_positive(config, "num_attention_heads"),
+        sampler=ENGINE.abilities,
         **_mlp(config),
     )
 

@@ -1,10 +1,13 @@
 """Calls of the SDK before anything else, and calls of monitors."""
 
+from dataclasses import asdict, replace
+
 import pytest
 from tinker.types import ClientConfigResponse
 
 from skyrl_tinker.config import Settings
-from tests.api.support.world import BASE, CONTEXT, World, running
+from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
+from tests.api.support.world import BASE, CONTEXT, FACTS, World, running
 
 
 @pytest.mark.parametrize("body", [b'{"sdk_version": "0.38.0"}', b"{}", b""])
@@ -63,6 +66,12 @@ async def test_dynamic_config_offers_cancelling(world: World) -> None:
 async def test_telemetry_is_always_accepted(world: World, body: bytes) -> None:
     answer = await world.http.post("telemetry", content=body, headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()) == (200, {"status": "accepted"})
+
+
+async def test_capabilities_tell_what_the_samplers_lack(settings: Settings) -> None:
+    lacking = SamplerAbilities("Plain", 0.01, seed=False)
+    async with running(settings, replace(FACTS, sampler=lacking)) as world:
+        assert (await world.http.get("get_server_capabilities")).json()["sampler"] == asdict(lacking)
 
 
 async def test_capabilities_name_the_base_model_and_its_context(world: World) -> None:

@@ -1,14 +1,21 @@
 """OpenAI's fields in vLLM's bodies, by what the model's chat template reads."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities, chat_abilities
-from skyrl_tinker.engine.openai.openai_requests import require_one_sequence, texts_to_count, upstream_body
+from skyrl_tinker.engine.openai.openai_requests import (
+    add_reasoning,
+    require_one_sequence,
+    texts_to_count,
+    upstream_body,
+)
 from skyrl_tinker.inference.vllm.vllm_dialect import VLLM
 from skyrl_tinker.protocol.schemas.openai import (
     ChatCompletionRequest,
@@ -67,6 +74,30 @@ def test_a_stop_beyond_the_vocabulary_is_refused() -> None:
     request = parse_openai(CompletionRequest, {"model": "m", "prompt": [5], "stop": [512]})
     with pytest.raises(FieldError, match=r"stop\[0\] is 512, expected a token id in \[0, 512\)"):
         upstream_body(request, 1, FACTS, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("seed", 0, "seed is not supported by .* engine, Plain"),
+        ("temperature", 0.009, "temperature: expected 0 .* least 0.01, found 0.009"),
+    ],
+)
+def test_what_the_sampling_engine_lacks_is_refused_by_name(field: str, value: float, message: str) -> None:
+    request = parse_openai(CompletionRequest, {"model": "m", "prompt": [5], field: value})
+    assert upstream_body(request, 1, FACTS, PLAIN)[field] == value
+    lacking = replace(FACTS, sampler=SamplerAbilities("Plain", 0.01, seed=False))
+    with pytest.raises(FieldError, match=message) as refused:
+        upstream_body(request, 1, lacking, PLAIN)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+def test_reasoning_goes_under_both_names_whatever_the_sampler_calls_it(field: str) -> None:
+    response = {"choices": [{"message": {field: "because"}}, {"delta": {field: "so"}}, {"delta": {}}]}
+    add_reasoning(response, field)
+    said = [{"reasoning": text, "reasoning_content": text} for text in ("because", "so")]
+    assert response == {"choices": [{"message": said[0]}, {"delta": said[1]}, {"delta": {}}]}
 
 
 SPECIAL = ChatAbilities(PLAIN.words, special_tokens={"<|im_end|>": 7, "</s>": 9})

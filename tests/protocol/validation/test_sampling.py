@@ -1,5 +1,6 @@
 """asample: refusals with their messages, and the stored value."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import tinker
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.domain.values import SampleRequest, SamplingParams, TargetTokens
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.schemas.base import parse
@@ -25,7 +27,7 @@ from skyrl_tinker.protocol.validation.sampling import validate_sample
 LIMITS = Limits(vocab_size=10, context_length=8, max_datums=3, base_models=("m",), max_lora_rank=8)
 
 
-def validate(prompt: Any = None, params: Any = None, **fields: Any) -> SampleRequest:
+def validate(prompt: Any = None, params: Any = None, limits: Limits = LIMITS, **fields: Any) -> SampleRequest:
     chunks = [{"tokens": [1, 2, 3]}] if prompt is None else prompt
     body = {
         "sampling_session_id": "s",
@@ -33,7 +35,7 @@ def validate(prompt: Any = None, params: Any = None, **fields: Any) -> SampleReq
         "prompt": {"chunks": chunks},
         "sampling_params": params or {},
     }
-    return validate_sample(parse(AsampleRequest, {**body, **fields}), LIMITS)
+    return validate_sample(parse(AsampleRequest, {**body, **fields}), limits)
 
 
 def test_the_bare_form_of_old_sdks_has_the_protocols_defaults() -> None:
@@ -108,10 +110,34 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> None:
         validate(**fields)
 
 
+LACKING = replace(LIMITS, sampler=SamplerAbilities("Plain", 0.01, False, False, False))
+TARGETS = {"data": [1, 2], "dtype": "int64", "shape": [2, 1]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"params": {"seed": 0}}, "seed"),
+        ({"target_prompt_logprobs": TARGETS}, "target_prompt_logprobs"),
+        ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k"),
+    ],
+)
+def test_what_the_sampling_engine_lacks_is_refused_by_name(fields: dict[str, Any], field: str) -> None:
+    assert validate(**fields)
+    with pytest.raises(NotSupportedError, match=f"^{field} is not supported by .* engine, Plain$"):
+        validate(limits=LACKING, **fields)
+
+
+def test_a_temperature_that_the_sampling_engine_would_not_sample_at_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^sampling_params.temperature: expected 0 .* least 0.01, found"):
+        validate(params={"temperature": 0.009}, limits=LACKING)
+    for temperature in (0.0, 0.01):
+        assert validate(params={"temperature": temperature}, limits=LACKING)
+
+
 WRONG: list[tuple[str, Any, str]] = [
     ("temperature", -0.1, "Input should be greater than or equal to 0, found -0.1"),
     ("temperature", 2.1, "Input should be less than or equal to 2, found 2.1"),
-    ("temperature", 0.001, r"expected 0 \(greedy\) or at least 0.01, found 0.001"),
     ("temperature", float("inf"), "Input should be less than or equal to 2, found inf"),
     ("temperature", float("nan"), "Input should be less than or equal to 2, found nan"),
     ("top_p", 0.0, "Input should be greater than 0, found 0.0"),
