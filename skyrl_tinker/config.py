@@ -235,6 +235,11 @@ class Settings(BaseSettings):
         description="vLLM's parser that puts the reasoning of chat answers in a field of its own, as qwen3 "
         "[default: it stays in their text]",
     )
+    tool_parser: str | None = Field(
+        None,
+        description="vLLM's parser that reads tool calls in chat answers, as hermes for Qwen3 [default: "
+        "requests with tools are refused]",
+    )
     vllm_args: dict[str, JsonValue] = Field(
         {},
         description="A further argument of vLLM as NAME=VALUE, such as max-num-seqs=512 or "

@@ -118,7 +118,7 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
         samplers.storage,
     )
     driver = training.driver
-    abilities = chat_abilities(Path(facts.directory), settings.reasoning_parser)
+    abilities = chat_abilities(Path(facts.directory), settings.reasoning_parser, settings.tool_parser)
     openai = OpenAIServer(store, samplers, fleet, facts, abilities, sampler_driver, metrics)
     _register_gauges(settings, metrics, backends, sampler_driver)
     return Parts(
@@ -235,6 +235,7 @@ def sampler_spec(
         sampled_logprobs=settings.sampled_logprobs,
         router_replay=settings.router_replay,
         reasoning_parser=settings.reasoning_parser,
+        tool_parser=settings.tool_parser,
         weight_backend=backend_of(_transport_name(settings)),
         gpu_memory_utilization=settings.gpu_memory_utilization,
         shared_gpus=shared_gpus,

@@ -1,4 +1,4 @@
-"""Abilities of the served model on the OpenAI routes: its template, its special tokens, reasoning apart."""
+"""Abilities of the served model on the OpenAI routes: template, special tokens, tools, reasoning apart."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -21,6 +21,7 @@ class ChatAbilities:
     words: frozenset[str]
     reasoning_parser: str | None = None
     special_tokens: Mapping[str, int] = field(default_factory=dict)
+    tool_parser: str | None = None
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the variables that the template may read: no other can change what it writes."""
@@ -70,11 +71,23 @@ class ChatAbilities:
             "separate_reasoning",
         )
 
+    def require_calls(self, tools: bool, calls: bool) -> None:
+        """Raise FieldError for tools that the model would not see, or whose calls would stay text."""
+        if tools and not self.tool_parser:
+            raise FieldError(
+                "tools: not supported by this server: its tool_parser is not set, expected the parser of its "
+                "sampler for this model, as hermes",
+                "tools",
+            )
+        for given, word, field_ in ((tools, "tools", "tools"), (calls, "tool_calls", "messages")):
+            if given and word not in self.words:
+                raise FieldError(f"{field_}: the chat template of this model does not show {word}", field_)
 
-def chat_abilities(directory: Path, reasoning_parser: str | None) -> ChatAbilities:
+
+def chat_abilities(directory: Path, reasoning_parser: str | None, tool_parser: str | None) -> ChatAbilities:
     """Read the template of the model in `directory`."""
     words = frozenset(re.findall(r"\w+", _template(directory)))
-    return ChatAbilities(words, reasoning_parser, _special_tokens(directory))
+    return ChatAbilities(words, reasoning_parser, _special_tokens(directory), tool_parser)
 
 
 def _special_tokens(directory: Path) -> dict[str, int]:

@@ -242,7 +242,7 @@ class OpenAIServer:
     @contextmanager
     def _headers(self, call: _OpenAICall) -> Iterator[dict[str, str]]:
         """Return headers that route a request to a server that has cached its prefix (Affinity)."""
-        prompt = orjson.dumps(call.body.get("messages", call.body.get("prompt")))
+        prompt = orjson.dumps([call.body.get(name) for name in ("tools", "messages", "prompt")])
         with self._samplers.affinity.key(call.version, prompt, call.sequences) as key:
             yield {"X-Session-ID": key}
 

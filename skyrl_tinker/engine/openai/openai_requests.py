@@ -53,7 +53,7 @@ def texts_to_count(
 def _require_short(body: dict[str, Any], most: int, context: int) -> None:
     field, value = next(iter(body.items()))
     size = len(value) if isinstance(value, str) else sum(map(_characters, value))
-    size += len(orjson.dumps(body["chat_template_kwargs"])) if "chat_template_kwargs" in body else 0
+    size += sum(len(orjson.dumps(body[also])) for also in ("chat_template_kwargs", "tools") if also in body)
     if size > most:
         message = f"{field}: {size} characters, expected at most {most} for {context} tokens of context"
         raise FieldError(message, field, "context_length_exceeded")
@@ -62,13 +62,15 @@ def _require_short(body: dict[str, Any], most: int, context: int) -> None:
 def _characters(message: dict[str, Any]) -> int:
     content = message["content"]
     size = len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+    size += len(orjson.dumps(message.get("tool_calls", ())))
     return size + sum(len(message.get(field, "")) for field in ("reasoning", "reasoning_content"))
 
 
 def _texts(request: OpenAIRequest, abilities: ChatAbilities) -> list[dict[str, Any]]:
     if isinstance(request, ChatCompletionRequest):
         messages = [message.model_dump(exclude_none=True) for message in request.messages]
-        return [{"messages": messages, **_template_variables(request, abilities)}]
+        tools = {name: value for name, value in _tools(request, abilities).items() if name == "tools"}
+        return [{"messages": messages, **tools, **_template_variables(request, abilities)}]
     prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
     added = {"add_special_tokens": request.add_special_tokens}
     return [{"prompt": prompt, **added} for prompt in prompts if isinstance(prompt, str)]
@@ -116,7 +118,7 @@ def upstream_body(
     body |= _stop(request, facts, abilities)
     if isinstance(request, ChatCompletionRequest):
         abilities.require_separation(request.separate_reasoning)
-        body |= _template_variables(request, abilities)
+        body |= _tools(request, abilities) | _template_variables(request, abilities)
     if request.stream:  # the usage of each chunk is for the bill of a client that leaves
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     return body
@@ -146,6 +148,13 @@ def _template_variables(request: ChatCompletionRequest, abilities: ChatAbilities
     given = request.chat_template_kwargs or {}
     variables = {**abilities.variables_of(request.reasoning_effort), **abilities.read(given)}
     return {"chat_template_kwargs": variables} if variables else {}
+
+
+def _tools(request: ChatCompletionRequest, abilities: ChatAbilities) -> dict[str, Any]:
+    """Return the fields of tools; {} when there are none. FieldError: this server has no use for them."""
+    abilities.require_calls(bool(request.tools), any(message.tool_calls for message in request.messages))
+    fields = {"tools", "tool_choice", "parallel_tool_calls"}
+    return request.model_dump(include=fields, exclude_none=True) if request.tools else {}
 
 
 def _max_tokens(request: OpenAIRequest, prompt_tokens: int, context: int) -> int:

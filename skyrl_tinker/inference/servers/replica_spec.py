@@ -72,6 +72,7 @@ class SamplerSpec:
     sampled_logprobs: Literal["raw", "processed"] = "raw"
     router_replay: bool = False  # answers list the experts of each token
     reasoning_parser: str | None = None  # of its chats
+    tool_parser: str | None = None  # likewise
     weight_backend: str = "skyrl_staged"  # of its weight transfer: that one, nccl or ipc
     gpu_memory_utilization: float = 0.85
     shared_gpus: tuple[Gpu, ...] = ()  # of the trainer's ranks, in the replicas' order; (): Ray gives others

@@ -23,6 +23,8 @@ SETTINGS = {
     "logprobs-mode": "sampled_logprobs",
     "weight-transfer-config": "weight_transport",
     "reasoning-parser": "reasoning_parser",
+    "tool-call-parser": "tool_parser",
+    "enable-auto-tool-choice": "tool_parser",
     "enable-return-routed-experts": "router_replay",
     "enable-sleep-mode": "placement",
 }

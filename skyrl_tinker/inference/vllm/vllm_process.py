@@ -104,10 +104,13 @@ def _fixed(spec: SamplerSpec, port: int, host: str) -> Arguments:
     lora = adapters if spec.max_lora_rank else {}
     guard = {"middleware": GUARD} if spec.token else {}
     parser = {"reasoning-parser": spec.reasoning_parser} if spec.reasoning_parser else {}
+    tools = (
+        {"enable-auto-tool-choice": True, "tool-call-parser": spec.tool_parser} if spec.tool_parser else {}
+    )
     experts = {"enable-return-routed-experts": True} if spec.router_replay else {}
     gpu = {} if spec.device == "cpu" else {"gpu-memory-utilization": spec.gpu_memory_utilization}
     sleep = {"enable-sleep-mode": True} if spec.shared_gpus and spec.device == "cuda" else {}
-    return {**common, **lora, **guard, **parser, **experts, **gpu, **sleep}
+    return {**common, **lora, **guard, **parser, **tools, **experts, **gpu, **sleep}
 
 
 def _defaults(spec: SamplerSpec) -> Arguments:

@@ -33,6 +33,7 @@ MAX_CHOICES = 128
 MAX_TEXTS = 1024
 """Most completions of one request: prompts x n."""
 MAX_TOP_LOGPROBS = 20
+MAX_TOOLS = 128
 OWNER_HEADER = "X-Skyrl-Tinker-Owner"
 """Set by the API for the engine: the owner whose checkpoints the request may name. Clients cannot set it."""
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat's is the rest of the context
@@ -69,10 +70,8 @@ NEUTRAL: Neutral = {
 NEUTRAL_IN_COMPLETIONS: Neutral = {"suffix": ("",), "logprobs": (False,)}
 NEUTRAL_IN_CHATS: Neutral = {
     "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
     "verbosity": ("medium",),
     "top_logprobs": (0,),
@@ -84,6 +83,8 @@ NEUTRAL_IN_CHATS: Neutral = {
     "include_reasoning": (True,),
 }
 NEUTRAL_IN_MESSAGES: Neutral = {"tool_calls": ([],), "annotations": ([],)}
+NEUTRAL_IN_TOOL_CALLS: Neutral = {"index": tuple(range(MAX_TOOLS))}
+"""An answer that was put together from a stream has them still."""
 NEUTRAL_IN_STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
 
 SET_HERE = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
@@ -177,25 +178,59 @@ class TextPart(OpenAIMessage):
     cache_control: Unread = None
 
 
+class FunctionDefinition(OpenAIMessage):
+    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments")
+    strict: StrictBool | None = Field(None, description="Sample arguments that fit the schema only")
+
+
+class Tool(OpenAIMessage):
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+class FunctionCall(OpenAIMessage):
+    """`arguments`: JSON, as the model wrote it."""
+
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(OpenAIMessage):
+    neutral: ClassVar[Neutral] = NEUTRAL_IN_TOOL_CALLS
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(OpenAIMessage):
     """Message of a chat. `reasoning`, of earlier answers: for templates that show it to the model again.
 
-    An assistant's content may be null or absent: that is an answer cut within its reasoning.
+    An assistant's content may be null or absent: that is an answer of tool calls, or one cut in its
+    reasoning.
     """
 
     neutral: ClassVar[Neutral] = NEUTRAL_IN_MESSAGES
 
-    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_role)]
+    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_role)]
     content: Annotated[str | Items[TextPart], BeforeValidator(_content)] = ""
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    tool_calls: Items[ToolCall] | None = None
+    tool_call_id: str | None = None
     cache_control: Unread = None
 
     @model_validator(mode="after")
-    def _only_an_assistant_says_nothing(self) -> "ChatMessage":
+    def _fields_fit_the_role(self) -> "ChatMessage":
         if self.role != "assistant" and "content" not in self.model_fields_set:
             raise ValueError("content is missing")
+        if self.role != "assistant" and self.tool_calls:
+            raise ValueError(f"tool_calls of role {self.role}, expected role assistant")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError(f"found role {self.role}, expected tool_call_id with role tool, and only there")
         return self
 
 
@@ -285,6 +320,11 @@ class ChatCompletionRequest(OpenAIRequest):
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_arguments)] | None = Field(
         None, description="Variables of the model's chat template"
     )
+    tools: Annotated[Items[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="Functions that the model may call; needs the server's setting tool_parser"
+    )
+    tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: StrictBool = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     separate_reasoning: StrictBool | None = Field(
         None, description="Reasoning in a field of its own; needs the server's setting reasoning_parser"
@@ -300,6 +340,21 @@ class ChatCompletionRequest(OpenAIRequest):
         effort = (self.chat_template_kwargs or {}).get("reasoning_effort", self.reasoning_effort)
         if self.reasoning_effort not in (None, effort):
             raise ValueError("reasoning_effort: another one is in chat_template_kwargs, expected one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _logprobs_are_of_the_model_alone(self) -> "ChatCompletionRequest":
+        """Refuse logprobs of sequences that a grammar restricts: they are of another distribution."""
+        strict = any(tool.function.strict for tool in self.tools or ())
+        found = (
+            "a strict tool"
+            if strict
+            else "parallel_tool_calls: false"
+            if not self.parallel_tool_calls
+            else ""
+        )
+        if self.logprobs and self.tools and self.tool_choice == "auto" and found:
+            raise ValueError(f"logprobs: not with {found}, whose grammar changes the distribution")
         return self
 
 

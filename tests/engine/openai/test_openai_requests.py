@@ -37,9 +37,8 @@ def chat(abilities: ChatAbilities, **fields: Any) -> dict[str, Any]:
     )
     body = upstream_body(request, 5, FACTS, abilities)
     (counted,) = texts_to_count(request, FACTS, abilities)
-    assert counted.get("chat_template_kwargs") == body.get("chat_template_kwargs"), (
-        "another prompt is counted"
-    )
+    for field in ("chat_template_kwargs", "tools"):
+        assert counted.get(field) == body.get(field), "another prompt is counted"
     return body
 
 
@@ -124,7 +123,7 @@ def test_special_tokens_are_read_where_the_tokenizer_keeps_them(fast: bool, tmp_
         else ("tokenizer_config.json", {"added_tokens_decoder": tokens})
     )
     (tmp_path / file).write_text(json.dumps(content))
-    assert chat_abilities(tmp_path, None).special_tokens == {"<|im_end|>": 7}
+    assert chat_abilities(tmp_path, None, None).special_tokens == {"<|im_end|>": 7}
 
 
 def test_what_changes_no_answer_is_not_handed_on() -> None:
@@ -187,15 +186,67 @@ def test_reasoning_is_separated_where_the_server_has_a_parser_and_nowhere_else()
         chat(parsing, separate_reasoning=False)
 
 
+TOOLS: Any = [{"type": "function", "function": {"name": "f"}}]
+CALLED: Any = {
+    "role": "assistant",
+    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}
+CALLING = ChatAbilities(PLAIN.words | {"tools", "tool_calls"}, tool_parser="hermes")
+
+
+def test_tools_go_on_to_samplers_and_into_the_count_of_tokens() -> None:
+    body = chat(CALLING, tools=TOOLS, parallel_tool_calls=False)
+    assert body["tools"] == TOOLS
+    assert (body["tool_choice"], body["parallel_tool_calls"]) == ("auto", False)
+    assert chat(CALLING, tools=TOOLS, tool_choice="none")["tool_choice"] == "none"
+
+
+def test_without_tools_nothing_of_them_goes_on() -> None:
+    body = chat(CALLING, tool_choice="none", parallel_tool_calls=False, tools=[])
+    assert not body.keys() & {"tools", "tool_choice", "parallel_tool_calls"}
+
+
+@pytest.mark.parametrize(
+    ("abilities", "fields", "found"),
+    [
+        (ChatAbilities(CALLING.words), {"tools": TOOLS}, "tools: .* its tool_parser is not set"),
+        (
+            ChatAbilities(PLAIN.words, tool_parser="hermes"),
+            {"tools": TOOLS},
+            "tools: the chat template of this model does not show tools",
+        ),
+        (
+            PLAIN,
+            {"messages": [{"role": "user", "content": "a"}, CALLED]},
+            "messages: the chat template of this model does not show tool_calls",
+        ),
+    ],
+)
+def test_tools_that_the_model_would_not_see_or_nobody_would_read_are_refused(
+    abilities: ChatAbilities, fields: dict[str, Any], found: str
+) -> None:
+    with pytest.raises(FieldError, match=found):
+        chat(abilities, **fields)
+
+
+def test_huge_calls_and_tools_are_refused_without_counting() -> None:
+    huge: Any = {"name": "f", "description": "a" * 200_000}
+    with pytest.raises(FieldError, match="characters, expected at most"):
+        chat(CALLING, tools=[{"type": "function", "function": huge}])
+    called = {**CALLED, "tool_calls": [CALLED["tool_calls"][0] | {"id": "a" * 200_000}]}
+    with pytest.raises(FieldError, match="characters, expected at most"):
+        chat(CALLING, messages=[{"role": "user", "content": "a"}, called])
+
+
 @pytest.mark.parametrize(
     "template", ["{{ a_b }}\n{{ c }}", [{"name": "default", "template": "{{ a_b }}\n{{ c }}"}]]
 )
 def test_the_template_is_read_where_the_tokenizer_keeps_it(template: Any, tmp_path: Path) -> None:
-    assert chat_abilities(tmp_path, None).words == set()
+    assert chat_abilities(tmp_path, None, None).words == set()
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    assert chat_abilities(tmp_path, None).words == {"a_b", "c"}
+    assert chat_abilities(tmp_path, None, None).words == {"a_b", "c"}
     (tmp_path / "chat_template.jinja").write_text("{{ d }}")
-    assert chat_abilities(tmp_path, None).words == {"d"}
+    assert chat_abilities(tmp_path, None, None).words == {"d"}
 
 
 def test_a_huge_template_variable_is_refused_without_counting() -> None:

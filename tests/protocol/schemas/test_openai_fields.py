@@ -133,8 +133,12 @@ def test_an_answer_can_be_sent_back_as_the_sdk_dumps_it() -> None:
         ("repetition_penalty", 1.1),
         ("stop_token_ids", [1]),
         ("ignore_eos", True),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("functions", [{"name": "f"}]),
+        ("tools", [{"type": "web_search"}]),
+        ("tools", [{"type": "function", "function": {"name": "no spaces"}}]),
+        ("tools", [{"type": "function", "function": {"name": "f"}}] * 129),
         ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("modalities", ["text", "audio"]),
         ("verbosity", "low"),
         ("add_generation_prompt", False),
@@ -152,6 +156,46 @@ def test_what_would_change_the_answer_is_refused_by_name(field: str, value: Any)
     with pytest.raises(FieldError, match=field) as refused:
         chat(**{field: value})
     assert refused.value.field == field
+
+
+TOOLS: Any = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+CALL: Any = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def test_a_call_and_its_result_are_messages() -> None:
+    result = {"role": "tool", "tool_call_id": "1", "content": "2"}
+    answer = {"role": "assistant", "content": None, "tool_calls": [CALL | {"index": 0}]}
+    read = chat(tools=TOOLS, messages=[*CHAT["messages"], answer, result]).messages[1:]
+    assert [each.model_dump(exclude_none=True) for each in read] == [
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        result,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "found"),
+    [
+        ({"role": "user", "content": "a", "tool_calls": [CALL]}, "tool_calls of role user"),
+        ({"role": "tool", "content": "a"}, "found role tool, expected tool_call_id with role tool"),
+        ({"role": "user", "content": "a", "tool_call_id": "1"}, "found role user, expected tool_call_id"),
+        ({"role": "tool", "tool_call_id": "1"}, "content is missing"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "tool_calls.0.function"),
+    ],
+)
+def test_a_message_of_tools_has_the_fields_of_its_role(message: dict[str, Any], found: str) -> None:
+    with pytest.raises(FieldError, match=found):
+        chat(messages=[*CHAT["messages"], message])
+
+
+@pytest.mark.parametrize("restricted", ["strict", "single"])
+def test_logprobs_of_a_grammar_are_refused_because_they_are_no_models(restricted: str) -> None:
+    function = TOOLS[0]["function"] | {"strict": restricted == "strict"}
+    fields: Any = {"tools": [{"type": "function", "function": function}]}
+    fields["parallel_tool_calls"] = restricted != "single"
+    chat(**fields)
+    chat(**fields, logprobs=True, tool_choice="none")
+    with pytest.raises(FieldError, match=r"logprobs: not with .*, whose grammar changes the distribution"):
+        chat(**fields, logprobs=True)
 
 
 def test_the_best_of_more_than_n_is_refused_by_name() -> None:

@@ -1,0 +1,150 @@
+"""Tools on the chat route: a model that learnt to call one is asked, answered and asked again."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import tinker
+from tinker import types
+from transformers import AutoTokenizer
+
+from skyrl_tinker.server.base_models.tiny_model import make_model
+from tests.e2e.support.client import Client, datum
+from tests.support.serve import serving
+
+pytestmark = pytest.mark.long
+
+TEMPLATE = (
+    "{%- if tools %}{{- '<|im_start|>system\\n' }}"
+    "{%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}{%- endif %}"
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content }}"
+    "{%- for call in message.tool_calls or [] %}"
+    "{{- '<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+MODEL = "caller"
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+QUESTION: Any = [{"role": "user", "content": "Add 2."}]
+SAID = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+CALL, RESULT, ANSWER = {"name": "add", "arguments": '{"a": 2}'}, "5", "It is 5."
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / MODEL
+    make_model(directory)
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def client(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    home = tmp_path_factory.mktemp("tools") / "home"
+    settings = home.parent / "settings.toml"
+    settings.write_text('tool_parser = "hermes"\n')
+    options = ["--base-model", str(directory), "--model-name", MODEL, "--config", str(settings)]
+    with serving(home, *options) as server, tinker.ServiceClient(base_url=server.url) as service:
+        yield Client(server.url, service, MODEL)
+
+
+@pytest.fixture(scope="module")
+def oai(client: Client) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{client.url}/oai/api/v1", api_key="any", max_retries=0) as made:
+        yield made
+
+
+def with_result(call: Any) -> Any:
+    return [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": RESULT},
+    ]
+
+
+@pytest.fixture(scope="module")
+def caller(client: Client, directory: Path) -> str:
+    """The path of weights that call the tool, and say what it gave."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    dialogues = with_result(call)
+    dialogues[1]["content"] = ""
+    data = []
+    for messages, said in ((QUESTION, SAID), (dialogues, ANSWER)):
+        asked = tokenizer.apply_chat_template(
+            messages, tools=[TOOL], add_generation_prompt=True, return_dict=False
+        )
+        answer = [*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id]
+        weights = [0.0] * (len(asked) - 1) + [1.0] * len(answer)
+        data.append(datum([*asked, *answer], weights=weights))
+    training = client.new_lora(rank=32)
+    steps = []
+    for _ in range(150):
+        steps.append(training.forward_backward(data, "cross_entropy"))
+        training.optim_step(types.AdamParams(learning_rate=1e-2))
+    assert steps[-1].result().metrics["loss:sum"] < 0.5, "it has not learnt its lines"
+    return training.save_weights_for_sampler("caller").result().path
+
+
+def asked(oai: openai.OpenAI, model: str, messages: Any = QUESTION, **fields: Any) -> Any:
+    fields = {"tools": [TOOL], "temperature": 0, "max_tokens": 100} | fields
+    return oai.chat.completions.create(model=model, messages=messages, **fields)
+
+
+def test_a_call_is_made_answered_and_its_answer_told(oai: openai.OpenAI, caller: str) -> None:
+    first = asked(oai, caller).choices[0]
+    (call,) = first.message.tool_calls
+    assert (first.finish_reason, call.function.model_dump()) == ("tool_calls", CALL)
+    assert not first.message.content
+    last = asked(oai, caller, with_result(call.model_dump())).choices[0]
+    assert (last.finish_reason, last.message.content, last.message.tool_calls) == ("stop", ANSWER, None)
+
+
+def test_an_answer_is_sent_back_as_the_sdk_dumps_it(oai: openai.OpenAI, caller: str) -> None:
+    message = asked(oai, caller).choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": RESULT}
+    assert asked(oai, caller, [*QUESTION, message.model_dump(), result]).choices[0].message.content == ANSWER
+
+
+def test_a_streamed_call_comes_in_pieces_that_make_it(oai: openai.OpenAI, caller: str) -> None:
+    chunks = list(asked(oai, caller, stream=True))
+    pieces = [piece for chunk in chunks for piece in chunk.choices[0].delta.tool_calls or []]
+    assert {piece.index for piece in pieces} == {0}
+    told = {
+        part: "".join(getattr(piece.function, part) or "" for piece in pieces)
+        for part in ("name", "arguments")
+    }
+    assert told["name"] == CALL["name"]
+    assert json.loads(told["arguments"]) == json.loads(CALL["arguments"])
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_who_wants_no_call_gets_text(oai: openai.OpenAI, caller: str) -> None:
+    said = asked(oai, caller, tool_choice="none").choices[0]
+    assert (said.message.content, said.message.tool_calls) == (SAID, None)
+
+
+def test_the_prompt_is_counted_with_its_tools(oai: openai.OpenAI, client: Client, caller: str) -> None:
+    """To the token: one more for the answer than there is room is refused."""
+    context = client.service.get_server_capabilities().supported_models[0].max_context_length
+    used = asked(oai, caller).usage.prompt_tokens
+    assert used > asked(oai, caller, tools=openai.NOT_GIVEN).usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError, match=f"{used} prompt tokens") as refused:
+        asked(oai, caller, max_tokens=context - used + 1)
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_a_strict_tool_and_a_single_call_hold_for_any_weights(oai: openai.OpenAI, caller: str) -> None:
+    strict = {"type": "function", "function": TOOL["function"] | {"strict": True}}
+    (call,) = asked(oai, caller, tools=[strict], parallel_tool_calls=False).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"a": 2}
+    with pytest.raises(openai.BadRequestError, match="logprobs: not with a strict tool"):
+        asked(oai, caller, tools=[strict], logprobs=True)
