@@ -1,7 +1,7 @@
 """Mark of the database that a place of checkpoints or snapshots belongs to: a file in the place itself."""
 
+import fcntl
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -23,15 +23,17 @@ class LocalPlace:
         self._file = root / FILE_NAME
 
     def read_mark(self) -> str | None:
-        """Return the mark, None if there is none."""
+        """Return the mark. None: no file, or the empty one of a server that died before it wrote."""
         with storage_errors(f"cannot read {self._file}"):
-            return self._file.read_text().strip() if self._file.exists() else None
+            return self._file.read_text().strip() or None if self._file.exists() else None
 
     def write_mark(self, mark: str) -> None:
-        """Write the mark unless there is one."""
+        """Write the mark unless there is one. Of two servers at once the second waits for the first."""
         with storage_errors(f"cannot write {self._file}"):
-            with suppress(FileExistsError), self._file.open("x") as file:
-                file.write(mark)
+            with self._file.open("a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed, however the process ends
+                if self.read_mark() is None:
+                    file.write(mark)
             fsync(self._file)
             fsync(self._file.parent)
 

@@ -2,13 +2,16 @@
 
 import asyncio
 import errno
+import fcntl
 import os
 import shutil
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -186,11 +189,14 @@ def test_storage_of_another_database_is_refused(
     preflight.claim_storage(second.model_copy(update={"snapshots": f"{url}/other"}))
 
 
-@pytest.mark.parametrize("kind", ["s3", "file", "directory"])
+@pytest.mark.parametrize("kind", ["s3", "file", "directory", "empty mark"])
 def test_of_two_that_claim_a_place_at_once_one_owns_it(kind: str, s3: ObjectStorage, tmp_path: Path) -> None:
-    """Both have found no mark before the first writes its own."""
+    """Both have found no mark, or that of a server which died writing, before the first writes its own."""
     url = f"s3://{BUCKET}/at-once" if kind == "s3" else f"file://{tmp_path}"
-    place = LocalPlace(tmp_path) if kind == "directory" else CheckpointStorage(tmp_path, url, pauses_s=())
+    local = kind in ("directory", "empty mark")
+    place = LocalPlace(tmp_path) if local else CheckpointStorage(tmp_path, url, pauses_s=())
+    if kind == "empty mark":
+        (tmp_path / owner_mark.FILE_NAME).touch()
 
     def claimed_by_the_other() -> bool:
         owner_mark.claim(place, "first", lambda: False)
@@ -200,6 +206,24 @@ def test_of_two_that_claim_a_place_at_once_one_owns_it(kind: str, s3: ObjectStor
         owner_mark.claim(place, "second", claimed_by_the_other)
     assert place.read_mark() == "first"
     owner_mark.claim(place, "first", lambda: True)
+
+
+def test_a_mark_that_is_being_written_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, lock, waits = LocalPlace(tmp_path), fcntl.flock, threading.Event()
+
+    def noted(*arguments: Any) -> None:
+        waits.set()
+        lock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", noted)
+    with ThreadPoolExecutor() as pool:
+        with (tmp_path / owner_mark.FILE_NAME).open("a") as file:
+            lock(file, fcntl.LOCK_EX)
+            claimed = pool.submit(owner_mark.claim, place, "second", lambda: False)
+            assert waits.wait(60)
+            file.write("first")
+        with pytest.raises(StorageError, match="found the files of another database"):
+            claimed.result()
 
 
 @pytest.mark.parametrize("condition", ["ignored", "not implemented", "kept"])
