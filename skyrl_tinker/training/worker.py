@@ -31,7 +31,7 @@ from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.network import frozen_network, network_tensors, trainable_network
 from skyrl_tinker.training.models.trainable_model import TrainableModel
 from skyrl_tinker.training.optimizers.step import optim_step
-from skyrl_tinker.training.passes.out_of_memory import refuse
+from skyrl_tinker.training.passes.out_of_memory import refuse_models, refuse_rows
 from skyrl_tinker.training.passes.pass_runner import PassRunner
 from skyrl_tinker.training.shortage import Shortage
 from skyrl_tinker.training.trainer_spec import TrainerSpec
@@ -130,15 +130,18 @@ class Worker:
 
     def run_pass(self, batch: TrainingInputBatch, token_budget: int | None = None) -> RankOutput:
         """Run a pass in rows of `token_budget` tokens, by default that of the spec."""
-        budget = token_budget or self.spec.token_budget
+        budget, loaded = token_budget or self.spec.token_budget, False
         try:
             self._have_onloaded()
             self._load_models([info.model for info in batch.requests])
+            loaded = True
             self._device_cache.mark_changed({info.model for info in batch.requests if info.backward})
             return self._runner.execute_pass(batch, budget)
         except ExhaustedError as error:
-            reason = str(error)
-        return refuse(batch, budget, self.spec.token_budget, reason)
+            reason = str(error)  # refused below: the error's traceback keeps what the pass had allocated
+        if not loaded:
+            return refuse_models(batch, reason)
+        return refuse_rows(batch, budget, self.spec.token_budget, reason)
 
     def _load_models(self, models: Sequence[ModelKey]) -> None:
         """Load models onto the device. Raises ExhaustedError, on all ranks alike."""

@@ -1,7 +1,8 @@
 """Hundreds of tenants on a device that holds a few: offloaded ones cost it nothing, and all train alike."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from skyrl_tinker.domain.values import (
     StepOutput,
 )
 from skyrl_tinker.errors import ExhaustedError
+from skyrl_tinker.training.batching.batch import build_batch
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.memory.offload import storages
 from skyrl_tinker.training.trainer_spec import TrainerSpec
@@ -59,6 +61,21 @@ def _storages(worker: Worker, tenant: int) -> list[UntypedStorage]:
 def _away(worker: Worker) -> set[int]:
     """Tenants without any memory on the device."""
     return {key for key in worker._models if all(each.nbytes() == 0 for each in _storages(worker, key))}
+
+
+@contextmanager
+def _nothing_comes_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """There is no memory for what is not on the device."""
+    resize = UntypedStorage.resize_
+
+    def short(storage: UntypedStorage, size: int) -> object:
+        if size:
+            raise MemoryError
+        return resize(storage, size)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(UntypedStorage, "resize_", short)
+        yield
 
 
 def _assert_same(found: list[object], expected: list[object]) -> None:
@@ -199,22 +216,34 @@ def test_gradients_are_cleared_where_they_are(ranks: Ranks, untied_model: str) -
 def test_gradients_are_cleared_though_there_was_no_memory_to_restore_them(
     ranks: Ranks, untied_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker, resize = _worker(untied_model, ranks, 2, range(2)), UntypedStorage.resize_
+    worker = _worker(untied_model, ranks, 2, range(2))
     worker.create_model(FULL, LoraSpec(0, 3))
     for model in (0, 1, FULL):
         run_pass(worker, make_item(model, make_data((9,), model)))
     worker.offload()
-
-    def short(storage: UntypedStorage, size: int) -> object:
-        if size:
-            raise MemoryError
-        return resize(storage, size)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(UntypedStorage, "resize_", short)
+    with _nothing_comes_back(monkeypatch):
         with pytest.raises(ExhaustedError):
             worker.onload()
         worker.zero_gradients([ModelKey(0), FULL])
     worker.onload()
     outputs = _step(worker, (0, 1, FULL))
     assert ["no_gradients" in output.metrics for output in outputs] == [True, False, True]
+
+
+@pytest.mark.parametrize("all_offloaded", [True, False], ids=["as the device is taken back", "one adapter"])
+def test_a_pass_without_memory_for_its_models_is_told_so_and_not_to_be_shorter(
+    ranks: Ranks, untied_model: str, monkeypatch: pytest.MonkeyPatch, all_offloaded: bool
+) -> None:
+    worker, batch = _worker(untied_model, ranks, 1, range(2)), build_batch([make_item(0, make_data((9,), 0))])
+    if all_offloaded:
+        worker.offload()
+    with _nothing_comes_back(monkeypatch):
+        if all_offloaded:
+            with pytest.raises(ExhaustedError):
+                worker.onload()
+        output = worker.run_pass(batch)
+    assert output.exhausted
+    message = output.failures[0].message
+    assert message.startswith("a trainer rank ran out of memory (MemoryError()) as it brought models back")
+    assert "shorter" not in message
+    assert not worker.run_pass(batch).failures
