@@ -14,6 +14,7 @@ from gpu_check.checks import Check
 from gpu_check.rows import Row, at_most, measured, measured_together
 from gpu_check.setting import Setting
 from skyrl_tinker.training.models.fused import gated_products, liger, rms_norms, rotary
+from skyrl_tinker.training.models.fused.flash_attention import HeadShape
 from skyrl_tinker.training.models.planned_device import planning
 
 Work = Callable[..., torch.Tensor]
@@ -34,7 +35,7 @@ class Case(NamedTuple):
 
 def checks(setting: Setting) -> list[Check]:
     return [
-        Check("fused layers", lambda: [measured("kernels of liger-kernel", _liger())]),
+        Check("fused layers", lambda: [measured("kernels of liger-kernel", _liger(setting))]),
         *(
             Check(f"{name} in {str(dtype)[6:]}", partial(_rows, setting, name, dtype))
             for name in NAMES
@@ -43,14 +44,29 @@ def checks(setting: Setting) -> list[Check]:
     ]
 
 
-def _liger() -> str:
-    return liger.name() if liger.installed() else "not installed: torch's operations"
+def _liger(setting: Setting) -> str:
+    """Name what computes in bfloat16; a trial that fails is in the log."""
+    if not liger.installed():
+        return "not installed: torch's operations"
+    _, _, inner, *heads = _sizes(setting)
+    place = torch.bfloat16, setting.device
+    computed = {
+        "SwiGLU": liger.multiplies("silu", inner, *place),
+        "GeGLU": liger.multiplies("gelu", inner, *place),
+        "rotary embedding": liger.rotates(HeadShape(*heads), *place),
+    }
+    refused = [name for name, works in computed.items() if not works]
+    return f"{liger.name()}{', torch instead for ' * bool(refused)}{', '.join(refused)}"
+
+
+def _sizes(setting: Setting) -> tuple[int, int, int, int, int, int]:
+    """Return tokens, sizes of hidden and inner layers, heads, those of keys, and the size of each."""
+    return (64, 128, 192, 4, 2, 32) if setting.small else (8192, 4096, 12288, 32, 8, 128)
 
 
 def _cases(setting: Setting) -> dict[str, Case]:
     """Make those of the shape of Qwen3-8B, in a row of 8,192 tokens."""
-    sizes = (64, 128, 192, 4, 2, 32) if setting.small else (8192, 4096, 12288, 32, 8, 128)
-    tokens, hidden, inner, heads, keys, size = sizes
+    tokens, hidden, inner, heads, keys, size = _sizes(setting)
     normed, query = [(1, tokens, hidden), (hidden,)], (1, tokens, heads, size)
     pair, angles = [(1, tokens, inner)] * 2, _angles(setting, tokens, size)
     norm = partial(rms_norms.rms_norm, eps=EPS)

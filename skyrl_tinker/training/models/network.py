@@ -175,10 +175,7 @@ def frozen_network(spec: TrainerSpec, mesh: DeviceMesh, causal_lm: Any = None) -
     """Make the base under all adapters: of `causal_lm`, or else that of the spec in the compute type."""
     if causal_lm is not None:
         return freeze(causal_lm, mesh)
-    network = freeze(_empty(spec, getattr(torch, spec.dtype)), mesh)
-    fused_layers.log_choice(spec.device, network.fused)
-    weight_loading.load(network.causal_lm, network, spec.directory, torch.device(spec.device))
-    return network
+    return _loaded(freeze(_empty(spec, getattr(torch, spec.dtype)), mesh), spec)
 
 
 def freeze(causal_lm: Any, mesh: DeviceMesh) -> Network:
@@ -195,8 +192,13 @@ def freeze(causal_lm: Any, mesh: DeviceMesh) -> Network:
 
 def trainable_network(spec: TrainerSpec, mesh: DeviceMesh) -> Network:
     """Load a full copy to train: float32 weights and gradients, computed in the compute type."""
-    network = make_trainable(_empty(spec, torch.float32), getattr(torch, spec.dtype), mesh)
-    fused_layers.log_choice(spec.device, network.fused)
+    return _loaded(make_trainable(_empty(spec, torch.float32), getattr(torch, spec.dtype), mesh), spec)
+
+
+def _loaded(network: Network, spec: TrainerSpec) -> Network:
+    """Choose what computes its layers, and load its weights."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    fused_layers.log_choice(spec.device, dtype, network.causal_lm.config, network.fused)
     weight_loading.load(network.causal_lm, network, spec.directory, torch.device(spec.device))
     return network
 

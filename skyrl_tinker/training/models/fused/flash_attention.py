@@ -9,9 +9,9 @@ import torch
 from torch.nn import attention
 
 from skyrl_tinker.training.batching.packed_row import Segments
+from skyrl_tinker.training.models.fused.kernel_trial import fault_of
 
 _log = logging.getLogger(__name__)
-_ERROR = 0.02  # of the L2 norm, relative; each kernel rounds to 0.4 %
 _LENGTHS, _WINDOW = (1, 70, 200), 50
 
 
@@ -62,14 +62,13 @@ def _is_installed(module: str) -> bool:
 def _agrees(package: _Package, kernel: _Kernel, device: str, shape: HeadShape) -> bool:
     """Try it out, forward and backward; log why it is not used."""
     expected = _results(kernel, device, shape)
-    try:
+
+    def found() -> list[torch.Tensor]:
         attention.activate_flash_attention_impl(package.name)
-        error = max(map(_difference, _results(kernel, device, shape), expected))
-        fault: object = f"relative error {error:.3g}, expected at most {_ERROR}"
-        if error <= _ERROR:
-            return True
-    except Exception as raised:  # of a package that does not fit the GPU or torch: another kernel computes
-        fault = f"{type(raised).__name__}: {raised}"
+        return _results(kernel, device, shape)
+
+    if (fault := fault_of(found, expected)) is None:
+        return True
     _log.warning("%s (%s) is installed but not used: %s", package.name, package.module, fault)
     if attention.current_flash_attention_impl() is not None:
         attention.restore_flash_attention_impl()
@@ -93,7 +92,3 @@ def _results(kernel: _Kernel, device: str, shape: HeadShape) -> list[torch.Tenso
         out = kernel(*tensors, segments, None, window)
         found += [out.detach(), *torch.autograd.grad(out, tensors, upstream)]
     return found
-
-
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())

@@ -7,12 +7,17 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama import modeling_llama
 from transformers.models.olmo3 import modeling_olmo3
 
+from skyrl_tinker.training.models.attention import shape_of
 from skyrl_tinker.training.models.fused import gated_products, liger, rms_norms, rotary
+from skyrl_tinker.training.models.fused.activations import kind_of
 
 _ROTARY = "apply_rotary_pos_emb"
 _NORMS = (modeling_llama.LlamaRMSNorm, modeling_olmo3.Olmo3RMSNorm)
@@ -32,11 +37,25 @@ def install(causal_lm: nn.Module) -> Mapping[str, int]:
     return counts
 
 
-def log_choice(device: str, counts: Mapping[str, int]) -> None:
+def log_choice(device: str, dtype: torch.dtype, config: PreTrainedConfig, counts: Mapping[str, int]) -> None:
+    """Try out, on CUDA, what would compute the layers of a model; log what does."""
     if device == "cuda":
-        others = liger.name() if liger.installed() else "torch"
-        names = {"norms": "torch", "MLPs": others, "rotary embeddings": others}
+        ours = {kind for kind, works in _BY_LIGER.items() if counts[kind] and works(config, dtype, device)}
+        names = {kind: liger.name() if kind in ours else "torch" for kind in _KINDS}
         _log.info("fused: %s", ", ".join(f"{counts[kind]} {kind} by {names[kind]}" for kind in _KINDS))
+
+
+def _multiplies(config: PreTrainedConfig, dtype: torch.dtype, device: str) -> bool:
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    kind = kind_of(ACT2FN[activation])
+    return kind is not None and liger.multiplies(kind, config.intermediate_size, dtype, device)
+
+
+def _rotates(config: PreTrainedConfig, dtype: torch.dtype, device: str) -> bool:
+    return liger.rotates(shape_of(config), dtype, device)
+
+
+_BY_LIGER = {"MLPs": _multiplies, "rotary embeddings": _rotates}
 
 
 def _norm(module: nn.Module, plain: Any) -> _Forward | None:

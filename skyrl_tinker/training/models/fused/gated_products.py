@@ -23,7 +23,8 @@ def gated(act_fn: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tens
         product = act_fn(gate) * up
     else:
         contiguous = gate.is_contiguous() and up.is_contiguous()  # halves of a wider tensor are not
-        way = _ByLiger if contiguous and liger.installed() else _ByTorch
+        suits = contiguous and liger.multiplies(kind, gate.shape[-1], gate.dtype, gate.device.type)
+        way = _ByLiger if suits else _ByTorch
         product = way.apply(gate, up, kind)  # type: ignore[no-untyped-call]
     return product
 

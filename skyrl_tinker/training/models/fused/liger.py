@@ -1,11 +1,13 @@
 """Kernels of liger-kernel (Triton, for CUDA), where it is installed, and what stands for them elsewhere.
 
-The stand-ins compute the same, take and write the same memory, and count as one operation each: fake tensors
-run through them, and a CPU that is told to take the way of CUDA.
+On a GPU each is tried out with the shapes of a model before it computes for it; what fails there is left to
+torch's operations. The stand-ins compute the same, take and write the same memory, and count as one operation
+each: fake tensors run through them, and a CPU that is told to take the way of CUDA.
 """
 
-from collections.abc import Callable
-from functools import cache
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -13,6 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from skyrl_tinker.training.models.fused.activations import activated, activated_backward
+from skyrl_tinker.training.models.fused.flash_attention import HeadShape
+from skyrl_tinker.training.models.fused.kernel_trial import fault_of
+
+_TOKENS = 70  # of a trial
+_log = logging.getLogger(__name__)
 
 
 @cache
@@ -22,6 +29,16 @@ def installed() -> bool:
 
 def name() -> str:
     return f"liger-kernel {metadata.version('liger-kernel')}"
+
+
+def multiplies(kind: str, width: int, dtype: torch.dtype, device: str) -> bool:
+    """Return whether it computes gated products of this width; `kind`: silu or gelu."""
+    return installed() and (device != "cuda" or _multiplies_well(kind, width, dtype, device))
+
+
+def rotates(shape: HeadShape, dtype: torch.dtype, device: str) -> bool:
+    """Return whether it computes rotary embeddings of these heads."""
+    return installed() and (device != "cuda" or _rotates_well(shape, dtype, device))
 
 
 class Kernels(NamedTuple):
@@ -99,3 +116,46 @@ def _turned(
 
 
 STAND_INS = Kernels(_gated_product, _gated_product_backward, _turned)
+
+
+# Trials
+
+
+@cache
+def _multiplies_well(kind: str, width: int, dtype: torch.dtype, device: str) -> bool:
+    gate, up, dy = _normal(3 * [(1, _TOKENS, width)], dtype, device)
+
+    def results(kernels: Kernels) -> list[torch.Tensor]:
+        of_gate, of_up = gate.clone(), up.clone()
+        product = kernels.gated_product(of_gate, of_up, kind)
+        kernels.gated_product_backward(of_gate, of_up, dy, kind)
+        return [product, of_gate, of_up]
+
+    return _agrees(f"gated products ({kind}) of width {width} in {dtype}", results)
+
+
+@cache
+def _rotates_well(shape: HeadShape, dtype: torch.dtype, device: str) -> bool:
+    sizes = [(1, _TOKENS, heads, shape.size) for heads in (shape.heads, shape.key_heads)]
+    *rows, angles = _normal([*sizes, (1, _TOKENS, shape.size // 2)], dtype, device)
+    cos, sin = (function(angles).repeat(1, 1, 2) for function in (torch.cos, torch.sin))
+
+    def results(kernels: Kernels) -> list[torch.Tensor]:
+        q, k = (row.clone().transpose(1, 2) for row in rows)
+        rotated = [each.clone() for each in kernels.rotate(q, k, cos, sin)]
+        return [*rotated, *kernels.rotate(*rotated, cos, -sin)]
+
+    return _agrees(f"rotary embeddings of {shape.heads} heads of {shape.size} in {dtype}", results)
+
+
+def _agrees(work: str, results: Callable[[Kernels], list[torch.Tensor]]) -> bool:
+    """Compare, forward and backward, with the stand-ins; log why torch's operations compute instead."""
+    fault = fault_of(partial(results, LIGER), results(STAND_INS))
+    if fault is not None:
+        _log.warning("%s is installed but not used for %s: %s", name(), work, fault)
+    return fault is None
+
+
+def _normal(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]

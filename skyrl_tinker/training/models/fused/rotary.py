@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from skyrl_tinker.training.models.fused import liger
+from skyrl_tinker.training.models.fused.flash_attention import HeadShape
 from skyrl_tinker.training.models.planned_device import device_type
 
 Rotate = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -17,7 +18,8 @@ def apply(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if device_type(q) != "cuda":
         return plain(q, k, cos, sin)
-    rotate = liger.kernels_for(q).rotate if liger.installed() else plain
+    shape = HeadShape(q.shape[1], k.shape[1], q.shape[-1])
+    rotate = liger.kernels_for(q).rotate if liger.rotates(shape, q.dtype, q.device.type) else plain
     rotated: tuple[torch.Tensor, torch.Tensor] = _Rotation.apply(  # type: ignore[no-untyped-call]
         q, k, cos, sin, rotate
     )

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.server.base_models.tiny_families import FAMILIES
 from skyrl_tinker.training.models.fused import fused_layers, liger
+from skyrl_tinker.training.models.fused.flash_attention import HeadShape
 from skyrl_tinker.training.models.planned_device import planning
 from skyrl_tinker.training.worker import Worker
 from tests.support.tiny_models import write_tiny
@@ -80,16 +82,36 @@ def test_every_norm_mlp_and_rotary_embedding_is_fused(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_log_names_what_computes(
-    way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("config", "product", "heads"),
+    [
+        (LlamaConfig(), ("silu", 11008), HeadShape(32, 32, 128)),
+        (Gemma3TextConfig(), ("gelu", 9216), HeadShape(8, 4, 256)),
+    ],
+)
+def test_the_log_names_what_computes_after_a_trial(
+    way: str,
+    config: PreTrainedConfig,
+    product: tuple[str, int],
+    heads: HeadShape,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(liger, "installed", lambda: WAYS[way])
+    tried: list[Any] = []
+    for name in ("multiplies", "rotates"):
+        monkeypatch.setattr(liger, name, lambda *args: tried.append(args) or WAYS[way])
     monkeypatch.setattr(liger, "name", lambda: way)
+    counts = Counter({"norms": 5, "MLPs": 1, "rotary embeddings": 2})
     with caplog.at_level(logging.INFO):
-        fused_layers.log_choice("cpu", {})
-        fused_layers.log_choice("cuda", Counter({"norms": 5, "rotary embeddings": 2}))
-    (message,) = caplog.messages
-    assert message == f"fused: 5 norms by torch, 0 MLPs by {way}, 2 rotary embeddings by {way}"
+        fused_layers.log_choice("cpu", torch.float32, config, counts)
+        fused_layers.log_choice("cuda", torch.bfloat16, config, counts)
+        fused_layers.log_choice("cuda", torch.bfloat16, config, Counter({"norms": 5}))
+    on_gpu = torch.bfloat16, "cuda"
+    assert tried == [(*product, *on_gpu), (heads, *on_gpu)], "none of layers that are not there"
+    assert caplog.messages == [
+        f"fused: 5 norms by torch, 1 MLPs by {way}, 2 rotary embeddings by {way}",
+        "fused: 5 norms by torch, 0 MLPs by torch, 0 rotary embeddings by torch",
+    ]
 
 
 def test_other_code_stays_as_it_is() -> None:
