@@ -47,7 +47,7 @@ class VersionCopies:
             lock = _shared_lock(copy)
             try:
                 _make(copy, url)
-            except BaseException:
+            except BaseException:  # cancelled or failed: what is there in part is nobody's
                 lock.close()
                 _delete_unless_held(copy)
                 raise

@@ -11,6 +11,7 @@ from skyrl_tinker import config
 from skyrl_tinker.background import background_server
 from skyrl_tinker.bundled import bundled
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.errors import StartupError
 from skyrl_tinker.server.base_models import tiny_model
 from skyrl_tinker.server.base_models.base_model import TINY
 from skyrl_tinker.server.base_models.tiny_families import find_family
@@ -25,7 +26,7 @@ def run_demo(out: Path, seed: int, steps: int, arch: str) -> bool:
     try:
         with background_server(home) as url:
             learned = _learn(url, out, seed, steps)
-    except Exception:  # the logs explain it: keep them
+    except (OSError, StartupError):  # of a server that does not start or end: its logs explain it
         print(f"logs: {home / 'logs'}", file=sys.stderr)
         raise
     except KeyboardInterrupt:

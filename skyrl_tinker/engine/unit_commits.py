@@ -108,7 +108,7 @@ class UnitCommits:
         """Commit several ends together; if that fails, each by itself."""
         try:
             await self._send([entry.end.result() for entry in entries])
-        except Exception as error:
+        except Exception as error:  # becomes the result of the one that fails alone
             if len(entries) > 1:
                 for entry in entries:
                     await self._commit([entry])

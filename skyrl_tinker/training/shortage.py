@@ -37,7 +37,7 @@ class Shortage:
         try:
             work()
             return True
-        except Exception as error:
+        except Exception as error:  # of any type: allocators report it by several
             if not is_out_of_memory(error):
                 raise
             reason = (str(error).splitlines() or [repr(error)])[0]

@@ -92,7 +92,7 @@ class NcclSender(BroadcastSender):
         def run() -> None:
             try:
                 _settle(waiting, work())
-            except BaseException as error:
+            except BaseException as error:  # becomes the result for the thread that waits
                 _settle(waiting, error)
 
         Thread(target=run, daemon=True, name="nccl").start()

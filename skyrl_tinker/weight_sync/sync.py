@@ -73,7 +73,7 @@ async def sync_weights(
     )
     try:
         return await update.run(source, version)
-    except BaseException as error:
+    except BaseException as error:  # also cancelled: samplers must not be left between two versions
         lost = await update.undo()
         if isinstance(error, Exception):
             raise await update.explain(error, version, lost) from error

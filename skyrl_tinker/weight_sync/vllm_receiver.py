@@ -91,7 +91,7 @@ class StagedEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             reload.initialize_layerwise_reload(self.model)
             self.model.load_weights(_consumed(self.staged))  # type: ignore[operator]
             reload.finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
-        except Exception as error:
+        except Exception as error:  # whatever it was: some layers are new, others old
             raise SystemExit(f"weights could not be loaded, the model is unusable: {error!r}") from error
         self._forget()
 

@@ -44,8 +44,8 @@ class RequestMetricsMiddleware:
 
         try:
             await self._app(scope, receive, note)
-        except Exception:
-            status = status or 500  # which Starlette's outermost layer answers
+        except Exception:  # whatever it is, Starlette's outermost layer answers it, with 500
+            status = status or 500
             raise
         finally:
             method = scope["method"] if scope["method"] in _METHODS else OTHER

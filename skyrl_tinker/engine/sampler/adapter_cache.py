@@ -197,7 +197,7 @@ class AdapterCache:
                 await self._fleet.client.control.interrupt(turn.version.name)
         except SamplerError as error:  # they end without it
             _log.warning("requests of %s could not be interrupted: %s", turn.version.name, error)
-        except BaseException:
+        except BaseException:  # cancelled, or of a broken placement: another request does it
             turn.interrupted = False
             self._pulse(self._waiting.values())
             raise

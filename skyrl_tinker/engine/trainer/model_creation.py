@@ -103,7 +103,7 @@ class ModelCreation:
 
         try:
             return LoadFiles(checkpoint, await when_possible(take))
-        except BaseException:
+        except BaseException:  # cancelled or failed: nobody else lets go of it
             self._let_go(checkpoint.directory)
             raise
 

@@ -53,7 +53,7 @@ def dropping_undone(conn: Connection) -> Iterator[None]:
     before = len(calls)
     try:
         yield
-    except BaseException:
+    except BaseException:  # whatever it is, the part is undone
         del calls[before:]
         raise
 

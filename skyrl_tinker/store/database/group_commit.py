@@ -184,7 +184,7 @@ class Writer:
                         left -= write.size
                 for write in begun:
                     write.value = _known(write.value)
-        except Exception:
+        except Exception:  # all is undone, and each op runs again by itself
             if len(begun) < 2:
                 raise
             return False

@@ -106,7 +106,7 @@ class PostgresDatabase(Database):
             yield
         try:
             _commit(conn)
-        except Exception as error:
+        except Exception as error:  # whatever it is: what counts is whether it was committed
             if self.usable(conn):  # the server says that it is undone, or was not asked: what was sent failed
                 with suppress(Exception):
                     raw(conn).rollback()
@@ -130,7 +130,7 @@ class PostgresDatabase(Database):
     def sending(self, conn: Connection) -> Iterator[None]:
         try:
             yield
-        except BaseException:
+        except BaseException:  # whatever it is: what was sent must not be answered to the next
             _abandon(conn)
             raise
         _leave(conn)
@@ -230,7 +230,7 @@ def _commit(conn: Connection) -> None:
     if _PIPELINE in conn.info:
         try:
             send(conn, "COMMIT")
-        except BaseException:
+        except BaseException:  # the same
             _abandon(conn)
             raise
         _leave(conn)

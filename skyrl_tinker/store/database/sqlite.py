@@ -68,7 +68,7 @@ def transaction(conn: Connection, begin: str = BEGIN_READ) -> Iterator[None]:
     try:
         yield
         execute(conn, "COMMIT")
-    except BaseException:
+    except BaseException:  # whatever it is: the next one must not find a transaction begun
         conn.rollback()
         raw(conn).rollback()  # where SQLAlchemy ran no statement
         raise

@@ -48,7 +48,7 @@ class OffloadBuffer:
                     _bytes(copy.storage).zero_()
                 else:
                     _bytes(copy.storage).copy_(copy.host, non_blocking=True)
-        except BaseException:
+        except BaseException:  # whatever it is: what is restored in part must not pass for the whole
             for copy in self._copies:
                 copy.storage.resize_(0)
             raise
