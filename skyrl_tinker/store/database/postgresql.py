@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sqlalchemy import URL, Connection, NullPool, create_engine, event
 from sqlalchemy.exc import DataError, DBAPIError, OperationalError
@@ -37,6 +37,8 @@ _TIMELINE = "SELECT left(pg_walfile_name(pg_current_wal_lsn()), 8)"
 """Number of the history of the server's data; PostgreSQL counts them."""
 _PIPELINE = "pipeline"
 """Where a connection keeps the driver's pipeline while answers to statements are awaited."""
+_DEFERRED = "deferred"
+"""Where a connection keeps what is sent right before anything else is."""
 _LOST_ANSWER = "the database is a promoted copy of which nobody knows whether it has the last commit"
 _PARAMETERS = {
     "application_name": "skyrl-tinker",
@@ -77,6 +79,7 @@ class PostgresDatabase(Database):
             execution_options={"home": home},
         )
         event.listen(self.engine, "connect", _note_timeline)
+        event.listen(self.engine, "connect", _send_lists_as_bytes)
         event.listen(self.engine, "before_cursor_execute", _leave_before)
 
     @contextmanager
@@ -177,6 +180,10 @@ class PostgresDatabase(Database):
             time.sleep(_RETRY_S)
 
 
+class Deferred(Protocol):
+    def send(self, conn: Connection) -> None: ...
+
+
 def _note_timeline(connection: "psycopg.Connection[Any]", record: Any) -> None:
     """Note which history of the data the server goes on with: a copy begins another when it is promoted.
 
@@ -191,6 +198,13 @@ def _note_timeline(connection: "psycopg.Connection[Any]", record: Any) -> None:
     if not connection.closed:  # else the first to use it sees that
         connection.rollback()
     record.info[_TIMELINE] = None if row is None else row[0]
+
+
+def _send_lists_as_bytes(connection: "psycopg.Connection[Any]", _: Any) -> None:
+    """Send arrays as bytes: bodies are twice as long in text."""
+    from psycopg.types.array import ListBinaryDumper
+
+    connection.adapters.register_dumper(list, ListBinaryDumper)
 
 
 def raw(conn: Connection) -> "psycopg.Connection[Any]":
@@ -212,6 +226,7 @@ def send(conn: Connection, sql: str, parameters: Any = None) -> "psycopg.Cursor[
 
     Whatever runs next may raise its error. All that is not sent waits for the answers to what is.
     """
+    send_deferred(conn)
     with _translated(sql):
         if _PIPELINE not in conn.info:
             conn.info[_PIPELINE] = raw(conn).pipeline()
@@ -225,9 +240,21 @@ def fetch(cursor: "psycopg.Cursor[Any]", sql: str) -> list[Any]:
         return cursor.fetchall()
 
 
+def deferred(conn: Connection) -> "dict[object, Deferred]":
+    """Return what a connection sends right before anything else, which may be more by then."""
+    found: dict[object, Deferred] = conn.info.setdefault(_DEFERRED, {})
+    return found
+
+
+def send_deferred(conn: Connection) -> None:
+    """Send what is deferred. Raises what `send` does."""
+    for each in conn.info.pop(_DEFERRED, {}).values():
+        each.send(conn)
+
+
 def _commit(conn: Connection) -> None:
     """Commit, with what is still to be sent; where that fails, the server does not begin the commit."""
-    if _PIPELINE in conn.info:
+    if _PIPELINE in conn.info or _DEFERRED in conn.info:
         try:
             send(conn, "COMMIT")
         except BaseException:  # the same
@@ -239,7 +266,8 @@ def _commit(conn: Connection) -> None:
 
 
 def _leave(conn: Connection) -> None:
-    """Wait for the answers to what was sent. Raises the first error."""
+    """Send what is deferred and wait for the answers to all that was sent. Raises the first error."""
+    send_deferred(conn)
     pipeline = conn.info.pop(_PIPELINE, None)
     if pipeline is not None:
         with _translated(None):
@@ -254,6 +282,7 @@ def _leave_before(conn: Connection, *_: Any) -> None:
 def _abandon(conn: Connection) -> None:
     """Wait for the answers, and pass over errors: what was sent will be undone."""
     if not conn.invalidated:  # else it would connect
+        conn.info.pop(_DEFERRED, None)
         with suppress(Exception):
             _leave(conn)
 

@@ -7,17 +7,24 @@ SQLAlchemy's own execution takes three times as long in a busy process (54 us fo
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
-from sqlalchemy import Connection, Dialect
+from sqlalchemy import Connection, Dialect, bindparam, func, insert, literal_column, select, true
+from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.sql.dml import UpdateBase
-from sqlalchemy.sql.selectable import Select
+from sqlalchemy.sql.elements import BindParameter
+from sqlalchemy.sql.selectable import Select, TableValuedAlias
+from sqlalchemy.sql.visitors import iterate, replacement_traverse
 
 from skyrl_tinker.store.database import postgresql, sqlite
 from skyrl_tinker.store.database.rows import AnyRow
+from skyrl_tinker.store.database.tables import Base
 
 Statement = Select[*tuple[Any, ...]] | UpdateBase
 _Convert = Callable[[Any], Any]
+_PLACE = "place"
+"""Column of the order in which ops have sent."""
 
 
 class Prepared:
@@ -62,6 +69,95 @@ class Prepared:
         return compiled
 
 
+class Gathered:
+    """INSERT of the row that a SELECT finds for an op, which many ops send, each with parameters of its own.
+
+    PostgreSQL executes it once for all of them, when the first asks for its row or something else is sent: no
+    op's row is there for the others' SELECT.
+    """
+
+    def __init__(
+        self,
+        table: type[Base],
+        columns: Sequence[str],
+        found: Select[*tuple[Any, ...]],
+        key: str | None = None,
+    ) -> None:
+        """`key`: the column and parameter by which ops know their rows, or else do not ask for them.
+
+        A row has that and the primary key. Of those that break one unique constraint only the first is there.
+        """
+        returned = [table.__table__.c[key], *table.__table__.primary_key] if key else []
+        self._key = key
+        self._one = Prepared(insert(table).from_select(columns, found).returning(*returned))
+        given = _given(found)
+        row = _of_given(found).limit(literal_column("1")).lateral("found")  # it stays a look-up for each
+        rows = select(row).select_from(given.join(row, true())).order_by(literal_column(f"given.{_PLACE}"))
+        of_all = postgresql_insert(table).from_select(columns, rows)
+        self._of_all = Prepared((of_all.on_conflict_do_nothing() if key else of_all).returning(*returned))
+
+    def send(self, conn: Connection, parameters: Mapping[str, Any]) -> "Sent":
+        """Have it executed for these parameters; whatever runs next may raise an error of it.
+
+        What an op sends otherwise comes behind it.
+        """
+        if conn.dialect.name != "postgresql":
+            return self._one.send(conn, parameters)
+        together = postgresql.deferred(conn).setdefault(self, _Together(self._one, self._of_all))
+        assert isinstance(together, _Together)
+        together.given.append(parameters)
+        key = self._key
+        return Sent(lambda: together.rows_of(conn, key, parameters) if key else [])
+
+
+class _Together:
+    """Executions of a Gathered that are sent as one."""
+
+    def __init__(self, one: Prepared, of_all: Prepared) -> None:
+        self.given: list[Mapping[str, Any]] = []
+        self._one = one
+        self._of_all = of_all
+        self._sent: Sent | None = None
+        self._by_key: dict[Any, list[AnyRow]] | None = None
+
+    def send(self, conn: Connection) -> None:
+        first, *others = self.given
+        arrays = {name: [each[name] for each in self.given] for name in first}
+        self._sent = self._of_all.send(conn, arrays) if others else self._one.send(conn, first)
+
+    def rows_of(self, conn: Connection, key: str, parameters: Mapping[str, Any]) -> list[AnyRow]:
+        """Return the row with the same `key` as these parameters, if there is one."""
+        if self._by_key is None:
+            postgresql.send_deferred(conn)
+            assert self._sent is not None
+            self._by_key = {getattr(row, key): [row] for row in self._sent.rows()}
+        return self._by_key.get(parameters[key], [])
+
+
+def _given(found: Select[*tuple[Any, ...]]) -> TableValuedAlias:
+    """Return a table, `given`, of the parameters of a statement, each of which is an array."""
+    types = {bind.key: bind.type for bind in iterate(found) if _is_parameter(bind)}
+    arrays = [bindparam(name, type_=ARRAY(type_, dimensions=1)) for name, type_ in types.items()]
+    table = func.unnest(*arrays).table_valued(*types, with_ordinality=_PLACE)
+    return table.render_derived(name="given")
+
+
+def _of_given(found: Select[*tuple[Any, ...]]) -> Select[*tuple[Any, ...]]:
+    """Return the statement with the columns of `given` for its parameters."""
+
+    def column(element: object, **_: Any) -> Any:
+        if not _is_parameter(element):
+            return None
+        return literal_column(f"given.{element.key}", element.type).label(element.key)
+
+    replaced: Select[*tuple[Any, ...]] = replacement_traverse(cast(Any, found), {}, column)
+    return replaced
+
+
+def _is_parameter(element: object) -> TypeGuard[BindParameter[Any]]:
+    return isinstance(element, BindParameter) and element.required
+
+
 class Sent:
     """Statement on its way, whose rows can be read once, within its transaction."""
 
@@ -69,6 +165,9 @@ class Sent:
 
     def __init__(self, fetch: Callable[[], list[AnyRow]]) -> None:
         self._fetch = fetch
+
+    def rows(self) -> list[AnyRow]:
+        return self._fetch()
 
     def row(self) -> AnyRow | None:
         """Return the only row, None if there is none."""

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from uuid import uuid4
 
-from sqlalchemy import Connection, insert
+from sqlalchemy import Connection, bindparam, insert, select
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey, RequestId, RequestKind
 from skyrl_tinker.errors import SeqIdReusedError, UserError
-from skyrl_tinker.store.database.prepared import Prepared
+from skyrl_tinker.store.database.group_commit import LARGE_BYTES
+from skyrl_tinker.store.database.prepared import Gathered, Prepared
 from skyrl_tinker.store.database.rows import AnyRow, database_time
 from skyrl_tinker.store.database.tables import Future, Request, Session
 
@@ -28,7 +29,12 @@ _COLUMNS = (
     "created_at",
 )
 _FUTURE = Prepared(insert(Future).returning(Future.id), _COLUMNS)
-_BODY = Prepared(insert(Request), ("future_id", "body"))
+_BODY = Gathered(
+    Request,
+    ("future_id", "body"),
+    select(bindparam("future_id", type_=Request.future_id.type), bindparam("body", type_=Request.body.type)),
+)
+_LARGE_BODY = Prepared(insert(Request), ("future_id", "body"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,8 @@ def insert_future(conn: Connection, new: NewFuture, model_id: ModelId | None) ->
 
 def insert_body(conn: Connection, future_id: int, body: bytes) -> None:
     """Insert the body of a pending request."""
-    _BODY.send(conn, {"future_id": future_id, "body": body})
+    put = _BODY if len(body) <= LARGE_BYTES else _LARGE_BODY  # no copy of it among others
+    put.send(conn, {"future_id": future_id, "body": body})
 
 
 def existing_answer(row: AnyRow, model_id: ModelId | None) -> Accepted:

@@ -2,7 +2,7 @@
 
 from uuid import uuid4
 
-from sqlalchemy import Connection, and_, bindparam, insert, literal, select
+from sqlalchemy import Connection, and_, bindparam, literal, select
 
 from skyrl_tinker.domain.ids import (
     FutureStatus,
@@ -15,7 +15,7 @@ from skyrl_tinker.domain.ids import (
 from skyrl_tinker.errors import NotFoundError, OverloadedError
 from skyrl_tinker.store import session_records
 from skyrl_tinker.store.database.group_commit import Later
-from skyrl_tinker.store.database.prepared import Prepared
+from skyrl_tinker.store.database.prepared import Gathered
 from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.database.tables import Future, SamplingSession, Session
 from skyrl_tinker.store.futures.record import (
@@ -46,16 +46,14 @@ _VALUES = {
     Future.status: literal(FutureStatus.PENDING, Future.status.type),
     Future.created_at: bindparam("now", type_=Future.created_at.type),
 }
-_INSERT = Prepared(
-    insert(Future)
-    .from_select(
-        list(_VALUES),
-        select(*_VALUES.values())
-        .select_from(SamplingSession)
-        .join(Session, Session.session_id == SamplingSession.session_id)
-        .where(_OWN_SAMPLER, Session.finished_at.is_(None), ~select(Future.id).where(_SAME_KEY).exists()),
-    )
-    .returning(Future.id)
+_INSERT = Gathered(
+    Future,
+    [column.key for column in _VALUES],
+    select(*_VALUES.values())
+    .select_from(SamplingSession)
+    .join(Session, Session.session_id == SamplingSession.session_id)
+    .where(_OWN_SAMPLER, Session.finished_at.is_(None), ~select(Future.id).where(_SAME_KEY).exists()),
+    key="request_id",
 )
 _FIRST_OF_KEY = (
     select(*SESSION, *FIRST)

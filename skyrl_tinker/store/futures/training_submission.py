@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import ColumnElement, Connection, and_, bindparam, insert, literal, select
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, literal, select
 from sqlalchemy.orm import aliased
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelState, OwnerId, RequestId, RequestKind
@@ -17,7 +17,7 @@ from skyrl_tinker.errors import KeyLimitError, NotFoundError, OverloadedError, S
 from skyrl_tinker.store import custom_losses, model_records, owners, session_records
 from skyrl_tinker.store.custom_losses import NewLoss
 from skyrl_tinker.store.database.group_commit import Later
-from skyrl_tinker.store.database.prepared import Prepared
+from skyrl_tinker.store.database.prepared import Gathered, Prepared
 from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.database.tables import Future, Model, Session, UploadedLoss
 from skyrl_tinker.store.futures import finish
@@ -73,17 +73,15 @@ _VALUES: dict[Any, Any] = {
     Future.status: literal(FutureStatus.PENDING, Future.status.type),
     Future.created_at: bindparam("now", type_=Future.created_at.type),
 }
-_INSERT = Prepared(
-    insert(Future)
-    .from_select(
-        list(_VALUES),
-        select(*_VALUES.values())
-        .select_from(Model)
-        .join(Session, Session.session_id == Model.session_id)
-        .where(Model.model_id == bindparam("model_id"), OWNED, Session.finished_at.is_(None))
-        .where(_first_id(_SAME_NUMBER).is_(None), _first_id(*_RAN_LATER).is_(None)),
-    )
-    .returning(Future.id)
+_INSERT = Gathered(
+    Future,
+    [column.key for column in _VALUES],
+    select(*_VALUES.values())
+    .select_from(Model)
+    .join(Session, Session.session_id == Model.session_id)
+    .where(Model.model_id == bindparam("model_id"), OWNED, Session.finished_at.is_(None))
+    .where(_first_id(_SAME_NUMBER).is_(None), _first_id(*_RAN_LATER).is_(None)),
+    key="request_id",
 )
 """Of a request that nothing speaks against; it inserts none else."""
 

@@ -4,22 +4,29 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection, bindparam, func, insert, select, text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy import Connection, bindparam, delete, func, insert, select, text
+from sqlalchemy.exc import DataError, OperationalError
 
+from skyrl_tinker.domain.ids import SamplingSessionId
+from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database import group_commit, postgresql
 from skyrl_tinker.store.database.group_commit import Later
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.tables import Request, ServerState
+from skyrl_tinker.store.futures import queue, record
+from skyrl_tinker.store.futures.record import Accepted
+from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from tests.store.database.test_postgresql import cut
 from tests.store.support.databases import on_postgresql
+from tests.store.support.rows import queued, sample, step
 from tests.support.reads import reading
 from tests.support.waiting import PATIENCE_S
 
 PUT = Prepared(insert(ServerState).returning(ServerState.key), ["key", "value"])
 ORPHAN = Prepared(insert(Request), ["future_id", "body"])
+DROP = Prepared(delete(Request).where(Request.future_id == bindparam("future_id")))
 SLEEP = Prepared(select(func.pg_sleep(bindparam("seconds"))))
 
 
@@ -149,6 +156,94 @@ async def test_what_is_sent_by_many_ops_is_answered_in_one_round_trip(
     monkeypatch.setattr(postgresql, "fetch", counted)
     await asyncio.gather(*(store.write(lambda conn, n=n: put(conn, f"k{n}")) for n in range(100)))  # type: ignore[misc]
     assert waits <= 2, "one of the first op, which ran while the others arrived, and one of the rest"
+
+
+async def test_many_ops_have_their_rows_in_the_order_in_which_they_came(
+    store: Store, sampler: SamplingSessionId
+) -> None:
+    accepted = await asyncio.gather(*(sample(store, sampler, number) for number in range(100)))
+    rows = await queued(store)
+    assert [row.request_id for row in rows] == [each.request_id for each in accepted]
+    with reading(store) as conn:
+        assert set(queue.read_bodies(conn, [row.id for row in rows]).values()) == {b"sample"}
+
+
+@on_postgresql
+async def test_what_many_ops_insert_is_one_statement(
+    store: Store, sampler: SamplingSessionId, model: ModelRow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+    send = postgresql.send
+
+    def noted(conn: Connection, sql: str, parameters: object = None) -> object:
+        sent.append(sql)
+        return send(conn, sql, parameters)
+
+    monkeypatch.setattr(postgresql, "send", noted)
+    await asyncio.gather(
+        *(sample(store, sampler, number) for number in range(100)),
+        *(step(store, model, number) for number in range(1, 101)),
+    )
+    of_futures = [sql for sql in sent if sql.startswith("INSERT INTO futures")]
+    assert len(of_futures) <= 3, (
+        "one of the first op, which ran while the others arrived, and two of the rest"
+    )
+    assert len([sql for sql in sent if sql.startswith("INSERT INTO requests")]) <= 2
+
+
+async def test_samples_that_race_with_the_same_number_get_one_answer(
+    store: Store, sampler: SamplingSessionId
+) -> None:
+    numbers = [*range(20), *range(20)]
+    accepted = await asyncio.gather(*(sample(store, sampler, number) for number in numbers))
+    assert [each.request_id for each in accepted[:20]] == [each.request_id for each in accepted[20:]]
+    assert [each.created for each in accepted] == [True] * 20 + [False] * 20
+
+
+async def test_a_submission_that_cannot_be_stored_fails_alone(
+    store: Store, sampler: SamplingSessionId
+) -> None:
+    with_nul = SamplingSessionId("no\0such")
+    good, bad, late = await asyncio.gather(
+        sample(store, sampler, 0),
+        sample(store, with_nul, 0),
+        sample(store, sampler, 1),
+        return_exceptions=True,
+    )
+    assert isinstance(bad, (DataError, NotFoundError))
+    assert isinstance(good, Accepted)
+    assert isinstance(late, Accepted)
+    assert [row.request_id for row in await queued(store)] == [good.request_id, late.request_id]
+
+
+async def test_a_body_of_no_request_fails_its_op_alone(store: Store) -> None:
+    good, bad = await asyncio.gather(
+        store.write(lambda conn: put(conn, "good")),
+        store.write(lambda conn: record.insert_body(conn, 77, b"")),
+        return_exceptions=True,
+    )
+    assert good == "good"
+    assert "foreign key" in str(bad).lower()
+    assert keys(store) >= {"good"}
+
+
+async def test_what_waits_to_be_sent_is_there_for_all_that_comes_after_it(
+    store: Store, sampler: SamplingSessionId
+) -> None:
+    await sample(store, sampler, 0)
+    (row,) = await queued(store)
+    key = {"future_id": row.id}
+
+    def op(conn: Connection) -> list[object]:
+        DROP.send(conn, key)
+        record.insert_body(conn, row.id, b"new")
+        found = queue.read_bodies(conn, [row.id])
+        DROP.send(conn, key)
+        record.insert_body(conn, row.id, b"newer")
+        DROP.send(conn, key)
+        return [found, queue.read_bodies(conn, [row.id])]
+
+    assert await store.write(op) == [{row.id: b"new"}, {}]
 
 
 @on_postgresql
