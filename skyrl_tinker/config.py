@@ -329,7 +329,10 @@ class Settings(BaseSettings):
         "accepted goes on, and all resumes once there is room",
     )
     replay_s: float = Field(
-        30.0, gt=0, description="Trainer time that all models may take to come back after a crash"
+        30.0,
+        gt=0,
+        description="Time that models may take to come back after a crash, once fresh trainer ranks are up; "
+        "snapshots see to it as far as snapshot_share allows",
     )
     snapshot_share: float = Field(
         0.02, gt=0, lt=1, description="Share of the trainer's time that snapshots for such a return may take"

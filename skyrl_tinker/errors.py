@@ -122,6 +122,10 @@ class TrainerLostError(SkyrlTinkerError):
     pass
 
 
+SEND_AGAIN = "send the request again, or "
+"""Part of an ExhaustedError's advice that is of no use once the model is parked."""
+
+
 class ExhaustedError(SkyrlTinkerError):
     """Memory ran out on a rank. Where ranks agree on it, all of them raise it, in the same place."""
 

@@ -1,12 +1,10 @@
 """Composition of the engine's training half: from the journal to the ranks."""
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
-from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
 from skyrl_tinker.engine.outbox import Outbox
@@ -100,14 +98,11 @@ def compose_training(
     publisher = Publisher(*ends, commits, pending, ephemeral, root, drift_monitor, metrics, written, storage)
     models = ModelLifecycle(store, trainer, lanes, drift_monitor, snapshots, outbox, commits)
     passes = PassCoordinator(store, trainer, router_replay=settings.router_replay)
-    replay = Replay(store, trainer, passes, snapshots)
-
-    def more_metrics(model: ModelKey) -> Mapping[str, float]:
-        return {**drift_monitor.pop_gap(model), **replay.pop_difference(model)}
-
+    unit_tokens = settings.unit_tokens or max(UNIT_TOKENS, 2 * settings.trainer_ranks * settings.token_budget)
+    replay = Replay(store, trainer, passes, snapshots, drift_monitor, unit_tokens)
     executors = Executors(
         passes,
-        OptimSteps(store, trainer, lanes, more_metrics),
+        OptimSteps(store, trainer, lanes, drift_monitor.pop_metrics),
         publisher,
         ModelBarriers(store, lanes, models, creation, saver, exporter),
     )
@@ -115,7 +110,6 @@ def compose_training(
         store, trainer, lanes, models, executors, commits, pending, snapshots, metrics, woken
     )
     pace = TrainerPace()
-    unit_tokens = settings.unit_tokens or max(UNIT_TOKENS, 2 * settings.trainer_ranks * settings.token_budget)
     planner = Planner(lanes, PassBudget(unit_tokens, settings.unit_ms / 2000), pace.seconds)
     driver = TrainerDriver(
         store,
@@ -150,6 +144,10 @@ def _register_gauges(
     watch("trainer_restarts", "Times that dead workers were replaced", lambda: float(trainer.restarts))
     watch("snapshots", "Snapshots of models taken", lambda: float(snapshots.taken))
     watch("snapshot_seconds", "Trainer time taken by snapshots", lambda: snapshots.spent_s)
-    watch("replay_seconds", "Trainer time that a replay would take now", lambda: snapshots.replay_seconds)
+    watch(
+        "replay_seconds",
+        "Time that a replay would take now, as estimated",
+        lambda: snapshots.replay_seconds,
+    )
     watch("replayed_units", "Units of work replayed after a crash", lambda: float(replay.units))
     watch("replay_differences", "Replayed passes whose logprobs differ", lambda: float(replay.differences))

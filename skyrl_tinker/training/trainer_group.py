@@ -65,6 +65,7 @@ class PassResult:
 class TrainerGroup:
     """All ranks of the trainer. Methods are awaited from one event loop, units of work one after another.
 
+    Calls that are made at once run one after another, too, on all ranks in one order.
     TrainerError: a rank died, hangs or failed unexpectedly, and with the ranks every model: `restart` brings
     up fresh ranks without models. Until then every unit raises the same.
     """
@@ -210,6 +211,18 @@ class TrainerGroup:
     async def capture_state(self, model: ModelKey, *, optimizer: bool) -> CapturedState:
         """Copy a model into host memory, as a unit of work; `CapturedState.drop` frees the copies."""
         return await self._capture("capture_state", model, optimizer)
+
+    async def capture_states(
+        self, models: Sequence[ModelKey], most_bytes: int
+    ) -> dict[ModelKey, CapturedState]:
+        """Copy models with their optimizer state, as one unit of work: the first, and others that fit.
+
+        `most_bytes`: of all copies together. There are fewer, too, where memory runs out; what stands against
+        the first one is raised.
+        """
+        numbers = {model: next(self._captures) for model in models}
+        contents, *_ = await self._on_all_ranks("capture_states", numbers, most_bytes)
+        return {model: CapturedState(numbers[model], each, self._ranks) for model, each in contents.items()}
 
     async def capture_export(self, model: ModelKey, shard_bytes: int) -> CapturedState:
         """Copy the weights alone, in the layout of PEFT (LoRA) or Hugging Face (full parameters)."""

@@ -12,7 +12,7 @@ from skyrl_tinker.atomic_directory import storage_errors
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.manifest import CheckpointContents, FileEntry
 from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily, StepItem, StepOutput
-from skyrl_tinker.errors import ExhaustedError, StateLostError, TrainerError
+from skyrl_tinker.errors import SEND_AGAIN, ExhaustedError, StateLostError, TrainerError
 from skyrl_tinker.interfaces import interface_of
 from skyrl_tinker.processes import freeze_gc
 from skyrl_tinker.training import distributed
@@ -48,8 +48,8 @@ def _out_of_memory(operation: str) -> Iterator[None]:
         allocator.give_back()
         raise ExhaustedError(
             f"{operation}: a trainer rank ran out of memory ({error}). Nothing has changed, and gradients "
-            "that a model has accumulated are kept: send the request again, or start the server with fewer "
-            "resident models or more trainer ranks"
+            f"that a model has accumulated are kept: {SEND_AGAIN}start the server with fewer resident models "
+            "or more trainer ranks"
         ) from None
 
 
@@ -194,6 +194,24 @@ class Worker:
     def capture_state(self, key: ModelKey, number: int, optimizer: bool) -> CheckpointContents:
         """Keep host copies of this rank's share under `number` until they are persisted."""
         return self._capture(key, number, optimizer, checkpoint_save.STATE)
+
+    def capture_states(
+        self, numbers: Mapping[ModelKey, int], most_bytes: int
+    ) -> dict[ModelKey, CheckpointContents]:
+        """Do as `capture_state` with the first model, and with those after it whose states fit, together."""
+        contents: dict[ModelKey, CheckpointContents] = {}
+        left = most_bytes
+        for key, number in numbers.items():
+            if contents and (key not in self._models or self._models[key].state_bytes > left):
+                break
+            try:
+                contents[key] = self.capture_state(key, number, optimizer=True)
+            except ExhaustedError:
+                if not contents:
+                    raise
+                break
+            left -= self._models[key].state_bytes
+        return contents
 
     @_out_of_memory("save_weights_external")
     def capture_export(self, key: ModelKey, number: int, shard_bytes: int) -> CheckpointContents:

@@ -223,6 +223,15 @@ class ScriptedTrainer:
         await self._tell("capture", model)
         return self._capture(CapturedSteps, model)
 
+    async def capture_states(
+        self, models: Sequence[ModelKey], most_bytes: int
+    ) -> dict[ModelKey, CapturedSteps]:
+        for model in models:
+            self._note(model, "save")
+        await self._tell("captures", tuple(models))
+        self._state(models[0])
+        return {model: self._capture(CapturedSteps, model) for model in models if model in self.trained}
+
     async def capture_export(self, model: ModelKey, shard_bytes: int) -> CapturedSteps:
         self._note(model, "export")
         await self._tell("export", model)

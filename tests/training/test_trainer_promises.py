@@ -199,6 +199,7 @@ CALLS: Mapping[str, Callable[[TrainerGroup], Awaitable[Any]]] = {
     "steps": lambda trainer: trainer.optim_step([step(A), step(UNKNOWN)]),
     "gradients": lambda trainer: trainer.zero_gradients([UNKNOWN]),
     "state": lambda trainer: trainer.capture_state(UNKNOWN, optimizer=True),
+    "states": lambda trainer: trainer.capture_states([UNKNOWN, A], 1 << 30),
     "export": lambda trainer: trainer.capture_export(UNKNOWN, 1 << 30),
     "weights": lambda trainer: trainer.capture_weights({A: False, UNKNOWN: False}),
 }
@@ -229,12 +230,17 @@ async def capture(trainer: TrainerGroup, kind: str) -> Any:
         assert list(captured) == [B, A]
         await captured[B].drop()
         return captured[A]
+    if kind == "states":
+        several = await trainer.capture_states([A, B, UNKNOWN], 1 << 30)
+        assert list(several) == [A, B]
+        await several[B].drop()
+        return several[A]
     if kind == "export":
         return await trainer.capture_export(A, 1 << 30)
     return await trainer.capture_state(A, optimizer=True)
 
 
-@pytest.mark.parametrize("kind", ["state", "export", "weights"])
+@pytest.mark.parametrize("kind", ["state", "states", "export", "weights"])
 async def test_captured_state_stays_whatever_the_model_does_until_it_is_dropped(
     subject: Subject, tmp_path: Path, kind: str
 ) -> None:

@@ -23,7 +23,7 @@ from skyrl_tinker.store import server_state
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
-METRIC = "sampler_logprob_gap"
+METRIC, REPLAY_METRIC = "sampler_logprob_gap", "replay_differed"
 _log = logging.getLogger(__name__)
 
 
@@ -58,6 +58,7 @@ class DriftMonitor:
         self._tokens = probe_tokens(facts, tokens)
         self._bound = bound
         self._gaps: dict[ModelKey, float] = {}  # not reported yet
+        self._differed: set[ModelKey] = set()  # likewise: models whose replay gave other logprobs
         self._drifted: set[ModelKey] = set()
         self._scored: set[ModelKey] = set()  # models that may be compared: not forgotten since
 
@@ -106,13 +107,21 @@ class DriftMonitor:
         self._gaps[scored.key] = _worse(gap, self._gaps.get(scored.key, 0.0))
         await self._judge(scored, gap)
 
-    def pop_gap(self, model: ModelKey) -> dict[str, float]:
-        """Return the largest gap since the last call, for the metrics of a step; empty if there is none."""
-        return {METRIC: self._gaps.pop(model)} if model in self._gaps else {}
+    def note_replay(self, model: ModelKey) -> None:
+        """Note that a model's replay gave other logprobs than had been delivered."""
+        self._differed.add(model)
+
+    def pop_metrics(self, model: ModelKey) -> dict[str, float]:
+        """Return, for the metrics of a step, the largest gap and a differing replay since the last call."""
+        gap = {METRIC: self._gaps.pop(model)} if model in self._gaps else {}
+        differed = {REPLAY_METRIC: 1.0} if model in self._differed else {}
+        self._differed.discard(model)
+        return gap | differed
 
     async def forget(self, model: ModelKey) -> None:
-        """Forget a released model, and withdraw its warning."""
+        """Forget a model that has left the ranks, and withdraw its warning."""
         self._gaps.pop(model, None)
+        self._differed.discard(model)
         self._scored.discard(model)
         await self._note_agreement(model)
 

@@ -1,7 +1,8 @@
 """Snapshots of models in training, taken so often that replay stays short and so seldom that it costs little.
 
 A snapshot is a checkpoint that the server makes for itself, right after a step or a load: then there are no
-gradients. Its files are written beside training; its row is committed behind the units that it holds.
+gradients. Its files are written beside training; its row is committed behind the units that it holds. Small
+models are copied several at once: a call to the ranks takes longer than such a copy.
 """
 
 import asyncio
@@ -14,10 +15,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection
+from sqlalchemy.exc import SQLAlchemyError
 
 from skyrl_tinker.atomic_directory import atomic_directory, storage_errors
 from skyrl_tinker.domain.ids import Effect, ModelKey, ModelState
@@ -37,6 +40,8 @@ from skyrl_tinker.training.trainer_group import CapturedState, TrainerGroup
 
 GRACE_S = 0.5
 """Trainer time that snapshots may take on end, before their share counts."""
+MODELS_AT_ONCE, BYTES_AT_ONCE = 16, 256 << 20
+"""Bounds of what is copied at once; a model that is larger is copied alone."""
 ALL = 1 << 62
 _log = logging.getLogger(__name__)
 
@@ -46,10 +51,30 @@ KeepSampled = Callable[[ModelKey], Awaitable[None]]
 
 @dataclass(slots=True)
 class _Unkept:
-    """Work of a model since its snapshot. `clean_at`: the seq_id of its last step, 0 with gradients."""
+    """Work of a model since its snapshot. `clean_at`: the seq_id of its last step, 0 with gradients.
 
-    replay_s: float = 0.0
+    `ranks_s`: what it took the ranks.
+    """
+
+    ranks_s: float = 0.0
+    requests: int = 0
     clean_at: int = 0
+
+
+@dataclass(slots=True)
+class MeanCost:
+    """Mean seconds of something that a replay does, as measured so far; before, as estimated."""
+
+    seconds: float
+    times: int
+
+    def note(self, seconds: float, times: int) -> None:
+        self.seconds += seconds
+        self.times += times
+
+    @property
+    def mean_s(self) -> float:
+        return self.seconds / self.times
 
 
 class SnapshotKeeper:
@@ -65,7 +90,7 @@ class SnapshotKeeper:
         replay_s: float,
         share: float,
     ) -> None:
-        """`replay_s`: trainer time that a replay may take. `share`: of its time that snapshots may take."""
+        """`replay_s`: time that a replay may take. `share`: of the trainer's time that snapshots may take."""
         self._store = store
         self._trainer = trainer
         self._commits = commits
@@ -75,7 +100,9 @@ class SnapshotKeeper:
         self._replay_s = replay_s
         self._share = share
         self._progress: dict[ModelKey, _Unkept] = {}
-        self._writing: asyncio.Task[None] | None = None
+        self.of_model = MeanCost(2.0, 100)  # to make one on fresh ranks, and load its snapshot
+        self.of_request = MeanCost(0.5, 100)  # beside the ranks' own time: bodies, results, calls
+        self._writing: asyncio.Future[list[None]] | None = None
         self._removals: set[asyncio.Task[None]] = set()
         self._forgetting = asyncio.Lock()
         self._room_s, self._looked = GRACE_S, time.monotonic()
@@ -84,8 +111,13 @@ class SnapshotKeeper:
 
     @property
     def replay_seconds(self) -> float:
-        """Trainer time that a replay of all models would take now."""
-        return sum(progress.replay_s for progress in self._progress.values())
+        """Time that a replay of all models would take now."""
+        return sum(map(self._replay_s_of, self._progress.values()))
+
+    def _replay_s_of(self, ran: _Unkept) -> float:
+        if not ran.requests:  # it sleeps
+            return 0.0
+        return self.of_model.mean_s + ran.requests * self.of_request.mean_s + ran.ranks_s
 
     @property
     def would_help(self) -> bool:
@@ -99,7 +131,7 @@ class SnapshotKeeper:
 
     def _ready(self) -> dict[ModelKey, _Unkept]:
         """Return the models that have run something, and have no gradients now."""
-        return {key: each for key, each in self._progress.items() if each.replay_s and each.clean_at}
+        return {key: each for key, each in self._progress.items() if each.ranks_s and each.clean_at}
 
     async def settle(self) -> None:
         """Wait until nothing is written or removed: a replay reads what is there."""
@@ -112,10 +144,12 @@ class SnapshotKeeper:
 
     def note(self, rows: Sequence[QueuedRow], effects: Mapping[int, Effect | None], seconds: float) -> None:
         """Note what a unit did, which took `seconds`."""
-        ran = [(row, effect) for row in rows if (effect := effects.get(row.id)) is not None]
+        nothing = None, Effect.LOADED  # to replay
+        ran = [(row, effect) for row in rows if (effect := effects.get(row.id)) not in nothing]
         for row, effect in ran:
             progress = self._progress.setdefault(model_of(row), _Unkept())
-            progress.replay_s += seconds / len(ran)
+            progress.ranks_s += seconds / len(ran)
+            progress.requests += 1
             progress.clean_at = 0 if effect is Effect.GRADIENTS else row.seq_id or 0
 
     async def take_due(self) -> None:
@@ -137,27 +171,30 @@ class SnapshotKeeper:
         await self._take_largest()
 
     async def _take_largest(self) -> None:
-        """Take one of the model whose replay would take longest, if no other is being written."""
+        """Take some of the models whose replay would take longest, if none is being written."""
         if not self.would_help:
             return
         ready = self._ready()
-        model = max(ready, key=lambda key: ready[key].replay_s)
-        progress = ready[model]
+        models = nlargest(MODELS_AT_ONCE, ready, key=lambda key: self._replay_s_of(ready[key]))
         started = time.monotonic()
         try:
-            captured = await self._trainer.capture_state(model, optimizer=True)
+            captured = await self._trainer.capture_states(models, BYTES_AT_ONCE)
         except TrainerError:
             raise
         except SkyrlTinkerError as error:
-            _log.warning("no snapshot of model %s: %s", model, error)
+            _log.warning("no snapshot of model %s: %s", models[0], error)
             return
         finally:
             self.spent_s += time.monotonic() - started
-        covered, progress.replay_s = progress.replay_s, 0.0
-        self._writing = asyncio.create_task(self._write(model, captured, progress.clean_at, covered))
+        for model in captured.keys() & self._progress.keys():
+            self._progress[model] = _Unkept(clean_at=ready[model].clean_at)
+        self._writing = asyncio.gather(
+            *(self._write(model, state, ready[model]) for model, state in captured.items())
+        )
 
-    async def _write(self, model: ModelKey, captured: CapturedState, seq_id: int, covered: float) -> None:
+    async def _write(self, model: ModelKey, captured: CapturedState, covered: _Unkept) -> None:
         """Write, record, and remove the one before; if that fails, all is replayed as before."""
+        seq_id = covered.clean_at
         directory = self._new_directory(model, seq_id)
         row = SnapshotRow(seq_id, str(directory), optimizer=True)
         try:
@@ -168,12 +205,20 @@ class SnapshotKeeper:
             await in_transfer_thread(self._storage.store, directory)
             await self._keep_sampled(model)
             await self._commits.add(UnitEnd({}, (partial(_put, model=model, row=row),)))
-        except Exception as error:  # whatever it was, training goes on
-            _log.warning("the snapshot of model %s was not kept: %s", model, error)
+        except Exception as error:  # of ranks, storage, a disk or the database; training goes on in any case
+            foreseen = isinstance(error, SkyrlTinkerError | OSError | SQLAlchemyError)
+            _log.warning(
+                "the snapshot of model %s was not kept: %s: %s",
+                model,
+                type(error).__name__,
+                error,
+                exc_info=None if foreseen else error,
+            )
             await captured.drop()
             await self.discard(row)
             if model in self._progress:
-                self._progress[model].replay_s += covered
+                self._progress[model].ranks_s += covered.ranks_s
+                self._progress[model].requests += covered.requests
             return
         self.taken += 1
         await self._forget_before(model, row)
@@ -218,8 +263,12 @@ class SnapshotKeeper:
             live = {row.key for row in alive}
             return {*snapshots, *unit_records.models_with_bodies(conn), *models} - live, snapshots
 
-        found = await self._directories(self._root)  # first: what comes later is not ours to remove
-        models = {ModelKey(int(path.name)) for path in await in_disk_thread(_of_models, self._root)}
+        try:
+            found = await self._directories(self._root)  # first: what comes later is not ours to remove
+            models = {ModelKey(int(path.name)) for path in await in_disk_thread(_of_models, self._root)}
+        except OSError as error:
+            _log.warning("snapshots may stay that nobody needs, until the next start: %s", error)
+            return
         dead, snapshots = await persistently(lambda: self._store.fetch(kept))
         for model in sorted(dead):
             await self.forget(model)

@@ -2,16 +2,16 @@
 
 One that ran nothing since sleeps: it comes back before its next unit, or while the trainer has nothing to do.
 
-Units are those that were committed, composed as they were then and in rows of the same size, through the
-ordinary passes and steps; their outcomes are dropped, since their clients have them. On one CPU rank the
-models are then the same to the last bit; elsewhere sums are taken in other orders, and they are close.
+It repeats what was committed, in rows of the same size, through the ordinary passes and steps, of many models
+at once; outcomes are dropped, since their clients have them. On one CPU rank the models are then the same to
+the last bit; elsewhere sums are taken in other orders, and they are close.
 """
 
 import asyncio
 import logging
 import math
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,8 +23,10 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import SAVES, Effect, FutureStatus, ModelKey, ModelState
 from skyrl_tinker.domain.values import Failure, PassOutput
-from skyrl_tinker.engine.outbox import AWAY_S, persistently, read_persistently, when_possible
+from skyrl_tinker.engine.outbox import AWAY_S, persistently, when_possible
+from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.parity.probe import trainer_logprobs
+from skyrl_tinker.engine.recovery.replay_order import as_they_ran, merged
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.scheduling.planner import Pass
@@ -32,6 +34,7 @@ from skyrl_tinker.engine.trainer.model_creation import optimizer_family
 from skyrl_tinker.engine.trainer.optim_steps import step_item
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator
 from skyrl_tinker.errors import (
+    SEND_AGAIN,
     DiskFullError,
     ExhaustedError,
     SkyrlTinkerError,
@@ -39,7 +42,7 @@ from skyrl_tinker.errors import (
     StorageError,
     TrainerError,
 )
-from skyrl_tinker.off_loop import in_disk_thread
+from skyrl_tinker.off_loop import in_disk_thread, off_loop
 from skyrl_tinker.protocol.protobuf import pass_results
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.futures import outcomes
@@ -49,16 +52,16 @@ from skyrl_tinker.store.replay import snapshot_records, unit_records
 from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
 from skyrl_tinker.store.replay.unit_records import RanRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.trainer_group import TrainerGroup
+from skyrl_tinker.training.trainer_group import PassResult, TrainerGroup
 from skyrl_tinker.training.trainer_spec import retry_budget
 
 ATTEMPTS = 3
 """Times that a request may kill the ranks when replayed: first as it ran, then alone in smaller rows."""
 READS = 4
-"""Times that a snapshot is tried which a disk cannot read: one behind a network may fail for some seconds."""
+"""Times that something is tried for which a disk or memory fails: either may for some seconds."""
+BEGUN_AT_ONCE = 8
 WAKES = 2
 """Times on end that the ranks may die while a model that slept comes back."""
-METRIC = "replay_differed"
 REPORT_S = 0.5
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.03}
 """Mean difference of a pass's logprobs from those delivered, from which its model says so; by trainer dtype.
@@ -127,17 +130,27 @@ class _History:
 
 class Replay:
     def __init__(
-        self, store: Store, trainer: TrainerGroup, passes: PassCoordinator, snapshots: SnapshotKeeper
+        self,
+        store: Store,
+        trainer: TrainerGroup,
+        passes: PassCoordinator,
+        snapshots: SnapshotKeeper,
+        drift_monitor: DriftMonitor,
+        pass_tokens: int,
     ) -> None:
+        """`pass_tokens`: bound of a pass of several models."""
         self._store = store
         self._trainer = trainer
         self._passes = passes
         self._snapshots = snapshots
+        self._drift_monitor = drift_monitor
+        self._pass_tokens = pass_tokens
         self._asleep: dict[ModelKey, _History] = {}
-        self._tries = Counter[ModelKey]()  # to bring back those that sleep, without a death
-        self._deadly = Counter[ModelKey]()  # deaths of the ranks, on end, while one of those came back
-        self._differed: set[ModelKey] = set()
+        self._tries = Counter[ModelKey]()  # that failed, on end, without a death
+        self._patient = True  # False: the last model that had failed was waited for in vain
+        self._deadly = Counter[ModelKey]()  # deaths of the ranks, on end, while one that slept came back
         self._failed: dict[ModelKey, str] = {}
+        self._together = True  # False: the ranks died while units were replayed
         self._deaths = Counter[int]()  # of the ranks while a request was replayed, by the id of its future
         self.units = 0  # replayed so far
         self.differences = 0  # passes whose logprobs were not those delivered
@@ -153,33 +166,46 @@ class Replay:
         began = time.monotonic()
         self._failed = {}
         self._tries.clear()
+        self._patient = True
         self._snapshots.reset()
         found = await persistently(lambda: self._store.fetch(_histories))
         idle = [history for history in found if history.model.key not in wanted]
         self._asleep = await in_disk_thread(_sleepers, idle, self._snapshots.stored)
         for model in [model for model in self._asleep if self._deadly[model] >= WAKES]:
-            del self._asleep[model]
+            del self._asleep[model], self._deadly[model]
             self._failed[model] = "the trainer's processes die each time that it is brought back"
         left = {history.model.key for history in found} - self._asleep.keys() - self._failed.keys()
         histories = [history for history in found if history.model.key in left]
-        for history in histories:
-            await self._begin(history)
-        if self._deaths and histories:
+        begun = time.monotonic()
+        await self._begin_all(histories)
+        if all(history.model.spec.rank for history in histories):  # not whole models, as large as they are
+            self._snapshots.of_model.note(time.monotonic() - begun, len(histories))
+        self._together = self._together and not self._deaths
+        if histories and not self._together:
             await self._prove_ranks(histories[0].model.key)
-        units: dict[int, list[RanRow]] = defaultdict(list)
-        for row in (row for history in histories for row in history.rows):
-            units[row.unit].append(row)
-        reported = -math.inf
-        for done, unit in enumerate(sorted(units)):
+        units = await self._repeat(histories, repeat_saves, progress)
+        self._deaths.clear()
+        self._together = True
+        seconds = time.monotonic() - began
+        return ReplayedModels(len(found), len(self._asleep), units, seconds, self._failed)
+
+    async def _repeat(
+        self, histories: Sequence[_History], repeat_saves: RepeatSaves, progress: Progress
+    ) -> int:
+        """Repeat what these models ran; return the number of units that it ran in."""
+        rows = [row for history in histories for row in history.rows]
+        left, reported = Counter(row.unit for row in rows), -math.inf
+        began, busy_s = time.monotonic(), self._trainer.busy_s
+        for batch in merged(rows, self._pass_tokens) if self._together else as_they_ran(rows):
             if time.monotonic() - reported > REPORT_S:
                 reported = time.monotonic()
-                await progress(done, len(units))
-            rows = [row for row in units[unit] if model_of(row.row) not in self._failed]
-            await self._replay(rows, repeat_saves)
-            self.units += 1
-        self._deaths.clear()
-        seconds = time.monotonic() - began
-        return ReplayedModels(len(found), len(self._asleep), len(units), seconds, self._failed)
+                await progress(sum(not count for count in left.values()), len(left))
+            await self._replay([row for row in batch if model_of(row.row) not in self._failed], repeat_saves)
+            left.subtract(row.unit for row in batch)
+        beside_s = time.monotonic() - began - (self._trainer.busy_s - busy_s)
+        self._snapshots.of_request.note(max(0.0, beside_s), len(rows))
+        self.units += len(left)
+        return len(left)
 
     def sleeps(self, model: ModelKey) -> bool:
         return model in self._asleep
@@ -192,7 +218,6 @@ class Replay:
         """Forget a model that slept, and has ended."""
         self._asleep.pop(model)
         del self._tries[model], self._deadly[model]
-        self._differed.discard(model)
 
     async def is_here(self, model: ModelKey) -> bool:
         """Return whether the files of a model that sleeps are on this host, or cannot be looked for."""
@@ -222,51 +247,79 @@ class Replay:
             self._deadly[model] += 1
             raise
         except SkyrlTinkerError as error:
-            self._tries[model] += isinstance(error, StorageError | ExhaustedError)
             away = isinstance(error, DiskFullError | StorageAwayError)
-            if away or 0 < self._tries[model] < READS:
+            if away or (isinstance(error, StorageError | ExhaustedError) and self._may_help(model)):
                 self._asleep[model] = history  # behind the others
                 raise
-            return str(error)
-        del self._deadly[model]
+            del self._tries[model], self._deadly[model]
+            return _cause(str(error))
+        del self._tries[model], self._deadly[model]
         return None
 
-    def pop_difference(self, model: ModelKey) -> Mapping[str, float]:
-        """Return, once, a metric for a model whose replay gave other logprobs than were delivered."""
-        if model not in self._differed:
-            return {}
-        self._differed.discard(model)
-        return {METRIC: 1.0}
+    def _may_help(self, model: ModelKey) -> bool:
+        """Count a try that failed; return whether another may help."""
+        self._tries[model] += 1
+        return self._tries[model] < READS
+
+    async def _begin_all(self, histories: Sequence[_History]) -> None:
+        """Begin several at once: files are fetched and checked while the ranks create and load others."""
+        places = asyncio.Semaphore(BEGUN_AT_ONCE)
+
+        async def begin(history: _History) -> None:
+            async with places:
+                await self._begin(history)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for history in histories:
+                    tasks.create_task(begin(history))
+        except ExceptionGroup as group:
+            raise next((each for each in group.exceptions if isinstance(each, TrainerError)), group) from None
 
     async def _begin(self, history: _History) -> None:
         """Make the model as it was created, or as its snapshot has it."""
         model, snapshot = history.model, history.snapshot
         try:
-            await self._create(model)
+            await self._patiently(model.key, partial(self._create, model))
             if snapshot is not None:
-                await self._load(model.key, snapshot)
+                await self._patiently(model.key, partial(self._read, model.key, snapshot))
         except TrainerError:
             raise
         except SkyrlTinkerError as error:
-            self._failed[model.key] = str(error)
+            self._failed[model.key] = _cause(str(error))
         else:
             del self._deadly[model.key]
 
     async def _create(self, model: ModelRow) -> None:
         await self._trainer.create_model(model.key, model.spec, optimizer_family(model.optimizer_config))
 
-    async def _load(self, model: ModelKey, snapshot: SnapshotRow) -> None:
-        """Load it. Waits while storage or another host is away, and READS times for a disk or for memory."""
-        for left in reversed(range(READS)):
+    async def _patiently(self, model: ModelKey, work: Callable[[], Awaitable[None]]) -> None:
+        """Do it. Waits while storage or another host is away, and READS times for a disk or for memory."""
+        while True:
             try:
-                await when_possible(partial(self._read, model, snapshot))
+                await when_possible(work)
             except (StorageError, ExhaustedError) as error:
-                if not left:
+                if not await self._wait([model], str(error)):
                     raise
-                _log.warning("tried again in %.0f s: %s", AWAY_S, error)
-                await asyncio.sleep(AWAY_S)
             else:
-                return
+                return self._worked(model)
+
+    async def _wait(self, models: Sequence[ModelKey], why: str) -> list[ModelKey]:
+        """Wait for those for which another try may help, and return them.
+
+        None does, as all wait for it, once one was waited for in vain and nothing has worked since.
+        """
+        again = [model for model in models if self._may_help(model)] if self._patient else []
+        self._patient = bool(again)
+        if again:
+            _log.warning("tried again in %.0f s: %s", AWAY_S, why)
+            await asyncio.sleep(AWAY_S)
+        return again
+
+    def _worked(self, model: ModelKey) -> None:
+        """Note that there was a disk, or memory."""
+        del self._tries[model]
+        self._patient = True
 
     async def _read(self, model: ModelKey, snapshot: SnapshotRow) -> None:
         await self._snapshots.fetch(snapshot)
@@ -289,7 +342,10 @@ class Replay:
             try:
                 await self._replay_part(part, repeat_saves, apart=apart)
             except TrainerError:
-                self._deaths.update(row.row.id for row in part)
+                if len({row.unit for row in part}) > 1:
+                    self._together = False
+                else:
+                    self._deaths.update(row.row.id for row in part)
                 raise
 
     async def _replay_part(self, rows: Sequence[RanRow], repeat_saves: RepeatSaves, *, apart: bool) -> None:
@@ -312,46 +368,94 @@ class Replay:
         ready = await self._passes.prepare(Pass(tuple(row.row for row in rows), full=False), read)
         result = await self._passes.execute(ready, smaller if apart else budget)
         if result.exhausted and not apart:
+            if len(units := list(as_they_ran(rows))) > 1:
+                for unit in units:
+                    await self._replay_pass(unit, apart=False)
+                return
             result = await self._passes.execute(ready, smaller)
-        if result.exhausted and len(rows) > 1:
+        if result.exhausted:
+            await self._replay_exhausted(rows, result)
+            return
+        passed = []
+        for row, output in zip(rows, result.outputs, strict=True):
+            if isinstance(output, Failure):
+                self._failed[model_of(row.row)] = _unrepeated(row.row, output.message)
+            else:
+                passed.append((row.row, output))
+                self._worked(model_of(row.row))
+        await self._compare(passed)
+
+    async def _replay_exhausted(self, rows: Sequence[RanRow], result: PassResult) -> None:
+        """Replay each request alone, once more if there may be memory for it later."""
+        if len(rows) > 1:
             for row in rows:
                 await self._replay_pass([row], apart=True)
             return
-        for row, output in zip(rows, result.outputs, strict=True):
-            model = model_of(row.row)
-            if isinstance(output, Failure):
-                self._failed[model] = _unrepeated(row.row, output.message)
-            else:
-                await self._compare(row.row, output)
+        (row,), (output,) = rows, result.outputs
+        assert isinstance(output, Failure), "an exhausted pass has no other results"
+        if await self._wait([model_of(row.row)], output.message):
+            await self._replay_pass(rows, apart=True)
+        else:
+            self._failed[model_of(row.row)] = _unrepeated(row.row, output.message)
 
-    async def _compare(self, row: QueuedRow, output: PassOutput) -> None:
-        """Compare the logprobs with those that were delivered, if these are still stored."""
-        read = partial(outcomes.find, request_id=row.request_id)
-        outcome = await persistently(lambda: self._store.fetch(read))
-        if outcome is None or outcome.body is None or outcome.status is not FutureStatus.DONE:
-            return
-        delivered = pass_results.all_logprobs(outcome.body)
-        known = np.isfinite(delivered)
-        found = np.concatenate([array.ravel() for array in output.logprobs])[known]
-        gap = float(np.abs(found - delivered[known]).mean()) if known.any() else 0.0
-        if not gap <= TOLERANCES[self._trainer.spec.dtype]:  # NaN is beyond, too
-            _log.error("model %s: replayed logprobs differ by %.3g on average", row.model_key, gap)
-            self.differences += 1
-            self._differed.add(model_of(row))
+    async def _compare(self, passed: Sequence[tuple[QueuedRow, PassOutput]]) -> None:
+        """Compare the logprobs with those that were delivered, where these are still stored."""
+        ids = [row.request_id for row, _ in passed]
+        read = partial(outcomes.find_many, request_ids=ids)
+        found = await persistently(lambda: self._store.fetch(read))
+        delivered = {
+            outcome.request_id: outcome.body
+            for outcome in found
+            if outcome.body is not None and outcome.status is FutureStatus.DONE
+        }
+        pairs = [(row, output) for row, output in passed if row.request_id in delivered]
+        size = sum(map(len, delivered.values()))
+        gaps = await off_loop(size, lambda: [_gap(each, delivered[row.request_id]) for row, each in pairs])
+        for (row, _), gap in zip(pairs, gaps, strict=True):
+            if not gap <= TOLERANCES[self._trainer.spec.dtype]:  # NaN is beyond, too
+                _log.error("model %s: replayed logprobs differ by %.3g on average", row.model_key, gap)
+                self.differences += 1
+                self._drift_monitor.note_replay(model_of(row))
 
     async def _replay_steps(self, rows: Sequence[QueuedRow]) -> None:
         if not rows:
             return
         ids = [row.id for row in rows]
-        bodies = await read_persistently(self._store, lambda conn: unit_records.read_bodies(conn, ids))
-        outputs = await self._trainer.optim_step([step_item(row, bodies[row.id]) for row in rows])
-        for row, output in zip(rows, outputs, strict=True):
-            if output.error is not None:
-                self._failed[model_of(row)] = _unrepeated(row, output.error)
+        bodies = await persistently(
+            lambda: self._store.fetch(lambda conn: unit_records.read_bodies(conn, ids))
+        )
+        left = {model_of(row): (row, step_item(row, bodies[row.id])) for row in rows}
+        while left:
+            outputs = await self._trainer.optim_step([step for _, step in left.values()])
+            short: dict[ModelKey, str] = {}
+            for (model, (row, _)), output in zip(left.items(), outputs, strict=True):
+                if output.error is None:
+                    self._worked(model)
+                    continue
+                self._failed[model] = _unrepeated(row, output.error)
+                if output.exhausted:
+                    short[model] = output.error
+            again = await self._wait(list(short), next(iter(short.values()))) if short else []
+            left = {model: left[model] for model in again}
+            for model in again:
+                del self._failed[model]
+
+
+def _gap(output: PassOutput, body: bytes) -> float:
+    """Return the mean difference of a pass's logprobs from those in a result."""
+    delivered = pass_results.all_logprobs(body)
+    known = np.isfinite(delivered)
+    found = np.concatenate([array.ravel() for array in output.logprobs])[known]
+    return float(np.abs(found - delivered[known]).mean()) if known.any() else 0.0
 
 
 def _unrepeated(row: QueuedRow, why: str) -> str:
-    return f"request {row.seq_id} could not be replayed: {why}"
+    return f"request {row.seq_id} could not be replayed: {_cause(why)}"
+
+
+def _cause(why: str) -> str:
+    """Return a failure's text without what is advice for a request alone."""
+    return why.replace(SEND_AGAIN, "")
 
 
 def _sleepers(histories: Sequence[_History], stored: bool) -> dict[ModelKey, _History]:

@@ -56,8 +56,10 @@ _RAN = (
         Future.unit,
         Future.effect,
         Future.row_budget,
+        func.coalesce(func.length(Request.body), 0).label("body_bytes"),
     )
     .join(Session, Session.session_id == Future.session_id)
+    .outerjoin(Request, Request.future_id == Future.id)
     .where(Future.model_key == bindparam("model_key"), Future.seq_id > bindparam("after"))
     .where(Future.unit.is_not(None), or_(Future.effect.is_not(None), Future.kind.in_(SAVES)))
     .order_by(Future.seq_id)
@@ -79,7 +81,7 @@ def ran_after(conn: Connection, model: ModelKey, seq_id: int) -> list[RanRow]:
                 sampling_session_id=None,
                 seq_id=row.seq_id,
                 status=row.status,
-                body_bytes=0,
+                body_bytes=row.body_bytes,
                 created_at=row.created_at,
             ),
             row.unit,

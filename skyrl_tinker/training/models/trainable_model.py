@@ -1,5 +1,6 @@
 """Interface of a trainable model, adapter or full copy, to optimizers, passes and checkpoints."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
@@ -85,6 +86,11 @@ class TrainableModel(ABC):
     @property
     def moments(self) -> tuple[Part, ...]:
         return MOMENTS[self.optimizer]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of weights and moments on all ranks together."""
+        return 4 * (1 + len(self.moments)) * sum(map(math.prod, self.shapes().values()))
 
     def local(self, part: Part) -> list[torch.Tensor]:
         """Return this rank's tensors; moments are created on first use."""

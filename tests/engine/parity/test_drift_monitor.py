@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_tinker.domain.ids import ModelId, ModelKey, VersionId
 from skyrl_tinker.domain.values import WeightVersion
-from skyrl_tinker.engine.parity.drift_monitor import METRIC, DriftMonitor, ScoredProbe
+from skyrl_tinker.engine.parity.drift_monitor import METRIC, REPLAY_METRIC, DriftMonitor, ScoredProbe
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import SamplerError, StateLostError, UserError
@@ -47,8 +47,8 @@ async def scored(gaps: DriftMonitor, model: ModelKey = MODEL) -> ScoredProbe:
 async def test_the_largest_difference_is_told_once(store: Store) -> None:
     gaps = monitor(store, Ends())
     await gaps.compare(await scored(gaps), VERSION, inflight=False)
-    assert gaps.pop_gap(MODEL) == {METRIC: 0.5}
-    assert gaps.pop_gap(MODEL) == {}
+    assert gaps.pop_metrics(MODEL) == {METRIC: 0.5}
+    assert gaps.pop_metrics(MODEL) == {}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ async def test_what_the_samplers_cannot_score_ends_nothing(store: Store, error: 
     ends.samplers.failure = error
     gaps = monitor(store, ends)
     await gaps.compare(await scored(gaps), VERSION, inflight=False)
-    assert gaps.pop_gap(MODEL) == {}
+    assert gaps.pop_metrics(MODEL) == {}
 
 
 async def test_an_inflight_version_is_asked_among_the_rollouts_of_its_target(store: Store) -> None:
@@ -73,10 +73,10 @@ async def test_an_inflight_version_is_asked_among_the_rollouts_of_its_target(sto
     gaps = monitor(store, ends)
     await gaps.compare(await scored(gaps), VERSION, inflight=True)
     assert [type(wanted) for wanted in ends.samplers.sources] == [InflightTarget]
-    assert gaps.pop_gap(MODEL) == {METRIC: 0.5}
+    assert gaps.pop_metrics(MODEL) == {METRIC: 0.5}
     ends.samplers.serves = "v4"
     await gaps.compare(await scored(gaps), VERSION, inflight=True)
-    assert gaps.pop_gap(MODEL) == {}, "these were the logprobs of newer weights"
+    assert gaps.pop_metrics(MODEL) == {}, "these were the logprobs of newer weights"
 
 
 async def test_a_warning_of_a_model_is_over_when_it_is_released(store: Store) -> None:
@@ -88,7 +88,17 @@ async def test_a_warning_of_a_model_is_over_when_it_is_released(store: Store) ->
     assert "differ" in str(await warning(store)), "of the other one"
     await gaps.forget(apart.key)
     assert await warning(store) is None
-    assert gaps.pop_gap(apart.key) == {}
+    assert gaps.pop_metrics(apart.key) == {}
+
+
+async def test_a_replay_that_differed_is_told_once_and_forgotten_with_its_model(store: Store) -> None:
+    gaps = monitor(store, Ends())
+    gaps.note_replay(MODEL)
+    assert gaps.pop_metrics(MODEL) == {REPLAY_METRIC: 1.0}
+    assert gaps.pop_metrics(MODEL) == {}
+    gaps.note_replay(MODEL)
+    await gaps.forget(MODEL)
+    assert gaps.pop_metrics(MODEL) == {}
 
 
 async def test_a_model_that_is_released_while_it_is_compared_leaves_no_warning(store: Store) -> None:
@@ -102,7 +112,7 @@ async def test_a_model_that_is_released_while_it_is_compared_leaves_no_warning(s
     ends.samplers.go_on.set()
     await comparing
     assert await warning(store) is None
-    assert gaps.pop_gap(apart.key) == {}
+    assert gaps.pop_metrics(apart.key) == {}
 
 
 async def warning(store: Store) -> object:

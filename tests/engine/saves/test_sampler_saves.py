@@ -136,7 +136,7 @@ async def test_several_models_share_one_capture_one_commit_and_one_probe(
     assert len(sizes) == len(saves)
     assert all(sizes.values())
     assert await world.store.read(sampling_sessions.ephemeral_bytes) == sum(sizes.values())
-    assert [world.gaps.pop_gap(key) for key in keys] == [{METRIC: 0.5}] * 3
+    assert [world.gaps.pop_metrics(key) for key in keys] == [{METRIC: 0.5}] * 3
 
 
 class StorageDown(LocalDisk):
@@ -155,7 +155,7 @@ async def test_what_fails_in_one_save_is_its_own(world: World) -> None:
     assert await journal.error_of(world.store, full[1]) == Failure("the disk is broken", "server")
     assert await journal.error_of(world.store, lost[1]) == Failure("down", "server")
     assert (await world.answer(fine[1]))["type"] == "save_weights_for_sampler"
-    assert [world.gaps.pop_gap(key) for key, _ in (full, lost, fine)] == [{}, {}, {METRIC: 0.5}]
+    assert [world.gaps.pop_metrics(key) for key, _ in (full, lost, fine)] == [{}, {}, {METRIC: 0.5}]
 
 
 async def test_saves_for_which_there_is_no_memory_together_are_captured_one_by_one(world: World) -> None:

@@ -21,7 +21,7 @@ from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.recovery import leftovers, parking, snapshot_keeper
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.trainer import replay, trainer_driver, unit_execution
-from skyrl_tinker.errors import ExhaustedError, StorageAwayError, StorageError, TrainerError
+from skyrl_tinker.errors import SEND_AGAIN, ExhaustedError, StorageAwayError, StorageError, TrainerError
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records, model_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
@@ -143,6 +143,88 @@ async def test_units_of_several_models_are_replayed_in_the_order_in_which_they_r
     assert await steps_of(after, second) == [[1, 2], [4, 5]]
 
 
+def replayed(world: World) -> list[tuple[str, int]]:
+    """Passes and steps that ran, each with the number of its requests."""
+    return [(what, len(asked)) for what, asked in world.workers.told if what in ("pass", "step")]
+
+
+async def test_units_of_different_models_are_replayed_as_one_and_those_of_one_model_apart(
+    world: World, new_engine: NewEngine
+) -> None:
+    """As many clients would run them who send at once; then each trains on as if nothing had been."""
+    models = [await world.model() for _ in range(3)]
+    for model in models:
+        for seq_id in (1, 2):
+            await all_done(world, await journal.submit_pass(world.store, model, seq_id))
+        await all_done(world, await journal.submit_step(world.store, model, 3))
+    await all_done(world, await journal.submit_pass(world.store, models[0], 4))
+    assert [count for _, count in replayed(world)] == [1] * 10
+    after = new_engine(world)
+    await after.until(lambda: after.ready)
+    assert replayed(after) == [("pass", 3), ("pass", 3), ("step", 3), ("pass", 1)]
+    assert [await steps_of(after, model) for model in models] == [expected(1, 1)] * 3
+
+
+async def test_a_replayed_pass_is_no_larger_than_one_of_clients(
+    store: Store, bell: Doorbell, tmp_path: Path
+) -> None:
+    before = World(store, bell, tmp_path / "checkpoints", unit_tokens=1)
+    models = [await before.model() for _ in range(2)]
+    await all_done(before, *[await journal.submit_pass(store, model, 1) for model in models])
+    before.running.cancel()
+    await asyncio.wait([before.running])
+    after = World(store, bell, tmp_path / "checkpoints", unit_tokens=1)
+    await after.until(lambda: after.ready)
+    assert replayed(after) == [("pass", 1), ("pass", 1)]
+    after.running.cancel()
+    await asyncio.wait([after.running])
+
+
+async def test_models_are_made_while_the_files_of_others_are_fetched(
+    world: World, new_engine: NewEngine
+) -> None:
+    models = [await world.model() for _ in range(3)]
+    for model in models:
+        await train(world, model, 1, 1)
+    after = new_engine(world)
+    after.workers.go_on.clear()
+    await after.until(lambda: after.workers.names().count("create"), len(models).__eq__)
+    after.workers.go_on.set()
+    await all_done(after, *[await journal.submit_step(world.store, model, 4) for model in models])
+
+
+def run_passes(world: World, monkeypatch: pytest.MonkeyPatch) -> list[tuple[set[ModelKey], int | None]]:
+    """Note, in the list returned, the models and the row budget of each pass from now on."""
+    ran: list[tuple[set[ModelKey], int | None]] = []
+
+    async def run_pass(items: Sequence[PassItem], row_budget: int | None = None) -> PassResult:
+        ran.append(({item.model for item in items}, row_budget))
+        return await ScriptedTrainer.run_pass(world.workers, items, row_budget)
+
+    monkeypatch.setattr(world.workers, "run_pass", run_pass)
+    return ran
+
+
+@pytest.mark.parametrize("how", ["deadly", "large"])
+async def test_who_is_replayed_with_a_request_that_fails_then_runs_as_before(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, soon_again: None, how: str
+) -> None:
+    """In rows of the size in which it ran, without the other: they were in different units."""
+    model, bad = await world.model(), await world.model()
+    for each in (model, bad):
+        await all_done(world, await journal.submit_pass(world.store, each, 1))
+    key, bad_key = [await journal.key_of(world.store, each) for each in (model, bad)]
+    after = new_engine(world)
+    setattr(after.workers, how, {bad_key})
+    ran = run_passes(after, monkeypatch)
+    await after.until(lambda: after.ready)
+    assert ran[0] == ({key, bad_key}, 2048)
+    assert {budget for models, budget in ran if key in models} - {None} == {2048}  # None: a probe's
+    await after.until(lambda: journal.model_of(world.store, bad), _is_parked)
+    await all_done(after, await journal.submit_step(world.store, model, 2))
+    assert await steps_of(after, model) == [[1]]
+
+
 async def test_a_pass_is_replayed_in_rows_of_the_size_in_which_it_ran(
     world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,15 +233,9 @@ async def test_a_pass_is_replayed_in_rows_of_the_size_in_which_it_ran(
     await train(world, model, 1, 1)
     after = new_engine(world)
     after.workers.spec.token_budget = 512
-    budgets: list[int | None] = []
-
-    async def run_pass(items: Sequence[PassItem], row_budget: int | None = None) -> PassResult:
-        budgets.append(row_budget)
-        return await ScriptedTrainer.run_pass(after.workers, items, row_budget)
-
-    monkeypatch.setattr(after.workers, "run_pass", run_pass)
+    ran = run_passes(after, monkeypatch)
     await all_done(after, await journal.submit_step(after.store, model, 4))
-    assert set(budgets) == {2048}
+    assert {budget for _, budget in ran} == {2048}
 
 
 async def test_an_engine_ends_at_a_unit_that_cannot_be_committed_and_the_next_one_runs_it(
@@ -311,7 +387,9 @@ async def test_a_step_for_which_there_was_no_memory_is_not_replayed_and_its_grad
     assert await steps_of(after, model) == [[1, 3, 4]]
 
 
-async def test_a_model_whose_step_cannot_be_replayed_is_parked(world: World, new_engine: NewEngine) -> None:
+async def test_a_model_whose_step_cannot_be_replayed_is_parked(
+    world: World, new_engine: NewEngine, soon_again: None
+) -> None:
     model = await world.model()
     await train(world, model, 1, 1)
     after = new_engine(world)
@@ -459,6 +537,84 @@ async def test_snapshots_of_short_work_have_a_share_of_idle_time(
         await asyncio.wait([world.running])
 
 
+async def test_snapshots_count_what_a_replay_takes_beside_the_ranks(
+    store: Store, bell: Doorbell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short work of the ranks: a fresh model, and three requests that are read, sent and compared."""
+    monkeypatch.setattr(trainer_driver, "IDLE_S", 3600.0)
+    world = World(store, bell, tmp_path / "checkpoints", replay_s=0.06)
+    try:
+        model = await world.model()
+        await train_busily(world, model, 1, 1, seconds=1e-6)
+        await world.until(partial(snapshot_of, world, model), lambda row: row is not None)
+    finally:
+        world.running.cancel()
+        await asyncio.wait([world.running])
+
+
+async def test_what_a_replay_takes_is_known_from_the_last_ones(world: World, new_engine: NewEngine) -> None:
+    models = [await world.model() for _ in range(2)]
+    for model in models:
+        await train(world, model, 1, 1)
+    after = new_engine(world)
+    await after.until(lambda: after.ready)
+    before, found = world.driver._snapshots, after.driver._snapshots
+    assert found.of_model.times - before.of_model.times == 2
+    assert found.of_request.times - before.of_request.times == 6
+    assert found.of_model.seconds > before.of_model.seconds
+
+
+async def test_several_models_are_kept_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_driver, "IDLE_S", 3600.0)
+    models = [await world.model() for _ in range(3)]
+    for model in models:
+        await train_busily(world, model, 1, 1)
+    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.02)
+    world.driver.wake()
+    for model in models:
+        await world.until(partial(snapshot_of, world, model), lambda row: row is not None)
+    (captured,) = world.workers.asked("captures")
+    assert sorted(captured) == [await journal.key_of(world.store, model) for model in models]
+    await world.until(lambda: world.workers.held, lambda held: not held)
+
+
+@pytest.mark.parametrize("error", [StorageError("the disk is broken"), ValueError("a bug")])
+async def test_a_snapshot_that_cannot_be_written_costs_nothing(
+    world: World,
+    new_engine: NewEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    """The log names the fault, and has the traceback of one that nobody foresaw."""
+    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.02)
+    world.workers.failing["persist"] = error
+    model = await world.model()
+    await train_busily(world, model, 1, 1)
+    await world.until(lambda: type(error).__name__ in caplog.text)
+    await world.until(lambda: world.workers.held, lambda held: not held)
+    assert ("Traceback" in caplog.text) == isinstance(error, ValueError)
+    assert not list((world.root.parent / "snapshots").glob("*/*"))
+    await train(world, model, 4, 1)
+    after = new_engine(world)
+    await train(after, model, 7, 1)
+    assert await steps_of(after, model) == expected(1, 3)
+
+
+async def test_a_disk_that_cannot_list_snapshots_ends_no_start(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = await with_snapshot(world, monkeypatch)
+
+    def fails(root: Path) -> list[Path]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(snapshot_keeper, "_of_models", fails)
+    after = new_engine(world)
+    await train(after, model, 7, 1)
+    assert await steps_of(after, model) == expected(1, 3)
+
+
 async def test_a_checkpoint_that_was_loaded_may_be_deleted(world: World, new_engine: NewEngine) -> None:
     model = await world.model()
     await train(world, model, 1, 1)
@@ -466,6 +622,7 @@ async def test_a_checkpoint_that_was_loaded_may_be_deleted(world: World, new_eng
     await train(world, model, 5, 1)
     body = LoadWeightsBody(f"tinker://{model}/weights/kept", optimizer=True).to_bytes()
     await all_done(world, await journal.submit(world.store, model, 8, RequestKind.LOAD_WEIGHTS, body))
+    assert world.driver._snapshots.replay_seconds == 0.0, "it sleeps, after a death"
     await train(world, model, 9, 1)
     await asyncio.to_thread(shutil.rmtree, world.root)
     after = new_engine(world)
@@ -847,6 +1004,74 @@ async def test_a_disk_or_memory_that_fails_for_some_seconds_delays_a_model(
     assert await steps_of(after, model) == [*expected(1, 2 + more), [following]]
 
 
+NO_MEMORY = ExhaustedError(f"a trainer rank ran out of memory: {SEND_AGAIN}start the server with more ranks")
+
+
+@pytest.mark.parametrize("lasts", [replay.READS - 1, replay.READS], ids=["soon over", "lasting"])
+@pytest.mark.parametrize("what", ["create", "pass", "step"])
+async def test_a_replay_waits_for_memory_for_a_while(
+    world: World,
+    new_engine: NewEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    soon_again: None,
+    what: str,
+    lasts: int,
+) -> None:
+    """Then the model is parked, and is not told to send the request again."""
+    model = await world.model()
+    await all_done(world, await journal.submit_pass(world.store, model, 1))
+    await all_done(world, await journal.submit_step(world.store, model, 2))
+    key = await journal.key_of(world.store, model)
+    after = new_engine(world)
+    failed = iter(range(lasts + (what == "pass")))  # which is tried in smaller rows before it waits
+    tell, workers = after.workers._tell, after.workers
+
+    async def short_of_memory(called: str, value: object) -> None:
+        workers.short, workers.large = set(), set()
+        if called == what and next(failed, None) is not None:
+            if what == "create":
+                raise NO_MEMORY
+            (workers.short if what == "step" else workers.large).add(key)
+        await tell(called, value)
+
+    monkeypatch.setattr(workers, "_tell", short_of_memory)
+    step = await journal.submit_step(world.store, model, 3)
+    if lasts < replay.READS:
+        await all_done(after, step)
+        assert await steps_of(after, model) == [[1], []]
+    else:
+        await after.done(step)
+        why = (await journal.error_of(world.store, step)).message
+        assert "memory" in why
+        assert "is parked" in why
+        assert SEND_AGAIN not in why
+
+
+async def test_a_shortage_that_lasts_is_waited_for_once_and_not_for_each_model(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, soon_again: None
+) -> None:
+    """Until there is memory again, as the last model finds."""
+    monkeypatch.setattr(replay, "BEGUN_AT_ONCE", 1)
+    models = [await world.model() for _ in range(4)]
+    for model in models:
+        await train(world, model, 1, 1)
+    *short, fine = [await journal.key_of(world.store, model) for model in models]
+    after = new_engine(world)
+    tell = after.workers._tell
+
+    async def short_of_memory(called: str, value: object) -> None:
+        await tell(called, value)
+        if called == "create" and value in short:
+            raise NO_MEMORY
+
+    monkeypatch.setattr(after.workers, "_tell", short_of_memory)
+    await after.until(lambda: after.ready)
+    made = [await journal.key_of(world.store, model) for model in models]
+    tries = [after.workers.asked("create").count(key) for key in made]
+    assert tries == [replay.READS, 1, 1, 1]
+    assert list(after.workers.trained) == [fine]
+
+
 @WHEN
 async def test_a_model_on_a_disk_that_fails_for_longer_is_parked_with_its_files(
     world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, soon_again: None, more: int
@@ -989,14 +1214,14 @@ async def test_a_replayed_request_that_kills_the_ranks_costs_its_own_model_only(
     after.workers.deadly = {await journal.key_of(world.store, deadly)}
     await all_done(after, await journal.submit_step(world.store, model, 3))
     assert await steps_of(after, model) == [[1, 2]]
-    assert after.workers.restarts == replay.ATTEMPTS
+    assert after.workers.restarts == 1 + replay.ATTEMPTS  # first together with what else is replayed
     parked = await journal.model_of(world.store, deadly)
     assert parked.state is ModelState.PARKED
     assert "request 1 kills the trainer's processes each time it is replayed" in (parked.state_reason or "")
 
 
 async def test_a_replayed_unit_for_which_there_is_no_memory_costs_the_large_request_only(
-    world: World, new_engine: NewEngine
+    world: World, new_engine: NewEngine, soon_again: None
 ) -> None:
     """Both fitted when they ran, in one unit."""
     model, large = await world.model(), await world.model()

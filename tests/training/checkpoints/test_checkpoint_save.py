@@ -12,7 +12,8 @@ from peft import PeftModel
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.manifest import read_manifest
 from skyrl_tinker.domain.values import LoraSpec
-from skyrl_tinker.errors import StorageError, UserError
+from skyrl_tinker.errors import ExhaustedError, StorageError, UserError
+from skyrl_tinker.training.checkpoints.checkpoint_save import Captured, Layout
 from skyrl_tinker.training.models.full_parameter import FullModel
 from skyrl_tinker.training.worker import Worker
 from tests.training.conftest import MakeWorker
@@ -144,6 +145,37 @@ def test_peft_loads_the_adapter_and_gives_the_same_logprobs(
         logits = peft(torch.tensor(datum.tokens, dtype=torch.int64)[None]).logits[0]
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(datum.target_tokens)[:, None])[:, 0]
         np.testing.assert_allclose(found, expected.detach().numpy(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("room", "count"), [(0, 1), (1, 1), (2, 2), (9, 3)])
+def test_as_many_models_are_captured_at_once_as_have_room(worker: Worker, room: int, count: int) -> None:
+    """In any case the first one."""
+    for model in (1, 2, 3):
+        worker.create_model(ModelKey(model), LORA)
+    size = 4 * 3 * sum(tensor.numel() for tensor in weights_of(worker, 1).values())
+    numbers = {ModelKey(model): 10 * model for model in (1, 2, 3)}
+    assert list(worker.capture_states(numbers, room * size)) == list(numbers)[:count]
+    assert list(worker._captured) == [10, 20, 30][:count]
+
+
+def test_memory_that_runs_out_for_the_second_model_costs_the_first_nothing(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for model in (1, 2):
+        worker.create_model(ModelKey(model), LORA)
+    copy, copied = worker._copy, list[ModelKey]()
+
+    def short_of_memory(key: ModelKey, optimizer: bool, layout: Layout) -> Captured:
+        copied.append(key)
+        if len(copied) > 1:
+            raise ExhaustedError("no memory")
+        return copy(key, optimizer, layout)
+
+    monkeypatch.setattr(worker, "_copy", short_of_memory)
+    assert list(worker.capture_states({ModelKey(1): 0, ModelKey(2): 1}, 1 << 30)) == [ModelKey(1)]
+    with pytest.raises(ExhaustedError):
+        worker.capture_states({ModelKey(2): 2}, 1 << 30)
+    assert list(worker._captured) == [0]
 
 
 def test_an_existing_checkpoint_is_never_overwritten(worker: Worker, tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""Order in which a replay repeats what models ran: work of many models at once, as in normal work. Pure code.
+
+Of each model a batch has what it ran in one unit. So its sums are, on one CPU rank, the same to the last bit,
+also with full parameters; who else was in the unit made no difference to them.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+from skyrl_tinker.domain.ids import SAVES, Effect, ModelKey
+from skyrl_tinker.engine.scheduling.lanes import cost, model_of
+from skyrl_tinker.store.replay.unit_records import RanRow
+
+
+def as_they_ran(rows: Iterable[RanRow]) -> Iterator[list[RanRow]]:
+    """Yield unit after unit."""
+    for _, unit in groupby(sorted(rows, key=_unit), _unit):
+        yield list(unit)
+
+
+def merged(rows: Iterable[RanRow], tokens: int) -> Iterator[list[RanRow]]:
+    """Yield batches of one kind: passes in rows of one size, steps, or saves; each model's units in order.
+
+    `rows`: of one model after another, each in order. `tokens`: bound of a batch; what one model ran in a
+    unit may be more.
+    """
+    waiting: dict[ModelKey, deque[list[RanRow]]] = {}
+    for (model, _), ran in groupby(rows, key=lambda row: (model_of(row.row), row.unit)):
+        waiting.setdefault(model, deque()).append(list(ran))
+    while waiting:
+        first = min(_kind(parts[0]) for parts in waiting.values())
+        batch: list[RanRow] = []
+        left = tokens
+        for model in [model for model, parts in waiting.items() if _kind(parts[0]) == first]:
+            part = waiting[model].popleft()
+            size = sum(cost(row.row) for row in part)
+            if batch and size > left:
+                yield batch
+                batch, left = [], tokens
+            batch += part
+            left -= size
+            if not waiting[model]:
+                del waiting[model]
+        yield batch
+
+
+def _unit(row: RanRow) -> int:
+    return row.unit
+
+
+def _kind(part: list[RanRow]) -> tuple[int, int]:
+    """Return what can run as one: passes, which come first, by the size of their rows."""
+    if part[0].effect is Effect.GRADIENTS:
+        return 0, part[0].row_budget or 0
+    return (2 if part[0].row.kind in SAVES else 1), 0
