@@ -240,6 +240,13 @@ class Settings(BaseSettings):
         description="vLLM's parser that reads tool calls in chat answers, as hermes for Qwen3 [default: "
         "requests with tools are refused]",
     )
+    sampler_engine: Literal["vllm", "sglang"] = Field(
+        "vllm", description="Sampling engine; docs/samplers.md has what each can do"
+    )
+    sampler_python: Path | None = Field(
+        None,
+        description="Python interpreter of the environment that has SGLang [default: the server's own]",
+    )
     vllm_args: dict[str, JsonValue] = Field(
         {},
         description="A further argument of vLLM as NAME=VALUE, such as max-num-seqs=512 or "
@@ -422,10 +429,10 @@ class Settings(BaseSettings):
             _split_address(given)
         return given
 
-    @field_validator("tls_cert", "tls_key")
+    @field_validator("tls_cert", "tls_key", "sampler_python")
     @classmethod
     def _make_absolute(cls, given: Path | None) -> Path | None:
-        """Commands read them, too, from other directories."""
+        """Commands and actors use them, too, from other directories."""
         return given and given.absolute()
 
     @field_validator("checkpoints", mode="before")

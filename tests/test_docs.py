@@ -61,9 +61,10 @@ def test_every_package_is_on_the_architecture_page() -> None:
     assert not {name for name in packages - {"pb"} if f"{name}/" not in page}
 
 
-def test_the_page_of_settings_is_that_of_the_code() -> None:
-    page = subprocess.check_output([sys.executable, ROOT / "scripts" / "settings-page"], text=True)
-    assert (ROOT / "docs" / "settings.md").read_text() == page, "scripts/settings-page > docs/settings.md"
+@pytest.mark.parametrize("name", ["settings", "samplers"])
+def test_a_page_made_from_the_code_is_that_of_the_code(name: str) -> None:
+    page = subprocess.check_output([sys.executable, ROOT / "scripts" / f"{name}-page"], text=True)
+    assert (ROOT / "docs" / f"{name}.md").read_text() == page, f"scripts/{name}-page > docs/{name}.md"
 
 
 def test_a_row_of_the_page_of_sizes_is_that_of_the_code() -> None:

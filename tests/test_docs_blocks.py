@@ -72,6 +72,7 @@ BLOCKS = {
     "docs/quick-start.md: scripts/setup gpu": GPU,
     "docs/quick-start.md: .venv/bin/skyrl-tinker serve --base-model Qwen/Qwe": GPU,
     "docs/quick-start.md: python3 -m venv tinker": "tests/e2e/test_wheel.py",
+    "docs/samplers.md: python3 -m venv sglang-env": "tests/e2e/test_sglang.py",
     "docs/security.md: server {": "it needs nginx",
     "docs/security.md: tinker.example {": "it needs Caddy",
     "docs/sizing.md: skyrl-tinker plan --base-model Qwen/Qwen3-8B --gpu": "tests/cli/test_plan.py",

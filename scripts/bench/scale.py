@@ -90,8 +90,8 @@ from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.upkeep.cleanup import Cleanup
 from skyrl_tinker.engine.upkeep.upkeep_step import SWEEP_S
 from skyrl_tinker.inference.constants import RESERVED_SEQUENCES
-from skyrl_tinker.inference.sampling_engine import ENGINE
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
+from skyrl_tinker.inference.vllm.vllm_process import VllmProcess
 from skyrl_tinker.processes import freeze_gc, raise_open_files_limit
 from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.store import sampling_sessions, session_records
@@ -206,7 +206,7 @@ async def engine(replicas: int, answer_s: float) -> AsyncIterator[Engine]:
         bell = SocketBell.bind(home, "engine")
         stack.callback(bell.close)
         servers = ExternalServers(
-            urls, startup_s=30.0, hang_s=30.0, max_model_len=CONTEXT + 1, dialect=ENGINE.dialect
+            urls, startup_s=30.0, hang_s=30.0, max_model_len=CONTEXT + 1, dialect=VllmProcess().dialect
         )
         await servers.ready()
         to_end: launch.ToEnd = []

@@ -30,9 +30,9 @@ from skyrl_tinker import config
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.inference.sampling_engine import ENGINE
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
+from skyrl_tinker.inference.vllm.vllm_process import VllmProcess
 from skyrl_tinker.server.base_models.base_model import resolve
 from skyrl_tinker.server.base_models.tiny_model import make_model
 from skyrl_tinker.training.trainer_group import CapturedState, TrainerGroup, TrainerSpec
@@ -90,7 +90,7 @@ class World:
 
     async def measure(self, name: TransportName, source: WeightSource, repeats: int) -> dict[str, float]:
         """Medians over the repeats, the first sync (which forms the group) not counted."""
-        client = RemoteInferenceClient(self.servers.urls[0], self.servers.urls, dialect=ENGINE.dialect)
+        client = RemoteInferenceClient(self.servers.urls[0], self.servers.urls, dialect=VllmProcess().dialect)
         transport = make_transport(name, self.trainer, self.chunk_bytes)
         await sync_weights(client.control, transport, source, "v")
         rows: list[dict[str, float]] = []
@@ -179,7 +179,7 @@ def sampler_spec(facts: BaseModelFacts, home: Path, replicas: int) -> SamplerSpe
         log_dir=str(home / "logs"),
         startup_s=300.0,
         replicas=replicas,
-        engine=ENGINE,
+        engine=VllmProcess(),
     )
 
 

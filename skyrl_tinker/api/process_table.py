@@ -21,6 +21,8 @@ _PARTS = {  # text in the command line
     "raylet_ended": "Ray: agent",
     "multiprocessing.resource_tracker": "resource tracker",
     "skyrl_tinker.inference.vllm.vllm_entry": "vLLM server",
+    "sglang::": "SGLang worker",
+    "sglang.launch_server": "SGLang server",
     "vllm::router": "router",
 }
 

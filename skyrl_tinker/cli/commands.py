@@ -62,6 +62,8 @@ _SERVED = (
     "resident_models",
     "replicas",
     "tensor_parallel_size",
+    "sampler_engine",
+    "sampler_python",
     "vllm_args",
     "sampler_urls",
     "prefill_urls",

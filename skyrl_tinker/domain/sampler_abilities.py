@@ -1,20 +1,37 @@
 """Abilities in which sampling engines differ. What a server's engine lacks is refused by name."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from skyrl_tinker.errors import NotSupportedError
 
 
+def _ability(about: str) -> Any:
+    return field(default=True, metadata={"about": about})
+
+
 @dataclass(frozen=True, slots=True)
 class SamplerAbilities:
-    """Sampling engine by the fields of a request that it serves. `lowest_temperature`: above 0."""
+    """Sampling engine by the fields of requests, and the settings, that it serves.
+
+    `lowest_temperature`: above 0.
+    """
 
     engine: str = ""
     lowest_temperature: float = 0.0
-    seed: bool = True
-    target_prompt_logprobs: bool = True
-    prompt_alt_tokens_k: bool = True
+    seed: bool = _ability("`seed`: the same sample again")
+    target_prompt_logprobs: bool = _ability("`target_prompt_logprobs`: logprobs of given tokens")
+    prompt_alt_tokens_k: bool = _ability("`prompt_alt_tokens_k`: draws at each position of the prompt")
+    full_parameters: bool = _ability("models of rank 0, whose weights take the place of the base model's")
+    router_replay: bool = _ability("`router_replay`: the experts of each sampled token")
+    openai_routes: bool = _ability("completions and chats of OpenAI's clients")
+    reasoning_parser: bool = _ability("`reasoning_parser`: reasoning of chat answers in a field of its own")
+    processed_logprobs: bool = _ability('`sampled_logprobs = "processed"`')
+    external_samplers: bool = _ability("`sampler_urls` and the like: servers that run already")
+    colocated: bool = _ability('`placement = "colocated"`: turns with the trainer on the same GPUs')
+    replicas: bool = _ability("`replicas`: several")
+    ray_address: bool = _ability("`ray_address`: replicas on other hosts")
 
     def __str__(self) -> str:
         lacking = [each.name for each in fields(self) if getattr(self, each.name) is False]
@@ -22,10 +39,10 @@ class SamplerAbilities:
 
     def require(self, asked: Iterable[str]) -> None:
         """Raise NotSupportedError that names the first field that it does not serve."""
-        for field in asked:
-            if not getattr(self, field):
+        for name in asked:
+            if not getattr(self, name):
                 text = "is not supported by this server's sampling engine"
-                raise NotSupportedError(f"{field} {text}, {self.engine}")
+                raise NotSupportedError(f"{name} {text}, {self.engine}")
 
     def refusal(self, temperature: float) -> str | None:
         """Return what is wrong with a temperature, None if nothing is."""

@@ -37,7 +37,7 @@ from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.training_half import compose_training
 from skyrl_tinker.engine.upkeep.cleanup import Cleanup
 from skyrl_tinker.inference.client.replica_metrics import replica_metrics
-from skyrl_tinker.inference.sampling_engine import ENGINE
+from skyrl_tinker.inference.sampling_engine import engine_of
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.storage.checkpoint_storage import open_storage
@@ -142,7 +142,7 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
             directories.engine_socket,
             openai,
             metrics,
-            lambda: replica_metrics(fleet.client.control.http, fleet.members, ENGINE.dialect),
+            lambda: replica_metrics(fleet.client.control.http, fleet.members, engine_of(settings).dialect),
             lambda: QueuesView(driver.view(), sampler_driver.view()),
             settings.json_body_mb * MiB,
             _open_address(settings),
@@ -224,7 +224,7 @@ def sampler_spec(
         max_model_len=facts.context_length + 1,  # scoring a full context costs one generated token
         device=settings.device,
         dtype=settings.trainer_dtype,
-        max_lora_rank=ENGINE.slot_rank(settings.max_lora_rank),
+        max_lora_rank=engine_of(settings).slot_rank(settings.max_lora_rank),
         max_loras=settings.max_loras,
         max_cpu_loras=settings.max_cpu_loras,
         log_dir=str(directories.log_dir),
@@ -242,7 +242,7 @@ def sampler_spec(
         network_interface=settings.network_interface,
         token=secrets.token_hex(32),
         vllm_args=settings.vllm_args,
-        engine=ENGINE,
+        engine=engine_of(settings),
     )
 
 

@@ -8,7 +8,7 @@ from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
 from skyrl_tinker.domain.state_size import parameters
 from skyrl_tinker.domain.units import GB, MiB
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
-from skyrl_tinker.inference.sampling_engine import ENGINE
+from skyrl_tinker.inference.vllm.vllm_slots import expert_slot_rank
 from skyrl_tinker.server.gpu_division import GpuDivision
 
 CONTEXT_BYTES = 1.5 * GB
@@ -133,7 +133,7 @@ class MemoryEstimate:
         if not self.facts.experts:
             return 0
         rank, chosen = self.demand.rank, self.facts.experts_per_token
-        ranks = ENGINE.expert_slot_rank(rank, chosen) * chosen, rank
+        ranks = expert_slot_rank(rank, chosen) * chosen, rank
         slot, own = (LoraSpec(each, 0, train_attn=False, train_unembed=False) for each in ranks)
         return parameters(self.facts, slot) - parameters(self.facts, own)
 

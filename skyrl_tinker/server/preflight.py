@@ -5,7 +5,7 @@ import os
 import shutil
 import socket
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -17,8 +17,8 @@ from sqlalchemy import Connection
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.units import MiB
-from skyrl_tinker.errors import StartupError, StorageError
-from skyrl_tinker.inference.sampling_engine import ENGINE
+from skyrl_tinker.errors import NotSupportedError, StartupError, StorageError
+from skyrl_tinker.inference.sampling_engine import engine_of
 from skyrl_tinker.storage import owner_mark
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, CheckpointStorage, Storage, open_storage
 from skyrl_tinker.storage.owner_mark import LocalPlace
@@ -69,6 +69,8 @@ def _check_standby(settings: Settings) -> None:
 
 def check_placement(settings: Settings) -> None:
     """Refuse settings that contradict the placement, which is decided."""
+    decided = {"colocated": settings.colocated, "replicas": settings.replicas > 1}
+    _require_abilities(settings, decided)
     choose(settings.weight_transport, settings.device, colocated=settings.colocated)
     if settings.colocated:
         _check_colocated(settings)
@@ -238,7 +240,9 @@ def _check_colocated(settings: Settings) -> None:
             f"--placement colocated and {_url_setting(settings)}: this server cannot place samplers that it "
             "does not start"
         )
-    samplers = settings.replicas * ENGINE.workers(settings.vllm_args, settings.tensor_parallel_size)
+    samplers = settings.replicas * engine_of(settings).workers(
+        settings.vllm_args, settings.tensor_parallel_size
+    )
     ranks = settings.trainer_ranks
     if settings.device == "cuda" and samplers != ranks:
         raise StartupError(
@@ -247,8 +251,24 @@ def _check_colocated(settings: Settings) -> None:
         )
 
 
+def _require_abilities(settings: Settings, asked: Mapping[str, bool]) -> None:
+    try:
+        engine_of(settings).abilities.require(name for name, given in asked.items() if given)
+    except NotSupportedError as error:
+        raise StartupError(str(error)) from error
+
+
 def _check_samplers(settings: Settings) -> None:
-    ENGINE.check(settings.vllm_args)
+    asked = {
+        "full_parameters": settings.max_lora_rank == 0,
+        "router_replay": settings.router_replay,
+        "reasoning_parser": settings.reasoning_parser is not None,
+        "processed_logprobs": settings.sampled_logprobs == "processed",
+        "external_samplers": bool(settings.external_urls),
+        "ray_address": settings.ray_address is not None,
+    }
+    _require_abilities(settings, asked)
+    engine_of(settings).check(settings.vllm_args)
     _check_urls(settings)
     if not settings.external_urls:
         return

@@ -13,7 +13,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
 from skyrl_tinker.domain.units import GB, MiB
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.inference.sampling_engine import ENGINE
+from skyrl_tinker.inference.sampling_engine import engine_of
 from skyrl_tinker.server.base_models import base_model
 from skyrl_tinker.server.capacity_plan import MOST_TOKENS, CapacityPlan, make_plan
 from skyrl_tinker.server.gpu_division import divide
@@ -90,7 +90,7 @@ def plan(
         adapter_slots=settings.max_loras,
         cached_adapters=settings.max_cpu_loras,
         sampler_share=settings.gpu_memory_utilization,
-        copies=ENGINE.workers(settings.vllm_args, 1),
+        copies=engine_of(settings).workers(settings.vllm_args, 1),
         given=_given(settings),
     )
     return make_plan(demand, facts, partial(costs_of, config, demand))
@@ -146,7 +146,7 @@ def _placed(settings: Settings, placement: str) -> Settings:
 def _placement(settings: Settings, gpus: Gpus) -> str:
     """Return the placement by numbers of GPUs alone."""
     numbers = {name: getattr(settings, name) for name in _DIVIDED if name != "placement"}
-    copies = ENGINE.workers(settings.vllm_args, 1)
+    copies = engine_of(settings).workers(settings.vllm_args, 1)
     return divide(gpus.count, numbers, [settings.tensor_parallel_size], copies)[0][0].placement
 
 

@@ -109,11 +109,13 @@ class Serve:
 
 
 @contextmanager
-def serving(home: Path, *options: str, python: str = sys.executable) -> Iterator[Serve]:
+def serving(
+    home: Path, *options: str, python: str = sys.executable, within_s: float = READY_S
+) -> Iterator[Serve]:
     """Ready; ended in good order, unless something failed."""
     served = Serve(home, *options, python=python)
     try:
-        yield served.wait_ready()
+        yield served.wait_ready(within_s)
         served.stop()
     finally:
         served.close()

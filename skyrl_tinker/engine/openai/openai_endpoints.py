@@ -141,6 +141,7 @@ class OpenAIServer:
     async def _prepare(self, request: OpenAIRequest, size: int, owner: OwnerId | None) -> _OpenAICall:
         """Prepare a request whose body has so many bytes."""
         facts, abilities = self._facts, self._abilities
+        facts.sampler.require(["openai_routes"])
         version = await self._version(request.model, owner)
         texts = await off_loop(size, lambda: texts_to_count(request, facts, abilities))
         counts = await asyncio.gather(*(self._count_tokens(text) for text in texts))

@@ -9,7 +9,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.inference.sampling_engine import ENGINE
+from skyrl_tinker.inference.sampling_engine import engine_of
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
@@ -67,7 +67,12 @@ async def assemble(
     to_end.append(versions.close)
     hashes = router is not None and not router.disaggregates and settings.router_policy == "consistent_hash"
     client = RemoteInferenceClient(
-        proxy_url.rstrip("/"), servers.urls, token, versions.locate, hashes, dialect=ENGINE.dialect
+        proxy_url.rstrip("/"),
+        servers.urls,
+        token,
+        versions.locate,
+        hashes,
+        dialect=engine_of(settings).dialect,
     )
     if settings.prefill_urls:
         client.data.most_sequences = 1  # a prompt's keys and values can be fetched only once
@@ -81,10 +86,10 @@ def sampler_gpus(settings: Settings) -> int:
     """Count the GPUs that our replicas take beside the trainer's."""
     if settings.external_urls or settings.colocated:
         return 0
-    return settings.replicas * ENGINE.workers(settings.vllm_args, settings.tensor_parallel_size)
+    return settings.replicas * engine_of(settings).workers(settings.vllm_args, settings.tensor_parallel_size)
 
 
 def _cores(settings: Settings, servers: int) -> list[int]:
     """Count the engine cores of each server that decode."""
     prefill = len(settings.prefill_urls)
-    return [ENGINE.cores(settings.vllm_args)] * (servers - prefill) + [0] * prefill
+    return [engine_of(settings).cores(settings.vllm_args)] * (servers - prefill) + [0] * prefill

@@ -66,7 +66,9 @@ class DataPlane:
             headers["X-Session-ID"] = session_key
             answer = await self._answer(self.dialect.path, body, headers, self._server_of(session_key))
         replica, switched = answer.headers.get(REPLICA), attempt.switched
-        parse = partial(self.dialect.parse, answer.content, request, switched=switched, replica=replica)
+        parse = partial(
+            self.dialect.parse, answer.content, request, model=model, switched=switched, replica=replica
+        )
         if request.routed_experts or request.topk_prompt_logprobs * len(request.prompt) > MOST_LISTED:
             return await asyncio.to_thread(parse)
         return parse()

@@ -5,11 +5,12 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
 from skyrl_tinker.inference.client.in_flight import Attempt, InFlight
+from skyrl_tinker.inference.constants import BASE_MODEL
 
 ABORT_POLL_S = 0.02
 Messages = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -38,6 +39,57 @@ class FanOut(ABC):
     patience_s: float = 60.0
     """Limit for an answer to a call that needs no time."""
     locate: Locate = same_path
+
+    def replica(self, url: str) -> Self:
+        """Return the control plane of one replica, over the same connections."""
+        return type(self)((url,), self.http, patience_s=self.patience_s, locate=self.locate)
+
+    @abstractmethod
+    async def world_sizes(self) -> tuple[int, ...]:
+        """Count the workers of each replica."""
+
+    async def world_size(self) -> int:
+        """Count the workers of all replicas together."""
+        return sum(await self.world_sizes())
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load it on every replica or none. A name stands for one version, so a second load is harmless."""
+        results = await self._gather(lambda url: self._load(url, name, path))
+        if any(isinstance(result, BaseException) for result in results.values()):
+            touched = [url for url, result in results.items() if result is not False]
+            await self._undo(touched, lambda url: self._unload(url, name))
+            require_all(results)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload it everywhere; harmless where it is not loaded."""
+        require_all(await self._gather(lambda url: self._unload(url, name)))
+
+    async def adapters(self) -> list[str]:
+        """List the names of the adapters that any replica has."""
+        answers = await self._call_all("GET", "/v1/models")
+        return sorted({model["id"] for answer in answers for model in answer["data"] if model.get("parent")})
+
+    async def max_model_len(self) -> int:
+        """Return the most tokens of a sequence that every replica takes."""
+        answers = await self._call_all("GET", "/v1/models")
+        return min(
+            int(model["max_model_len"])
+            for answer in answers
+            for model in answer["data"]
+            if model["id"] == BASE_MODEL
+        )
+
+    async def health(self) -> None:
+        """Raise SamplerError when a replica cannot take requests."""
+        await self._call_all("GET", "/health")
+
+    @abstractmethod
+    async def _load(self, url: str, name: str, path: str) -> bool:
+        """Load it on one replica; False when it was there already."""
+
+    @abstractmethod
+    async def _unload(self, url: str, name: str) -> None:
+        """Unload it from one replica; harmless where it is not loaded."""
 
     async def abort(self, tag: str) -> None:
         """Interrupt the tag's requests that are under way (DataPlane.sample); their callers resume them.
@@ -94,6 +146,12 @@ class FanOut(ABC):
         results = await self._gather(lambda url: self._call(url, method, path, json, **options))
         require_all(results)
         return list(results.values())
+
+    async def _each(self, call: Call) -> dict[str, Any]:
+        """Make a call to every replica at once; SamplerError unless all of them did it."""
+        results = await self._gather(call)
+        require_all(results)
+        return results
 
     async def _all_or_none(self, call: Call, *, undo: Call) -> None:
         """Make a call to all replicas; where one fails, undo it on all, as only the answer may be lost.

@@ -27,8 +27,8 @@ class RemoteInferenceClient:
     control: SamplerControl = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        http, in_flight = JsonHttp(self.token), InFlight()
-        self.data = DataPlane(self.dialect, self.proxy_url, self._straight(), http, in_flight)
+        http, in_flight, most = JsonHttp(self.token), InFlight(), self.dialect.most_sequences
+        self.data = DataPlane(self.dialect, self.proxy_url, self._straight(), http, in_flight, most)
         self.control = self.dialect.control(self.server_urls, http, in_flight, locate=self.locate)
 
     def retarget(self, proxy_url: str, server_urls: tuple[str, ...]) -> None:

@@ -94,6 +94,12 @@ def scores_other_tokens(request: SampleRequest) -> bool:
     return requested and len(request.prompt) > 1
 
 
+def first_scored(request: SampleRequest) -> int:
+    """Return the first prompt position whose score was requested."""
+    last_n = request.prompt_logprobs_last_n
+    return 1 if last_n is None else max(1, len(request.prompt) - last_n)
+
+
 def without_scores(request: SampleRequest) -> SampleRequest:
     """Return the request for the same samples, without scores of the prompt."""
     return replace(

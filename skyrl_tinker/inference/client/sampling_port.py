@@ -66,17 +66,19 @@ class Advice:
 class Dialect(Protocol):
     """Requests for samples, their answers, and the control plane. Frozen and picklable.
 
-    `path`: the route of samples. `core_path`: a route that the engine core answers, between two steps.
-    `trial`: body of a sample whose answer tells what the server was started with: `logprobs_mode` (None where
-    the weights give no numbers) and `lists_experts`. `advice`: with which a server of others is started that
-    lacks something. `pull_probe`: a path that answers 204 where a server on another host gets weights; None:
-    none does. `metrics_prefix`: of its own metrics' names; others are of its process and of its web server.
-    `unbounded_metrics`: those with the names of adapters as labels, which are new with each version.
-    `reasoning_field`: of its chat messages.
+    `path`: the route of samples, `most_sequences`: of one request. `core_path`: a route that the engine core
+    answers, between two steps. `trial`: body of a sample whose answer tells what the server was started with:
+    `logprobs_mode` (None where the weights give no numbers) and `lists_experts`. `advice`: how a server
+    of others is started that lacks it. `pull_probe`: a path that answers 204 where a server on another
+    host gets weights; None: none does. `metrics_prefix`: of its own metrics' names; others are of its process
+    and of its web server. `unbounded_metrics`: those with the names of adapters as labels, which are new with
+    each version. `reasoning_field`: of its chat messages.
     """
 
     @property
     def path(self) -> str: ...
+    @property
+    def most_sequences(self) -> int: ...
     @property
     def core_path(self) -> str: ...
     @property
@@ -112,7 +114,7 @@ class Dialect(Protocol):
         ...
 
     def parse(
-        self, payload: Json, request: SampleRequest, *, switched: bool, replica: str | None
+        self, payload: Json, request: SampleRequest, *, model: str, switched: bool, replica: str | None
     ) -> SamplerResponse:
         """Read an answer.
 

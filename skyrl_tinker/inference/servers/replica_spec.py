@@ -1,5 +1,6 @@
 """Specification of a sampler replica, and the port by which its engine's process is started."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -44,7 +45,6 @@ class EngineProcess(Protocol):
     def check(self, given: Arguments) -> None: ...
     def require_model(self, served: ModelToServe) -> None: ...
     def slot_rank(self, rank: int) -> int: ...
-    def expert_slot_rank(self, rank: int, experts_per_token: int) -> int: ...
     def workers(self, arguments: Arguments, tensor_parallel_size: int) -> int: ...
     def cores(self, arguments: Arguments) -> int: ...
     def require_memory(self, spec: "SamplerSpec", replicas: int = 1) -> None: ...
@@ -89,3 +89,16 @@ class SamplerSpec:
         """Return the shared GPUs that the replica runs on."""
         size = self.workers
         return self.shared_gpus[replica * size : (replica + 1) * size]
+
+
+def as_flags(arguments: Arguments) -> list[str]:
+    return [part for name, value in arguments.items() for part in _flag(name, value)]
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    if value is True:
+        return [f"--{name}"]
+    if value is False:
+        return [f"--no-{name}"]
+    values = value if isinstance(value, list) else [value]
+    return [f"--{name}", *(json.dumps(each) if isinstance(each, dict) else str(each) for each in values)]

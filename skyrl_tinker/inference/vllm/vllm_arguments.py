@@ -3,7 +3,6 @@
 vLLM itself refuses unknown names and values: its parser takes seconds to import.
 """
 
-import json
 import re
 from typing import Any
 
@@ -69,10 +68,6 @@ def merged(ours: Arguments, given: Arguments) -> dict[str, Any]:
     return {name: value for name, value in both.items() if not (name in one_way and value is False)}
 
 
-def as_flags(arguments: Arguments) -> list[str]:
-    return [part for name, value in arguments.items() for part in _flag(name, value)]
-
-
 def workers(arguments: Arguments, tensor_parallel_size: int) -> int:
     """Count the worker processes of a replica, each with a GPU of its own."""
     others = (arguments.get(f"{kind}-parallel-size", 1) for kind in ("data", "pipeline", "prefill-context"))
@@ -100,12 +95,3 @@ def _check_free(name: str) -> None:
         return
     advice = f"follows from the setting {SETTINGS[taken]}" if taken in SETTINGS else "is set by skyrl-tinker"
     raise StartupError(f"vllm_args: {name} cannot be given: vLLM's {taken} {advice}")
-
-
-def _flag(name: str, value: Any) -> list[str]:
-    if value is True:
-        return [f"--{name}"]
-    if value is False:
-        return [f"--no-{name}"]
-    values = value if isinstance(value, list) else [value]
-    return [f"--{name}", *(json.dumps(each) if isinstance(each, dict) else str(each) for each in values)]

@@ -16,7 +16,6 @@ from skyrl_tinker.inference.client.fan_out import (
     require_all,
 )
 from skyrl_tinker.inference.client.sampling_port import PauseMode
-from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.vllm.vllm_requests import abort_id
 
 BLOCKS_IN_TRANSFER = "Failed to reset KV cache"
@@ -26,45 +25,10 @@ RESET_POLL_S = 0.02
 
 @dataclass
 class VllmControl(FanOut):
-    def replica(self, url: str) -> "VllmControl":
-        """Return the control plane of one replica, over the same connections."""
-        return VllmControl((url,), self.http, patience_s=self.patience_s, locate=self.locate)
-
     async def world_sizes(self) -> tuple[int, ...]:
         """Count the workers of each replica."""
         answers = await self._call_all("GET", "/get_world_size", params={"include_dp": "true"})
         return tuple(int(answer["world_size"]) for answer in answers)
-
-    async def world_size(self) -> int:
-        """Count the workers of all replicas together."""
-        return sum(await self.world_sizes())
-
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Load it on every replica or none. A name stands for one version, so a second load is harmless."""
-        results = await self._gather(lambda url: self._load(url, name, path))
-        if any(isinstance(result, BaseException) for result in results.values()):
-            touched = [url for url, result in results.items() if result is not False]
-            await self._undo(touched, lambda url: self._unload(url, name))
-            require_all(results)
-
-    async def unload_adapter(self, name: str) -> None:
-        """Unload it everywhere; harmless where it is not loaded."""
-        require_all(await self._gather(lambda url: self._unload(url, name)))
-
-    async def adapters(self) -> list[str]:
-        """List the names of the adapters that any replica has."""
-        answers = await self._call_all("GET", "/v1/models")
-        return sorted({model["id"] for answer in answers for model in answer["data"] if model.get("parent")})
-
-    async def max_model_len(self) -> int:
-        """Return the most tokens of a sequence that every replica takes."""
-        answers = await self._call_all("GET", "/v1/models")
-        return min(
-            int(model["max_model_len"])
-            for answer in answers
-            for model in answer["data"]
-            if model["id"] == BASE_MODEL
-        )
 
     async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
         """Pause all replicas or none.
@@ -143,10 +107,6 @@ class VllmControl(FanOut):
     async def set_weight_version(self, version: str) -> None:
         """Set the version that `weight_version` returns; the weights stay."""
         await self._call_all("POST", "/update_weight_version", {"new_version": version})
-
-    async def health(self) -> None:
-        """Raise SamplerError when a replica cannot take requests."""
-        await self._call_all("GET", "/health")
 
     async def _reset_prefix_cache(self, url: str) -> None:
         """Try until blocks on their way to host memory, or to a decode server, are there."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from skyrl_tinker.domain.values import SampleRequest
 from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
-from skyrl_tinker.inference.client.generated import diverged
+from skyrl_tinker.inference.client.generated import SamplerResponse, diverged
 from skyrl_tinker.inference.client.sampling_port import Advice, Json, Post
-from skyrl_tinker.inference.constants import BASE_MODEL, PROBE, VERSION_PULL
+from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES, PROBE, VERSION_PULL
 from skyrl_tinker.inference.packed import PACKED
 from skyrl_tinker.inference.vllm import vllm_requests, vllm_responses
 from skyrl_tinker.inference.vllm.vllm_control import VllmControl
@@ -17,6 +17,7 @@ from skyrl_tinker.inference.vllm.vllm_control import VllmControl
 @dataclass(frozen=True)
 class VllmDialect:
     path = "/inference/v1/generate"
+    most_sequences = MAX_SEQUENCES
     core_path = "/is_sleeping"
     reasoning_field = "reasoning"
     metrics_prefix = "vllm:"
@@ -31,7 +32,6 @@ class VllmDialect:
     )
     trial = vllm_responses.TRIAL
     body = staticmethod(vllm_requests.body)
-    parse = staticmethod(vllm_responses.parse)
     logprobs_mode = staticmethod(vllm_responses.logprobs_mode)
     lists_experts = staticmethod(vllm_responses.lists_experts)
     control = VllmControl
@@ -44,6 +44,13 @@ class VllmDialect:
         if straight and not vllm_requests.lists_logprobs(request):
             headers["Accept"] = PACKED  # servers of others answer JSON
         return {"request_id": attempt, "priority": priority}, headers
+
+    def parse(
+        self, payload: Json, request: SampleRequest, *, model: str, switched: bool, replica: str | None
+    ) -> SamplerResponse:
+        return vllm_responses.parse(
+            payload, request, switched=switched, replica=replica
+        )  # it names the model
 
     def openai_fields(self, model: str, priority: int) -> dict[str, Any]:
         return {"model": model, "priority": priority, "ignore_eos": True}

@@ -4,15 +4,9 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
-from skyrl_tinker.domain.units import MiB
-from skyrl_tinker.domain.weight_files import weight_files
-from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.constants import (
     BASE_MODEL,
     ENABLED_BY,
@@ -22,47 +16,17 @@ from skyrl_tinker.inference.constants import (
     VERSION_PULL,
 )
 from skyrl_tinker.inference.servers.ports import LOOPBACK
-from skyrl_tinker.inference.servers.replica_spec import Arguments, SamplerSpec
+from skyrl_tinker.inference.servers.replica_spec import Arguments, SamplerSpec, as_flags
+from skyrl_tinker.inference.servers.sampler_memory import kv_bytes, require_memory
 from skyrl_tinker.inference.vllm import vllm_arguments, vllm_models, vllm_slots
-from skyrl_tinker.inference.vllm.vllm_arguments import as_flags, merged
+from skyrl_tinker.inference.vllm.vllm_arguments import merged
 
 if TYPE_CHECKING:
     from skyrl_tinker.inference.vllm.vllm_dialect import VllmDialect
 
 ENTRY = "skyrl_tinker.inference.vllm.vllm_entry"
-SMALLEST_KV_BYTES = 64 * MiB
 PACKED_ANSWERS = "skyrl_tinker.inference.plugin.packed_answers.PackedAnswers"
 GUARD = "skyrl_tinker.inference.plugin.token_guard.TokenGuard"
-KV_CONTEXTS = 4  # whole contexts that fit the KV cache at once
-PROCESS_BYTES = 1536 * MiB  # measured after hours: what the two processes need beside weights and KV cache
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-def kv_bytes(spec: SamplerSpec) -> int:
-    model = spec.model
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * ELEMENT_BYTES[spec.dtype]
-    return max(SMALLEST_KV_BYTES, KV_CONTEXTS * spec.max_model_len * per_token)
-
-
-def require_memory(spec: SamplerSpec, replicas: int = 1, available: int | None = None) -> None:
-    """Raise SamplerError with the numbers when CPU replicas do not fit `available` bytes (default: the free).
-
-    Weights count twice: once as loaded, once as packed for the CPU's kernels.
-    """
-    free = psutil.virtual_memory().available if available is None else available
-    weights = sum(file.stat().st_size for file in weight_files(Path(spec.model.directory)))
-    copies = spec.workers // spec.tensor_parallel_size
-    kv_cache, loaded = copies * kv_bytes(spec), copies * 2 * weights
-    processes = PROCESS_BYTES * spec.workers
-    needed = replicas * (kv_cache + loaded + processes)
-    if spec.device == "cpu" and needed > free:
-        times = f"{replicas} times " if replicas > 1 else ""
-        raise SamplerError(
-            f"the sampler needs {needed // MiB} MiB ({times}{kv_cache // MiB} for the KV "
-            f"cache of {KV_CONTEXTS} x {spec.max_model_len} tokens, {loaded // MiB} for weights, "
-            f"{processes // MiB} for its processes) but {free // MiB} MiB are free: "
-            "set a smaller context_length, fewer replicas or free memory"
-        )
 
 
 def flags(spec: SamplerSpec, port: int, host: str = LOOPBACK) -> list[str]:
@@ -180,7 +144,6 @@ class VllmProcess:
     check = staticmethod(vllm_arguments.check)
     require_model = staticmethod(vllm_models.require_model)
     slot_rank = staticmethod(vllm_slots.slot_rank)
-    expert_slot_rank = staticmethod(vllm_slots.expert_slot_rank)
     workers = staticmethod(vllm_arguments.workers)
     cores = staticmethod(vllm_arguments.data_parallel_size)
     require_memory = staticmethod(require_memory)

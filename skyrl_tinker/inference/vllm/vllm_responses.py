@@ -26,7 +26,7 @@ from skyrl_tinker.inference.client.generated import (
     SamplerResponse,
     diverged,
 )
-from skyrl_tinker.inference.client.sample_parts import scores_other_tokens, target_table
+from skyrl_tinker.inference.client.sample_parts import first_scored, scores_other_tokens, target_table
 from skyrl_tinker.inference.constants import BASE_MODEL, START_VERSION
 
 VLLM_LEAST_LOGPROB = -9999.0
@@ -144,7 +144,7 @@ def _version_name(name: str) -> str:
 
 def _prompt_logprobs(rows: Rows, request: SampleRequest) -> tuple[float, ...]:
     """Return [len(prompt)]; NaN for the first, which has no predecessor, and for those before the last n."""
-    first = _first_scored(request)
+    first = first_scored(request)
     return tuple(
         float(row[str(token)]["logprob"]) if row is not None and index >= first else math.nan
         for index, (row, token) in enumerate(zip(rows, request.prompt, strict=True))
@@ -153,19 +153,13 @@ def _prompt_logprobs(rows: Rows, request: SampleRequest) -> tuple[float, ...]:
 
 def _topk_prompt(rows: Rows, request: SampleRequest) -> tuple[TopkRow, ...]:
     """Return [len(prompt)]; vLLM also lists the prompt's own token, where it is not among the k best."""
-    first, k = _first_scored(request), request.topk_prompt_logprobs
+    first, k = first_scored(request), request.topk_prompt_logprobs
     return tuple(
         _best(((int(token), float(entry["logprob"])) for token, entry in row.items()), k)
         if row is not None and index >= first
         else ()
         for index, row in enumerate(rows)
     )
-
-
-def _first_scored(request: SampleRequest) -> int:
-    """Return the first prompt position whose score was requested."""
-    last_n = request.prompt_logprobs_last_n
-    return 1 if last_n is None else max(1, len(request.prompt) - last_n)
 
 
 def _prompt_scores(matrix: str, request: SampleRequest) -> PromptScores:

@@ -10,7 +10,7 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.inference.sampling_engine import ENGINE
+from skyrl_tinker.inference.sampling_engine import engine_of
 from skyrl_tinker.inference.servers.replica_spec import ModelToServe
 from skyrl_tinker.server.base_models import hub, sliding_windows, tiny_model
 
@@ -69,7 +69,7 @@ def read_config(settings: Settings) -> tuple[Mapping[str, Any], BaseModelFacts]:
         raise StartupError(
             f"router_replay: expected {', '.join(REPLAYED)}, found {facts.architecture} in {facts.directory}"
         )
-    ENGINE.require_model(
+    engine_of(settings).require_model(
         ModelToServe(
             facts,
             config,
@@ -126,7 +126,7 @@ def _facts(
         eos_token_ids=_eos(directory, config),
         hub_name=hub_name,
         num_heads=_positive(config, "num_attention_heads"),
-        sampler=ENGINE.abilities,
+        sampler=engine_of(settings).abilities,
         **_mlp(config),
     )
 

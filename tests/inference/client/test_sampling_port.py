@@ -1,6 +1,7 @@
 """The port of a sampling engine, kept by each real server and by the stand-in alike."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -97,6 +98,7 @@ async def test_an_adapter_is_served_under_its_name_from_its_load_until_it_is_unl
     for _ in range(2):
         await control.unload_adapter(name)
     assert name not in await control.adapters()
+    shutil.rmtree(tmp_path / name)  # SGLang would load it again
     with pytest.raises(NotFoundError):
         await sampler(name, ask(PROMPT))
 

@@ -15,11 +15,11 @@ from aiohttp.test_utils import TestServer
 
 from skyrl_tinker.inference.client.http_connection import JsonHttp
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.inference.sampling_engine import ENGINE
 from skyrl_tinker.inference.servers import health_checks
 from skyrl_tinker.inference.servers.health_checks import CoreWatch, Loss, health
 from skyrl_tinker.inference.servers.ports import LOOPBACK, reserve_port
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
+from skyrl_tinker.inference.vllm.vllm_process import VllmProcess
 from tests.inference.support.samplers import ask, prompt_of, sample, spec_of, write_model
 from tests.support.sampler_clients import vllm_client
 from tests.support.waiting import until
@@ -42,8 +42,8 @@ def launch(directory: Path, spec: SamplerSpec, port: int) -> subprocess.Popen[by
     path = os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])
     with (directory / "vllm.log").open("wb") as log:
         return subprocess.Popen(
-            [*ENGINE.command(spec, port, LOOPBACK), "--worker-extension-cls", "spinning.Spin"],
-            env=ENGINE.environment(spec, 0, "lo") | {"PYTHONPATH": path},
+            [*VllmProcess().command(spec, port, LOOPBACK), "--worker-extension-cls", "spinning.Spin"],
+            env=VllmProcess().environment(spec, 0, "lo") | {"PYTHONPATH": path},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -69,7 +69,7 @@ async def server(tmp_path: Path) -> AsyncIterator[str]:
 
 def watch(url: str) -> asyncio.Task[Loss]:
     return asyncio.create_task(
-        CoreWatch(url, ENGINE.dialect.core_path, JsonHttp(), STEP_S, lambda: False).wait_stuck(0)
+        CoreWatch(url, VllmProcess().dialect.core_path, JsonHttp(), STEP_S, lambda: False).wait_stuck(0)
     )
 
 
@@ -102,7 +102,7 @@ async def test_a_core_that_spins_is_noticed_and_an_idle_or_busy_one_is_left_alon
 
 async def test_a_core_with_longer_work_is_excused(server: str) -> None:
     watching = asyncio.create_task(
-        CoreWatch(server, ENGINE.dialect.core_path, JsonHttp(), STEP_S, lambda: True).wait_stuck(0)
+        CoreWatch(server, VllmProcess().dialect.core_path, JsonHttp(), STEP_S, lambda: True).wait_stuck(0)
     )
     async with aiohttp.ClientSession() as http:
         spinning = asyncio.create_task(http.post(f"{server}/collective_rpc", json={"method": "spin"}))

@@ -9,13 +9,12 @@ import pytest
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 from skyrl_tinker.errors import SamplerError, StartupError
-from skyrl_tinker.inference.sampling_engine import ENGINE
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.inference.vllm.vllm_arguments import check
-from skyrl_tinker.inference.vllm.vllm_process import flags, require_memory
+from skyrl_tinker.inference.vllm.vllm_process import VllmProcess, flags, require_memory
 
 FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
-SPEC = SamplerSpec(FACTS, 129, "cpu", "float32", 8, 1, 1, "/nowhere", 1.0, engine=ENGINE)
+SPEC = SamplerSpec(FACTS, 129, "cpu", "float32", 8, 1, 1, "/nowhere", 1.0, engine=VllmProcess())
 
 
 ON_GPU = replace(SPEC, device="cuda", dtype="bfloat16")

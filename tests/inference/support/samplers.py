@@ -31,9 +31,9 @@ from skyrl_tinker.domain.values import (
 )
 from skyrl_tinker.engine.sampler.sample_call import SampleCall
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from skyrl_tinker.inference.sampling_engine import ENGINE
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
+from skyrl_tinker.inference.vllm.vllm_process import VllmProcess
 from skyrl_tinker.server.base_models.base_model import resolve
 from tests.support.sampler_clients import vllm_client
 from tests.support.tiny_models import write_tiny
@@ -110,7 +110,7 @@ def spec_of(facts: BaseModelFacts, log_dir: Path) -> SamplerSpec:
         max_cpu_loras=8,
         log_dir=str(log_dir),
         startup_s=240.0,
-        engine=ENGINE,
+        engine=VllmProcess(),
     )
 
 

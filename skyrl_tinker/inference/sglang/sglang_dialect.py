@@ -1,0 +1,182 @@
+"""SGLang 0.5.23 behind the port: requests of POST /generate and their answers. Pure.
+
+A request is one sequence: of several, SGLang draws the names anew, and none of them could be aborted.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from skyrl_tinker.domain.values import SampleRequest, TopkRow, VersionSpan
+from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
+from skyrl_tinker.inference.client.generated import GeneratedSequence, SamplerResponse, diverged
+from skyrl_tinker.inference.client.sample_parts import first_scored, max_tokens, scores_prompt, stop_strings
+from skyrl_tinker.inference.client.sampling_port import Advice, Json, Post
+from skyrl_tinker.inference.constants import BASE_MODEL, START_VERSION
+from skyrl_tinker.inference.sglang.sglang_control import SglangControl
+
+TRIAL: Json = {
+    "input_ids": [0, 0],
+    "sampling_params": {"max_new_tokens": 1, "temperature": 1e6},
+    "return_logprob": True,
+    "top_logprobs_num": 2,
+}
+"""Body of a request in which processed logprobs would all be the same."""
+LEAST_LOGPROB = -1e38
+"""Logprobs below it stand for zero probability: SGLang writes the lowest float32, or null."""
+SAME = 1e-4
+NOT_LOADED = ("has never been loaded", "adapters are not loaded", "Failed to implicitly load")
+Rows = Sequence[Sequence[Any] | None]
+"""Of [logprob, token, null], or lists of such, by position; null where there is none."""
+
+
+@dataclass(frozen=True)
+class SglangDialect:
+    path = "/generate"
+    core_path = "/server_info"
+    most_sequences = 1
+    reasoning_field = "reasoning_content"
+    metrics_prefix = "sglang:"
+    unbounded_metrics = frozenset[str]()
+    pull_probe = None
+    advice = Advice(
+        routes=f"--served-model-name {BASE_MODEL} and --enable-lora",
+        pull="no address of another host",
+        context="--context-length {}",
+        logprobs="SGLANG_RETURN_ORIGINAL_LOGPROB=1 in its environment",
+        experts="vLLM",
+    )
+    trial = TRIAL
+    control = SglangControl
+
+    def body(self, model: str, request: SampleRequest, *, eos: Sequence[int], context: int) -> dict[str, Any]:
+        params = request.params
+        body = {
+            "input_ids": list(request.prompt),
+            "sampling_params": {
+                "max_new_tokens": max_tokens(request, context),
+                "temperature": params.temperature,
+                "top_k": params.top_k,
+                "top_p": params.top_p,
+                **_stop(params.stop, eos),
+            },
+            "return_logprob": True,
+            "top_logprobs_num": max(request.topk_sample_logprobs, request.topk_prompt_logprobs),
+        }
+        if scores_prompt(request):  # the first row has no logprob
+            body["logprob_start_len"] = first_scored(request) - 1
+        return body if model == BASE_MODEL else body | {"lora_path": model}
+
+    def call(
+        self, request: SampleRequest, attempt: str, priority: int, *, straight: bool
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        return {"rid": attempt, "priority": priority}, {}
+
+    def openai_fields(self, model: str, priority: int) -> dict[str, Any]:
+        adapter = {} if model == BASE_MODEL else {"lora_path": model}
+        return {"model": BASE_MODEL, "priority": priority, **adapter}
+
+    def parse(
+        self, payload: Json, request: SampleRequest, *, model: str, switched: bool, replica: str | None
+    ) -> SamplerResponse:
+        meta = payload["meta_info"]
+        finish = meta["finish_reason"]
+        if finish.get("matched") == "NaN happened":
+            raise diverged()
+        rows = meta.get("input_token_logprobs") or ()
+        first = first_scored(request)
+        missing = scores_prompt(request) and len(rows) < len(request.prompt) - first + 1
+        sequence = _generated(payload["output_ids"], meta, request, model)
+        if missing and finish["type"] != "abort":
+            raise SamplerError("the sampler left the prompt unscored")
+        listed = request.topk_prompt_logprobs
+        best = (meta.get("input_top_logprobs") or ())[1:]
+        return SamplerResponse(
+            (sequence,),
+            meta.get("cached_tokens") or 0,
+            not missing,
+            switched,
+            replica,
+            (*[math.nan] * first, *_finite(rows[1:])) if request.prompt_logprobs and not missing else None,
+            (*[()] * first, *(_best(row or (), listed) for row in best)) if listed and not missing else None,
+        )
+
+    def logprobs_mode(self, payload: Json) -> Literal["raw", "processed"] | None:
+        meta = payload["meta_info"]
+        values = [row[0] for row in meta["output_top_logprobs"][0]]
+        if any(value is None or math.isnan(value) for value in values):
+            return None
+        return "processed" if max(values) - min(values) < SAME else "raw"
+
+    def lists_experts(self, payload: Json) -> bool:
+        return False
+
+    def refusal(self, status: int, message: str) -> UserError | SamplerError:
+        if any(words in message for words in NOT_LOADED):
+            return NotFoundError(message)
+        if status in (400, 422):
+            return UserError(message)
+        return SamplerError(f"the sampler answered {status}: {message}")
+
+    async def tokenize(self, post: Post, text: Json) -> list[int]:
+        return list((await post("/tokenize", {"model": BASE_MODEL, **text}))["tokens"])
+
+    async def detokenize(self, post: Post, tokens: Sequence[int]) -> str:
+        body = {"model": BASE_MODEL, "tokens": list(tokens), "skip_special_tokens": False}
+        return str((await post("/detokenize", body))["text"])
+
+
+def _stop(stop: tuple[str, ...] | tuple[int, ...] | None, eos: Sequence[int]) -> dict[str, Any]:
+    """List what ends a sequence. `ignore_eos` would switch listed tokens off as well."""
+    if stop == ():
+        return {"ignore_eos": True}
+    ids = [item for item in stop or () if isinstance(item, int)]
+    fields: dict[str, Any] = {"stop_token_ids": [*eos, *ids]}
+    if texts := stop_strings(stop):
+        fields |= {"stop": list(texts), "skip_special_tokens": False}
+    return fields
+
+
+def _generated(tokens: list[int], meta: Json, request: SampleRequest, model: str) -> GeneratedSequence:
+    logprobs = tuple(_finite(meta.get("output_token_logprobs") or ()))
+    k = request.topk_sample_logprobs
+    best = meta.get("output_top_logprobs") or ()
+    return GeneratedSequence(
+        tuple(tokens),
+        logprobs,
+        meta["finish_reason"]["type"],
+        tuple(_best(row, k) for row in best) if k else (),
+        _versions(meta, model, len(tokens)),
+    )
+
+
+def _finite(rows: Rows) -> Iterable[float]:
+    """Yield the logprobs; UserError where one is no number."""
+    for row in rows:
+        if row is None or row[0] is None or not row[0] > LEAST_LOGPROB:
+            raise diverged()
+        yield float(row[0])
+
+
+def _best(row: Sequence[Sequence[Any]], k: int) -> TopkRow:
+    """Return the k most likely (token, logprob), best first; of equal ones the lower token first."""
+    listed = ((int(token), value) for value, token, _ in row if value is not None)
+    likely = (each for each in listed if each[1] > LEAST_LOGPROB)
+    return tuple(sorted(likely, key=lambda each: (-each[1], each[0]))[:k])
+
+
+def _versions(meta: Json, model: str, count: int) -> tuple[VersionSpan, ...]:
+    """Return spans of tokens by weight version: the adapter's name, or as SGLang reports them."""
+    if count == 0:
+        return ()
+    if model != BASE_MODEL:
+        return (VersionSpan(model, 0, count),)
+    spans: Sequence[Mapping[str, Any]] = meta.get("weight_versions") or ()
+    named = (BASE_MODEL if span["version"] == START_VERSION else str(span["version"]) for span in spans)
+    return tuple(
+        VersionSpan(name, span["start"], span["end"]) for name, span in zip(named, spans, strict=True)
+    )
+
+
+SGLANG = SglangDialect()

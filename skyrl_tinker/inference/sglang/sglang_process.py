@@ -1,0 +1,168 @@
+"""Flags and environment of a replica's SGLang process, and what it is not asked for."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES, RESERVED_SEQUENCES, TOKEN
+from skyrl_tinker.inference.servers.replica_spec import Arguments, ModelToServe, SamplerSpec, as_flags
+from skyrl_tinker.inference.servers.sampler_memory import KV_CONTEXTS, require_memory
+
+if TYPE_CHECKING:
+    from skyrl_tinker.inference.sglang.sglang_dialect import SglangDialect
+
+ENTRY = (
+    "import os, runpy, sys; "
+    f"sys.argv[1:] += ['--api-key', os.environ['{TOKEN}']] if os.environ['{TOKEN}'] else []; "
+    "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
+)
+"""Starts the server with a key that others do not read in the list of processes."""
+VERSION = "0.5.23"
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+ARCHITECTURES = frozenset({"Qwen3ForCausalLM"})
+"""Those that have been sampled with the trainer's logprobs."""
+
+
+def require_model(served: ModelToServe) -> None:
+    """Raise StartupError for a model that has not been tried, or whose sequences would end elsewhere."""
+    facts = served.facts
+    if facts.architecture not in ARCHITECTURES:
+        raise StartupError(f"sampler_engine: found {facts.architecture}, expected {', '.join(ARCHITECTURES)}")
+    if more := _ends(served) - set(facts.eos_token_ids):
+        raise StartupError(
+            f"generation_config.json: eos_token_id: expected also {sorted(more)}, of config.json or the "
+            "tokenizer: SGLang ends sequences at all of them"
+        )
+
+
+def _ends(served: ModelToServe) -> set[int]:
+    """Return the end-of-sequence tokens of config.json and of the tokenizer, where these name any."""
+    given: Any = served.config.get("eos_token_id")
+    ends = set(given if isinstance(given, list) else [] if given is None else [given])
+    directory = Path(served.facts.directory)
+    named: Any = _read(directory / "tokenizer_config.json").get("eos_token")
+    text = named["content"] if isinstance(named, dict) else named
+    added = _read(directory / "tokenizer.json").get("added_tokens", ())
+    return ends | {each["id"] for each in added if each["content"] == text}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return content
+
+
+def flags(spec: SamplerSpec, port: int, host: str) -> list[str]:
+    """Return the arguments of a server with adapters: without them it serves nothing that changes."""
+    cpu = {
+        "attention-backend": "torch_native",
+        "sampling-backend": "pytorch",
+        "lora-backend": "torch_native",
+        "max-total-tokens": KV_CONTEXTS * spec.max_model_len,
+        "disable-overlap-schedule": True,
+    }
+    arguments: Arguments = {
+        "model-path": spec.model.directory,
+        "served-model-name": BASE_MODEL,
+        "host": host,
+        "port": port,
+        "device": spec.device,
+        "dtype": spec.dtype,
+        "context-length": spec.max_model_len,
+        "tp-size": spec.tensor_parallel_size,
+        "max-running-requests": MAX_SEQUENCES + RESERVED_SEQUENCES,
+        "grammar-backend": "none",
+        "skip-server-warmup": True,
+        "log-level": "warning",
+        "enable-priority-scheduling": True,
+        "schedule-low-priority-values-first": True,
+        "disable-priority-preemption": True,  # it would compute again what runs
+        "enable-lora": True,
+        "max-lora-rank": spec.max_lora_rank,
+        "lora-target-modules": list(TARGETS),
+        "max-loras-per-batch": spec.max_loras + 1,  # the base counts as one
+        "max-loaded-loras": max(spec.max_cpu_loras, spec.max_loras + 1),
+        **(cpu if spec.device == "cpu" else {"mem-fraction-static": spec.gpu_memory_utilization}),
+    }
+    return as_flags(arguments)
+
+
+@dataclass(frozen=True)
+class SglangProcess:
+    """`python`: an interpreter whose environment has SGLang; None: our own."""
+
+    python: Path | None = None
+    title = "SGLang"
+    leftovers = ()
+    abilities = SamplerAbilities(
+        "SGLang",
+        lowest_temperature=1e-6,  # it would be greedy instead
+        seed=False,
+        target_prompt_logprobs=False,
+        prompt_alt_tokens_k=False,
+        full_parameters=False,
+        router_replay=False,
+        openai_routes=False,
+        reasoning_parser=False,
+        processed_logprobs=False,
+        external_samplers=False,
+        colocated=False,
+        replicas=False,
+        ray_address=False,
+    )
+    require_model = staticmethod(require_model)
+    require_memory = staticmethod(require_memory)
+
+    @property
+    def dialect(self) -> "SglangDialect":
+        from skyrl_tinker.inference.sglang.sglang_dialect import SGLANG  # `serve` itself does without it
+
+        return SGLANG
+
+    def check(self, given: Arguments) -> None:
+        """Refuse vLLM's arguments, and an interpreter without the release of SGLang that this speaks to."""
+        if given:
+            raise StartupError(f"vllm_args: found {', '.join(given)}, expected none with SGLang")
+        python = str(self.python or sys.executable)
+        asked = [python, "-c", "import importlib.metadata as m; print(m.version('sglang'))"]
+        try:
+            found = (
+                subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "none"
+            )
+        except OSError as error:
+            raise StartupError(f"sampler_python: {error}") from error
+        if found != VERSION:
+            raise StartupError(
+                f"sampler_python: found sglang {found} in the environment of {python}, expected {VERSION}"
+            )
+
+    def slot_rank(self, rank: int) -> int:
+        return rank
+
+    def workers(self, arguments: Arguments, tensor_parallel_size: int) -> int:
+        return tensor_parallel_size
+
+    def cores(self, arguments: Arguments) -> int:
+        return 1
+
+    def command(self, spec: SamplerSpec, port: int, host: str) -> list[str]:
+        return [str(self.python or sys.executable), "-c", ENTRY, *flags(spec, port, host)]
+
+    def environment(
+        self, spec: SamplerSpec, replica: int, interface: str, inherited: Mapping[str, str] = os.environ
+    ) -> dict[str, str]:
+        common = {
+            TOKEN: spec.token,
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # a generation does not end in a pause
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # context + 1: the last token is never fed
+            "HF_HUB_OFFLINE": "1",
+        }
+        cpu = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"} if spec.device == "cpu" else {}
+        return {**inherited, **common, **cpu}

@@ -1,0 +1,59 @@
+"""Answers of a real SGLang, kept in recorded.json: python -m tests.inference.sglang.recording URL MODEL."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from skyrl_tinker.domain.values import SampleRequest
+from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
+from skyrl_tinker.inference.constants import BASE_MODEL
+from skyrl_tinker.inference.sglang.sglang_dialect import SGLANG
+from tests.inference.support.samplers import CONTEXT, ask, prompt_of
+
+FILE = Path(__file__).with_name("recorded.json")
+EOS = (2, 0)
+PROMPT = prompt_of(9)
+REQUESTS: dict[str, tuple[str, SampleRequest]] = {
+    "scores": (
+        BASE_MODEL,
+        ask(PROMPT, max_tokens=3, prompt_logprobs=True, topk_prompt_logprobs=2, topk_sample_logprobs=1),
+    ),
+    "the last scores": (
+        BASE_MODEL,
+        ask(PROMPT, max_tokens=1, prompt_logprobs=True, prompt_logprobs_last_n=2),
+    ),
+    "a stop": (BASE_MODEL, ask(PROMPT, max_tokens=60, stop=tuple(range(3, 400)))),
+    "texts": (BASE_MODEL, ask(PROMPT, max_tokens=2, stop=("qq", "zz"))),
+    "no adapter": ("nobody", ask(PROMPT)),
+    "aborted": (BASE_MODEL, ask(PROMPT, max_tokens=200)),
+}
+
+
+def body_of(name: str) -> dict[str, Any]:
+    model, request = REQUESTS[name]
+    named, _ = SGLANG.call(request, f"{len(name):032}", 0, straight=True)
+    return SGLANG.body(model, request, eos=EOS, context=CONTEXT) | named
+
+
+async def _record(url: str) -> dict[str, Any]:
+    http, recorded = JsonHttp(), {}
+    for name in REQUESTS:
+        body = body_of(name)
+        sent = asyncio.create_task(http.request("POST", url + SGLANG.path, json=body))
+        if name == "aborted":
+            await asyncio.sleep(2)
+            await http.request("POST", f"{url}/abort_request", json={"rid": body["rid"]})
+        try:
+            recorded[name] = {"status": 200, "answer": (await sent).content}
+        except HttpStatusError as error:
+            recorded[name] = {"status": error.status, "answer": error.message}
+    answer = await http.request("POST", url + SGLANG.path, json=SGLANG.trial)
+    recorded["trial"] = {"status": 200, "answer": answer.content}
+    await http.close()
+    return recorded
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(asyncio.run(_record(sys.argv[1])), separators=(",", ":")) + "\n")

@@ -1,0 +1,106 @@
+"""SGLang's process: what its command line says, and what is refused before it starts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from skyrl_tinker import config
+from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.inference.constants import TOKEN
+from skyrl_tinker.inference.sglang.sglang_process import SglangProcess
+from skyrl_tinker.server import preflight
+from skyrl_tinker.server.base_models.base_model import resolve
+from tests.inference.support.samplers import spec_of, write_model
+
+SGLANG = SglangProcess(Path("/env/python"))
+
+
+@pytest.fixture
+def facts(tmp_path: Path) -> BaseModelFacts:
+    return write_model(tmp_path / "model", tied=False)
+
+
+def test_adapters_have_as_many_places_as_are_set_beside_the_base(
+    facts: BaseModelFacts, tmp_path: Path
+) -> None:
+    spec = replace(spec_of(facts, tmp_path), token="secret", engine=SGLANG)
+    python, _, entry, *flags = SGLANG.command(spec, 81, "127.0.0.1")
+    given = " ".join(flags)
+    assert python == "/env/python"
+    assert f"--max-loras-per-batch {spec.max_loras + 1} --max-loaded-loras {spec.max_cpu_loras}" in given
+    assert "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj lm_head" in given
+    assert f"--context-length {spec.max_model_len}" in given
+    assert "secret" not in f"{entry} {given}"  # others read command lines
+    environment = SGLANG.environment(spec, 0, "lo", {})
+    assert (environment[TOKEN], environment["SGLANG_RETURN_ORIGINAL_LOGPROB"]) == ("secret", "1")
+
+
+def _check(settings: config.Settings) -> None:
+    preflight.check_settings(settings)
+    preflight.check_placement(settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"max_lora_rank": 0}, "full_parameters"),
+        ({"router_replay": True}, "router_replay"),
+        ({"reasoning_parser": "qwen3"}, "reasoning_parser"),
+        ({"sampled_logprobs": "processed"}, "processed_logprobs"),
+        ({"sampler_urls": ("http://a:1",)}, "external_samplers"),
+        ({"placement": "colocated"}, "colocated"),
+        ({"replicas": 2}, "replicas"),
+        ({"ray_address": "auto"}, "ray_address"),
+    ],
+)
+def test_settings_that_it_does_not_serve_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, object], name: str
+) -> None:
+    monkeypatch.setattr(SglangProcess, "check", lambda *_: None)  # for its interpreter
+    settings = config.load(sampler_engine="sglang", **given)  # type: ignore[arg-type]
+    with pytest.raises(StartupError, match=f"^{name} is not supported by .* engine, SGLang"):
+        _check(settings)
+
+
+def test_an_interpreter_without_its_release_is_refused(tmp_path: Path) -> None:
+    for content, found in (("exit 1", "none"), ("echo 0.5.1", "0.5.1")):
+        python = tmp_path / found
+        python.write_text(f"#!/bin/sh\n{content}\n")
+        python.chmod(0o755)
+        settings = config.load(sampler_engine="sglang", sampler_python=python)
+        with pytest.raises(StartupError, match=rf"found sglang {found} .* expected 0\.5\.23"):
+            preflight.check_settings(settings)
+    with pytest.raises(StartupError, match=r"sampler_python: .*nowhere"):
+        SglangProcess(tmp_path / "nowhere").check({})
+
+
+def test_arguments_of_vllm_are_refused() -> None:
+    with pytest.raises(StartupError, match="vllm_args: found max-num-seqs, expected none with SGLang"):
+        SGLANG.check({"max-num-seqs": 1})
+
+
+def test_models_that_were_not_tried_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", tied=False, arch="llama")
+    with pytest.raises(StartupError, match="found LlamaForCausalLM, expected Qwen3ForCausalLM"):
+        resolve(config.load(base_model=str(tmp_path / "model"), sampler_engine="sglang"))
+
+
+def test_ends_of_which_the_samples_know_nothing_are_refused(facts: BaseModelFacts) -> None:
+    generation = Path(facts.directory, "generation_config.json")
+    generation.write_text('{"eos_token_id": [7]}')
+    with pytest.raises(StartupError, match=r"eos_token_id: expected also \[.*2\], of config.json"):
+        resolve(config.load(base_model=facts.directory, sampler_engine="sglang"))
+
+
+def test_the_end_of_the_tokenizer_is_one(facts: BaseModelFacts) -> None:
+    base_model = facts.directory
+    assert resolve(config.load(base_model=base_model, sampler_engine="sglang"))
+    tokenizer = json.loads(Path(base_model, "tokenizer.json").read_text())
+    other = next(each for each in tokenizer["added_tokens"] if each["id"] not in facts.eos_token_ids)
+    given = {"eos_token": {"content": other["content"]}}
+    Path(base_model, "tokenizer_config.json").write_text(json.dumps(given))
+    with pytest.raises(StartupError, match=rf"expected also \[{other['id']}\]"):
+        resolve(config.load(base_model=base_model, sampler_engine="sglang"))

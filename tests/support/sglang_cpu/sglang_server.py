@@ -1,0 +1,79 @@
+"""A real SGLang server, and the interpreter that runs it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from skyrl_tinker.inference.servers.ports import LOOPBACK, reserve_port
+from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
+from skyrl_tinker.inference.sglang.sglang_process import SglangProcess
+from skyrl_tinker.processes import die_with_parent
+
+WHEELS = ("sglang==0.5.23", "xxhash", "easydict", "gguf", "scipy", "soundfile", "kernels<0.15")
+START_S = 1200.0
+
+
+def interpreter() -> Path:
+    """Return an interpreter of this environment with SGLang, which is fetched unless it is there."""
+    directory = Path.home() / ".cache" / "skyrl-tinker" / WHEELS[0]
+    packages, command = directory / "packages", directory / "python"
+    if not command.exists():
+        fetch = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--target",
+            str(packages),
+            *WHEELS,
+        ]
+        subprocess.run(fetch, check=True)
+        path = f"{packages}:{Path(__file__).parent}"
+        command.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {sys.executable} "$@"\n')
+        command.chmod(0o755)
+    return command
+
+
+@contextmanager
+def serving(spec: SamplerSpec, python: Path) -> Iterator[str]:
+    """Start a server of its own; yields its URL."""
+    engine = SglangProcess(python)
+    with reserve_port(LOOPBACK) as guard, Path(spec.log_dir, "sglang.log").open("wb") as log:
+        port = guard.getsockname()[1]
+        process = subprocess.Popen(
+            engine.command(replace(spec, engine=engine), port, LOOPBACK),
+            env=engine.environment(spec, 0, "lo"),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        url = f"http://{LOOPBACK}:{port}"
+        try:
+            _wait(process, url, Path(log.name))
+            yield url
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _wait(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()[-4000:]
+        try:
+            with urlopen(f"{url}/health"):
+                return
+        except (URLError, OSError):
+            time.sleep(0.5)
+    raise TimeoutError(log.read_text()[-4000:])
