@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextvars import Context
 from random import Random
 
-from skyrl_tinker.engine.trainer.replay import READS
+from skyrl_tinker.engine.trainer.replay import TRIES
 from tests.simulation.virtual_loop import PROCESS, Crash, VirtualLoop
 
 FULL_S = 8.0
@@ -79,12 +79,12 @@ class Faults:
         for _ in range(seed.randint(0, most)):
             self._plan(seed.choice(points), seed)
         if disks:
-            self._left["a snapshot cannot be read"] = [1] * seed.randint(1, READS - 1)
+            self._left["a snapshot cannot be read"] = [1] * seed.randint(1, TRIES - 1)
             self._left["the directories have another path"] = [seed.randint(1, 3)]
             self._left.setdefault("engine: after a call of the ranks", []).append(seed.randint(3, 30))
 
     def add(self, seed: Random, most: int) -> None:
-        """Plan rare ones as well; a snapshot is tried READS times only."""
+        """Plan rare ones as well; a snapshot is tried TRIES times only."""
         points = [each for each in RARE if each != UNREAD or DISKS[0] not in self._left]
         for _ in range(seed.randint(1, most)):
             self._plan(seed.choice(points), seed)

@@ -122,7 +122,7 @@ class ScriptedTrainer:
         self.exhausted_passes = 0
         self.broken: TrainerError | None = None
         self.restarts = 0
-        self.spec = SimpleNamespace(dtype="float32", token_budget=2048)
+        self.spec = SimpleNamespace(dtype="float32", token_budget=2048, resident_models=0)
         self.go_on, self.disk = asyncio.Event(), asyncio.Event()
         self.go_on.set()
         self.disk.set()

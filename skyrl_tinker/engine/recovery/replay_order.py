@@ -19,11 +19,11 @@ def as_they_ran(rows: Iterable[RanRow]) -> Iterator[list[RanRow]]:
         yield list(unit)
 
 
-def merged(rows: Iterable[RanRow], tokens: int) -> Iterator[list[RanRow]]:
+def merged(rows: Iterable[RanRow], tokens: int, models: int) -> Iterator[list[RanRow]]:
     """Yield batches of one kind: passes in rows of one size, steps, or saves; each model's units in order.
 
     `rows`: of one model after another, each in order. `tokens`: bound of a batch; what one model ran in a
-    unit may be more.
+    unit may be more. `models`: bound of those in a batch, 0 = none.
     """
     waiting: dict[ModelKey, deque[list[RanRow]]] = {}
     for (model, _), ran in groupby(rows, key=lambda row: (model_of(row.row), row.unit)):
@@ -31,15 +31,15 @@ def merged(rows: Iterable[RanRow], tokens: int) -> Iterator[list[RanRow]]:
     while waiting:
         first = min(_kind(parts[0]) for parts in waiting.values())
         batch: list[RanRow] = []
-        left = tokens
+        left, places = tokens, models
         for model in [model for model, parts in waiting.items() if _kind(parts[0]) == first]:
             part = waiting[model].popleft()
             size = sum(cost(row.row) for row in part)
-            if batch and size > left:
+            if batch and (size > left or places == 0 < models):
                 yield batch
-                batch, left = [], tokens
+                batch, left, places = [], tokens, models
             batch += part
-            left -= size
+            left, places = left - size, places - 1
             if not waiting[model]:
                 del waiting[model]
         yield batch

@@ -103,6 +103,7 @@ class SnapshotKeeper:
         self.of_model = MeanCost(2.0, 100)  # to make one on fresh ranks, and load its snapshot
         self.of_request = MeanCost(0.5, 100)  # beside the ranks' own time: bodies, results, calls
         self._writing: asyncio.Future[list[None]] | None = None
+        self._turn = asyncio.Lock()  # of the ranks' disk: a save of a client waits for one snapshot at most
         self._removals: set[asyncio.Task[None]] = set()
         self._forgetting = asyncio.Lock()
         self._room_s, self._looked = GRACE_S, time.monotonic()
@@ -199,7 +200,8 @@ class SnapshotKeeper:
         row = SnapshotRow(seq_id, str(directory), optimizer=True)
         try:
             await in_disk_thread(directory.parent.mkdir, parents=True, exist_ok=True)
-            await self._trainer.persist_state(captured, row.directory)
+            async with self._turn:
+                await self._trainer.persist_state(captured, row.directory)
             await self._commits.add(UnitEnd({}, (partial(_require_written, model=model, until=seq_id),)))
             await captured.drop()
             await in_transfer_thread(self._storage.store, directory)

@@ -57,7 +57,7 @@ from skyrl_tinker.training.trainer_spec import retry_budget
 
 ATTEMPTS = 3
 """Times that a request may kill the ranks when replayed: first as it ran, then alone in smaller rows."""
-READS = 4
+TRIES = 4
 """Times that something is tried for which a disk or memory fails: either may for some seconds."""
 BEGUN_AT_ONCE = 8
 WAKES = 2
@@ -196,7 +196,8 @@ class Replay:
         rows = [row for history in histories for row in history.rows]
         left, reported = Counter(row.unit for row in rows), -math.inf
         began, busy_s = time.monotonic(), self._trainer.busy_s
-        for batch in merged(rows, self._pass_tokens) if self._together else as_they_ran(rows):
+        together = merged(rows, self._pass_tokens, self._trainer.spec.resident_models)
+        for batch in together if self._together else as_they_ran(rows):
             if time.monotonic() - reported > REPORT_S:
                 reported = time.monotonic()
                 await progress(sum(not count for count in left.values()), len(left))
@@ -259,7 +260,7 @@ class Replay:
     def _may_help(self, model: ModelKey) -> bool:
         """Count a try that failed; return whether another may help."""
         self._tries[model] += 1
-        return self._tries[model] < READS
+        return self._tries[model] < TRIES
 
     async def _begin_all(self, histories: Sequence[_History]) -> None:
         """Begin several at once: files are fetched and checked while the ranks create and load others."""
@@ -294,7 +295,7 @@ class Replay:
         await self._trainer.create_model(model.key, model.spec, optimizer_family(model.optimizer_config))
 
     async def _patiently(self, model: ModelKey, work: Callable[[], Awaitable[None]]) -> None:
-        """Do it. Waits while storage or another host is away, and READS times for a disk or for memory."""
+        """Do it. Waits while storage or another host is away, and TRIES times for a disk or for memory."""
         while True:
             try:
                 await when_possible(work)

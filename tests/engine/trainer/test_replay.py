@@ -570,7 +570,15 @@ async def test_several_models_are_kept_at_once(world: World, monkeypatch: pytest
     for model in models:
         await train_busily(world, model, 1, 1)
     monkeypatch.setattr(trainer_driver, "IDLE_S", 0.02)
+    world.workers.disk.clear()
     world.driver.wake()
+    await world.until(lambda: world.workers.names().count("persist"))
+    assert len(world.workers.held) == len(models)
+    saving = await save(world.store, models[0], 4, "a")
+    await world.until(lambda: world.workers.names().count("persist"), lambda count: count > 1)
+    assert len(world.workers.asked("persist")) == 2, "the save of a client waits for one snapshot"
+    world.workers.disk.set()
+    await all_done(world, saving)
     for model in models:
         await world.until(partial(snapshot_of, world, model), lambda row: row is not None)
     (captured,) = world.workers.asked("captures")
@@ -592,6 +600,8 @@ async def test_a_snapshot_that_cannot_be_written_costs_nothing(
     model = await world.model()
     await train_busily(world, model, 1, 1)
     await world.until(lambda: type(error).__name__ in caplog.text)
+    await world.until(lambda: world.workers.names().count("captures"), lambda tried: tried > 1)
+    monkeypatch.setattr(trainer_driver, "IDLE_S", 3600.0)
     await world.until(lambda: world.workers.held, lambda held: not held)
     assert ("Traceback" in caplog.text) == isinstance(error, ValueError)
     assert not list((world.root.parent / "snapshots").glob("*/*"))
@@ -1007,7 +1017,7 @@ async def test_a_disk_or_memory_that_fails_for_some_seconds_delays_a_model(
 NO_MEMORY = ExhaustedError(f"a trainer rank ran out of memory: {SEND_AGAIN}start the server with more ranks")
 
 
-@pytest.mark.parametrize("lasts", [replay.READS - 1, replay.READS], ids=["soon over", "lasting"])
+@pytest.mark.parametrize("lasts", [replay.TRIES - 1, replay.TRIES], ids=["soon over", "lasting"])
 @pytest.mark.parametrize("what", ["create", "pass", "step"])
 async def test_a_replay_waits_for_memory_for_a_while(
     world: World,
@@ -1036,7 +1046,7 @@ async def test_a_replay_waits_for_memory_for_a_while(
 
     monkeypatch.setattr(workers, "_tell", short_of_memory)
     step = await journal.submit_step(world.store, model, 3)
-    if lasts < replay.READS:
+    if lasts < replay.TRIES:
         await all_done(after, step)
         assert await steps_of(after, model) == [[1], []]
     else:
@@ -1068,7 +1078,7 @@ async def test_a_shortage_that_lasts_is_waited_for_once_and_not_for_each_model(
     await after.until(lambda: after.ready)
     made = [await journal.key_of(world.store, model) for model in models]
     tries = [after.workers.asked("create").count(key) for key in made]
-    assert tries == [replay.READS, 1, 1, 1]
+    assert tries == [replay.TRIES, 1, 1, 1]
     assert list(after.workers.trained) == [fine]
 
 
@@ -1087,7 +1097,7 @@ async def test_a_model_on_a_disk_that_fails_for_longer_is_parked_with_its_files(
         "cannot be read: Input/output error; it is tried"
         in (await journal.error_of(world.store, lost)).message
     )
-    assert after.workers.names().count("load") == replay.READS
+    assert after.workers.names().count("load") == replay.TRIES
     assert snapshot.is_dir()
     await start(world.store)
     mended = new_engine(after)
