@@ -59,9 +59,10 @@ class AdapterCache:
     Those that run at once have a place in its batch: requests of any other would be passed over for as
     long as those of the first ones come. Versions wait for a place in turn. For each that waits, the version
     that has had its place for longest takes no more requests once its turn is over, and those that it has are
-    interrupted if they can go on later (SampleCall), so that none starves. All replicas share the places, as
-    a router chooses among them. However many wait, a change costs as much as there are places, but for the
-    end of a turn.
+    interrupted if they can go on later (SampleCall), so that none starves. While one that is to be loaded
+    waits for another change of the samplers, which may take minutes, the places are of those that are loaded;
+    once it is loaded they leave it one as their turns end. All replicas share the places, as a router chooses
+    among them. However many wait, a change costs as much as there are adapters loaded.
     """
 
     def __init__(self, fleet: Fleet, limits: AdapterLimits) -> None:
@@ -70,6 +71,7 @@ class AdapterCache:
         self._loaded: OrderedDict[VersionId, WeightVersion] = OrderedDict()  # least recently used first
         self._turns: dict[VersionId, _Turn] = {}  # oldest first
         self._waiting: OrderedDict[VersionId, _Wait] = OrderedDict()
+        self._blocked: set[VersionId] = set()  # by another change of the samplers
 
     def require_taken(self) -> None:
         """Raise UserError where the samplers take no adapters."""
@@ -165,13 +167,27 @@ class AdapterCache:
         if version.id not in self._loaded and self._may_run(version) and not wait.loading:
             wait.loading = True
             try:
+                self._block(version)
                 async with self._fleet.changing:
-                    if version.id not in self._loaded and self._may_run(version):
+                    self._unblock(version)
+                    if version.id not in self._loaded and self._has_room():
                         await self._load(version)
             finally:
+                self._unblock(version)
                 wait.loading = False
                 self._pulse([wait])  # without success another one tries it
         return self._is_open(version)
+
+    def _block(self, version: WeightVersion) -> None:
+        """Lend its place, if it has to wait; not if it could not be loaded while all places are lent."""
+        if self._fleet.changing.held and self._limits.loaded > self._limits.running:
+            self._blocked.add(version.id)
+            self._wake()
+
+    def _unblock(self, version: WeightVersion) -> None:
+        if version.id in self._blocked:
+            self._blocked.discard(version.id)
+            self._wake()
 
     async def _await_change(self, wait: _Wait) -> None:
         """Return after a change. Meanwhile a turn may end that others wait for."""
@@ -218,10 +234,13 @@ class AdapterCache:
         return max(0, self._limits.running - len(self._turns))
 
     def _line(self) -> Iterator[VersionId]:
-        """Yield the versions that wait for a place, in turn."""
-        return (version for version in self._waiting if version not in self._turns)
+        """Yield the versions that wait for a place, in turn: while one is blocked, those that are loaded."""
+        versions = self._loaded if self._blocked else self._waiting
+        return (each for each in versions if each in self._waiting and each not in self._turns)
 
     def _line_length(self) -> int:
+        if self._blocked:
+            return sum(1 for _ in self._line())
         return len(self._waiting) - sum(version in self._waiting for version in self._turns)
 
     def _leaving(self) -> list[_Turn]:

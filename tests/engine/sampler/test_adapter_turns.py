@@ -65,11 +65,11 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_cache.asyncio, "to_thread", inline)
 
 
-def samplers_of(replica: Batch) -> Samplers:
+def samplers_of(replica: Batch, *, loaded: int = 4) -> Samplers:
     client = vllm_client("http://replica", ("http://replica",))
     client.data.http = client.control.http = cast(Any, replica)
     fleet = Fleet(cast(Any, None), client)
-    return Samplers(fleet, cast(Any, None), FACTS, AdapterLimits(4, 1), Metrics())
+    return Samplers(fleet, cast(Any, None), FACTS, AdapterLimits(loaded, 1), Metrics())
 
 
 def adapters(directory: Path) -> tuple[WeightVersion, WeightVersion]:
@@ -170,6 +170,59 @@ async def test_what_is_loaded_takes_turns_while_adapters_cannot_be_changed(tmp_p
         streaming = tasks.create_task(samplers.sample(busy, ask(1000)))
         assert await waiting < 0.5 + TURN_S + 0.2
         streaming.cancel()
+
+
+@pytest.mark.parametrize("loaded", [4, 1])
+def test_a_place_is_lent_while_its_adapter_cannot_be_loaded(tmp_path: Path, loaded: int) -> None:
+    """Not if there would be no room to load it then, as with as many adapters loaded as places."""
+
+    @simulated
+    async def story() -> None:
+        samplers, (new, old) = samplers_of(Batch(), loaded=loaded), adapters(tmp_path)
+        await samplers.sample(old, ask(3))  # which loads it
+        changing, finished, began = samplers._fleet.changing, list[float](), now()
+
+        async def stream() -> None:
+            while True:
+                await samplers.sample(old, ask(30))
+                finished.append(now() - began)
+
+        async def change() -> None:
+            for seconds in (60.0, 0.2, 0.2, 0.2):
+                async with changing:
+                    await asyncio.sleep(seconds)
+
+        async with asyncio.TaskGroup() as tasks:
+            background = [tasks.create_task(change())]
+            await asyncio.sleep(0.01)
+            waiting = tasks.create_task(duration(samplers, new, ask(3)))
+            await asyncio.sleep(0.01)
+            background += [tasks.create_task(stream()) for _ in range(3)]
+            assert 60 < await waiting < 60 + TURN_S + 0.2
+            assert (len(finished) > 3 * 60 / (30 * TOKEN_S) * 0.9) == (loaded > 1)
+            before = len(finished)
+            await asyncio.sleep(TURN_S + 1)
+            assert len(finished) > before, "it goes on"
+            for each in background:
+                each.cancel()
+
+    story()
+
+
+@simulated
+async def test_a_lent_place_comes_back_from_a_load_that_is_cancelled(tmp_path: Path) -> None:
+    samplers, (new, old) = samplers_of(Batch()), adapters(tmp_path)
+    await samplers.sample(old, ask(3))
+    async with asyncio.TaskGroup() as tasks:
+        async with samplers._fleet.changing:
+            waiting = [tasks.create_task(samplers.sample(new, ask(3))) for _ in range(2)]
+            await asyncio.sleep(0.01)
+            waiting[0].cancel()
+            await duration(samplers, old, ask(3))
+        await waiting[1]
+    assert not samplers.in_use(new)
+    assert not samplers.in_use(old)
+    assert now() < 1
 
 
 @simulated
