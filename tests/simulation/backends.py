@@ -27,6 +27,8 @@ NOT_FINITE, DEADLY = 13, 14
 """First tokens of a pass whose loss is not finite, and of one that kills the ranks whenever it runs."""
 CROWD = 3
 """Requests of a pass that does not fit into memory in rows of the usual size."""
+ENDLESS = 50
+"""Tokens to draw that a sampler never has."""
 PROMPT = 3
 """Tokens of every prompt."""
 
@@ -113,7 +115,7 @@ class Replicas:
         self._lives += 1
         self.url = f"http://sampler-{self._lives}"
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.server = ScriptedReplica(self._takes_s, draw=_rest)
+        self.server = _Sampler(self._takes_s, draw=_rest)
         self.server.read = lambda directory: drawn(steps_of(directory))
         self.server.keep = lambda count: random_of_history().randint(0, count - 1)
 
@@ -138,6 +140,19 @@ class Replicas:
         await travel(2.0)
         self._start()
         return self.url
+
+
+class _Sampler(ScriptedReplica):
+    async def _generate(self, body: Mapping[str, Any]) -> Any:
+        if body["sampling_params"]["max_tokens"] != ENDLESS:
+            return await super()._generate(body)
+        name = f"generate-tokens-{body.get('request_id')}"
+        running = self.running[name] = asyncio.get_running_loop().create_future()
+        try:
+            await running
+        finally:
+            self.running.pop(name, None)
+        return {"choices": [self._choice(0, (), "abort")], "usage": {}, "model": body["model"]}
 
 
 def _rest(tokens: Sequence[int], prompt: Sequence[int], most: int) -> Sequence[int]:

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import httpx
 from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
 
+from skyrl_tinker.protocol.protobuf import sample_results
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 from tests.api.support import passes
 from tests.api.support.world import BASE, Json
@@ -17,6 +19,7 @@ from tests.simulation.server import Server
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 AGAIN_S = 1.0
 """Most time until a request without an answer is sent again."""
+BEAT_S = 10.0
 
 
 class Client:
@@ -29,6 +32,16 @@ class Client:
     async def ok(self, path: str, body: Json) -> Json:
         """Return the JSON answer of a request, which succeeds in the end."""
         return _value(await self.post(path, body))
+
+    async def session(self) -> str:
+        """Create a session."""
+        return str((await self.ok("create_session", {"sdk_version": "0.38.0"}))["session_id"])
+
+    async def beat(self, session: str) -> None:
+        """Send heartbeats."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await self.ok("session_heartbeat", {"session_id": session})
 
     async def post(self, path: str, body: Json) -> httpx.Response:
         return await self._post(path, json.dumps(body).encode(), JSON)
@@ -113,6 +126,24 @@ def loss_of(answer: httpx.Response) -> float | None:
     if answer.headers["content-type"] != PROTOBUF:
         return None
     return pb.ForwardBackwardOutput.FromString(answer.content).metrics["loss:sum"]
+
+
+def sequences(answer: httpx.Response) -> Sequence[Any]:
+    """Return what was sampled."""
+    found: Sequence[Any] = sample_results.sample_response_json(answer.content)["sequences"]
+    return found
+
+
+def error_of(answer: httpx.Response) -> str | None:
+    if answer.headers["content-type"] == PROTOBUF:
+        return None
+    error: str | None = answer.json().get("error")
+    return error
+
+
+def now() -> float:
+    """Return the virtual time."""
+    return asyncio.get_running_loop().time()
 
 
 def model_body(session: str) -> Json:

@@ -7,8 +7,8 @@ So a checker that runs the requests one after another knows all answers, all che
 import asyncio
 import json
 import shutil
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,6 @@ from sqlalchemy import Connection, text
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.peft_config import ADAPTER_FILE
-from skyrl_tinker.protocol.protobuf import sample_results
 from skyrl_tinker.store.database import tables
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.opening import open_database
@@ -28,10 +27,12 @@ from skyrl_tinker.store.database.postgresql import PostgresDatabase
 from skyrl_tinker.store.database.sqlite_database import SqliteDatabase
 from skyrl_tinker.store.store import write_once
 from tests.api.support.world import FACTS, sample, step
+from tests.simulation import silent
 from tests.simulation.backends import DEADLY, NOT_FINITE, drawn
-from tests.simulation.client import PROTOBUF, Client, loss_of, model_body
+from tests.simulation.client import PROTOBUF, Client, error_of, loss_of, model_body, now, sequences
 from tests.simulation.faults import OF_STORAGE, OFTEN, TAKE_OVER, UNREAD, Faults, is_unread
 from tests.simulation.server import Server
+from tests.simulation.silent import Silent
 from tests.simulation.virtual_loop import VirtualLoop
 from tests.support.scripted_trainer import STEPS_FILE
 
@@ -63,6 +64,8 @@ OTHER_BASE = (14, 15)
 MORE = (0, 5)
 """Seeds, modulo 7, of histories with more that may go wrong, drawn from a stream of its own."""
 MORE_FAULTS = 3
+SILENT = (4, 8)
+"""Seeds, modulo 11, of histories in which one client more goes silent; but for those of OTHER_BASE."""
 TTLS, DELETED = (None, None, 3, 10), 0.3
 """Of these: times to live of saves to choose from, and how many of the others are deleted."""
 GONE_S = 40.0
@@ -70,7 +73,6 @@ GONE_S = 40.0
 CANCELLED = 0.1
 """Of samples."""
 PARKED, OTHER = "parked", "other"
-BEAT_S = 10.0
 INFLIGHT = "publish inflight"
 """In a quarter of the histories, instead of some others: its clients follow newer ones of its kind."""
 ROLLOUT_S = 4.0
@@ -106,7 +108,7 @@ class Request:
     @property
     def error(self) -> str | None:
         assert self.answer is not None
-        return _error(self.answer)
+        return error_of(self.answer)
 
 
 @dataclass
@@ -181,6 +183,7 @@ class History:
         self._parks = seed % 16 in OTHER_BASE
         # Reads suspend their callers, as those of PostgreSQL do, or do not, whichever database it is.
         SqliteDatabase.local = PostgresDatabase.local = seed // 16 % 2 == 0
+        self._silence = Random(f"silence of {seed}") if seed % 11 in SILENT and not self._parks else None
         self._home = home
         home.mkdir(parents=True)
         often = self._random.choice((1.0, 8.0, 1e9))  # snapshots: often, seldom or never
@@ -190,6 +193,8 @@ class History:
             shared = {each: f"{home}/shared/{each}" for each in ("checkpoints", "snapshots")}
             file = f"sqlite:///{home}/skyrl-tinker.db"
             settings |= {"home": home / "host 0", "database_url": url or file, **shared}
+        if self._silence:
+            settings |= silent.SETTINGS
         if self._stores:
             settings |= {each: f"file://{home}/bucket/{each}" for each in ("checkpoints", "snapshots")}
         self._settings = _settings().model_copy(update=settings)
@@ -216,6 +221,7 @@ class History:
         server = Server(self._settings, self._facts, self.faults, rollout_s, self._apis)
         self._server = server
         self._client = Client(server, self.faults)
+        self._silent = Silent(self._client, self._silence) if self._silence else None
         telling = asyncio.create_task(self._tell())
         try:
             async with asyncio.timeout(WITHIN_S):
@@ -230,6 +236,7 @@ class History:
 
     async def _tell(self) -> None:
         count = self._random.choice(MODELS)
+        living = asyncio.create_task(self._silent.live()) if self._silent else None
         models = await asyncio.gather(*(self._model() for _ in range(count)))
         if self._parks:
             await self._park(models)
@@ -237,25 +244,33 @@ class History:
         both = list(zip(models, truths, strict=True))
         self.faults.stop(UNREAD)
         await asyncio.gather(*(self._epilogue(model, truth) for model, truth in both))
+        if self._silent and living:
+            await living
+            await self._resume(self._silent.path, self._silent.steps)
         self.faults.end()
-        if any(map(_gone, models)):
+        if self._silent or any(map(_gone, models)):
             await asyncio.sleep(GONE_S)
         for model, truth in both:
             await self._check_state(model, truth)
+        if self._silent:
+            with self._reading() as conn:
+                key = self._silent.check(conn, self._server.directories)
+            assert key not in self._server.ranks.trained
 
     async def _model(self) -> _Model:
         """Send all requests of a model, which overtake each other now and then, and wait for the answers."""
-        session = (await self._client.ok("create_session", {"sdk_version": "0.38.0"}))["session_id"]
+        session = await self._client.session()
         created = await self._client.ok("create_model", model_body(session))
         model = _Model(session, created["model_id"], self._requests())
         await self._client.result(created["request_id"])
-        beating = asyncio.create_task(self._beat(session))
+        beating = asyncio.create_task(self._client.beat(session))
         sending = []
         for request in _shuffled([each for each in model.requests if each.kind != MISSING], self._random):
             sending.append(asyncio.create_task(self._request(model, request)))
             await asyncio.sleep(self._random.choice((0.0, 0.001, 0.05, 0.5)))
         await asyncio.gather(*sending)
-        beating.cancel()
+        if not self._silent:  # else it would be over, too
+            beating.cancel()
         for request in model.requests:
             if request.kind == MISSING:
                 await self._request(model, request)
@@ -283,12 +298,6 @@ class History:
             if PARKED not in kinds and request.kind == "publish" and request.error is None:
                 request.samples.append(await self._sample(request, 3))
 
-    async def _beat(self, session: str) -> None:
-        """Send heartbeats."""
-        while True:
-            await asyncio.sleep(BEAT_S)
-            await self._client.ok("session_heartbeat", {"session_id": session})
-
     def _requests(self) -> list[Request]:
         requests: list[Request] = []
         for seq_id in range(1, self._random.randint(2, REQUESTS) + 1):
@@ -310,9 +319,9 @@ class History:
         return requests
 
     async def _request(self, model: _Model, request: Request) -> None:
-        began = _now()
+        began = now()
         request.answer = await self._client.result(await self._submit(model, request))
-        request.lived = began, _now()
+        request.lived = began, now()
         if request.kind == "save" and self._more:
             await self._end(model, request, self._more)
         if request.kind in ("publish", INFLIGHT) and request.error is None:
@@ -326,9 +335,9 @@ class History:
             await asyncio.sleep(request.ttl)
         elif more.random() < DELETED:
             await asyncio.sleep(more.random() * 5.0)
-            began = _now()
+            began = now()
             await self._client.delete(f"training_runs/{model.model_id}/checkpoints/weights/{request.name}")
-            request.gone = began, _now()
+            request.gone = began, now()
         if request.gone is not None:
             await self._check_gone(f"tinker://{model.model_id}/weights/{request.name}")
 
@@ -341,10 +350,10 @@ class History:
             await asyncio.sleep(self._more.random())
             await self._client.ok("cancel_future", {"request_id": future})
             answer = await self._client.result(future)
-            if "was cancelled" in str(_error(answer)):  # else it had finished
+            if "was cancelled" in str(error_of(answer)):  # else it had finished
                 future = await self._client.submit("asample", body | {"seq_id": number + 10})
         answer = await self._client.result(future)
-        assert _error(answer) or len(_sequences(answer)) == count
+        assert error_of(answer) or len(sequences(answer)) == count
         return answer
 
     async def _epilogue(self, model: _Model, truth: Truth) -> None:
@@ -364,7 +373,7 @@ class History:
         assert "deleted or expired" in answer.text, answer.text
 
     async def _creation(self, path: str) -> dict[str, Any]:
-        session = (await self._client.ok("create_session", {"sdk_version": "0.38.0"}))["session_id"]
+        session = await self._client.session()
         return {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
 
     async def _resume(self, path: str, steps: list[list[int]]) -> None:
@@ -377,11 +386,11 @@ class History:
             await self._succeeds("optim_step", step(key, seq_id + 1))
         await self._succeeds("unload_model", {"model_id": key})
         late = await self._client.result(await self._client.submit("optim_step", step(key, 5)))
-        assert "unloaded" in str(_error(late))
+        assert "unloaded" in str(error_of(late))
 
     async def _succeeds(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         answer = await self._client.result(await self._client.submit(path, body))
-        assert _error(answer) is None, (path, answer.text)
+        assert error_of(answer) is None, (path, answer.text)
         value: dict[str, Any] = answer.json()
         return value
 
@@ -431,24 +440,29 @@ class History:
 
     def _check_sample(self, answer: httpx.Response, drawable: list[list[int]]) -> None:
         if answer.headers["content-type"] != PROTOBUF:
-            raise AssertionError(_error(answer))
-        for sequence in _sequences(answer):
+            raise AssertionError(error_of(answer))
+        for sequence in sequences(answer):
             first, last = sequence["tokens"]  # others may have been published between them
             assert any(
                 first == each[0] and [last] in [newer[1:] for newer in drawable[at:]]
                 for at, each in enumerate(drawable)
             )
 
-    async def _check_state(self, model: _Model, truth: Truth) -> None:
-        last = len(model.requests) + 2  # behind the export
-        if self.faults.hit[TAKE_OVER]:  # an engine that was replaced may have left files
-            self._server.serve(self._facts)
-        await self._client.result(await self._client.submit_pass(model.model_id, last, 1, forward_only=True))
+    @contextmanager
+    def _reading(self) -> Iterator[Connection]:
         with (
             closing(open_database(self._settings.store_url, self._home)) as database,
             database.connect() as conn,
             database.reading(conn),
         ):
+            yield conn
+
+    async def _check_state(self, model: _Model, truth: Truth) -> None:
+        last = len(model.requests) + 2  # behind the export
+        if self.faults.hit[TAKE_OVER]:  # an engine that was replaced may have left files
+            self._server.serve(self._facts)
+        await self._client.result(await self._client.submit_pass(model.model_id, last, 1, forward_only=True))
+        with self._reading() as conn:
             key = _rows(conn, "SELECT key FROM models WHERE model_id = :of", model.model_id)[0][0]
             columns = "name, directory, removed_at IS NULL"
             found = _rows(conn, f"SELECT {columns} FROM checkpoints WHERE model_key = :of", key)
@@ -475,24 +489,8 @@ def _gone(model: _Model) -> set[str]:
     return {each.name for each in model.requests if each.gone is not None}
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
-
-
 def _rows(conn: Connection, sql: str, of: object) -> Sequence[Any]:
     return conn.execute(text(sql), {"of": of}).all()
-
-
-def _sequences(answer: httpx.Response) -> Sequence[Any]:
-    sequences: Sequence[Any] = sample_results.sample_response_json(answer.content)["sequences"]
-    return sequences
-
-
-def _error(answer: httpx.Response) -> str | None:
-    if answer.headers["content-type"] == PROTOBUF:
-        return None
-    error: str | None = answer.json().get("error")
-    return error
 
 
 def _shuffled(requests: list[Request], random: Random) -> list[Request]:

@@ -110,6 +110,10 @@ class Server:
         lives["engine"] = self._run_engine
         self._keeping = [asyncio.create_task(self._keep(name, life)) for name, life in lives.items()]
 
+    @property
+    def directories(self) -> Directories:
+        return self._host.directories
+
     def stop(self) -> None:
         for keeping in self._keeping:
             keeping.cancel()
