@@ -18,7 +18,7 @@ from skyrl_tinker.inference.client.http_connection import HttpAnswer
 from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.training.trainer_group import PassResult
-from tests.simulation.faults import fault, point, random_of_history, travel
+from tests.simulation.faults import AWAY, UNREAD, fault, point, prolonged, random_of_history, travel
 from tests.simulation.virtual_loop import PROCESS
 from tests.support.scripted_replica import ScriptedReplica
 from tests.support.scripted_trainer import CapturedSteps, ScriptedTrainer, Steps, steps_of
@@ -38,11 +38,17 @@ def drawn(steps: Steps) -> list[int]:
     return [1 + len(steps) % 511, 1 + crc32(json.dumps(steps).encode()) % 511]
 
 
+def _logprob(tokens: Sequence[int]) -> float:
+    """Return the logprob of every token of a prompt, for a model that draws these."""
+    return -tokens[1] / 512
+
+
 class Ranks(ScriptedTrainer):
     """Ranks of one engine. Each call takes a second of their time."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.logprob_of = lambda model: _logprob(drawn(self._state(model).steps))
         self._standing: asyncio.Future[None] | None = None
 
     async def _tell(self, what: str, value: Any) -> None:
@@ -58,6 +64,8 @@ class Ranks(ScriptedTrainer):
     async def _after(self) -> None:
         self.busy_s += 1.0
         point("after a call of the ranks")
+        for away in (UNREAD, AWAY):
+            prolonged(away)
         if fault("the ranks die after a call"):
             raise self._break("killed after a call")
 
@@ -145,7 +153,11 @@ class Replicas:
 class _Sampler(ScriptedReplica):
     async def _generate(self, body: Mapping[str, Any]) -> Any:
         if body["sampling_params"]["max_tokens"] != ENDLESS:
-            return await super()._generate(body)
+            answer = await super()._generate(body)
+            if "prompt_logprobs" in answer and body["model"] in self.adapters:
+                logprob = {"logprob": _logprob(self.adapters[body["model"]])}
+                answer["prompt_logprobs"][1:] = [{str(token): logprob} for token in body["token_ids"][1:]]
+            return answer
         name = f"generate-tokens-{body.get('request_id')}"
         running = self.running[name] = asyncio.get_running_loop().create_future()
         try:

@@ -1,6 +1,7 @@
 """A client as the SDK is one: its requests as they are on the wire, sent until they are answered."""
 
 import asyncio
+import itertools
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -13,7 +14,7 @@ from skyrl_tinker.protocol.protobuf import sample_results
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 from tests.api.support import passes
 from tests.api.support.world import BASE, Json
-from tests.simulation.faults import Faults, travel
+from tests.simulation.faults import IN_DOUBT, Faults, travel
 from tests.simulation.server import Server
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
@@ -46,10 +47,11 @@ class Client:
     async def post(self, path: str, body: Json) -> httpx.Response:
         return await self._post(path, json.dumps(body).encode(), JSON)
 
-    async def delete(self, path: str) -> None:
-        """Delete something, which is gone already if an answer was lost."""
+    async def delete(self, path: str) -> bool | None:
+        """Delete something; returns whether it was there, None if nobody knows, as an answer was lost."""
         answer = await self._send("DELETE", path, b"", JSON)
         assert answer.status_code in (200, 404), answer.text
+        return True if answer.status_code == 200 else None if answer.extensions["again"] else False
 
     async def submit_pass(self, model: str, seq_id: int, token: int, *, forward_only: bool) -> str:
         """Return the id of the future."""
@@ -82,17 +84,20 @@ class Client:
 
     async def _send(self, method: str, path: str, content: bytes, kind: str) -> httpx.Response:
         headers = {"Content-Type": kind, "Accept": PROTOBUF, "Content-Length": str(len(content))}
-        while True:
+        for again in itertools.count():
             try:
                 answer = await self._exchange(method, path, content, headers)
             except ConnectionError:
                 await travel(AGAIN_S)
                 continue
             if answer.status_code not in (408, 429) and answer.status_code < 500:
+                answer.extensions.setdefault("again", again)
                 return answer
-            assert answer.status_code == 408 or self._faults.hit["the disk is full"], answer.text
+            failing = self._faults.hit["the disk is full"] or self._faults.hit[IN_DOUBT]
+            assert answer.status_code == 408 or failing, answer.text
             if answer.status_code != 408:
                 await travel(AGAIN_S)
+        raise AssertionError("it is sent until it is answered")
 
     async def _exchange(
         self, method: str, path: str, content: bytes, headers: dict[str, str]
@@ -108,6 +113,7 @@ class Client:
             if one.status_code == other.status_code == 200 and path != "create_session":
                 assert one.json() == other.json(), "a request that comes again gets the first one's answer"
             answer = other
+            answer.extensions["again"] = 1
         else:
             answer = await self._answer(method, path, content, headers)
         if self._faults.due("an answer is lost"):

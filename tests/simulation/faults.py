@@ -13,9 +13,12 @@ from tests.simulation.virtual_loop import PROCESS, Crash, VirtualLoop
 
 FULL_S = 8.0
 """Most time that a disk is full."""
+IN_DOUBT = "the answer to a commit of an API is lost"
+COMPARED = "a probe is compared"
 UNREAD, AWAY, TAKE_OVER = "files cannot be read", "the storage is away", "another server takes over"
-LASTING_S = {UNREAD: 12.0, AWAY: 20.0}
-"""Most time that these last."""
+LASTING_S, LONG_S = {UNREAD: 12.0, AWAY: 20.0}, 300.0
+"""Most time that these last, and in some histories one of them."""
+FOR_MINUTES = {each: f"{each} for minutes" for each in LASTING_S}
 CRASHES = (
     "before a commit",
     "after a commit",
@@ -51,10 +54,12 @@ OFTEN = (
     "a request comes twice",
     "a ring is lost",
 )
+OF_SAVES = ("engine: before a commit", "engine: after a commit", "engine: after a rename", *3 * (IN_DOUBT,))
+"""Faults while saves are deleted of which nobody knows yet whether they are there."""
 RARE = (UNREAD, TAKE_OVER, *2 * ("the machine starts again",))
 """Of more faults, which two histories in seven have, drawn from a stream of their own."""
-POINTS = (*OFTEN, *DISKS, UNREAD, TAKE_OVER)
-"""`engine: …` and `api: …`: that process dies there."""
+POINTS = (*OFTEN, *DISKS, UNREAD, TAKE_OVER, IN_DOUBT, COMPARED, *FOR_MINUTES.values())
+"""`engine: …` and `api: …`: that process dies there. COMPARED is no fault, but must come about, too."""
 OF_STORAGE = ("engine: before a call of storage", "engine: after a call of storage", AWAY)
 """Those that come in histories with object storage only."""
 ANYWHERE, PASSED = frozenset({"the machine starts again", "the disk is full", *RARE}), 200
@@ -75,6 +80,7 @@ class Faults:
         self.ended = False
         self.disk_full_until = 0.0
         self.lasts_until: dict[str, float] = {}
+        self.lasting_s = dict(LASTING_S)
         self._left: dict[str, list[int]] = {}
         for _ in range(seed.randint(0, most)):
             self._plan(seed.choice(points), seed)
@@ -83,21 +89,35 @@ class Faults:
             self._left["the directories have another path"] = [seed.randint(1, 3)]
             self._left.setdefault("engine: after a call of the ranks", []).append(seed.randint(3, 30))
 
-    def add(self, seed: Random, most: int) -> None:
-        """Plan rare ones as well; a snapshot is tried TRIES times only."""
-        points = [each for each in RARE if each != UNREAD or DISKS[0] not in self._left]
+    def add(self, seed: Random, most: int, points: Sequence[str]) -> None:
+        """Plan some of these as well; a snapshot is tried TRIES times only."""
+        points = [each for each in points if each != UNREAD or DISKS[0] not in self._left]
         for _ in range(seed.randint(1, most)):
             self._plan(seed.choice(points), seed)
 
+    def prolong(self, point: str, seed: Random) -> None:
+        """Have something fail for minutes, from a call of the ranks on; soon they die, if they may."""
+        self.lasting_s[point] = LONG_S
+        calls = seed.randint(4, 12)
+        self._left[FOR_MINUTES[point]] = [calls]
+        if self._may_die():
+            self._left.setdefault("the ranks die after a call", [calls + seed.randint(0, 3)])
+
+    def _may_die(self) -> bool:
+        return sum(len(left) for each, left in self._left.items() if each in DEATHS_OF_RANKS) < self._deaths
+
     def _plan(self, point: str, seed: Random) -> None:
-        deaths = sum(len(left) for each, left in self._left.items() if each in DEATHS_OF_RANKS)
-        if point not in DEATHS_OF_RANKS or deaths < self._deaths:
+        if point not in DEATHS_OF_RANKS or self._may_die():
             few = seed.choice((1, 1, 2, 3, 5, 8, 13, 21))
             passages = seed.randint(1, PASSED) if point in ANYWHERE else few
             self._left.setdefault(point, []).append(passages)
 
+    def begin(self, point: str, now: float) -> None:
+        self.lasts_until[point] = now + self.random.random() * self.lasting_s[point]
+
     def stop(self, point: str) -> None:
-        self._left.pop(point, None)
+        for each in (point, FOR_MINUTES[point]):
+            self._left.pop(each, None)
         self.lasts_until.pop(point, None)
 
     def end(self) -> None:
@@ -167,8 +187,23 @@ def lasts(name: str) -> bool:
         return False
     faults, now = process.server.faults, _loop().time()
     if faults.due(name):
-        faults.lasts_until[name] = now + faults.random.random() * LASTING_S[name]
+        faults.begin(name, now)
     return bool(now < faults.lasts_until.get(name, 0.0))
+
+
+def prolonged(name: str) -> None:
+    """Pass a point at which something may begin to fail for minutes."""
+    process = PROCESS.get()
+    if process is not None and process.server.faults.due(FOR_MINUTES[name]):
+        process.server.faults.begin(name, _loop().time())
+
+
+def lasts_long(name: str) -> bool:
+    """Return whether something fails now that does so for minutes."""
+    process = PROCESS.get()
+    if process is None or process.server.faults.lasting_s[name] < LONG_S:
+        return False
+    return bool(_loop().time() < process.server.faults.lasts_until.get(name, 0.0))
 
 
 async def travel(most_s: float) -> None:

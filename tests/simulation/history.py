@@ -6,6 +6,7 @@ So a checker that runs the requests one after another knows all answers, all che
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -20,6 +21,8 @@ from sqlalchemy import Connection, text
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.peft_config import ADAPTER_FILE
+from skyrl_tinker.engine.parity.drift_monitor import METRIC
+from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database import tables
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.opening import open_database
@@ -30,7 +33,18 @@ from tests.api.support.world import FACTS, sample, step
 from tests.simulation import silent
 from tests.simulation.backends import DEADLY, NOT_FINITE, drawn
 from tests.simulation.client import PROTOBUF, Client, error_of, loss_of, model_body, now, sequences
-from tests.simulation.faults import OF_STORAGE, OFTEN, TAKE_OVER, UNREAD, Faults, is_unread
+from tests.simulation.faults import (
+    AWAY,
+    COMPARED,
+    OF_SAVES,
+    OF_STORAGE,
+    OFTEN,
+    RARE,
+    TAKE_OVER,
+    UNREAD,
+    Faults,
+    is_unread,
+)
 from tests.simulation.server import Server
 from tests.simulation.silent import Silent
 from tests.simulation.virtual_loop import VirtualLoop
@@ -64,8 +78,19 @@ OTHER_BASE = (14, 15)
 MORE = (0, 5)
 """Seeds, modulo 7, of histories with more that may go wrong, drawn from a stream of its own."""
 MORE_FAULTS = 3
+LONG = 1
+"""Of histories with object storage, and of MORE, a third by this remainder: there files are away for minutes,
+also for those who write; models that come back meanwhile are parked, and wait for another start.
+"""
+LONG_WITHIN_S = 2400.0
 SILENT = (4, 8)
 """Seeds, modulo 11, of histories in which one client more goes silent; but for those of OTHER_BASE."""
+EARLY, EARLY_S, EARLY_FAULTS = (4, 7), 3.0, 3
+"""Seeds, modulo 9, of histories in which saves are deleted while they are under way; most time until then."""
+CLOCKS = (0, 4)
+"""Seeds, modulo 13, of histories in which the clocks of processes differ, and a lease says who may commit."""
+PROBED = (7, 8)
+"""Seeds, modulo 13, of histories in which samplers are compared with the trainer after each sync."""
 TTLS, DELETED = (None, None, 3, 10), 0.3
 """Of these: times to live of saves to choose from, and how many of the others are deleted."""
 GONE_S = 40.0
@@ -75,6 +100,7 @@ CANCELLED = 0.1
 PARKED, OTHER = "parked", "other"
 INFLIGHT = "publish inflight"
 """In a quarter of the histories, instead of some others: its clients follow newer ones of its kind."""
+PUBLISHES = ("publish", INFLIGHT)
 ROLLOUT_S = 4.0
 """Time that a sample takes in these."""
 EXPORT = "export"
@@ -110,11 +136,20 @@ class Request:
         assert self.answer is not None
         return error_of(self.answer)
 
+    @property
+    def is_parked(self) -> bool:
+        """Return whether its model was parked: a step may also tell of another request that failed so."""
+        return re.match(r"model \S+ is parked", str(self.error)) is not None
+
 
 @dataclass
 class Truth:
-    """What one model must have become, and what each request must have been answered."""
+    """What one model must have become, and what each request must have been answered.
 
+    `parks`: it may have been parked meanwhile.
+    """
+
+    parks: bool = False
     steps: list[list[int]] = field(default_factory=list)
     gradients: list[int] = field(default_factory=list)
     poisoned: bool = False
@@ -122,6 +157,12 @@ class Truth:
 
     def run(self, request: Request) -> float | bool:
         """Return the loss of a pass, and whether any other request succeeds."""
+        if self.parks and request.is_parked:
+            if request.kind in ("step", "bad step"):  # it drops what it should have applied
+                self.gradients, self.poisoned = [], False
+            elif request.kind not in ("forward", "save", "load", *PUBLISHES):
+                self.poisoned = True
+            return False
         match request.kind:
             case "save" | "load" if is_unread(request.error):
                 return False
@@ -152,7 +193,7 @@ class Truth:
                 self.steps, self.gradients = [list(step) for step in self.saves[request.source.name]], []
                 self.poisoned = False
                 return True
-            case "publish" | "publish inflight":
+            case each if each in PUBLISHES:
                 return True
             case kind:
                 raise AssertionError(kind)
@@ -183,16 +224,25 @@ class History:
         self._parks = seed % 16 in OTHER_BASE
         # Reads suspend their callers, as those of PostgreSQL do, or do not, whichever database it is.
         SqliteDatabase.local = PostgresDatabase.local = seed // 16 % 2 == 0
-        self._silence = Random(f"silence of {seed}") if seed % 11 in SILENT and not self._parks else None
+        self._silence = None if self._parks else _stream("silence", seed, 11, SILENT)
+        here = seed % 7 in MORE and not (self._stores or self._parks or self._forgets or self._silence)
+        stored = self._stores and seed // 16 % 3 == LONG
+        self._away = AWAY if stored else UNREAD if here and seed // 7 % 3 == LONG else None
         self._home = home
         home.mkdir(parents=True)
         often = self._random.choice((1.0, 8.0, 1e9))  # snapshots: often, seldom or never
         settings = {"home": home, "replay_s": often, "database_url": url}
-        self._more = Random(f"more of {seed}") if seed % 7 in MORE else None
+        self._more = _stream("more", seed, 7, MORE)
         if self._more:  # several machines share all but their homes
             shared = {each: f"{home}/shared/{each}" for each in ("checkpoints", "snapshots")}
             file = f"sqlite:///{home}/skyrl-tinker.db"
             settings |= {"home": home / "host 0", "database_url": url or file, **shared}
+        self._early = _stream("early", seed, 9, EARLY)
+        self._clocks = _stream("clocks", seed, 13, CLOCKS)
+        if seed % 13 in PROBED:
+            settings |= {"gap_probe_tokens": 8}
+        if self._away == UNREAD:
+            settings |= {"replay_s": 1.0}  # there are snapshots to be read
         if self._silence:
             settings |= silent.SETTINGS
         if self._stores:
@@ -208,7 +258,11 @@ class History:
         points, disks = (*OFTEN, *4 * OF_STORAGE) if self._stores else OFTEN, seed % 8 == 4
         self.faults = Faults(self._random, FAULTS, 1 if self._deadly else 2, points, disks=disks)
         if self._more:
-            self.faults.add(self._more, MORE_FAULTS)
+            self.faults.add(self._more, MORE_FAULTS, RARE)
+        if self._early:
+            self.faults.add(self._early, EARLY_FAULTS, OF_SAVES)
+        if self._away:
+            self.faults.prolong(self._away, Random(f"away of {seed}"))
 
     def run(self) -> int:
         """Return a digest of all that happened. Raises AssertionError when the outcome is not the truth."""
@@ -218,13 +272,13 @@ class History:
 
     async def _story(self, loop: VirtualLoop) -> None:
         rollout_s = ROLLOUT_S if self._follows else 0.0
-        server = Server(self._settings, self._facts, self.faults, rollout_s, self._apis)
+        server = Server(self._settings, self._facts, self.faults, rollout_s, self._apis, self._clocks)
         self._server = server
         self._client = Client(server, self.faults)
         self._silent = Silent(self._client, self._silence) if self._silence else None
         telling = asyncio.create_task(self._tell())
         try:
-            async with asyncio.timeout(WITHIN_S):
+            async with asyncio.timeout(LONG_WITHIN_S if self._away else WITHIN_S):
                 await asyncio.wait((telling, server.failure), return_when=asyncio.FIRST_COMPLETED)
             for ended in (server.failure, telling):
                 if ended.done():
@@ -240,6 +294,9 @@ class History:
         models = await asyncio.gather(*(self._model() for _ in range(count)))
         if self._parks:
             await self._park(models)
+        if self._away == UNREAD:
+            self.faults.stop(UNREAD)
+            await self._start_again(models)
         truths = [self._truth(model) for model in models]
         both = list(zip(models, truths, strict=True))
         self.faults.stop(UNREAD)
@@ -269,7 +326,7 @@ class History:
             sending.append(asyncio.create_task(self._request(model, request)))
             await asyncio.sleep(self._random.choice((0.0, 0.001, 0.05, 0.5)))
         await asyncio.gather(*sending)
-        if not self._silent:  # else it would be over, too
+        if not (self._silent or self._away):  # else it would be over, too
             beating.cancel()
         for request in model.requests:
             if request.kind == MISSING:
@@ -279,6 +336,12 @@ class History:
             if request.kind == INFLIGHT and request.error is None:
                 request.late = await self._sample(request, 2)
         return model
+
+    async def _start_again(self, models: list[_Model]) -> None:
+        """Start the server again if a model is parked, and go on with these models."""
+        if any(request.is_parked for model in models for request in model.requests):
+            self._server.serve(self._facts)
+            await asyncio.gather(*(self._continue(model, "pass", "step") for model in models))
 
     async def _park(self, models: list[_Model]) -> None:
         """Serve another base model for a time, then go on with these models."""
@@ -293,7 +356,7 @@ class History:
             request = Request(kind, len(model.requests) + 1)
             model.requests.append(request)
             await self._request(model, request)
-            assert kind != PARKED or "is parked" in str(request.error)
+            assert kind != PARKED or request.is_parked
         for request in model.requests:
             if PARKED not in kinds and request.kind == "publish" and request.error is None:
                 request.samples.append(await self._sample(request, 3))
@@ -320,11 +383,16 @@ class History:
 
     async def _request(self, model: _Model, request: Request) -> None:
         began = now()
+        deleting = None
+        if self._early and request.kind == "save":
+            deleting = asyncio.create_task(self._delete(model, request, self._early.random() * EARLY_S))
         request.answer = await self._client.result(await self._submit(model, request))
         request.lived = began, now()
-        if request.kind == "save" and self._more:
+        if deleting and await deleting is None:
+            await self._delete(model, request, 0.0)
+        if request.kind == "save" and self._more and not request.gone:
             await self._end(model, request, self._more)
-        if request.kind in ("publish", INFLIGHT) and request.error is None:
+        if request.kind in PUBLISHES and request.error is None:
             for number in range(self._random.randint(1, 2)):
                 request.samples.append(await self._sample(request, number))
 
@@ -334,12 +402,20 @@ class History:
             request.gone = request.lived[0] + request.ttl, request.lived[1] + request.ttl
             await asyncio.sleep(request.ttl)
         elif more.random() < DELETED:
-            await asyncio.sleep(more.random() * 5.0)
-            began = now()
-            await self._client.delete(f"training_runs/{model.model_id}/checkpoints/weights/{request.name}")
-            request.gone = began, now()
+            await self._delete(model, request, more.random() * 5.0)
+            request.gone = request.gone or (now(), now())  # it had failed
         if request.gone is not None:
             await self._check_gone(f"tinker://{model.model_id}/weights/{request.name}")
+
+    async def _delete(self, model: _Model, request: Request, after_s: float) -> bool | None:
+        """Delete a save, which then is `gone`; returns whether it was there, None if nobody knows."""
+        await asyncio.sleep(after_s)
+        began = now()
+        path = f"training_runs/{model.model_id}/checkpoints/weights/{request.name}"
+        found = await self._client.delete(path)
+        if found is not False:
+            request.gone = (request.gone or (began,))[0], now()
+        return found
 
     async def _sample(self, request: Request, number: int) -> httpx.Response:
         assert request.answer is not None
@@ -420,13 +496,15 @@ class History:
 
     def _truth(self, model: _Model) -> Truth:
         """Check every answer; returns what the model must have become."""
-        truth = Truth()
+        truth = Truth(parks=self._away == UNREAD)
         for request in model.requests:
             assert request.answer is not None
             expected = truth.run(request)
             loss = loss_of(request.answer)
             found = request.error is None if loss is None else loss
             assert found == expected, (expected, request, request.error)
+            if request.kind == "step" and request.error is None:
+                self._check_gap(request.answer.json()["metrics"])
             tokens = drawn(truth.steps)
             for earlier in model.requests[: request.seq_id]:
                 if earlier is request or earlier.kind == request.kind == INFLIGHT:
@@ -437,6 +515,11 @@ class History:
             if request.late is not None:
                 self._check_sample(request.late, request.drawable[-1:])
         return truth
+
+    def _check_gap(self, metrics: dict[str, Any]) -> None:
+        """Check that samplers agreed with the trainer, if they were compared before this step."""
+        assert metrics.get(METRIC, 0.0) == 0.0, metrics
+        self.faults.hit[COMPARED] += METRIC in metrics
 
     def _check_sample(self, answer: httpx.Response, drawable: list[list[int]]) -> None:
         if answer.headers["content-type"] != PROTOBUF:
@@ -459,13 +542,14 @@ class History:
 
     async def _check_state(self, model: _Model, truth: Truth) -> None:
         last = len(model.requests) + 2  # behind the export
-        if self.faults.hit[TAKE_OVER]:  # an engine that was replaced may have left files
+        if self.faults.hit[TAKE_OVER] or self._away:  # that may have left files, as a start removes them
             self._server.serve(self._facts)
         await self._client.result(await self._client.submit_pass(model.model_id, last, 1, forward_only=True))
         with self._reading() as conn:
             key = _rows(conn, "SELECT key FROM models WHERE model_id = :of", model.model_id)[0][0]
             columns = "name, directory, removed_at IS NULL"
             found = _rows(conn, f"SELECT {columns} FROM checkpoints WHERE model_key = :of", key)
+            assert server_state.get(conn, server_state.WARNING) is None
             ((futures,),) = _rows(conn, "SELECT count(*) FROM futures WHERE model_key = :of", key)
         root = self._settings.checkpoint_root.resolve()
         here = {name: (self._settings.root / at).resolve().relative_to(root) for name, at, _ in found}
@@ -483,6 +567,11 @@ class History:
             assert set(written) == set(saved.values()), "nothing is left of saves that were repeated"
             assert list(exported.parent.iterdir()) == [exported]
         assert futures == last + 1
+
+
+def _stream(name: str, seed: int, modulus: int, remainders: Sequence[int]) -> Random | None:
+    """Return a stream of its own, for some seeds."""
+    return Random(f"{name} of {seed}") if seed % modulus in remainders else None
 
 
 def _gone(model: _Model) -> set[str]:

@@ -32,11 +32,12 @@ from skyrl_tinker.inference.servers.health_checks import CoreWatch
 from skyrl_tinker.protocol.validation import steps as validation
 from skyrl_tinker.storage import checkpoint_storage
 from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
+from skyrl_tinker.store.cluster import server_lease
 from skyrl_tinker.store.database import postgresql, sqlite
-from skyrl_tinker.store.database.abstract_database import json_text
+from skyrl_tinker.store.database.abstract_database import SKEW, json_text
 from skyrl_tinker.store.database.postgresql import PostgresDatabase
 from tests.simulation.backends import QueuesOnly, SamplerHttp
-from tests.simulation.faults import AWAY, UNREAD, disk_full, lasts, point
+from tests.simulation.faults import AWAY, IN_DOUBT, UNREAD, disk_full, fault, lasts, lasts_long, point
 from tests.simulation.virtual_loop import PROCESS, Crash, VirtualLoop
 
 EPOCH = 1_750_000_000.0
@@ -44,10 +45,12 @@ KEPT = frozenset({"checkpoints", "snapshots", "overflow"})
 """Directories below a home whose files cannot be read now and then, as those behind a network."""
 
 
-def _clock(real: Callable[[], float]) -> Callable[[], float]:
+def _clock(real: Callable[[], float], *, wall: bool) -> Callable[[], float]:
     def now() -> float:
-        loop = asyncio._get_running_loop()
-        return EPOCH + loop.time() if isinstance(loop, VirtualLoop) else real()
+        loop, process = asyncio._get_running_loop(), PROCESS.get()
+        if not isinstance(loop, VirtualLoop):
+            return real()
+        return EPOCH + loop.time() + (process.ahead_s if wall and process is not None else 0.0)
 
     return now
 
@@ -67,6 +70,10 @@ def _at(real: Callable[..., Any], name: str, *, after: bool = False) -> Callable
         point(f"before {name}")
         if name != "a removal" and disk_full():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if lasts_long(UNREAD) and _is_kept(args[0]):
+            if options.get("ignore_errors"):
+                return None
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         value = real(*args, **options)
         if after:
             point(f"after {name}")
@@ -88,14 +95,23 @@ def _reading(real: Callable[..., Any]) -> Callable[..., Any]:
     """Return what reads a file, its size, or the names in a directory."""
 
     def read(path: Any = ".", *args: Any, **options: Any) -> Any:
-        process, mode = PROCESS.get(), str(args[0] if args else options.get("mode", "r"))
-        if process is not None and mode.startswith("r") and isinstance(path, str | Path):
-            below = str(path).partition(f"{process.server.home}/")[2].split("/")
-            if not KEPT.isdisjoint(below) and "bucket" not in below and lasts(UNREAD):
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        mode = str(args[0] if args else options.get("mode", "r"))
+        known = isinstance(path, str | Path) and _is_kept(path)
+        if known and (lasts(UNREAD) if mode.startswith("r") else lasts_long(UNREAD)):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return real(path, *args, **options)
 
     return read
+
+
+def _is_kept(path: str | Path | int) -> bool:
+    """Return whether a path, or the descriptor of a synced file, is below one of KEPT."""
+    process = PROCESS.get()
+    if process is None:
+        return False
+    name = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else str(path)
+    below = name.partition(f"{process.server.home}/")[2].split("/")
+    return not KEPT.isdisjoint(below) and "bucket" not in below
 
 
 def _transaction(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,10 +119,15 @@ def _transaction(real: Callable[..., Any]) -> Callable[..., Any]:
 
     @contextmanager
     def transaction(conn: Connection, begin: str = sqlite.BEGIN_READ) -> Iterator[None]:
-        with real(conn, begin), _committing() if begin == sqlite.BEGIN_WRITE else nullcontext():
+        process, writes = PROCESS.get(), begin == sqlite.BEGIN_WRITE
+        conn.info[SKEW] = 0.0 if process is None else -process.ahead_s
+        with real(conn, begin), _committing() if writes else nullcontext():
+            if writes and process is not None and process.fence is not None:
+                row = server_lease.read(conn)
+                process.fence.check(None if row is None else (row.epoch,))
             yield
-        if begin == sqlite.BEGIN_WRITE:
-            point("after a commit")
+        if writes:
+            _committed()
 
     return transaction
 
@@ -118,21 +139,38 @@ def _writing(real: Callable[..., Any]) -> Callable[..., Any]:
     def writing(database: PostgresDatabase, conn: Connection) -> Iterator[None]:
         with real(database, conn), _committing():
             yield
-        point("after a commit")
+        _committed()
 
     return writing
+
+
+def _noting(real: Callable[..., None]) -> Callable[..., None]:
+    """Return what notes the database's clock, which is as virtual as the others."""
+
+    def note(database: PostgresDatabase, conn: Connection, now: float) -> None:
+        loop = asyncio._get_running_loop()
+        real(database, conn, EPOCH + loop.time() if isinstance(loop, VirtualLoop) else now)
+
+    return note
 
 
 @contextmanager
 def _committing() -> Iterator[None]:
     process = PROCESS.get()
-    if process is not None and process.replaced:  # as the fence ends it
+    if process is not None and process.replaced and process.fence is None:  # as that would end it
         process.kill()
         raise Crash
     yield
     point("before a commit")
     if disk_full():
         raise OperationalError("COMMIT", None, OSError("database or disk is full"))
+
+
+def _committed() -> None:
+    point("after a commit")
+    process = PROCESS.get()
+    if process is not None and process.kind == "api" and fault(IN_DOUBT):
+        raise OperationalError("COMMIT", None, OSError("a copy of the database was promoted"))
 
 
 def _shared(real: Callable[..., Engine]) -> Callable[..., Engine]:
@@ -232,7 +270,7 @@ async def _queues(_: EngineClient, path: str) -> bytes:
 def install(patch: pytest.MonkeyPatch) -> None:
     """Have everything that runs on a VirtualLoop pass through here; the rest is as it was."""
     for name in ("time", "monotonic"):
-        patch.setattr(time, name, _clock(getattr(time, name)))
+        patch.setattr(time, name, _clock(getattr(time, name), wall=name == "time"))
     for module, name in ((os, "urandom"), (random, "_urandom")):
         patch.setattr(module, name, _random_bytes(getattr(module, name)))
     patch.setattr(os, "fsync", _at(_syncing(os.fsync), "an fsync"))
@@ -249,7 +287,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sqlite, "engine", _Engine)
     patch.setattr(sqlite, "transaction", _transaction(sqlite.transaction))
     patch.setattr(postgresql, "create_engine", _shared(postgresql.create_engine))
-    patch.setattr(PostgresDatabase, "_note_clock", lambda *_: None)
+    patch.setattr(PostgresDatabase, "_note_clock", _noting(PostgresDatabase._note_clock))
+    patch.setattr(server_lease, "file_of", lambda _: None)  # a file stands for a database of several hosts
     patch.setattr(PostgresDatabase, "writing", _writing(PostgresDatabase.writing))
     patch.setattr(time, "sleep", _sleep(time.sleep))
     patch.setattr(checkpoint_storage, "ThreadPoolExecutor", _InTurn)

@@ -1,12 +1,15 @@
 """A server on a VirtualLoop: APIs and engine as they are, each started again when it dies."""
 
 import asyncio
+import itertools
 import shutil
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing
 from contextvars import Context, copy_context
 from functools import cache, partial
+from random import Random
+from types import MappingProxyType
 from typing import Any, cast
 
 import httpx
@@ -25,6 +28,8 @@ from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.store.cluster.server_lease import Lease, own_epoch
+from skyrl_tinker.store.database.abstract_database import LeaseFence
 from skyrl_tinker.store.database.opening import open_database
 from skyrl_tinker.store.doorbell import Doorbell, Role
 from skyrl_tinker.store.futures import expected_requests
@@ -33,13 +38,16 @@ from skyrl_tinker.training.trainer_group import TrainerGroup
 from tests.simulation.backends import Ranks, Replicas
 from tests.simulation.disk import Disk
 from tests.simulation.faults import Faults, disk_full, fault, is_unread, point, travel
-from tests.simulation.virtual_loop import PROCESS, Process, VirtualLoop
+from tests.simulation.virtual_loop import PROCESS, Crash, Process, VirtualLoop
 from tests.support.sampler_clients import vllm_client
 
 MOMENT_S = 4.0
 """Most time from a start to a death at some moment."""
 STILL_S = 40.0
 """Most time for which an engine stands still that another one has replaced."""
+AHEAD_S = (0.0, 45.0, -90.0, 3600.0, -7200.0)
+"""By how much a wall clock may be ahead of the database's."""
+NO_CLOCKS: Mapping[str, float] = MappingProxyType({})
 Life = Callable[[Store], Awaitable[None]]
 
 
@@ -68,11 +76,20 @@ class Bell:
 
 
 class Host:
-    """A machine with a home of its own, and what one process there has left and the next one takes over."""
+    """A machine with a home of its own, and what one process there has left and the next one takes over.
 
-    def __init__(self, settings: Settings) -> None:
+    `ahead_s`: wall clocks of its processes before the database's, by name; those of APIs may be on others.
+    """
+
+    def __init__(self, settings: Settings, ahead_s: Mapping[str, float] = NO_CLOCKS) -> None:
+        """Start it; where clocks differ, take the lease."""
         self.settings = settings
+        self.ahead_s = ahead_s
         self.directories.run_dir.mkdir(parents=True)
+        if ahead_s:
+            seconds = itertools.count()  # of a moment in which the holder is silent
+            lease = Lease(settings.store_url, settings.root, lambda: next(seconds), lambda _: None)
+            lease.take(lambda _: None, standby=True)
         self.connections: deque[tuple[float, Connection]] = deque()
         with closing(open_database(settings.store_url, settings.root)) as database:
             self.writing = database.connect()
@@ -85,11 +102,18 @@ class Host:
 class Server:
     """`failure`: what ended a process that must not end by itself. `rollout_s`: time that a sample takes.
 
-    `apis`: number of API processes; the attribute has their apps by name.
+    `apis`: number of API processes; the attribute has their apps by name. `clocks`: draws by how much they
+    differ.
     """
 
     def __init__(
-        self, settings: Settings, facts: BaseModelFacts, faults: Faults, rollout_s: float = 0.0, apis: int = 1
+        self,
+        settings: Settings,
+        facts: BaseModelFacts,
+        faults: Faults,
+        rollout_s: float = 0.0,
+        apis: int = 1,
+        clocks: Random | None = None,
     ) -> None:
         self.faults = faults
         self.rollout_s = rollout_s
@@ -102,10 +126,11 @@ class Server:
         self._bells: dict[str, Bell] = {}
         self._processes: dict[str, Process] = {}  # by name
         self._replaced: list[Process] = []
-        self._host = Host(settings)
+        self._clocks = clocks
+        self.apis = {f"api {number}": _app(number) for number in range(apis)}
+        self._host = Host(settings, self._ahead_s())
         self._hosts = [self._host]
         self._by_another_path = _links(self._host.directories)
-        self.apis = {f"api {number}": _app(number) for number in range(apis)}
         lives: dict[str, Life] = {name: partial(self._run_api, app) for name, app in self.apis.items()}
         lives["engine"] = self._run_engine
         self._keeping = [asyncio.create_task(self._keep(name, life)) for name, life in lives.items()]
@@ -142,9 +167,14 @@ class Server:
             if process is not engine:
                 process.kill()
         home = self._host.settings.home.with_name(f"host {len(self._hosts)}")
-        self._host = Host(self._host.settings.model_copy(update={"home": home}))
+        self._host = Host(self._host.settings.model_copy(update={"home": home}), self._ahead_s())
         self._hosts.append(self._host)
         engine.died.set_result(None)
+
+    def _ahead_s(self) -> Mapping[str, float]:
+        if self._clocks is None:
+            return NO_CLOCKS
+        return {name: self._clocks.choice(AHEAD_S) for name in ("engine", *self.apis)}
 
     def reboot(self) -> None:
         """End all processes; lose what is in memory and not synced, with object storage all of the disk."""
@@ -195,6 +225,7 @@ class Server:
         while True:
             loop = cast(VirtualLoop, asyncio.get_running_loop())
             process = self._processes[name] = Process(kind, self, loop)
+            process.ahead_s = self._host.ahead_s.get(name, 0.0)
             self._spawn(process, self._live(process, life))
             if self.faults.due(f"{kind}: at some moment"):
                 loop.call_later(self.faults.random.random() * MOMENT_S, self._strike, process)
@@ -215,7 +246,13 @@ class Server:
 
     async def _live(self, process: Process, life: Life) -> None:
         host = self._host
-        store = Store.open(host.settings.store_url, host.settings.root)
+        url, root = host.settings.store_url, host.settings.root
+        if host.ahead_s and process.kind == "engine":
+            epoch = own_epoch(url, root)
+            assert epoch is not None
+            process.fence = LeaseFence(epoch, partial(_end, process))
+        store = Store.open(url, root, process.fence)
+        store._database.skew_s = -process.ahead_s  # SQLite asks for no time
         store._rows._idle = store._bulk._idle = host.connections
         store._writer._conn = host.writing
         try:
@@ -257,6 +294,11 @@ class Server:
         engine = Engine(env)
         process.is_up = lambda: engine._ready
         await engine._serve(compose(env, self._facts, backends), backends)
+
+
+def _end(process: Process, _: str) -> None:
+    process.kill()
+    raise Crash
 
 
 def _links(directories: Directories) -> dict[str, str]:

@@ -37,6 +37,8 @@ class Process:
         self.ready = False
         self.replicas: Any = None  # of an engine
         self.is_up: Callable[[], bool] = lambda: self.ready
+        self.ahead_s = 0.0  # its wall clock, before that of the database
+        self.fence: Any = None  # of an engine of a server that holds a lease
         self.replaced = False
         self.still_until = 0.0
         self.died = loop.create_future()
