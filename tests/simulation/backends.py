@@ -167,9 +167,9 @@ class _Sampler(ScriptedReplica):
         return {"choices": [self._choice(0, (), "abort")], "usage": {}, "model": body["model"]}
 
 
-def _rest(tokens: Sequence[int], prompt: Sequence[int], most: int) -> Sequence[int]:
-    """Draw the tokens of an adapter that an aborted request has left."""
-    return tokens[len(prompt) - PROMPT :]
+def _rest(tokens: Sequence[int] | None, prompt: Sequence[int], most: int) -> Sequence[int]:
+    """Draw the tokens of an adapter that an aborted request has left; the base model has none."""
+    return (tokens or ())[len(prompt) - PROMPT :]
 
 
 class SamplerHttp:

@@ -83,7 +83,7 @@ LONG = 1
 also for those who write; models that come back meanwhile are parked, and wait for another start.
 """
 LONG_WITHIN_S = 2400.0
-SILENT = (4, 8)
+SILENT = (4,)
 """Seeds, modulo 11, of histories in which one client more goes silent; but for those of OTHER_BASE."""
 EARLY, EARLY_S, EARLY_FAULTS = (4, 7), 3.0, 3
 """Seeds, modulo 9, of histories in which saves are deleted while they are under way; most time until then."""
