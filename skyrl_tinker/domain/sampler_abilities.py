@@ -15,11 +15,12 @@ def _ability(about: str) -> Any:
 class SamplerAbilities:
     """Sampling engine by the fields of requests, and the settings, that it serves.
 
-    `lowest_temperature`: above 0.
+    `lowest_temperature`: above 0. `most_stop_strings`: None where it has no bound.
     """
 
     engine: str = ""
     lowest_temperature: float = 0.0
+    most_stop_strings: int | None = None
     seed: bool = _ability("`seed`: the same sample again")
     target_prompt_logprobs: bool = _ability("`target_prompt_logprobs`: logprobs of given tokens")
     prompt_alt_tokens_k: bool = _ability("`prompt_alt_tokens_k`: draws at each position of the prompt")
@@ -27,6 +28,7 @@ class SamplerAbilities:
     router_replay: bool = _ability("`router_replay`: the experts of each sampled token")
     openai_routes: bool = _ability("completions and chats of OpenAI's clients")
     reasoning_parser: bool = _ability("`reasoning_parser`: reasoning of chat answers in a field of its own")
+    tool_parser: bool = _ability("`tool_parser`: tools in chats")
     processed_logprobs: bool = _ability('`sampled_logprobs = "processed"`')
     external_samplers: bool = _ability("`sampler_urls` and the like: servers that run already")
     colocated: bool = _ability('`placement = "colocated"`: turns with the trainer on the same GPUs')

@@ -263,11 +263,14 @@ def _check_samplers(settings: Settings) -> None:
         "full_parameters": settings.max_lora_rank == 0,
         "router_replay": settings.router_replay,
         "reasoning_parser": settings.reasoning_parser is not None,
+        "tool_parser": settings.tool_parser is not None,
         "processed_logprobs": settings.sampled_logprobs == "processed",
         "external_samplers": bool(settings.external_urls),
         "ray_address": settings.ray_address is not None,
     }
     _require_abilities(settings, asked)
+    if settings.sampler_python is not None and settings.sampler_engine != "sglang":
+        raise StartupError(f"sampler_python: found sampler_engine {settings.sampler_engine}, expected sglang")
     engine_of(settings).check(settings.vllm_args)
     _check_urls(settings)
     if not settings.external_urls:

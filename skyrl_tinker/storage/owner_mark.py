@@ -1,9 +1,10 @@
 """Mark of the database that a place of checkpoints or snapshots belongs to: a file in the place itself."""
 
+import errno
 import fcntl
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 from skyrl_tinker.atomic_directory import fsync, storage_errors
 from skyrl_tinker.errors import StorageError
@@ -31,11 +32,20 @@ class LocalPlace:
         """Write the mark unless there is one. Of two servers at once the second waits for the first."""
         with storage_errors(f"cannot write {self._file}"):
             with self._file.open("a") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed, however the process ends
+                _lock(file)
                 if self.read_mark() is None:
                     file.write(mark)
             fsync(self._file)
             fsync(self._file.parent)
+
+
+def _lock(file: IO[str]) -> None:
+    """Lock it until it is closed, however the process ends, where the file system knows locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            raise
 
 
 def claim(place: MarkedPlace, owner: str, lacks_files: Callable[[], bool]) -> None:

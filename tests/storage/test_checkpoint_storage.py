@@ -226,6 +226,23 @@ def test_a_mark_that_is_being_written_is_waited_for(tmp_path: Path, monkeypatch:
             claimed.result()
 
 
+@pytest.mark.parametrize("kind", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EIO])
+def test_a_place_is_claimed_where_the_file_system_knows_no_locks(
+    kind: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(kind, os.strerror(kind))
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    if kind == errno.EIO:
+        with pytest.raises(StorageError, match="Input/output error"):
+            owner_mark.claim(LocalPlace(tmp_path), "first", lambda: False)
+        return
+    owner_mark.claim(LocalPlace(tmp_path), "first", lambda: False)
+    with pytest.raises(StorageError, match="found the files of another database"):
+        owner_mark.claim(LocalPlace(tmp_path), "second", lambda: False)
+
+
 @pytest.mark.parametrize("condition", ["ignored", "not implemented", "kept"])
 def test_storage_without_conditional_writes_is_told_of(
     s3: ObjectStorage,

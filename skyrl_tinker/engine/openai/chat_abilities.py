@@ -71,15 +71,16 @@ class ChatAbilities:
             "separate_reasoning",
         )
 
-    def require_calls(self, tools: bool, calls: bool) -> None:
-        """Raise FieldError for tools that the model would not see, or whose calls would stay text."""
+    def require_calls(self, tools: bool, calls: bool, results: bool) -> None:
+        """Raise FieldError for what of tools the model would not see, or whose calls would stay text."""
         if tools and not self.tool_parser:
             raise FieldError(
                 "tools: not supported by this server: its tool_parser is not set, expected the parser of its "
                 "sampler for this model, as hermes",
                 "tools",
             )
-        for given, word, field_ in ((tools, "tools", "tools"), (calls, "tool_calls", "messages")):
+        shown = (tools, "tools", "tools"), (calls, "tool_calls", "messages"), (results, "tool", "messages")
+        for given, word, field_ in shown:
             if given and word not in self.words:
                 raise FieldError(f"{field_}: the chat template of this model does not show {word}", field_)
 

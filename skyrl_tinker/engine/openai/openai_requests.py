@@ -152,7 +152,9 @@ def _template_variables(request: ChatCompletionRequest, abilities: ChatAbilities
 
 def _tools(request: ChatCompletionRequest, abilities: ChatAbilities) -> dict[str, Any]:
     """Return the fields of tools; {} when there are none. FieldError: this server has no use for them."""
-    abilities.require_calls(bool(request.tools), any(message.tool_calls for message in request.messages))
+    called = any(message.tool_calls for message in request.messages)
+    results = any(message.role == "tool" for message in request.messages)
+    abilities.require_calls(bool(request.tools), called, results)
     fields = {"tools", "tool_choice", "parallel_tool_calls"}
     return request.model_dump(include=fields, exclude_none=True) if request.tools else {}
 

@@ -61,6 +61,10 @@ class _Unkept:
     clean_at: int = 0
 
 
+MOST_DEARER = 10
+UPLOADS = 4
+
+
 @dataclass(slots=True)
 class MeanCost:
     """Mean seconds of something that a replay does, as measured so far; before, as estimated."""
@@ -69,7 +73,8 @@ class MeanCost:
     times: int
 
     def note(self, seconds: float, times: int) -> None:
-        self.seconds += seconds
+        """Note what it took; for what took MOST_DEARER times as long, something was waited for as well."""
+        self.seconds += min(seconds, MOST_DEARER * self.mean_s * times)
         self.times += times
 
     @property
@@ -102,7 +107,8 @@ class SnapshotKeeper:
         self._progress: dict[ModelKey, _Unkept] = {}
         self.of_model = MeanCost(2.0, 100)  # to make one on fresh ranks, and load its snapshot
         self.of_request = MeanCost(0.5, 100)  # beside the ranks' own time: bodies, results, calls
-        self._writing: asyncio.Future[list[None]] | None = None
+        self._writing: list[asyncio.Task[None]] = []
+        self._uploads = asyncio.Semaphore(UPLOADS)  # they share threads with what clients wait for
         self._turn = asyncio.Lock()  # of the ranks' disk: a save of a client waits for one snapshot at most
         self._removals: set[asyncio.Task[None]] = set()
         self._forgetting = asyncio.Lock()
@@ -123,7 +129,7 @@ class SnapshotKeeper:
     @property
     def would_help(self) -> bool:
         """True if a snapshot would make a replay shorter."""
-        return bool(self._ready()) and (self._writing is None or self._writing.done())
+        return bool(self._ready()) and all(task.done() for task in self._writing)
 
     @property
     def stored(self) -> bool:
@@ -136,8 +142,8 @@ class SnapshotKeeper:
 
     async def settle(self) -> None:
         """Wait until nothing is written or removed: a replay reads what is there."""
-        if self._writing is not None:
-            await asyncio.wait([self._writing])
+        if self._writing:
+            await asyncio.wait(self._writing)
 
     def reset(self) -> None:
         """Forget what models ran: a replay notes it again."""
@@ -189,9 +195,9 @@ class SnapshotKeeper:
             self.spent_s += time.monotonic() - started
         for model in captured.keys() & self._progress.keys():
             self._progress[model] = _Unkept(clean_at=ready[model].clean_at)
-        self._writing = asyncio.gather(
-            *(self._write(model, state, ready[model]) for model, state in captured.items())
-        )
+        self._writing = [
+            asyncio.create_task(self._write(model, state, ready[model])) for model, state in captured.items()
+        ]
 
     async def _write(self, model: ModelKey, captured: CapturedState, covered: _Unkept) -> None:
         """Write, record, and remove the one before; if that fails, all is replayed as before."""
@@ -204,7 +210,8 @@ class SnapshotKeeper:
                 await self._trainer.persist_state(captured, row.directory)
             await self._commits.add(UnitEnd({}, (partial(_require_written, model=model, until=seq_id),)))
             await captured.drop()
-            await in_transfer_thread(self._storage.store, directory)
+            async with self._uploads:
+                await in_transfer_thread(self._storage.store, directory)
             await self._keep_sampled(model)
             await self._commits.add(UnitEnd({}, (partial(_put, model=model, row=row),)))
         except Exception as error:  # of ranks, storage, a disk or the database; training goes on in any case
@@ -223,7 +230,10 @@ class SnapshotKeeper:
                 self._progress[model].requests += covered.requests
             return
         self.taken += 1
-        await self._forget_before(model, row)
+        try:
+            await self._forget_before(model, row)
+        except OSError as error:
+            _log.warning("older snapshots of model %s may stay until the next one: %s", model, error)
 
     async def link(
         self, model: ModelKey, seq_id: int, source: str, origin: Storage, *, optimizer: bool

@@ -29,6 +29,7 @@ from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, StateLostError,
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.off_loop import in_transfer_thread
 from skyrl_tinker.protocol.queue_views import SamplingView
+from skyrl_tinker.protocol.validation.sampling import check_abilities
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.weight_sync.transport import CapturedWeights, WeightTransport
 
@@ -66,7 +67,13 @@ class Samplers:
         self._restored.set()
 
     async def sample(self, source: SampleSource, request: SampleRequest, share: Share = None) -> SampleOutput:
-        """Sample, again where one died meanwhile; an inflight target is followed to its newest version."""
+        """Sample, again where one died meanwhile; an inflight target is followed to its newest version.
+
+        NotSupportedError: accepted by a server of another sampling engine.
+        """
+        check_abilities(request, self._facts.sampler)
+        if source is not None and newest(source).kind == "full":
+            self._facts.sampler.require(["full_parameters"])
         with self._counted(source):  # also between the requests that one sample may take
             await self.fetch(source)
             return await self._fleet.with_retry(lambda: self._sample(source, request, share))

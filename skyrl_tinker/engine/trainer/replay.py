@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from sqlalchemy import Connection
@@ -59,6 +60,7 @@ ATTEMPTS = 3
 """Times that a request may kill the ranks when replayed: first as it ran, then alone in smaller rows."""
 TRIES = 4
 """Times that something is tried for which a disk or memory fails: either may for some seconds."""
+Lack = Literal["memory", "disk"]
 BEGUN_AT_ONCE = 8
 WAKES = 2
 """Times on end that the ranks may die while a model that slept comes back."""
@@ -147,7 +149,7 @@ class Replay:
         self._pass_tokens = pass_tokens
         self._asleep: dict[ModelKey, _History] = {}
         self._tries = Counter[ModelKey]()  # that failed, on end, without a death
-        self._patient = True  # False: the last model that had failed was waited for in vain
+        self._in_vain = set[Lack]()  # for what models have waited, and none had it since
         self._deadly = Counter[ModelKey]()  # deaths of the ranks, on end, while one that slept came back
         self._failed: dict[ModelKey, str] = {}
         self._together = True  # False: the ranks died while units were replayed
@@ -166,7 +168,7 @@ class Replay:
         began = time.monotonic()
         self._failed = {}
         self._tries.clear()
-        self._patient = True
+        self._in_vain.clear()
         self._snapshots.reset()
         found = await persistently(lambda: self._store.fetch(_histories))
         idle = [history for history in found if history.model.key not in wanted]
@@ -300,19 +302,21 @@ class Replay:
             try:
                 await when_possible(work)
             except (StorageError, ExhaustedError) as error:
-                if not await self._wait([model], str(error)):
+                short: Lack = "memory" if isinstance(error, ExhaustedError) else "disk"
+                if not await self._wait([model], short, str(error)):
                     raise
             else:
                 return self._worked(model)
 
-    async def _wait(self, models: Sequence[ModelKey], why: str) -> list[ModelKey]:
+    async def _wait(self, models: Sequence[ModelKey], short: Lack, why: str) -> list[ModelKey]:
         """Wait for those for which another try may help, and return them.
 
         None does, as all wait for it, once one was waited for in vain and nothing has worked since.
         """
-        again = [model for model in models if self._may_help(model)] if self._patient else []
-        self._patient = bool(again)
-        if again:
+        again = [model for model in models if self._may_help(model)] if short not in self._in_vain else []
+        if not again:
+            self._in_vain.add(short)
+        else:
             _log.warning("tried again in %.0f s: %s", AWAY_S, why)
             await asyncio.sleep(AWAY_S)
         return again
@@ -320,7 +324,7 @@ class Replay:
     def _worked(self, model: ModelKey) -> None:
         """Note that there was a disk, or memory."""
         del self._tries[model]
-        self._patient = True
+        self._in_vain.clear()
 
     async def _read(self, model: ModelKey, snapshot: SnapshotRow) -> None:
         await self._snapshots.fetch(snapshot)
@@ -394,7 +398,7 @@ class Replay:
             return
         (row,), (output,) = rows, result.outputs
         assert isinstance(output, Failure), "an exhausted pass has no other results"
-        if await self._wait([model_of(row.row)], output.message):
+        if await self._wait([model_of(row.row)], "memory", output.message):
             await self._replay_pass(rows, apart=True)
         else:
             self._failed[model_of(row.row)] = _unrepeated(row.row, output.message)
@@ -436,7 +440,7 @@ class Replay:
                 self._failed[model] = _unrepeated(row, output.error)
                 if output.exhausted:
                     short[model] = output.error
-            again = await self._wait(list(short), next(iter(short.values()))) if short else []
+            again = await self._wait(list(short), "memory", next(iter(short.values()))) if short else []
             left = {model: left[model] for model in again}
             for model in again:
                 del self._failed[model]

@@ -114,7 +114,7 @@ class SglangDialect:
 
     def refusal(self, status: int, message: str) -> UserError | SamplerError:
         if any(words in message for words in NOT_LOADED):
-            return NotFoundError(message)
+            return NotFoundError("the sampler has not loaded this adapter")  # it lists all others
         if status in (400, 422):
             return UserError(message)
         return SamplerError(f"the sampler answered {status}: {message}")

@@ -103,6 +103,7 @@ class SglangProcess:
     abilities = SamplerAbilities(
         "SGLang",
         lowest_temperature=1e-6,  # it would be greedy instead
+        most_stop_strings=32,
         seed=False,
         target_prompt_logprobs=False,
         prompt_alt_tokens_k=False,
@@ -110,6 +111,7 @@ class SglangProcess:
         router_replay=False,
         openai_routes=False,
         reasoning_parser=False,
+        tool_parser=False,
         processed_logprobs=False,
         external_samplers=False,
         colocated=False,

@@ -35,7 +35,7 @@ OURS = frozenset(
         *("load-format", "config-format", "generation-config", "tokenizer", "tokenizer-mode"),
         *("skip-tokenizer-init", "tokens-only", "runner", "convert"),
         *("enable-lora", "enable-scale-out", "enable-prompt-tokens-details", "max-logprobs"),
-        *("scheduling-policy", "lora-target-modules"),
+        *("scheduling-policy", "lora-target-modules", "tool-strict-level"),
     }
 )
 """Arguments on which skyrl-tinker relies."""

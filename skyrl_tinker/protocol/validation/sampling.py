@@ -28,7 +28,6 @@ def validate_sample(request: AsampleRequest, limits: Limits) -> SampleRequest:
         raise UserError(f"num_samples is {request.num_samples}, expected 1 to {MAX_SAMPLES}")
     prompt = _prompt(request.prompt, limits.vocab_size)
     params = _params(request.sampling_params, limits.vocab_size)
-    _check_abilities(request, limits.sampler)
     check_scores(request, len(prompt), limits)
     targets = request.target_prompt_logprobs
     sample = SampleRequest(
@@ -43,6 +42,7 @@ def validate_sample(request: AsampleRequest, limits: Limits) -> SampleRequest:
         prompt_logprobs_last_n=request.prompt_logprobs_last_n,
         record_stability_info=request.record_stability_info,
     )
+    check_abilities(sample, limits.sampler)
     _check_length(sample, limits.context_length)
     return sample
 
@@ -75,11 +75,15 @@ def _params(params: WireSamplingParams, vocab_size: int) -> SamplingParams:
     )
 
 
-def _check_abilities(request: AsampleRequest, sampler: SamplerAbilities) -> None:
+def check_abilities(request: SampleRequest, sampler: SamplerAbilities) -> None:
     """Raise UserError for what the sampling engine would not do as asked."""
-    params = request.sampling_params
+    params = request.params
     if refusal := sampler.refusal(params.temperature):
         raise UserError(f"sampling_params.{refusal}")
+    strings = sum(isinstance(each, str) for each in params.stop or ())
+    if sampler.most_stop_strings is not None and strings > sampler.most_stop_strings:
+        most = f"expected at most {sampler.most_stop_strings} for this server's sampling engine"
+        raise UserError(f"sampling_params.stop: found {strings} strings, {most}, {sampler.engine}")
     asked = {
         "seed": params.seed is not None,
         "target_prompt_logprobs": request.target_prompt_logprobs is not None,

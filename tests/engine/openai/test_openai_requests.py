@@ -220,6 +220,11 @@ def test_without_tools_nothing_of_them_goes_on() -> None:
             {"messages": [{"role": "user", "content": "a"}, CALLED]},
             "messages: the chat template of this model does not show tool_calls",
         ),
+        (
+            PLAIN,
+            {"messages": [{"role": "tool", "tool_call_id": "1", "content": "a"}]},
+            "messages: the chat template of this model does not show tool$",
+        ),
     ],
 )
 def test_tools_that_the_model_would_not_see_or_nobody_would_read_are_refused(

@@ -2,12 +2,20 @@
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
-from skyrl_tinker.domain.ids import FutureStatus, SessionId
-from skyrl_tinker.domain.values import BaseModelFacts, Failure, SampleRequest, SamplingParams
+from skyrl_tinker.domain.ids import FutureStatus, SessionId, VersionId
+from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
+from skyrl_tinker.domain.values import (
+    BaseModelFacts,
+    Failure,
+    SampleRequest,
+    SamplingParams,
+    WeightVersion,
+)
 from skyrl_tinker.engine import intake
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
@@ -16,6 +24,7 @@ from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.errors import NotSupportedError
 from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.doorbell import Doorbell
@@ -79,6 +88,23 @@ async def test_a_client_of_the_base_model_before_never_samples_the_new_one(
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running
+
+
+@pytest.mark.parametrize(
+    ("source", "params", "lacking"),
+    [
+        (None, SamplingParams(max_tokens=1, seed=3), "seed"),
+        (WeightVersion(VersionId(1), "full", "/nowhere"), SamplingParams(max_tokens=1), "full_parameters"),
+    ],
+)
+async def test_what_a_server_of_another_engine_accepted_is_refused_by_name(
+    source: WeightVersion | None, params: SamplingParams, lacking: str
+) -> None:
+    nothing = cast(Any, None)
+    facts = replace(FACTS, sampler=SamplerAbilities("Plain", seed=False, full_parameters=False))
+    samplers = Samplers(Fleet(nothing, vllm_client("", ())), nothing, facts, AdapterLimits(8, 8), Metrics())
+    with pytest.raises(NotSupportedError, match=f"^{lacking} is not supported by .* engine, Plain"):
+        await samplers.sample(source, SampleRequest((1, 2), 1, params))
 
 
 async def test_requests_that_the_store_does_not_know_take_their_turns_among_samples(

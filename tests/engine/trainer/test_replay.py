@@ -586,6 +586,52 @@ async def test_several_models_are_kept_at_once(world: World, monkeypatch: pytest
     await world.until(lambda: world.workers.held, lambda held: not held)
 
 
+async def test_a_replay_waits_for_all_that_is_written_though_one_has_failed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, disk = asyncio.Event(), asyncio.Event()
+
+    async def write(keeper: SnapshotKeeper, model: ModelKey, *_: object) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.EIO, "Input/output error")
+        await disk.wait()
+
+    monkeypatch.setattr(SnapshotKeeper, "_write", write)
+    monkeypatch.setattr(trainer_driver, "IDLE_S", 3600.0)
+    for model in [await world.model() for _ in range(2)]:
+        await train_busily(world, model, 1, 1)
+    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.02)
+    world.driver.wake()
+    await failed.wait()
+    settled = asyncio.create_task(world.driver._snapshots.settle())
+    await asyncio.wait([settled], timeout=0.1)
+    assert not settled.done(), "files of the other are still to be recorded"
+    disk.set()
+    await settled
+    first, second = [task.exception() for task in world.driver._snapshots._writing]
+    assert isinstance(first, OSError)
+    assert second is None
+
+
+async def test_a_disk_that_cannot_list_older_snapshots_keeps_the_new_one(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fails(keeper: SnapshotKeeper, below: Path) -> set[Path]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(SnapshotKeeper, "_directories", fails)
+    model, _ = await with_snapshot(world, monkeypatch)
+    await world.until(lambda: "may stay until the next one" in caplog.text)
+    assert await snapshot_of(world, model)
+
+
+def test_what_was_waited_for_in_one_replay_does_not_make_all_later_ones_dear() -> None:
+    cost = snapshot_keeper.MeanCost(2.0, 100)
+    cost.note(3600.0, 20)
+    assert cost.mean_s == pytest.approx(0.05)
+
+
 @pytest.mark.parametrize("error", [StorageError("the disk is broken"), ValueError("a bug")])
 async def test_a_snapshot_that_cannot_be_written_costs_nothing(
     world: World,
@@ -1080,6 +1126,29 @@ async def test_a_shortage_that_lasts_is_waited_for_once_and_not_for_each_model(
     tries = [after.workers.asked("create").count(key) for key in made]
     assert tries == [replay.TRIES, 1, 1, 1]
     assert list(after.workers.trained) == [fine]
+
+
+async def test_a_snapshot_that_is_damaged_costs_no_other_model_its_tries_for_memory(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, soon_again: None
+) -> None:
+    monkeypatch.setattr(replay, "BEGUN_AT_ONCE", 1)
+    damaged, _ = await with_snapshot(world, monkeypatch)
+    await train(world, damaged, 7, 1)
+    model = await world.model()
+    await train(world, model, 1, 1)
+    key, errors = await journal.key_of(world.store, model), [NO_MEMORY] * 2
+    after = new_engine(world)
+    after.workers.failing["load"] = UNREADABLE
+    tell = after.workers._tell
+
+    async def short_of_memory(called: str, value: object) -> None:
+        await tell(called, value)
+        if called == "create" and value == key and errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(after.workers, "_tell", short_of_memory)
+    await train(after, model, 4, 1)
+    assert after.workers.names().count("load") == replay.TRIES
 
 
 @WHEN

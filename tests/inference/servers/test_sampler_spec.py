@@ -104,6 +104,7 @@ def test_what_every_server_needs_cannot_be_given() -> None:
                 check({name: 1})
     for name in (
         "weight-transfer-config.backend",
+        "tool-strict-level",
         "por",
         "lora-target-modules",
         "no-enable-lora",

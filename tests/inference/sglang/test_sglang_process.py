@@ -49,6 +49,7 @@ def _check(settings: config.Settings) -> None:
         ({"max_lora_rank": 0}, "full_parameters"),
         ({"router_replay": True}, "router_replay"),
         ({"reasoning_parser": "qwen3"}, "reasoning_parser"),
+        ({"tool_parser": "hermes"}, "tool_parser"),
         ({"sampled_logprobs": "processed"}, "processed_logprobs"),
         ({"sampler_urls": ("http://a:1",)}, "external_samplers"),
         ({"placement": "colocated"}, "colocated"),
@@ -75,6 +76,11 @@ def test_an_interpreter_without_its_release_is_refused(tmp_path: Path) -> None:
             preflight.check_settings(settings)
     with pytest.raises(StartupError, match=r"sampler_python: .*nowhere"):
         SglangProcess(tmp_path / "nowhere").check({})
+
+
+def test_an_interpreter_for_the_other_engine_is_refused() -> None:
+    with pytest.raises(StartupError, match="sampler_python: found sampler_engine vllm, expected sglang"):
+        preflight.check_settings(config.load(sampler_python=Path("/env/python")))
 
 
 def test_arguments_of_vllm_are_refused() -> None:

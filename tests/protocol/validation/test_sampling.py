@@ -110,7 +110,7 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> None:
         validate(**fields)
 
 
-LACKING = replace(LIMITS, sampler=SamplerAbilities("Plain", 0.01, False, False, False))
+LACKING = replace(LIMITS, sampler=SamplerAbilities("Plain", 0.01, 2, False, False, False))
 TARGETS = {"data": [1, 2], "dtype": "int64", "shape": [2, 1]}
 
 
@@ -133,6 +133,14 @@ def test_a_temperature_that_the_sampling_engine_would_not_sample_at_is_refused()
         validate(params={"temperature": 0.009}, limits=LACKING)
     for temperature in (0.0, 0.01):
         assert validate(params={"temperature": temperature}, limits=LACKING)
+
+
+def test_more_stop_strings_than_the_sampling_engine_takes_are_refused() -> None:
+    message = r"^sampling_params.stop: found 3 strings, expected at most 2 for .* engine, Plain$"
+    with pytest.raises(UserError, match=message):
+        validate(params={"stop": ["a", "b", "c"]}, limits=LACKING)
+    assert validate(params={"stop": ["a", "b"]}, limits=LACKING)
+    assert validate(params={"stop": [1, 2, 3]}, limits=LACKING)
 
 
 WRONG: list[tuple[str, Any, str]] = [
