@@ -22,10 +22,13 @@ START_S = 1200.0
 
 
 def interpreter() -> Path:
-    """Return an interpreter of this environment with SGLang, which is fetched unless it is there."""
-    directory = Path.home() / ".cache" / "skyrl-tinker" / WHEELS[0]
-    packages, command = directory / "packages", directory / "python"
-    if not command.exists():
+    """Return an interpreter of this environment with SGLang, which is fetched unless it is there.
+
+    The packages are for all checkouts; the interpreter is this one's own.
+    """
+    directory = Path.home() / ".cache" / "skyrl-tinker" / f"{WHEELS[0]}-{sys.implementation.cache_tag}"
+    packages, fetched = directory / "packages", directory / "fetched"
+    if not fetched.exists():
         fetch = [
             sys.executable,
             "-m",
@@ -38,9 +41,10 @@ def interpreter() -> Path:
             *WHEELS,
         ]
         subprocess.run(fetch, check=True)
-        path = f"{packages}:{Path(__file__).parent}"
-        command.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {sys.executable} "$@"\n')
-        command.chmod(0o755)
+        fetched.touch()
+    command, path = Path(sys.prefix, "sglang-python"), f"{packages}:{Path(__file__).parent}"
+    command.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {sys.executable} "$@"\n')
+    command.chmod(0o755)
     return command
 
 
