@@ -9,11 +9,16 @@ from skyrl_tinker.weight_sync.cuda_ipc import CudaIpcTransport
 from skyrl_tinker.weight_sync.gloo import LOOPBACK, GlooTransport
 from skyrl_tinker.weight_sync.nccl import NcclTransport
 from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
+from skyrl_tinker.weight_sync.torch_groups import TorchGlooTransport, TorchNcclTransport
 from skyrl_tinker.weight_sync.transport import Senders, WeightTransport
 
 Setting = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
-TransportName = Literal["shared_memory", "gloo", "by_host", "nccl", "cuda_ipc"]
+TransportName = Literal["shared_memory", "gloo", "by_host", "nccl", "cuda_ipc", "torch_gloo", "torch_nccl"]
 Device = Literal["cpu", "cuda"]
+_TORCH: dict[Device, tuple[Setting, TransportName]] = {
+    "cpu": ("gloo", "torch_gloo"),
+    "cuda": ("nccl", "torch_nccl"),
+}
 
 _TRANSPORTS: dict[TransportName, type[WeightTransport]] = {
     "shared_memory": SharedMemoryTransport,
@@ -21,14 +26,25 @@ _TRANSPORTS: dict[TransportName, type[WeightTransport]] = {
     "by_host": ByHostTransport,
     "nccl": NcclTransport,
     "cuda_ipc": CudaIpcTransport,
+    "torch_gloo": TorchGlooTransport,
+    "torch_nccl": TorchNcclTransport,
 }
 
 
-def choose(setting: Setting, device: Device, *, colocated: bool, hosts: bool = False) -> TransportName:
+def choose(
+    setting: Setting, device: Device, *, colocated: bool, hosts: bool = False, torch_groups: bool = False
+) -> TransportName:
     """Return the transport to use. StartupError when the setting does not fit.
 
-    `hosts`: replicas of ours may be on several.
+    `hosts`: replicas of ours may be on several. `torch_groups`: the samplers take weights in groups of torch.
     """
+    if torch_groups:
+        way, name = _TORCH[device]
+        if setting not in ("auto", way):
+            raise StartupError(
+                f"weight_transport {setting} does not fit device {device} with this sampler_engine: set {way}"
+            )
+        return name
     if device == "cpu":
         if setting == "auto":
             return "by_host" if hosts else "shared_memory"
@@ -45,7 +61,7 @@ def choose(setting: Setting, device: Device, *, colocated: bool, hosts: bool = F
 
 
 def backend_of(name: TransportName) -> str:
-    """Return the backend that vLLM's --weight-transfer-config must name."""
+    """Return the backend that vLLM's --weight-transfer-config, or a group of torch, must name."""
     return _TRANSPORTS[name].backend
 
 
@@ -66,4 +82,8 @@ def make_transport(
         return ByHostTransport(SharedMemoryTransport(chunk_bytes), GlooTransport(senders, chunk_bytes, host))
     if name == "nccl":
         return NcclTransport(senders, chunk_bytes)
+    if name == "torch_gloo":
+        return TorchGlooTransport(senders, chunk_bytes, host)
+    if name == "torch_nccl":
+        return TorchNcclTransport(senders, chunk_bytes, host)
     return CudaIpcTransport(senders, chunk_bytes)

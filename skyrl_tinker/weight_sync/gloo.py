@@ -46,19 +46,19 @@ class GlooSender(BroadcastSender):
         """`host`: address at which members on other hosts reach this one."""
         super().__init__(rank)
         self._host = host
-        self._meeting: _FileMeeting | _PortMeeting | None = None
+        self._meeting: _FileMeeting | PortMeeting | None = None
 
     def prepare(self) -> str:
         """Return the address at which the members meet, another one each time."""
         self.leave()
         if isinstance(self._meeting, _FileMeeting):
             self._meeting.remove()
-        self._meeting = _FileMeeting() if self._host == LOOPBACK else _PortMeeting(self._host)
+        self._meeting = _FileMeeting() if self._host == LOOPBACK else PortMeeting(self._host)
         return self._meeting.address
 
     def meet(self, address: str, world: int) -> None:
         self._group = _join(address, 0, world)
-        if isinstance(self._meeting, _PortMeeting):
+        if isinstance(self._meeting, PortMeeting):
             self._meeting.end(world)
 
     def broadcast(self, packed: "torch.Tensor") -> None:
@@ -141,7 +141,7 @@ class _FileMeeting:
         shutil.rmtree(self.address, ignore_errors=True)
 
 
-class _PortMeeting:
+class PortMeeting:
     """A store on a port, which is closed when the sender leaves or dies."""
 
     def __init__(self, host: str) -> None:
@@ -168,23 +168,28 @@ class _PortMeeting:
 
 def _join(meeting: str, rank: int, world: int) -> "ProcessGroupGloo":
     """Join a group beside the process's default one. SamplerError when not all come."""
-    from torch.distributed import ProcessGroupGloo
-
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = TIMEOUT
     if meeting.startswith("/"):
         store, host, require_open = _open_file(Path(meeting))
     else:
-        store, host, require_open = _open_port(meeting)
+        store, host, require_open = open_port(meeting)
     try:
         _meet(store, require_open, rank, world)
     except RuntimeError as error:  # the connection broke
         raise SamplerError(GAVE_UP) from error
-    with closing_new_listeners():
-        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-        group = ProcessGroupGloo(store, rank, world, options)
+    group = join_gloo(store, host, rank, world)
     store.set(f"joined {rank}", "")
     return group
+
+
+def join_gloo(store: "Store", host: str, rank: int, world: int) -> "ProcessGroupGloo":
+    """Make a group with the others at its store, over an address of this host."""
+    from torch.distributed import ProcessGroupGloo
+
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = TIMEOUT
+    with closing_new_listeners():
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        return ProcessGroupGloo(store, rank, world, options)
 
 
 def _open_file(meeting: Path) -> "tuple[Store, str, Callable[[], None]]":
@@ -196,7 +201,7 @@ def _open_file(meeting: Path) -> "tuple[Store, str, Callable[[], None]]":
     return store, LOOPBACK, partial(_require_open, meeting / OPEN)
 
 
-def _open_port(meeting: str) -> "tuple[Store, str, Callable[[], None]]":
+def open_port(meeting: str) -> "tuple[Store, str, Callable[[], None]]":
     """Return the same of a meeting at a port, whose store itself fails when the sender leaves."""
     from torch._C._distributed_c10d import TCPStore
 

@@ -29,6 +29,8 @@ class NcclSender(BroadcastSender):
     """Sender that uses vLLM's communicator, so that both sides have the same NCCL."""
 
     device = "cuda"
+    warms_up = True
+    """Whether it begins with a reduction, as vLLM's members do."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
@@ -47,15 +49,16 @@ class NcclSender(BroadcastSender):
 
     def meet(self, address: str, world: int) -> None:
         import torch
-        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.device_communicators import pynccl
         from vllm.utils.nccl import unpinned_nccl_env
 
         device = torch.device("cuda", torch.cuda.current_device())
         self._stream = stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
         def join() -> Any:
+            pynccl._warmup_tls.deferred = not self.warms_up  # of this thread
             with unpinned_nccl_env(), torch.cuda.stream(stream):
-                return PyNcclCommunicator.from_unique_id_bytes(
+                return pynccl.PyNcclCommunicator.from_unique_id_bytes(
                     base64.b64decode(address), rank=0, world_size=world, device=device
                 )
 

@@ -37,7 +37,7 @@ class WeightTransport(Protocol):
     """
 
     backend: str
-    """The backend that vLLM's --weight-transfer-config must name."""
+    """The backend that vLLM's --weight-transfer-config, or a group of torch, must name."""
     staged: bool
     """Whether replicas serve the old weights until the update is finished; if not, they must stand still
     from start to finish, and have no weights at all when it fails."""

@@ -1,6 +1,7 @@
 """Every transport carries the same tensors, cut in the same places, to the last bit."""
 
 import asyncio
+import base64
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
 from skyrl_tinker.errors import SamplerError, StartupError
 from skyrl_tinker.training.checkpoints.tensor_files import write_tensors
@@ -19,12 +21,14 @@ from skyrl_tinker.weight_sync.captured_chunks import CapturedSource
 from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer, ChunkSource, FileSource
 from skyrl_tinker.weight_sync.chunks import read_chunks
 from skyrl_tinker.weight_sync.factory import TransportName, backend_of, choose, make_transport, ways_of
+from skyrl_tinker.weight_sync.gloo import open_port
 from skyrl_tinker.weight_sync.nccl import NcclSender
+from skyrl_tinker.weight_sync.torch_groups import GROUP, TorchNcclSender
 from tests.conformance.support.ends import HeldByThreads, Tensors, ThreadSenders, carry, ends, size_of
 from tests.support.shards import write_index
 from tests.support.waiting import PATIENCE_S, until
 
-TRANSPORTS = ("shared_memory", "gloo", "nccl", "cuda_ipc")
+TRANSPORTS = ("shared_memory", "gloo", "torch_gloo", "nccl", "cuda_ipc")
 LIMIT = 1000
 
 
@@ -75,7 +79,7 @@ async def test_what_arrives_is_what_was_written(name: str, case: str, tmp_path: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("name", ["gloo", "nccl", "cuda_ipc"])
+@pytest.mark.parametrize("name", ["gloo", "torch_gloo", "nccl", "cuda_ipc"])
 async def test_what_the_ranks_hold_arrives_as_their_files_would(
     name: str, ranks: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -188,7 +192,7 @@ async def test_a_load_under_way_ends_before_its_rank_stops_reading(monkeypatch: 
     await transport.close()
 
 
-@pytest.mark.parametrize("name", ["gloo", "nccl"])
+@pytest.mark.parametrize("name", ["gloo", "torch_gloo", "nccl"])
 async def test_each_replicas_workers_have_ranks_of_their_own(name: str) -> None:
     transport, _ = ends(name, LIMIT)
     assert isinstance(transport, BroadcastTransport)
@@ -212,6 +216,17 @@ def test_nccl_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(nccl, "TIMEOUT_S", 0.01)
     with pytest.raises(SamplerError, match="not all samplers took part in NCCL within 0 s"):
         sender._in_time(threading.Event().wait)
+
+
+def test_members_of_torchs_nccl_find_the_id_of_their_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    unique = bytes(range(128))
+    monkeypatch.setattr(NcclSender, "prepare", lambda _: base64.b64encode(unique).decode())
+    sender = TorchNcclSender(0)
+    store, _, _ = open_port(sender.prepare())
+    for prefix in (GROUP, f"{GROUP}/", "cuda/"):  # as torch.distributed nests them
+        store = PrefixStore(prefix, store)
+    assert store.get("0") == unique
+    sender.leave()
 
 
 def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
@@ -269,6 +284,14 @@ def test_the_transport_follows_device_and_placement() -> None:
         choose("gloo", "cuda", colocated=False)
 
 
+def test_samplers_in_groups_of_torch_have_the_backend_of_the_device() -> None:
+    for setting in ("auto", "gloo"):
+        assert choose(setting, "cpu", colocated=False, torch_groups=True) == "torch_gloo"
+    assert choose("auto", "cuda", colocated=False, torch_groups=True) == "torch_nccl"
+    with pytest.raises(StartupError, match=r"shared_memory does not fit device cpu .* set gloo"):
+        choose("shared_memory", "cpu", colocated=False, torch_groups=True)
+
+
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
@@ -277,6 +300,8 @@ def test_the_transport_follows_device_and_placement() -> None:
         ("by_host", "skyrl_staged"),
         ("nccl", "nccl"),
         ("cuda_ipc", "ipc"),
+        ("torch_gloo", "gloo"),
+        ("torch_nccl", "nccl"),
     ],
 )
 def test_each_transport_names_its_engine(name: TransportName, backend: str) -> None:

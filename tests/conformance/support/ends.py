@@ -15,8 +15,10 @@ from unittest.mock import patch
 import orjson
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
-from torch.distributed import ProcessGroupGloo
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed import Backend, ProcessGroupGloo, destroy_process_group
+from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper, _world
+from torch.distributed.rendezvous import rendezvous
 from vllm.distributed.weight_transfer import packed_tensor
 from vllm.distributed.weight_transfer.ipc_engine import (
     IPCWeightTransferInitInfo,
@@ -34,10 +36,12 @@ from skyrl_tinker.weight_sync.cuda_ipc import CudaIpcSender, CudaIpcTransport
 from skyrl_tinker.weight_sync.gloo import GlooReceiver, GlooTransport
 from skyrl_tinker.weight_sync.nccl import NcclSender, NcclTransport
 from skyrl_tinker.weight_sync.shared_memory import MappedFiles, SharedMemoryTransport
+from skyrl_tinker.weight_sync.torch_groups import GROUP, TorchGlooTransport
 from skyrl_tinker.weight_sync.transport import Message, WeightSource, WeightTransport
 from skyrl_tinker.weight_sync.vllm_receiver import StagedInit, StagedUpdate
 
 Tensors = dict[str, Tensor]
+MEMBER_S = timedelta(seconds=60)
 GPUS = ("GPU-0", "GPU-1", "GPU-2")
 
 
@@ -121,6 +125,8 @@ def ends(name: str, limit: int, senders: ThreadSenders | None = None) -> tuple[W
         return SharedMemoryTransport(limit), Mapped()
     if name == "gloo":
         return GlooTransport(senders, limit), Gloo()
+    if name == "torch_gloo":
+        return TorchGlooTransport(senders, limit), TorchGroup()
     if name == "nccl":
         wire: Queue[Tensor] = Queue()
         transport = NcclTransport(senders, limit)
@@ -151,6 +157,38 @@ class Gloo:
 
     def receive(self, update: dict[str, Any]) -> Tensors:
         return {name: get() for name, get in self._group.receive(StagedUpdate(**update)).items()}
+
+
+class TorchGroup:
+    """A member as SGLang makes one (sglang.srt.utils.init_custom_process_group), which unpacks as it does."""
+
+    def join(self, init: dict[str, Any]) -> None:
+        name, rank = GROUP, init["rank_offset"]
+        for former in [group for group, known in _world.pg_names.items() if known == name]:
+            destroy_process_group(former)
+        url = f"tcp://{init['master_address']}:{init['master_port']}"
+        store, rank, world = next(rendezvous(url, rank, init["world_size"], timeout=MEMBER_S))
+        self._group, _ = _new_process_group_helper(
+            world,
+            rank,
+            [],
+            Backend(init["backend"]),
+            PrefixStore(name, store),
+            group_name=GroupName(name),
+            timeout=MEMBER_S,
+        )
+        _world.pg_group_ranks[self._group] = {each: each for each in range(world)}
+
+    def receive(self, update: dict[str, Any]) -> Tensors:
+        assert update["load_format"] == "flattened_bucket"
+        assert update["flush_cache"] is False
+        dtypes = [getattr(torch, name) for name in update["dtypes"]]
+        described = list(zip(update["names"], update["shapes"], dtypes, strict=True))
+        sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in described]
+        packed = torch.empty(sum(sizes), dtype=torch.uint8)
+        self._group.broadcast(packed, 0).wait()
+        parts = zip(described, packed.split(sizes), strict=True)
+        return {name: part.view(dtype).reshape(shape) for (name, shape, dtype), part in parts}
 
 
 # NCCL: our sender and vLLM's own consumer, on either end of a queue instead of NCCL.
