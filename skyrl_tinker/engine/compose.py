@@ -237,6 +237,7 @@ def sampler_spec(
         reasoning_parser=settings.reasoning_parser,
         tool_parser=settings.tool_parser,
         weight_backend=backend_of(_transport_name(settings)),
+        keeps_cache=settings.inflight_cache == "keep",
         gpu_memory_utilization=settings.gpu_memory_utilization,
         shared_gpus=shared_gpus,
         network_interface=settings.network_interface,
@@ -255,7 +256,13 @@ async def _owner_name(store: Store, owner: OwnerId | None) -> str | None:
 
 def _transport_name(settings: Settings) -> TransportName:
     hosts = settings.ray_address is not None and not settings.external_urls
-    return choose(settings.weight_transport, settings.device, colocated=settings.colocated, hosts=hosts)
+    return choose(
+        settings.weight_transport,
+        settings.device,
+        colocated=settings.colocated,
+        hosts=hosts,
+        torch_groups=engine_of(settings).torch_groups,
+    )
 
 
 def _register_gauges(

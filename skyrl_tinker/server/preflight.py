@@ -71,7 +71,10 @@ def check_placement(settings: Settings) -> None:
     """Refuse settings that contradict the placement, which is decided."""
     decided = {"colocated": settings.colocated, "replicas": settings.replicas > 1}
     _require_abilities(settings, decided)
-    choose(settings.weight_transport, settings.device, colocated=settings.colocated)
+    torch_groups = engine_of(settings).torch_groups
+    choose(
+        settings.weight_transport, settings.device, colocated=settings.colocated, torch_groups=torch_groups
+    )
     if settings.colocated:
         _check_colocated(settings)
 

@@ -188,7 +188,17 @@ class _Update:
 
     async def _pause(self) -> None:
         self._paused_at = time.monotonic()
-        await self._call_all("pause", lambda url: self._replicas[url].pause("keep", clear_cache=False))
+        await self._call_all("pause", self._stand_still)
+
+    async def _stand_still(self, url: str) -> None:
+        """Pause a replica; one whose weights change chunk by chunk computes nothing after it, nor has cached.
+
+        SGLang may have a step under way until its requests are taken back from it.
+        """
+        replica = self._replicas[url]
+        await replica.pause("keep", clear_cache=False)
+        if not self._transport.staged and not self._keep_cache:
+            await replica.reset_prefix_cache()
 
     async def _finish(self, version: str) -> Mapping[str, BaseException]:
         """Have each replica serve the new weights; return those that failed, unless all did."""
@@ -208,7 +218,7 @@ class _Update:
         """Let it go on with the new weights; unless they are kept, all keys and values are computed again."""
         replica = self._replicas[url]
         calls: list[Awaitable[None]] = [replica.finish_weight_update(version)]
-        if not self._keep_cache:
+        if self._transport.staged and not self._keep_cache:
             calls.insert(0, replica.reset_prefix_cache())  # it ends while the weights are loaded
         ended = await asyncio.gather(*calls, return_exceptions=True)
         for error in (result for result in ended if result is not None):

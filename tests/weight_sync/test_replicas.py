@@ -74,7 +74,7 @@ def pair(servers: dict[str, Served], partner: ServerGroup) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def two_ranks(servers: dict[str, Served]) -> Iterator[TrainerGroup]:
-    group = launch_trainer(servers["tied"], 2)
+    group = launch_trainer(servers["tied"].facts, 2)
     yield group
     asyncio.run(group.shutdown())
 

@@ -117,8 +117,11 @@ class FanOut(ABC):
     async def _abort(self, url: str, attempts: list[str]) -> None:
         """End these requests, given by Attempt.id, where the replica has them."""
 
-    async def _messages(self, path: str, key: str, info: Messages) -> None:
-        """Send one message to all replicas, or one to each of `server_urls` in their order; never twice."""
+    async def _messages(self, path: str, info: Messages, key: str | None = None) -> None:
+        """Send one message to all replicas, or one to each of `server_urls` in their order; never twice.
+
+        `key`: of the message in the body; None: it is the body.
+        """
         urls = self.server_urls
         messages = [info] * len(urls) if isinstance(info, Mapping) else list(info)
         if len(messages) != len(urls):
@@ -129,7 +132,8 @@ class FanOut(ABC):
             message = dict(by_url[url])
             if "directory" in message:
                 message["directory"] = await self._located(url, message["directory"])
-            return await self._call(url, "POST", path, {key: message}, repeatable=False, long=True)
+            body = message if key is None else {key: message}
+            return await self._call(url, "POST", path, body, repeatable=False, long=True)
 
         require_all(await self._gather(send, urls))
 

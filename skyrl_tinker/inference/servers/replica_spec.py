@@ -32,6 +32,7 @@ class EngineProcess(Protocol):
 
     `title`: its name in messages, and in lower case of files. `leftovers`: beginnings of the paths of shared
     memory that killed processes leave. `cores`: over which it spreads the requests of a replica.
+    `torch_groups`: it takes full weights in groups of torch.distributed, not by a transfer of its own.
     """
 
     @property
@@ -42,6 +43,8 @@ class EngineProcess(Protocol):
     def dialect(self) -> "Dialect": ...
     @property
     def leftovers(self) -> tuple[str, ...]: ...
+    @property
+    def torch_groups(self) -> bool: ...
     def check(self, given: Arguments) -> None: ...
     def require_model(self, served: ModelToServe) -> None: ...
     def slot_rank(self, rank: int) -> int: ...
@@ -73,7 +76,8 @@ class SamplerSpec:
     router_replay: bool = False  # answers list the experts of each token
     reasoning_parser: str | None = None  # of its chats
     tool_parser: str | None = None  # likewise
-    weight_backend: str = "skyrl_staged"  # of its weight transfer: that one, nccl or ipc
+    weight_backend: str = "skyrl_staged"  # of its weight transfer: that one, gloo, nccl or ipc
+    keeps_cache: bool = False  # requests go on with keys and values of weights that are replaced
     gpu_memory_utilization: float = 0.85
     shared_gpus: tuple[Gpu, ...] = ()  # of the trainer's ranks, in the replicas' order; (): Ray gives others
     token: str = field(default="", repr=False)  # that every request must bear; empty: none

@@ -10,19 +10,19 @@ from skyrl_tinker.inference.client.fan_out import FanOut, Messages, RefusedError
 from skyrl_tinker.inference.client.sampling_port import PauseMode
 
 IDLE_POLL_S = 0.05
-NO_UPDATES = "full parameters are not sampled with SGLang"
 
 
 @dataclass
 class SglangControl(FanOut):
-    """Control plane of samplers with adapters: SGLang's own updates of full weights are not used."""
-
     async def world_sizes(self) -> tuple[int, ...]:
         answers = await self._call_all("GET", "/server_info")
         return tuple(int(answer["tp_size"]) for answer in answers)
 
     async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
-        """Pause as the port says; requests that come meanwhile wait before the engine."""
+        """Pause as the port says; requests that come meanwhile wait before the engine.
+
+        What stands still keeps its keys and values only if `clear_cache` is False: else it is retracted.
+        """
         await self._all_or_none(lambda url: self._pause(url, mode, clear_cache), undo=self._continue)
 
     async def _pause(self, url: str, mode: PauseMode, clear_cache: bool) -> None:
@@ -102,19 +102,27 @@ class SglangControl(FanOut):
                 raise
 
     async def init_weight_transfer_engine(self, info: Messages) -> None:
-        raise SamplerError(NO_UPDATES)
+        await self._messages("/init_weights_update_group", info)
 
     async def shutdown_weight_transfer_engine(self) -> None:
-        """Do nothing: there is none."""
+        await self._each(self._leave_group)
+
+    async def _leave_group(self, url: str) -> None:
+        try:
+            await self._call(url, "POST", "/destroy_weights_update_group", {}, long=True)
+        except RefusedError as error:
+            if "does not exist" not in error.answer.message:
+                raise
 
     async def start_weight_update(self) -> None:
-        raise SamplerError(NO_UPDATES)
+        await self._call_all("POST", "/begin_weight_update", {}, repeatable=False, long=True)
 
     async def update_weights(self, info: Messages) -> None:
-        raise SamplerError(NO_UPDATES)
+        await self._messages("/update_weights_from_distributed", info)
 
     async def finish_weight_update(self, version: str) -> None:
-        raise SamplerError(NO_UPDATES)
+        await self._call_all("POST", "/end_weight_update", {}, repeatable=False, long=True)
+        await self.set_weight_version(version)
 
     async def weight_version(self) -> str:
         return common([str(info["weight_version"]) for info in await self._call_all("GET", "/model_info")])

@@ -59,13 +59,25 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def flags(spec: SamplerSpec, port: int, host: str) -> list[str]:
-    """Return the arguments of a server with adapters: without them it serves nothing that changes."""
+    """Return the arguments of a server."""
     cpu = {
         "attention-backend": "torch_native",
         "sampling-backend": "pytorch",
         "lora-backend": "torch_native",
         "max-total-tokens": KV_CONTEXTS * spec.max_model_len,
         "disable-overlap-schedule": True,
+    }
+    adapters = {
+        "enable-lora": True,
+        "max-lora-rank": spec.max_lora_rank,
+        "lora-target-modules": list(TARGETS),
+        "max-loras-per-batch": spec.max_loras + 1,  # the base counts as one
+        "max-loaded-loras": max(spec.max_cpu_loras, spec.max_loras + 1),
+    }
+    # A pause that retracts nothing would leave a step under way, whose weights change.
+    gpu = {
+        "mem-fraction-static": spec.gpu_memory_utilization,
+        **({"disable-overlap-schedule": True} if spec.keeps_cache else {}),
     }
     arguments: Arguments = {
         "model-path": spec.model.directory,
@@ -83,12 +95,8 @@ def flags(spec: SamplerSpec, port: int, host: str) -> list[str]:
         "enable-priority-scheduling": True,
         "schedule-low-priority-values-first": True,
         "disable-priority-preemption": True,  # it would compute again what runs
-        "enable-lora": True,
-        "max-lora-rank": spec.max_lora_rank,
-        "lora-target-modules": list(TARGETS),
-        "max-loras-per-batch": spec.max_loras + 1,  # the base counts as one
-        "max-loaded-loras": max(spec.max_cpu_loras, spec.max_loras + 1),
-        **(cpu if spec.device == "cpu" else {"mem-fraction-static": spec.gpu_memory_utilization}),
+        **(adapters if spec.max_lora_rank else {}),
+        **(cpu if spec.device == "cpu" else gpu),
     }
     return as_flags(arguments)
 
@@ -100,6 +108,7 @@ class SglangProcess:
     python: Path | None = None
     title = "SGLang"
     leftovers = ()
+    torch_groups = True
     abilities = SamplerAbilities(
         "SGLang",
         lowest_temperature=1e-6,  # it would be greedy instead
@@ -107,7 +116,6 @@ class SglangProcess:
         seed=False,
         target_prompt_logprobs=False,
         prompt_alt_tokens_k=False,
-        full_parameters=False,
         router_replay=False,
         openai_routes=False,
         reasoning_parser=False,
@@ -165,6 +173,8 @@ class SglangProcess:
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # a generation does not end in a pause
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # context + 1: the last token is never fed
             "HF_HUB_OFFLINE": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": spec.network_interface or interface,
         }
         cpu = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"} if spec.device == "cpu" else {}
         return {**inherited, **common, **cpu}

@@ -81,7 +81,7 @@ class VllmControl(FanOut):
         require_all(await self._gather(self._reset_prefix_cache))
 
     async def init_weight_transfer_engine(self, info: Messages) -> None:
-        await self._messages("/init_weight_transfer_engine", "init_info", info)
+        await self._messages("/init_weight_transfer_engine", info, "init_info")
 
     async def shutdown_weight_transfer_engine(self) -> None:
         """Leave the trainer's group and free what it takes; harmless without one."""
@@ -92,7 +92,7 @@ class VllmControl(FanOut):
 
     async def update_weights(self, info: Messages) -> None:
         """Send them a part of the weights; a `directory` in it is one of this host."""
-        await self._messages("/update_weights", "update_info", info)
+        await self._messages("/update_weights", info, "update_info")
 
     async def finish_weight_update(self, version: str) -> None:
         await self._call_all(

@@ -137,6 +137,7 @@ def environment(
 @dataclass(frozen=True)
 class VllmProcess:
     title = "vLLM"
+    torch_groups = False
     abilities = SamplerAbilities(
         "vLLM", lowest_temperature=0.01
     )  # it would silently sample at this one instead

@@ -46,7 +46,6 @@ def _check(settings: config.Settings) -> None:
 @pytest.mark.parametrize(
     ("given", "name"),
     [
-        ({"max_lora_rank": 0}, "full_parameters"),
         ({"router_replay": True}, "router_replay"),
         ({"reasoning_parser": "qwen3"}, "reasoning_parser"),
         ({"tool_parser": "hermes"}, "tool_parser"),
