@@ -66,6 +66,8 @@ def flags(spec: SamplerSpec, port: int, host: str) -> list[str]:
         "lora-backend": "torch_native",
         "max-total-tokens": KV_CONTEXTS * spec.max_model_len,
         "disable-overlap-schedule": True,
+        # With several, torch_native would give rows of the head to adapters of other sequences.
+        "prefill-max-requests": 1,
     }
     adapters = {
         "enable-lora": True,

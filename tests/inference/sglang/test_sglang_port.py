@@ -1,5 +1,6 @@
 """The port of a sampling engine, kept by a real SGLang; its logprobs are Hugging Face's."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -38,6 +39,9 @@ from tests.inference.support.samplers import (
     unique,
 )
 from tests.support.sglang_cpu.sglang_server import interpreter, serving
+
+ARRIVED_S = 0.5
+"""Enough for requests to reach a server; where it was not, a test proves less."""
 
 pytestmark = [pytest.mark.servers, pytest.mark.long]
 
@@ -105,3 +109,18 @@ async def test_adapters_side_by_side_have_the_logprobs_of_their_own(
         assert_same_logprobs(output, model, PROMPT)
         assert output.prompt_logprobs is not None
         np.testing.assert_allclose(output.prompt_logprobs[1:], target_logprobs(model, PROMPT), atol=1e-3)
+
+
+async def test_adapters_of_one_batch_have_the_logprobs_of_their_own(sampler: Sampler, tmp_path: Path) -> None:
+    """Prompts that are read together, too."""
+    adapters = {
+        unique(tmp_path / str(seed)): random_adapter(sampler.facts.directory, 8, seed) for seed in (1, 2)
+    }
+    for name, adapter in adapters.items():
+        await publish_and_load(sampler, adapter, tmp_path, name)
+    await sampler.client.control.pause("keep")  # all wait for the same step
+    asked = [asyncio.create_task(sampler(model, ask(PROMPT))) for model in (BASE_MODEL, *adapters)]
+    await asyncio.sleep(ARRIVED_S)
+    await sampler.client.control.resume()
+    for adapter, output in zip((None, *adapters.values()), await asyncio.gather(*asked), strict=True):
+        assert_same_logprobs(output, reference(sampler.facts.directory, adapter), PROMPT)
