@@ -24,7 +24,6 @@ class SamplerAbilities:
     seed: bool = _ability("`seed`: the same sample again")
     target_prompt_logprobs: bool = _ability("`target_prompt_logprobs`: logprobs of given tokens")
     prompt_alt_tokens_k: bool = _ability("`prompt_alt_tokens_k`: draws at each position of the prompt")
-    full_parameters: bool = _ability("models of rank 0, whose weights take the place of the base model's")
     router_replay: bool = _ability("`router_replay`: the experts of each sampled token")
     openai_routes: bool = _ability("completions and chats of OpenAI's clients")
     reasoning_parser: bool = _ability("`reasoning_parser`: reasoning of chat answers in a field of its own")

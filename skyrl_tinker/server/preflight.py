@@ -263,7 +263,6 @@ def _require_abilities(settings: Settings, asked: Mapping[str, bool]) -> None:
 
 def _check_samplers(settings: Settings) -> None:
     asked = {
-        "full_parameters": settings.max_lora_rank == 0,
         "router_replay": settings.router_replay,
         "reasoning_parser": settings.reasoning_parser is not None,
         "tool_parser": settings.tool_parser is not None,

@@ -92,7 +92,6 @@ def model_from_checkpoint(
             base_models=limits.base_models,
             max_lora_rank=limits.max_lora_rank,
         )
-        limits.require_sampled(row.spec.rank)
     except UserError as error:
         base_model = message.base_model or limits.base_models[0]
         return _failed(RequestKind.LOAD_WEIGHTS, _model(message, base_model), digest, error)

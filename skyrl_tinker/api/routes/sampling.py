@@ -75,7 +75,6 @@ def _target(
     if message.model_path is not None:
         row = find_checkpoint(conn, owner, message.model_path)
         checkpoint_rules.require_served(row, limits.base_models)
-        limits.require_sampled(row.spec.rank)
         if row.version_id is None:
             raise checkpoint_rules.no_sampler_weights(row.path)
         return row.base_model, row.version_id

@@ -72,8 +72,6 @@ class Samplers:
         NotSupportedError: accepted by a server of another sampling engine.
         """
         check_abilities(request, self._facts.sampler)
-        if source is not None and newest(source).kind == "full":
-            self._facts.sampler.require(["full_parameters"])
         with self._counted(source):  # also between the requests that one sample may take
             await self.fetch(source)
             return await self._fleet.with_retry(lambda: self._sample(source, request, share))

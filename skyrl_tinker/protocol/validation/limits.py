@@ -22,11 +22,6 @@ class Limits:
     max_targets: int = 1 << 22
     sampler: SamplerAbilities = ALL_ABILITIES
 
-    def require_sampled(self, rank: int) -> None:
-        """Raise NotSupportedError for full parameters, rank 0, that the samplers do not take."""
-        if rank == 0:
-            self.sampler.require(["full_parameters"])
-
 
 def validate_base_model(name: str, limits: Limits) -> str:
     """Return the name. Raises UserError that names the served model."""

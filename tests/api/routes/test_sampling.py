@@ -1,16 +1,13 @@
 """Sampling sessions and asample: refused at once when wrong, accepted once when right."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import CheckpointKind
-from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.protocol.stored_requests import sample_from_body
 from skyrl_tinker.store.futures import queue
-from tests.api.support.world import BASE, CONTEXT, FACTS, World, running, sample
+from tests.api.support.world import BASE, CONTEXT, World, sample
 from tests.support.reads import reading
 
 
@@ -65,18 +62,6 @@ async def test_a_wrong_target_is_refused_at_once(
     assert answer.status_code == status
     assert int(answer.headers["content-length"]) > 0
     assert message in answer.json()["detail"]
-
-
-async def test_full_parameters_are_refused_where_the_samplers_do_not_take_them(
-    world: World, settings: Settings
-) -> None:
-    model = await world.model(lora_config={"rank": 0})
-    path = await world.checkpoint(model, CheckpointKind.SAMPLER_WEIGHTS, "one")
-    lacking = SamplerAbilities("Plain", full_parameters=False)
-    async with running(settings, replace(FACTS, sampler=lacking)) as other:
-        body = {"session_id": await other.session(), "sampling_session_seq_id": 0, "model_path": path}
-        answer = await other.post("create_sampling_session", body)
-    assert (answer.status_code, answer.json()["detail"].split()[0]) == (400, "full_parameters")
 
 
 async def test_a_checkpoint_without_sampler_weights_never_samples_the_base_model_instead(

@@ -38,6 +38,21 @@ def test_adapters_have_as_many_places_as_are_set_beside_the_base(
     assert (environment[TOKEN], environment["SGLANG_RETURN_ORIGINAL_LOGPROB"]) == ("secret", "1")
 
 
+def test_a_server_of_full_parameters_alone_takes_no_adapters(facts: BaseModelFacts, tmp_path: Path) -> None:
+    spec = replace(spec_of(facts, tmp_path), max_lora_rank=0, engine=SGLANG)
+    assert not [
+        flag for flag in SGLANG.command(spec, 81, "127.0.0.1") if "loras" in flag or "enable-lora" in flag
+    ]
+
+
+@pytest.mark.parametrize("keeps_cache", [False, True])
+def test_on_a_gpu_no_step_is_under_way_where_samples_stand_in_place(
+    facts: BaseModelFacts, tmp_path: Path, keeps_cache: bool
+) -> None:
+    spec = replace(spec_of(facts, tmp_path), device="cuda", keeps_cache=keeps_cache, engine=SGLANG)
+    assert ("--disable-overlap-schedule" in SGLANG.command(spec, 81, "127.0.0.1")) == keeps_cache
+
+
 def _check(settings: config.Settings) -> None:
     preflight.check_settings(settings)
     preflight.check_placement(settings)

@@ -1,13 +1,11 @@
 """Models, optimizer steps, saves and loads: refusals and stored values."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import tinker
 
-from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.domain.values import AdamParams, DimuonParams, LoraSpec
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.schemas.base import parse
@@ -44,13 +42,6 @@ LIMITS = Limits(
     vocab_size=10, context_length=8, max_datums=3, base_models=("m", "/models/m"), max_lora_rank=8
 )
 OF_MODEL = {"model_id": "s:train:0", "seq_id": 3}
-
-
-def test_full_parameters_are_refused_where_the_samplers_do_not_take_them() -> None:
-    lacking = replace(LIMITS, sampler=SamplerAbilities("Plain", full_parameters=False))
-    assert validate_lora_config(LoraConfig(rank=1), lacking).rank == 1
-    with pytest.raises(NotSupportedError, match=r"^full_parameters is not supported by .* engine, Plain"):
-        validate_lora_config(LoraConfig(rank=0), lacking)
 
 
 def test_adam_defaults_are_the_sdks() -> None:
