@@ -16,7 +16,7 @@ from skyrl_tinker.domain.values import (
     TopkRow,
     VersionSpan,
 )
-from skyrl_tinker.errors import UserError
+from skyrl_tinker.errors import SamplerError, UserError
 from skyrl_tinker.inference.client.sample_parts import stop_strings
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -108,6 +108,13 @@ def diverged() -> UserError:
         "the weights give logprobs that are not finite numbers: their training has diverged; "
         "go back to an earlier checkpoint"
     )
+
+
+def refused(status: int, message: str) -> UserError | SamplerError:
+    """Return the error that a status means for all engines alike."""
+    if status in (400, 422):
+        return UserError(message)
+    return SamplerError(f"the sampler answered {status}: {message}")
 
 
 # Resuming

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from skyrl_tinker.domain.values import SampleRequest, TopkRow, VersionSpan
 from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
-from skyrl_tinker.inference.client.generated import GeneratedSequence, SamplerResponse, diverged
+from skyrl_tinker.inference.client.generated import GeneratedSequence, SamplerResponse, diverged, refused
 from skyrl_tinker.inference.client.sample_parts import first_scored, max_tokens, scores_prompt, stop_strings
 from skyrl_tinker.inference.client.sampling_port import Advice, Json, Post
 from skyrl_tinker.inference.constants import BASE_MODEL, START_VERSION
@@ -115,9 +115,7 @@ class SglangDialect:
     def refusal(self, status: int, message: str) -> UserError | SamplerError:
         if any(words in message for words in NOT_LOADED):
             return NotFoundError("the sampler has not loaded this adapter")  # it lists all others
-        if status in (400, 422):
-            return UserError(message)
-        return SamplerError(f"the sampler answered {status}: {message}")
+        return refused(status, message)
 
     async def tokenize(self, post: Post, text: Json) -> list[int]:
         return list((await post("/tokenize", {"model": BASE_MODEL, **text}))["tokens"])

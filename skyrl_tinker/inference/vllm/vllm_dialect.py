@@ -6,7 +6,7 @@ from typing import Any
 
 from skyrl_tinker.domain.values import SampleRequest
 from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
-from skyrl_tinker.inference.client.generated import SamplerResponse, diverged
+from skyrl_tinker.inference.client.generated import SamplerResponse, diverged, refused
 from skyrl_tinker.inference.client.sampling_port import Advice, Json, Post
 from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES, PROBE, VERSION_PULL
 from skyrl_tinker.inference.packed import PACKED
@@ -60,9 +60,7 @@ class VllmDialect:
             return NotFoundError(message)
         if "not JSON compliant" in message:  # vLLM's words for NaN in its answer
             return diverged()
-        if status in (400, 422):
-            return UserError(message)
-        return SamplerError(f"the sampler answered {status}: {message}")
+        return refused(status, message)
 
     async def tokenize(self, post: Post, text: Json) -> list[int]:
         return list((await post("/tokenize", {"model": BASE_MODEL, **text}))["tokens"])
