@@ -15,14 +15,15 @@ def _ability(about: str) -> Any:
 class SamplerAbilities:
     """Sampling engine by the fields of requests, and the settings, that it serves.
 
-    `lowest_temperature`: above 0. `most_stop_strings`: None where it has no bound.
+    `lowest_temperature`: above 0. `most_stop_strings`: None where it has no bound. `most_target_scores`:
+    likewise, of `target_prompt_logprobs`: positions, also sampled ones, by tokens that are a target at any.
     """
 
     engine: str = ""
     lowest_temperature: float = 0.0
     most_stop_strings: int | None = None
+    most_target_scores: int | None = None
     seed: bool = _ability("`seed`: the same sample again")
-    target_prompt_logprobs: bool = _ability("`target_prompt_logprobs`: logprobs of given tokens")
     prompt_alt_tokens_k: bool = _ability("`prompt_alt_tokens_k`: draws at each position of the prompt")
     router_replay: bool = _ability("`router_replay`: the experts of each sampled token")
     openai_routes: bool = _ability("completions and chats of OpenAI's clients")

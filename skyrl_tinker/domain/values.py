@@ -216,6 +216,10 @@ class TargetTokens:
     crow: tuple[int, ...] | None = None  # [rows + 1]
     col: tuple[int, ...] | None = None  # [len(tokens)]
 
+    @property
+    def distinct(self) -> list[int]:
+        return sorted({*self.tokens} - {-1})
+
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:

@@ -71,7 +71,7 @@ class Samplers:
 
         NotSupportedError: accepted by a server of another sampling engine.
         """
-        check_abilities(request, self._facts.sampler)
+        check_abilities(request, self._facts.sampler, self._facts.context_length)
         with self._counted(source):  # also between the requests that one sample may take
             await self.fetch(source)
             return await self._fleet.with_retry(lambda: self._sample(source, request, share))

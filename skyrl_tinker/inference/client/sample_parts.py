@@ -2,11 +2,12 @@
 
 import hashlib
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from skyrl_tinker.domain.values import SEEDS, SampleRequest, SamplingParams
+from skyrl_tinker.domain.values import SEEDS, Float32, SampleRequest, SamplingParams
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.inference.constants import MAX_SEQUENCES
 
@@ -125,3 +126,17 @@ def target_table(request: SampleRequest) -> Int32:
     table = np.full((rows, int(lengths.max(initial=0))), -1, np.int32)
     table[np.arange(table.shape[1]) < lengths[:, None]] = tokens
     return table
+
+
+def target_scores(request: SampleRequest, whole: Float32) -> tuple[float, ...]:
+    """Return the scores of target_table's cells in the order of TargetTokens.tokens, 0 for none."""
+    targets = request.target_prompt_logprobs
+    if targets is None:
+        return ()
+    scores = np.where(target_table(request) >= 0, whole, np.float32(0))
+    if targets.crow is None:
+        return tuple(scores.ravel().tolist())
+    lengths = [end - start for start, end in pairwise(targets.crow)]
+    return tuple(
+        value for row, length in zip(scores.tolist(), lengths, strict=True) for value in row[:length]
+    )

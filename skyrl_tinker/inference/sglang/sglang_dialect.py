@@ -8,10 +8,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from skyrl_tinker.domain.values import SampleRequest, TopkRow, VersionSpan
 from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
-from skyrl_tinker.inference.client.generated import GeneratedSequence, SamplerResponse, diverged, refused
-from skyrl_tinker.inference.client.sample_parts import first_scored, max_tokens, scores_prompt, stop_strings
+from skyrl_tinker.inference.client.generated import (
+    GeneratedSequence,
+    PromptScores,
+    SamplerResponse,
+    diverged,
+    refused,
+)
+from skyrl_tinker.inference.client.sample_parts import (
+    first_scored,
+    max_tokens,
+    scores_other_tokens,
+    scores_prompt,
+    stop_strings,
+    target_scores,
+    target_table,
+)
 from skyrl_tinker.inference.client.sampling_port import Advice, Json, Post
 from skyrl_tinker.inference.constants import BASE_MODEL, START_VERSION
 from skyrl_tinker.inference.sglang.sglang_control import SglangControl
@@ -65,7 +81,9 @@ class SglangDialect:
             "top_logprobs_num": max(request.topk_sample_logprobs, request.topk_prompt_logprobs),
         }
         if scores_prompt(request):  # the first row has no logprob
-            body["logprob_start_len"] = first_scored(request) - 1
+            body["logprob_start_len"] = _first_row(request) - 1
+        if targets := _targets(request):
+            body["token_ids_logprob"] = targets  # at every position, also of what is sampled
         return body if model == BASE_MODEL else body | {"lora_path": model}
 
     def call(
@@ -86,20 +104,24 @@ class SglangDialect:
             raise diverged()
         rows = meta.get("input_token_logprobs") or ()
         first = first_scored(request)
-        missing = scores_prompt(request) and len(rows) < len(request.prompt) - first + 1
+        unlisted = first - _first_row(request) + 1  # rows before those of the prompt's last n tokens
+        missing = scores_prompt(request) and len(rows) < len(request.prompt) - first + unlisted
         sequence = _generated(payload["output_ids"], meta, request, model)
         if missing and finish["type"] != "abort":
             raise SamplerError("the sampler left the prompt unscored")
         listed = request.topk_prompt_logprobs
-        best = (meta.get("input_top_logprobs") or ())[1:]
+        best = (meta.get("input_top_logprobs") or ())[unlisted:]
         return SamplerResponse(
             (sequence,),
             meta.get("cached_tokens") or 0,
             not missing,
             switched,
             replica,
-            (*[math.nan] * first, *_finite(rows[1:])) if request.prompt_logprobs and not missing else None,
+            (*[math.nan] * first, *_finite(rows[unlisted:]))
+            if request.prompt_logprobs and not missing
+            else None,
             (*[()] * first, *(_best(row or (), listed) for row in best)) if listed and not missing else None,
+            None if missing else _scores(meta.get("input_token_ids_logprobs") or (), request),
         )
 
     def logprobs_mode(self, payload: Json) -> Literal["raw", "processed"] | None:
@@ -147,6 +169,25 @@ def _generated(tokens: list[int], meta: Json, request: SampleRequest, model: str
         tuple(_best(row, k) for row in best) if k else (),
         _versions(meta, model, len(tokens)),
     )
+
+
+def _targets(request: SampleRequest) -> list[int]:
+    targets = request.target_prompt_logprobs
+    return targets.distinct if targets is not None and scores_other_tokens(request) else []
+
+
+def _first_row(request: SampleRequest) -> int:
+    """Return the first prompt position that is scored: targets are so everywhere."""
+    return 1 if _targets(request) else first_scored(request)
+
+
+def _scores(rows: Sequence[Sequence[Sequence[Any]] | None], request: SampleRequest) -> PromptScores | None:
+    """Read the logprobs of all targets at each position, of which a position asked for some."""
+    if not (targets := _targets(request)):
+        return None
+    each = np.array([[*_finite(row or ())] for row in rows[1:]], np.float32)
+    columns = np.searchsorted(targets, target_table(request))  # of none: any
+    return PromptScores(target_scores(request, np.take_along_axis(each, columns, 1)))
 
 
 def _finite(rows: Rows) -> Iterable[float]:

@@ -115,8 +115,8 @@ class SglangProcess:
         "SGLang",
         lowest_temperature=1e-6,  # it would be greedy instead
         most_stop_strings=32,
+        most_target_scores=1 << 18,  # as text and all at once
         seed=False,
-        target_prompt_logprobs=False,
         prompt_alt_tokens_k=False,
         router_replay=False,
         openai_routes=False,

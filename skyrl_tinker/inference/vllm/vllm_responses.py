@@ -5,7 +5,6 @@ import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +14,6 @@ from skyrl_tinker.domain.values import (
     Float32,
     RoutedExperts,
     SampleRequest,
-    TargetTokens,
     TopkRow,
     VersionSpan,
 )
@@ -26,7 +24,12 @@ from skyrl_tinker.inference.client.generated import (
     SamplerResponse,
     diverged,
 )
-from skyrl_tinker.inference.client.sample_parts import first_scored, scores_other_tokens, target_table
+from skyrl_tinker.inference.client.sample_parts import (
+    first_scored,
+    scores_other_tokens,
+    target_scores,
+    target_table,
+)
 from skyrl_tinker.inference.constants import BASE_MODEL, START_VERSION
 
 VLLM_LEAST_LOGPROB = -9999.0
@@ -170,19 +173,9 @@ def _prompt_scores(matrix: str, request: SampleRequest) -> PromptScores:
     whole = np.zeros((len(table), width), np.float32)
     whole[len(table) - len(scores) :] = scores[:, :width]
     return PromptScores(
-        _in_order(request.target_prompt_logprobs, np.where(table >= 0, whole, np.float32(0))),
+        target_scores(request, whole),
         _alt_tokens(scores[:, width:], draws) if draws else None,
     )
-
-
-def _in_order(targets: TargetTokens | None, whole: Float32) -> tuple[float, ...]:
-    """Return [cells] in the order of targets.tokens."""
-    if targets is None:
-        return ()
-    if targets.crow is None:
-        return tuple(whole.ravel().tolist())
-    lengths = [end - start for start, end in pairwise(targets.crow)]
-    return tuple(value for row, length in zip(whole.tolist(), lengths, strict=True) for value in row[:length])
 
 
 def _alt_tokens(columns: Float32, draws: int) -> AltTokens:

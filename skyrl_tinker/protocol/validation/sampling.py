@@ -42,7 +42,7 @@ def validate_sample(request: AsampleRequest, limits: Limits) -> SampleRequest:
         prompt_logprobs_last_n=request.prompt_logprobs_last_n,
         record_stability_info=request.record_stability_info,
     )
-    check_abilities(sample, limits.sampler)
+    check_abilities(sample, limits.sampler, limits.context_length)
     _check_length(sample, limits.context_length)
     return sample
 
@@ -75,7 +75,7 @@ def _params(params: WireSamplingParams, vocab_size: int) -> SamplingParams:
     )
 
 
-def check_abilities(request: SampleRequest, sampler: SamplerAbilities) -> None:
+def check_abilities(request: SampleRequest, sampler: SamplerAbilities, context: int) -> None:
     """Raise UserError for what the sampling engine would not do as asked."""
     params = request.params
     if refusal := sampler.refusal(params.temperature):
@@ -84,12 +84,26 @@ def check_abilities(request: SampleRequest, sampler: SamplerAbilities) -> None:
     if sampler.most_stop_strings is not None and strings > sampler.most_stop_strings:
         most = f"expected at most {sampler.most_stop_strings} for this server's sampling engine"
         raise UserError(f"sampling_params.stop: found {strings} strings, {most}, {sampler.engine}")
+    _check_target_scores(request, sampler, context)
     asked = {
         "seed": params.seed is not None,
-        "target_prompt_logprobs": request.target_prompt_logprobs is not None,
         "prompt_alt_tokens_k": request.prompt_alt_tokens_k > 0,
     }
     sampler.require(name for name, given in asked.items() if given)
+
+
+def _check_target_scores(request: SampleRequest, sampler: SamplerAbilities, context: int) -> None:
+    targets, most = request.target_prompt_logprobs, sampler.most_target_scores
+    if targets is None or most is None:
+        return
+    generated, count = request.params.max_tokens, len(targets.distinct)
+    positions = context if generated is None else len(request.prompt) + generated
+    if positions * count > most:
+        raise UserError(
+            f"target_prompt_logprobs: {positions} tokens of prompt and answer x {count} different targets = "
+            f"{positions * count}, expected at most {most} for this server's sampling engine, "
+            f"{sampler.engine}"
+        )
 
 
 def stop_bytes(stop: str | Sequence[str | int] | None) -> int:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from skyrl_tinker.domain.values import SampleRequest
+from skyrl_tinker.domain.values import SampleRequest, TargetTokens
 from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.sglang.sglang_dialect import SGLANG
@@ -15,6 +15,7 @@ from tests.inference.support.samplers import CONTEXT, ask, prompt_of
 FILE = Path(__file__).with_name("recorded.json")
 EOS = (2, 0)
 PROMPT = prompt_of(9)
+TARGETS = TargetTokens((8, 2), (7, 3, -1, 7, *[-1] * 11, 3))
 REQUESTS: dict[str, tuple[str, SampleRequest]] = {
     "scores": (
         BASE_MODEL,
@@ -23,6 +24,16 @@ REQUESTS: dict[str, tuple[str, SampleRequest]] = {
     "the last scores": (
         BASE_MODEL,
         ask(PROMPT, max_tokens=1, prompt_logprobs=True, prompt_logprobs_last_n=2),
+    ),
+    "targets": (
+        BASE_MODEL,
+        ask(
+            PROMPT,
+            max_tokens=2,
+            prompt_logprobs=True,
+            prompt_logprobs_last_n=2,
+            target_prompt_logprobs=TARGETS,
+        ),
     ),
     "a stop": (BASE_MODEL, ask(PROMPT, max_tokens=60, stop=tuple(range(3, 400)))),
     "texts": (BASE_MODEL, ask(PROMPT, max_tokens=2, stop=("qq", "zz"))),

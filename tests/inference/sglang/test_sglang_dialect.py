@@ -4,6 +4,7 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from skyrl_tinker.domain.values import VersionSpan
@@ -45,6 +46,22 @@ def test_the_last_scores_leave_the_first_without() -> None:
     found = parsed("the last scores").prompt_logprobs
     assert found is not None
     assert [math.isnan(each) for each in found] == [True] * (len(PROMPT) - 2) + [False] * 2
+
+
+def test_targets_are_scored_at_every_position_and_the_last_tokens_as_asked() -> None:
+    body, meta = body_of("targets"), answer("targets")["meta_info"]
+    assert (body["token_ids_logprob"], body["logprob_start_len"]) == ([3, 7], 0)
+    response = parsed("targets")
+    rows = meta["input_token_ids_logprobs"]
+    (three, seven), (_, second) = ([value for value, _, _ in row] for row in rows[1:3])
+    last = rows[-1][0][0]
+    assert response.scores is not None
+    expected = [seven, three, 0, second, *[0] * 11, last]
+    np.testing.assert_allclose(response.scores.targets, expected, rtol=1e-6)
+    assert response.prompt_logprobs is not None
+    assert response.prompt_logprobs[-2:] == tuple(row[0] for row in meta["input_token_logprobs"][-2:])
+    assert len(response.prompt_logprobs) == len(PROMPT)
+    assert np.isnan(response.prompt_logprobs[:-2]).all()
 
 
 def test_a_stop_stays_in_the_sequence() -> None:

@@ -2,15 +2,18 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.domain.values import BaseModelFacts, TargetTokens
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.sglang.sglang_dialect import SGLANG
+from tests.inference.client.test_prompt_scores import assert_targets, dense_targets
 from tests.inference.client.test_sampling_port import (  # noqa: F401 - kept here as there
     LONG,
     PROMPT,
@@ -94,6 +97,26 @@ async def test_the_likeliest_tokens_are_those_of_the_model(sampler: Sampler) -> 
     rows = [*listed[-4:], *sequence.topk]
     for row, tokens in zip(rows, best.indices[len(PROMPT) - 5 :].tolist(), strict=True):
         assert [token for token, _ in row] == tokens[: len(row)]
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+async def test_given_tokens_have_the_logprobs_of_the_model(
+    sampler: Sampler, tmp_path: Path, adapted: bool
+) -> None:
+    name, adapter = BASE_MODEL, None
+    if adapted:
+        name, adapter = unique(tmp_path), random_adapter(sampler.facts.directory, 8, 1)
+        await publish_and_load(sampler, adapter, tmp_path, name)
+    rows = len(PROMPT) - 1
+    sparse = TargetTokens((rows, 40), (9, 3, 9), (0, 2, *[2] * (rows - 2), 3), (1, 30, 39))
+    expected = all_logprobs(reference(sampler.facts.directory, adapter), PROMPT)
+    for targets in (dense_targets(rows, 3, seed=1), sparse):
+        asked = ask(PROMPT, num_samples=2, prompt_logprobs=True, prompt_logprobs_last_n=2)
+        output = await sampler(name, replace(asked, target_prompt_logprobs=targets))
+        assert_targets(output, targets, expected)
+        assert output.prompt_logprobs is not None
+        own = expected.gather(1, torch.tensor(PROMPT[1:])[:, None])[-2:, 0]
+        np.testing.assert_allclose(output.prompt_logprobs[-2:], own, atol=1e-3)
 
 
 @pytest.mark.parametrize("unembed", [False, True])

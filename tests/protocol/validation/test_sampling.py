@@ -110,7 +110,7 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> None:
         validate(**fields)
 
 
-LACKING = replace(LIMITS, sampler=SamplerAbilities("Plain", 0.01, 2, False, False, False))
+LACKING = replace(LIMITS, sampler=SamplerAbilities("Plain", 0.01, 2, 8, False, False))
 TARGETS = {"data": [1, 2], "dtype": "int64", "shape": [2, 1]}
 
 
@@ -118,7 +118,6 @@ TARGETS = {"data": [1, 2], "dtype": "int64", "shape": [2, 1]}
     ("fields", "field"),
     [
         ({"params": {"seed": 0}}, "seed"),
-        ({"target_prompt_logprobs": TARGETS}, "target_prompt_logprobs"),
         ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k"),
     ],
 )
@@ -141,6 +140,17 @@ def test_more_stop_strings_than_the_sampling_engine_takes_are_refused() -> None:
         validate(params={"stop": ["a", "b", "c"]}, limits=LACKING)
     assert validate(params={"stop": ["a", "b"]}, limits=LACKING)
     assert validate(params={"stop": [1, 2, 3]}, limits=LACKING)
+
+
+def test_more_target_scores_than_the_sampling_engine_takes_are_refused() -> None:
+    few = TARGETS | {"data": [2, 2]}
+    message = r"^target_prompt_logprobs: 5 tokens of prompt and answer x 2 .* = 10, expected at most 8 for"
+    with pytest.raises(UserError, match=message):
+        validate(target_prompt_logprobs=TARGETS, params={"max_tokens": 2}, limits=LACKING)
+    with pytest.raises(UserError, match=r"8 tokens .* x 2 .* = 16"):
+        validate(target_prompt_logprobs=TARGETS, limits=LACKING)
+    assert validate(target_prompt_logprobs=TARGETS, params={"max_tokens": 1}, limits=LACKING)
+    assert validate(target_prompt_logprobs=few, limits=LACKING)
 
 
 WRONG: list[tuple[str, Any, str]] = [
