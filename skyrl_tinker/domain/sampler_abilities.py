@@ -32,7 +32,6 @@ class SamplerAbilities:
     processed_logprobs: bool = _ability('`sampled_logprobs = "processed"`')
     external_samplers: bool = _ability("`sampler_urls` and the like: servers that run already")
     colocated: bool = _ability('`placement = "colocated"`: turns with the trainer on the same GPUs')
-    replicas: bool = _ability("`replicas`: several")
     ray_address: bool = _ability("`ray_address`: replicas on other hosts")
 
     def __str__(self) -> str:

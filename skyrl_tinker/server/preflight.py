@@ -69,8 +69,7 @@ def _check_standby(settings: Settings) -> None:
 
 def check_placement(settings: Settings) -> None:
     """Refuse settings that contradict the placement, which is decided."""
-    decided = {"colocated": settings.colocated, "replicas": settings.replicas > 1}
-    _require_abilities(settings, decided)
+    _require_abilities(settings, {"colocated": settings.colocated})
     torch_groups = engine_of(settings).torch_groups
     choose(
         settings.weight_transport, settings.device, colocated=settings.colocated, torch_groups=torch_groups

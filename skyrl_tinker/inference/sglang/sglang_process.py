@@ -94,6 +94,7 @@ def flags(spec: SamplerSpec, port: int, host: str) -> list[str]:
         "grammar-backend": "none",
         "skip-server-warmup": True,
         "log-level": "warning",
+        "enable-metrics": True,
         "enable-priority-scheduling": True,
         "schedule-low-priority-values-first": True,
         "disable-priority-preemption": True,  # it would compute again what runs
@@ -125,7 +126,6 @@ class SglangProcess:
         processed_logprobs=False,
         external_samplers=False,
         colocated=False,
-        replicas=False,
         ray_address=False,
     )
     require_model = staticmethod(require_model)

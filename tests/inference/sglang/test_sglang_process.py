@@ -67,7 +67,6 @@ def _check(settings: config.Settings) -> None:
         ({"sampled_logprobs": "processed"}, "processed_logprobs"),
         ({"sampler_urls": ("http://a:1",)}, "external_samplers"),
         ({"placement": "colocated"}, "colocated"),
-        ({"replicas": 2}, "replicas"),
         ({"ray_address": "auto"}, "ray_address"),
     ],
 )

@@ -1,0 +1,89 @@
+"""Several real SGLang replicas, through the SDK: killed under load, they lose nothing and come back."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import tinker
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.support.client import Array, Client, logprobs_of, metrics_of, prompt
+from tests.e2e.support.policies import ATOL, TOKENS, roll, step
+from tests.support.processes import below, title
+from tests.support.serve import Serve, serving
+from tests.support.sglang_cpu.sglang_server import START_S, interpreter
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.long
+
+REPLICAS = 2
+SCHEDULER, SERVER = "sglang::scheduler", "sglang.launch_server"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    settings = {
+        "SAMPLER_ENGINE": "sglang",
+        "SAMPLER_PYTHON": str(interpreter()),
+        "SAMPLER_STARTUP_S": str(START_S),
+        "REPLICAS": str(REPLICAS),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(f"SKYRL_TINKER_{name}", value)
+        with serving(tmp_path_factory.mktemp("served") / "home", within_s=START_S) as server:
+            yield server
+
+
+@pytest.fixture(scope="module")
+def samplers(server: Serve) -> Iterator[dict[tinker.SamplingClient, Array]]:
+    """Adapters with two snapshots each, and the trainer's logprobs of TOKENS when each was made."""
+    with tinker.ServiceClient(base_url=server.url) as service:
+        client = Client(server.url, service)
+        made: dict[tinker.SamplingClient, Array] = {}
+        for seed, rank in enumerate((8, 16)):
+            training = client.new_lora(rank=rank, seed=seed)
+            for _ in range(2):
+                step(training)
+                made[training.save_weights_and_get_sampling_client().result()] = logprobs_of(training, TOKENS)
+        yield made
+
+
+def processes(server: Serve, name: str) -> set[int]:
+    return {each.pid for each in below(server.process.pid) if name in title(each)}
+
+
+def assert_each_its_own(samplers: dict[tinker.SamplingClient, Array]) -> None:
+    pending = [(sampler, sampler.compute_logprobs(prompt(TOKENS))) for sampler in samplers]
+    for sampler, answer in pending:
+        np.testing.assert_allclose(answer.result()[1:], samplers[sampler], atol=ATOL)
+
+
+def test_every_replica_samples_every_adapter(
+    server: Serve, samplers: dict[tinker.SamplingClient, Array]
+) -> None:
+    assert len(processes(server, SCHEDULER)) == REPLICAS
+    assert_each_its_own(samplers)
+
+
+def test_its_own_metrics_come_with_the_number_of_their_replica(
+    server: Serve, samplers: dict[tinker.SamplingClient, Array]
+) -> None:
+    families = text_string_to_metric_families(metrics_of(server.url))
+    own = [sample for family in families if family.name.startswith("sglang:") for sample in family.samples]
+    assert {sample.labels["replica"] for sample in own} == {"0", "1"}
+    assert sum(sample.value for sample in own if sample.name == "sglang:prompt_tokens_total") > 0
+
+
+@pytest.mark.parametrize("name", [SCHEDULER, SERVER])
+def test_a_replica_that_is_killed_under_load_loses_nothing_and_comes_back(
+    server: Serve, samplers: dict[tinker.SamplingClient, Array], name: str
+) -> None:
+    before = processes(server, name)
+    rollouts = [roll(sampler, 200, samples=2) for sampler in samplers]
+    victim = next(each for each in below(server.process.pid) if each.pid in before and name in title(each))
+    victim.kill()
+    for rollout in rollouts:
+        assert [len(sequence.tokens) for sequence in rollout.result().sequences] == [200, 200]
+    wait_until(lambda: len(processes(server, SCHEDULER) - {victim.pid}) == REPLICAS, START_S)
+    assert_each_its_own(samplers)
