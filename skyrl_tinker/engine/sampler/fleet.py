@@ -128,7 +128,8 @@ class Fleet:
     async def with_retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Make the attempt, again at once when replicas were lost meanwhile and others serve.
 
-        It waits while no replica serves or the chosen one is paused, and for the trainer when that was to bring weights and died.
+        It waits while no replica serves or the chosen one is paused, and for the trainer when that was to
+        bring weights and died.
         SamplerError: it failed for another reason.
         """
         attempts = ATTEMPTS

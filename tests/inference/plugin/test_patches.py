@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import vllm
+from vllm.outputs import RequestOutput
 
 from skyrl_tinker.inference.plugin import patches
 from skyrl_tinker.inference.vllm import vllm_targets
@@ -54,16 +55,13 @@ def test_a_patch_whose_target_is_unknown_is_refused_by_name(
     assert not patches.WeightTransferEngineFactory._registry
 
 
-def test_a_patch_that_one_kind_of_model_needs_is_refused_where_that_is_loaded(
+def test_a_patch_that_not_all_need_is_refused_when_vllm_calls_its_gate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from vllm.model_executor.models.gpt_oss import GptOssModel
-
-    gate = "model_executor.models.gpt_oss:GptOssModel.load_weights"
-    monkeypatch.setattr(GptOssModel, "load_weights", GptOssModel.load_weights)  # restored afterwards
-    patches._refuse_at(gate, "needed for gpt-oss")
+    monkeypatch.setattr(RequestOutput, "add", RequestOutput.add)  # restored afterwards
+    patches._refuse_at("outputs:RequestOutput.add", "needed for gpt-oss")
     with pytest.raises(RuntimeError, match="needed for gpt-oss"):
-        GptOssModel.load_weights(object(), [])  # type: ignore[arg-type]
+        RequestOutput.add()
 
 
 FUNCTION = "    def f(\n        self,\n    ) -> int:\n        return 1\n"
