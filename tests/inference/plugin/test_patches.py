@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import vllm
-from vllm.outputs import RequestOutput
 
 from skyrl_tinker.inference.plugin import patches
 from skyrl_tinker.inference.vllm import vllm_targets
@@ -58,10 +57,12 @@ def test_a_patch_whose_target_is_unknown_is_refused_by_name(
 def test_a_patch_that_not_all_need_is_refused_when_vllm_calls_its_gate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(RequestOutput, "add", RequestOutput.add)  # restored afterwards
-    patches._refuse_at("outputs:RequestOutput.add", "needed for gpt-oss")
+    factory = patches.WeightTransferEngineFactory
+    monkeypatch.setattr(factory, "create_engine", factory.create_engine)  # restored afterwards
+    gate = "distributed.weight_transfer:WeightTransferEngineFactory.create_engine"
+    patches._refuse_at(gate, "needed for gpt-oss")
     with pytest.raises(RuntimeError, match="needed for gpt-oss"):
-        RequestOutput.add()
+        factory.create_engine("any", None, None, None)  # type: ignore[arg-type]
 
 
 FUNCTION = "    def f(\n        self,\n    ) -> int:\n        return 1\n"
