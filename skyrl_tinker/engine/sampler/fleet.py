@@ -14,7 +14,7 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.domain.values import Way
 from skyrl_tinker.engine.colocation.placement import SEPARATE, AwakeLock, Placement
 from skyrl_tinker.engine.status import EngineStatus
-from skyrl_tinker.errors import SamplerError, SamplerPausedError, TrainerError
+from skyrl_tinker.errors import SamplerError, TrainerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import CoreWatch, Loss
 from skyrl_tinker.inference.servers.router import Router
@@ -128,8 +128,7 @@ class Fleet:
     async def with_retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Make the attempt, again at once when replicas were lost meanwhile and others serve.
 
-        It waits while no replica serves or the chosen one is paused, and for the trainer when that was to
-        bring weights and died.
+        It waits while no replica serves, and for the trainer when that was to bring weights and died.
         SamplerError: it failed for another reason.
         """
         attempts = ATTEMPTS
@@ -140,8 +139,6 @@ class Fleet:
                 return await self._interruptible(attempt)
             except TrainerError as error:
                 _log.info("tried again when the trainer is back: %s", error)
-                await asyncio.sleep(RETRY_S)
-            except SamplerPausedError:
                 await asyncio.sleep(RETRY_S)
             except SamplerError as error:
                 attempts -= 1

@@ -18,7 +18,6 @@ from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import SamplerError, TrainerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
-from skyrl_tinker.inference.vllm.vllm_dialect import VLLM
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
@@ -222,20 +221,6 @@ async def test_what_waits_for_weights_of_a_trainer_that_died_is_tried_again_when
     async def attempt() -> str:
         if deaths:
             raise deaths.pop()
-        return "sampled"
-
-    assert await fleet.with_retry(attempt) == "sampled"
-
-
-async def test_a_sample_of_a_paused_replica_waits(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "RETRY_S", 0.01)
-    refusals = [
-        VLLM.refusal(503, "Generation is paused. Please retry after it resumes.")
-    ] * 10  # as 0.33 says
-
-    async def attempt() -> str:
-        if refusals:
-            raise refusals.pop()
         return "sampled"
 
     assert await fleet.with_retry(attempt) == "sampled"
