@@ -17,6 +17,7 @@ SkyrlTinkerError              500  server
 ├── TrainerLostError          500  server   fresh ranks do not help, or Ray is gone: only a new engine does
 ├── ExhaustedError            500  server   the ranks lack memory for this; models are as before
 ├── SamplerError              500  server   the inference plane failed
+│   └── SamplerPausedError    500  server   somebody has paused the replica: it takes no request yet
 ├── StorageError              500  server   a disk is broken; models and weights are as before
 │   ├── DiskFullError         500  server   it has no room: the same work may succeed later
 │   └── StorageAwayError      500  server   object storage does not answer: it may later
@@ -148,6 +149,10 @@ class NoRoomError(OverloadedError):
 
 class DatabaseError(OverloadedError):
     status = 503
+
+
+class SamplerPausedError(SamplerError):
+    pass
 
 
 class StorageError(SkyrlTinkerError):

@@ -1,14 +1,15 @@
 """The data plane: requests that any replica may serve."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from skyrl_tinker.domain.values import SampleRequest
+from skyrl_tinker.errors import SamplerPausedError
 from skyrl_tinker.inference.client.generated import SamplerResponse
 from skyrl_tinker.inference.client.http_connection import HttpAnswer, HttpStatusError, JsonHttp
 from skyrl_tinker.inference.client.in_flight import InFlight
@@ -17,6 +18,9 @@ from skyrl_tinker.inference.constants import MAX_SEQUENCES, REPLICA
 
 MOST_LISTED = 4096
 """Tokens of a prompt's top k that are parsed on the event loop; for more, others would wait."""
+PAUSED_S = 0.2
+"""Between the tries of a call that a paused server refuses."""
+T = TypeVar("T")
 Headers = Mapping[str, str]
 StreamPath = Literal["/inference/v1/generate", "/v1/completions", "/v1/chat/completions"]
 
@@ -100,11 +104,11 @@ class DataPlane:
 
         Raises on entering, before anything was yielded. Leaving it early aborts the request.
         """
-        try:
-            async with self.http.stream(self.proxy_url + path, json=body, headers=headers) as chunks:
-                yield chunks
-        except HttpStatusError as error:
-            raise self.dialect.refusal(error.status, error.message) from error
+        async with AsyncExitStack() as stack:
+            url = self.proxy_url + path
+            yield await self._once_resumed(
+                lambda: stack.enter_async_context(self.http.stream(url, json=body, headers=headers))
+            )
 
     async def _post(self, path: str, body: Json, headers: Headers | None = None) -> Any:
         return (await self._answer(path, body, headers)).content
@@ -119,8 +123,16 @@ class DataPlane:
     async def _answer(
         self, path: str, body: Json, headers: Headers | None = None, server: str | None = None
     ) -> HttpAnswer:
-        try:
-            url = (server or self.proxy_url) + path
-            return await self.http.request("POST", url, json=body, headers=headers)
-        except HttpStatusError as error:
-            raise self.dialect.refusal(error.status, error.message) from error
+        url = (server or self.proxy_url) + path
+        return await self._once_resumed(lambda: self.http.request("POST", url, json=body, headers=headers))
+
+    async def _once_resumed(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Make the call, again and again while the server refuses it for being paused."""
+        while True:
+            try:
+                return await call()
+            except HttpStatusError as error:
+                refusal = self.dialect.refusal(error.status, error.message)
+                if not isinstance(refusal, SamplerPausedError):
+                    raise refusal from error
+            await asyncio.sleep(PAUSED_S)

@@ -77,6 +77,7 @@ class _PackedTokens(ServingTokens):
         request_id: str,
         model_name: str,
         request_metadata: Any,
+        **_: Any,  # of 0.33, for other forms of answers
     ) -> bytes:
         """Return what vLLM's method does, packed; no logprobs but those of the tokens were asked for."""
         async for output in result_generator:

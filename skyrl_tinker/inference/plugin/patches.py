@@ -1,18 +1,23 @@
 """Patches of stock vLLM in our vLLM processes. Runs inside vLLM only.
 
-Each patch says which fault it fixes; `PATCHED` is the release in which the faults were found. Another release
-is refused: it may have fixed them itself, or moved the code that the patches replace.
+Each patch says which fault it fixes, and names the functions that it replaces or repeats. Where their source
+is that of no known release, the patch is refused: vLLM may have mended the fault, or moved the code.
 """
 
+import importlib
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
 from contextlib import nullcontext
 from copy import copy
+from dataclasses import dataclass
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
+import vllm
 from torch.distributed import Backend, distributed_c10d
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.platforms import current_platform
@@ -25,49 +30,86 @@ from skyrl_tinker.inference.plugin import (
     signed_pickles,
     slot_products,
 )
+from skyrl_tinker.inference.vllm import vllm_targets
 from skyrl_tinker.inference.vllm.vllm_slots import expert_slot_rank
 from skyrl_tinker.listeners import closing_new_listeners
 from skyrl_tinker.processes import die_with_parent
 
-PATCHED = "0.32."
 STAGED = ("skyrl_staged", "skyrl_tinker.weight_sync.vllm_receiver", "StagedEngine")
 """Backend name, module and class; vLLM imports the module when it loads the model."""
 
 
+@dataclass(frozen=True)
+class Patch:
+    """A patch, and the functions of vLLM that it relies on, as vllm_targets names them.
+
+    `needs`: what makes it necessary; `gate`: a function that vLLM calls at start where it is. Without both it
+    always is.
+    """
+
+    apply: Callable[[], None]
+    targets: tuple[str, ...]
+    needs: str = ""
+    gate: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.apply.__module__.rpartition('.')[2]}.{self.apply.__name__}"
+
+
 def apply() -> None:
-    """Apply all patches once per process; RuntimeError in another release."""
-    _require_version(vllm_version)
+    """Apply all patches once per process; RuntimeError in a release for which they were not written."""
+    if not vllm_version.startswith(vllm_targets.SUPPORTED):
+        raise RuntimeError(f"skyrl-tinker's patches are for {_releases()}, found {vllm_version}")
     if STAGED[0] in WeightTransferEngineFactory._registry:
         return
+    patches = (*PATCHES, *(ON_CPU if current_platform.is_cpu() else ()))
+    refusals = {patch: reason for patch in patches if (reason := _refusal(patch))}
+    for patch, reason in refusals.items():
+        if not patch.gate:
+            raise RuntimeError(reason)
+        _refuse_at(patch.gate, reason)
     WeightTransferEngineFactory.register_engine(*STAGED)
     _end_with_parent()
     _close_meeting_ports()
     if token := os.environ.get(TOKEN):  # servers that users start themselves have none
         signed_pickles.apply(token)
-    _count_cached_prompts_once()
-    _keep_request_ids()
-    _adapt_every_head()
-    _adapt_large_heads()
-    _load_adapted_experts()
-    _divide_rank_among_experts()
-    _keep_experts_as_loaded()
-    prompt_adapters.apply()
-    score_extraction.apply()
-    _know_routes_and_whole_experts()
-    if current_platform.is_cpu():
-        _fork_workers()
-        slot_products.apply()
-        _adapt_experts()
-        _draw_for_whole_prompts_only()
-        _zero_reused_blocks()
-        _repack_tied_heads()
+    for patch in patches:
+        if patch not in refusals:
+            patch.apply()
 
 
-def _require_version(version: str) -> None:
-    if not version.startswith(PATCHED):
-        raise RuntimeError(
-            f"skyrl-tinker's patches are for vLLM {PATCHED}x, found {version}: install that release"
-        )
+def _releases() -> str:
+    return " and ".join(f"vLLM {release}x" for release in vllm_targets.SUPPORTED)
+
+
+def _known() -> str:
+    return " or ".join(vllm_targets.releases())
+
+
+def _refusal(patch: Patch) -> str:
+    """Return why a patch may not be applied to this vLLM; nothing where it may."""
+    found = vllm_targets.unknown(Path(vllm.__path__[0]), patch.targets)
+    if not found:
+        return ""
+    return (
+        f"vLLM {vllm_version}: skyrl-tinker's patch {patch.name}, needed {patch.needs or 'always'}, is not "
+        f"for this release: the source of {', '.join(found)} is unknown. Install {_known()}"
+    )
+
+
+def _refuse_at(gate: str, reason: str) -> None:
+    """Have a function of vLLM, which is called where a patch is needed, raise RuntimeError."""
+    module, _, qualified = gate.partition(":")
+    owner: Any = importlib.import_module(f"vllm.{module}")
+    *outer, name = qualified.split(".")
+    for each in outer:
+        owner = getattr(owner, each)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError(reason)
+
+    setattr(owner, name, refuse)
 
 
 def _end_with_parent() -> None:
@@ -129,7 +171,7 @@ def _adapt_every_head() -> None:
 def _adapt_large_heads() -> None:
     """Take adapters of lm_head for more than 258,048 tokens, as Gemma 3 has.
 
-    Stock vLLM refuses them for kernels that it no longer has: those of 0.32 take any size.
+    Stock vLLM refuses them for kernels that it no longer has: those of 0.32 and 0.33 take any size.
     """
     from vllm.lora.layers import LogitsProcessorWithLoRA
 
@@ -238,10 +280,15 @@ def _keep_request_ids() -> None:
     ServingTokens._base_request_id = staticmethod(base_request_id)  # type: ignore[method-assign]
 
 
-def _know_routes_and_whole_experts() -> None:
-    from skyrl_tinker.inference.plugin import routed_experts, whole_experts  # seconds of vLLM's imports
+def _know_routes() -> None:
+    from skyrl_tinker.inference.plugin import routed_experts  # seconds of vLLM's imports
 
     routed_experts.apply()
+
+
+def _know_whole_experts() -> None:
+    from skyrl_tinker.inference.plugin import whole_experts  # seconds of vLLM's imports
+
     whole_experts.apply()
 
 
@@ -304,3 +351,91 @@ def _repack_tied_heads() -> None:
                 module.quant_method.process_weights_after_loading(module)
 
     layerwise.finalize_layerwise_processing = finalize_and_repack
+
+
+_RUNNER = "v1.worker.gpu_model_runner:GPUModelRunner"
+_LORA_LOAD = "v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.load_lora_model"
+_HEAD = "lora.layers.logits_processor:LogitsProcessorWithLoRA"
+_EXPERTS = "lora.layers.fused_moe:FusedMoEWithLoRA"
+_TOKENS = "entrypoints.scale_out.token_in_token_out.serving:ServingTokens"
+_AUX = "distributed.aux_output_connector"
+_OPS = "lora.ops.torch_ops.lora_ops"
+_GPT_OSS = "model_executor.models.gpt_oss:GptOssModel.load_weights"
+_KERNELS = "model_executor.layers.fused_moe"
+_RELOAD = "model_executor.model_loader.reload.layerwise:finalize_layerwise_processing"
+_ADAPTERS = "where max_lora_rank is above 0"
+_ADAPTED_EXPERTS = "for mixtures of experts where max_lora_rank is above 0"
+_LOGITS = (
+    "lora.punica_wrapper.punica_base:PunicaWrapperBase._update_base_metadata",
+    f"{_HEAD}._get_logits",
+)
+
+PATCHES = (
+    Patch(_count_cached_prompts_once, ("v1.engine.output_processor:RequestState.make_request_output",)),
+    Patch(
+        _keep_request_ids,
+        (
+            "entrypoints.serve.engine.serving:BaseServing._base_request_id",
+            f"{_TOKENS}.serve_tokens_full_generator",
+        ),
+    ),
+    Patch(_adapt_every_head, (_LORA_LOAD,), _ADAPTERS, _LORA_LOAD),
+    Patch(_adapt_large_heads, (f"{_HEAD}.create_lora_weights",), _ADAPTERS, _LORA_LOAD),
+    Patch(_load_adapted_experts, (f"{_EXPERTS}.__init__",), _ADAPTED_EXPERTS, f"{_EXPERTS}.__init__"),
+    Patch(
+        _divide_rank_among_experts,
+        (f"{_EXPERTS}.create_lora_weights", f"{_EXPERTS}.set_lora"),
+        _ADAPTED_EXPERTS,
+        f"{_EXPERTS}.__init__",
+    ),
+    Patch(
+        _keep_experts_as_loaded,
+        (f"{_KERNELS}.oracle.unquantized:_trtllm_bf16_lora_supported",),
+        _ADAPTED_EXPERTS,
+        f"{_EXPERTS}.__init__",
+    ),
+    Patch(prompt_adapters.apply, (f"{_RUNNER}._get_prompt_logprobs_dict", *_LOGITS)),
+    Patch(score_extraction.apply, (f"{_RUNNER}._get_prompt_logprobs_dict", f"{_RUNNER}.sample_tokens")),
+    Patch(
+        _know_routes,
+        (
+            f"{_RUNNER}.initialize_kv_cache",
+            f"{_RUNNER}.execute_model",
+            f"{_RUNNER}.sample_tokens",
+            "config.vllm:VllmConfig._verify_aux_output_compatibility",
+            f"{_AUX}.worker:get_aux_output_connector",
+            f"{_AUX}.worker:PendingAuxOutput",
+        ),
+        "with router_replay",
+        f"{_AUX}.worker:get_aux_output_connector",
+    ),
+    Patch(_know_whole_experts, (_GPT_OSS,), "for gpt-oss", _GPT_OSS),
+)
+ON_CPU = (
+    Patch(_fork_workers, ("platforms.cpu:CpuPlatform.check_and_update_config",)),
+    Patch(
+        slot_products.apply,
+        (f"{_OPS}:bgmv_shrink", f"{_OPS}:bgmv_expand", f"{_OPS}:bgmv_expand_slice"),
+        _ADAPTERS,
+        _LORA_LOAD,
+    ),
+    Patch(
+        _adapt_experts,
+        (
+            f"{_KERNELS}.oracle.unquantized:select_unquantized_moe_backend",
+            f"{_KERNELS}.experts.cpu_moe:CPUUnquantizedExperts",
+            f"{_KERNELS}.experts.lora_experts_mixin:LoRAExpertsMixin",
+        ),
+        "for mixtures of experts",
+        f"{_KERNELS}.unquantized_fused_moe_method:select_unquantized_moe_backend",
+    ),
+    Patch(_draw_for_whole_prompts_only, (f"{_RUNNER}.sample_tokens",)),
+    Patch(
+        _zero_reused_blocks,
+        (
+            "v1.kv_cache_interface:KVCacheConfig.needs_kv_cache_zeroing",
+            f"{_RUNNER}._init_kv_zero_meta",
+        ),
+    ),
+    Patch(_repack_tied_heads, (_RELOAD,)),
+)

@@ -37,7 +37,8 @@ def _load(model: GptOssModel, weights: Weights) -> set[str]:
         if not is_pp_missing_parameter(name, model):
             own, parts = _parts(name, tensor)
             parameter = model.get_parameter(parameters[own])
-            loader: Callable[..., Any] = getattr(parameter, "weight_loader", default_weight_loader)
+            stock = _load_own_heads if name.endswith(".sinks") else default_weight_loader
+            loader: Callable[..., Any] = getattr(parameter, "weight_loader", stock)
             for part, options in parts:
                 loader(parameter, part, **options)
             loaded.add(parameters[own])
@@ -54,7 +55,10 @@ def _parts(name: str, tensor: torch.Tensor) -> tuple[str, list[tuple[torch.Tenso
     for layer, shard in _QUERIES.items():
         if layer in name:
             return name.replace(layer, ".qkv_proj."), [(tensor, {"loaded_shard_id": shard})]
-    if name.endswith(".sinks"):
-        heads = tensor.chunk(get_tensor_model_parallel_world_size())
-        return name, [(heads[get_tensor_model_parallel_rank()], {})]
     return name, [(tensor, {})]
+
+
+def _load_own_heads(parameter: torch.Tensor, sinks: torch.Tensor) -> None:
+    """Load those of this rank, as the loader of vLLM 0.33 does; the sinks of 0.32 have none."""
+    heads = sinks.chunk(get_tensor_model_parallel_world_size())
+    default_weight_loader(parameter, heads[get_tensor_model_parallel_rank()])

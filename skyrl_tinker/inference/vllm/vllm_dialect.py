@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_tinker.domain.values import SampleRequest
-from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
+from skyrl_tinker.errors import NotFoundError, SamplerError, SamplerPausedError, UserError
 from skyrl_tinker.inference.client.generated import SamplerResponse, diverged, refused
 from skyrl_tinker.inference.client.sampling_port import Advice, Json, Post
 from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES, PROBE, VERSION_PULL
@@ -60,6 +60,8 @@ class VllmDialect:
             return NotFoundError(message)
         if "not JSON compliant" in message:  # vLLM's words for NaN in its answer
             return diverged()
+        if status == 503 and "Generation is paused" in message:  # vLLM 0.32 has such a request wait itself
+            return SamplerPausedError("the sampler is paused")
         return refused(status, message)
 
     async def tokenize(self, post: Post, text: Json) -> list[int]:

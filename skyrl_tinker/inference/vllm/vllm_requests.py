@@ -41,7 +41,7 @@ def body(model: str, request: SampleRequest, *, eos: Sequence[int], context: int
         "temperature": params.temperature,
         "top_k": params.top_k,
         "top_p": params.top_p,
-        # vLLM lists the sampled token first and cuts the list, so the k-th other needs one place more.
+        # vLLM 0.32 lists the sampled token first and cuts the list: the k-th other needs one place more.
         "logprobs": request.topk_sample_logprobs + 1 if request.topk_sample_logprobs else 0,
         "detokenize": False,
         # Samplers that list experts do so from here on.
