@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, overload
 import typer
 
 from skyrl_tinker.cli.database import existing_database
-from skyrl_tinker.cli.options import with_settings
+from skyrl_tinker.cli.options import with_added, with_settings
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.key_limits import NAMES
 
 if TYPE_CHECKING:  # the other commands need none of its imports
     from sqlalchemy import Connection
@@ -205,18 +206,8 @@ def rotate_secrets(settings: Settings) -> None:
 
 @app.command()
 @with_settings("home", "database_url")
-def limit(
-    settings: Settings,
-    key: Which,
-    models: Limit = None,
-    resident_gb: Limit = None,
-    stored_gb: Limit = None,
-    sessions: Limit = None,
-    backlog: Limit = None,
-    requests_per_s: Limit = None,
-    metadata_kb: Limit = None,
-    stop_kb: Limit = None,
-) -> None:
+@with_added(dict.fromkeys(NAMES, Limit))
+def limit(settings: Settings, key: Which, **limits: str | None) -> None:
     """Give one key limits of its own, and print them: a number, `none`, or `default` for that of all keys.
 
     A running server keeps to them within a second. What a key has already stays. For example:
@@ -224,29 +215,12 @@ def limit(
     \b
       skyrl-tinker keys limit alice --models 4 --stored-gb 200 --sessions default
     """
+    from skyrl_tinker.api.resources.key_administration import limit_changes
     from skyrl_tinker.store import api_keys
 
-    limits = {
-        "models": models,
-        "resident_gb": resident_gb,
-        "stored_gb": stored_gb,
-        "sessions": sessions,
-        "backlog": backlog,
-        "requests_per_s": requests_per_s,
-        "metadata_kb": metadata_kb,
-        "stop_kb": stop_kb,
-    }
-    changes = {name: _limit(name, text) for name, text in limits.items() if text is not None}
+    changes = limit_changes({name: text for name, text in limits.items() if text is not None})
     now = _run(settings, lambda conn: api_keys.limit(conn, key, changes))
     print(", ".join(_limits(now)) or "the limits of all keys (settings key_…)")
-
-
-def _limit(name: str, text: str) -> Any:
-    from skyrl_tinker.store import api_keys
-
-    if text in ("none", "default"):
-        return None if text == "none" else api_keys.DEFAULT
-    return getattr(Settings.model_validate({f"key_{name}": text}), f"key_{name}")
 
 
 def _limits(limits: Mapping[str, Any]) -> list[str]:

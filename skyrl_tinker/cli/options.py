@@ -3,7 +3,7 @@
 import difflib
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -43,10 +43,19 @@ def _choices(annotation: Any) -> tuple[str, ...]:
 
 def with_options(*settings: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add one option per setting to a command that takes `**settings` beside options of its own."""
+    return with_added({name: Annotated[_option_type(name), option(name)] for name in settings})
+
+
+def with_added(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add options, by name with their annotations, to a command that takes them as `**options`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [each for each in signature(command).parameters.values() if each.kind != each.VAR_KEYWORD]
-        command.__signature__ = Signature([*own, *_parameters(settings)])  # type: ignore[attr-defined]
+        added = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for name, annotation in options.items()
+        ]
+        command.__signature__ = Signature([*own, *added])  # type: ignore[attr-defined]
         return command
 
     return decorate
@@ -66,17 +75,10 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
                 command(config.load(config_file, **given), **values)
 
         _, *own = signature(command).parameters.values()
-        file = Parameter("config_file", Parameter.KEYWORD_ONLY, default=None, annotation=Config)
-        run.__signature__ = Signature([*own, file, *_parameters(names)])  # type: ignore[attr-defined]
-        return run
+        run.__signature__ = Signature(own)  # type: ignore[attr-defined]
+        return with_options(*names)(with_added({"config_file": Config})(run))
 
     return decorate
-
-
-def _parameters(settings: Iterable[str]) -> Iterator[Parameter]:
-    for name in settings:
-        annotation: Any = Annotated[_option_type(name), option(name)]
-        yield Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _option_type(setting: str) -> Any:
