@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from skyrl_tinker.processes import Identity, read_pid_file
+from skyrl_tinker.protocol.schemas.console import ProcessUse
 
 API = "skyrl_tinker.api.api_process"
 _PARTS = {  # text in the command line
@@ -27,17 +27,6 @@ _PARTS = {  # text in the command line
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessRow:
-    """Process with its resident memory, and its share of a core since the last look."""
-
-    name: str
-    pid: int
-    rss_bytes: int
-    cpu_percent: float
-    age_s: float
-
-
 class ProcessTable:
     """Reader of the processes that `serve` has written down, in a thread of one caller at a time."""
 
@@ -45,7 +34,7 @@ class ProcessTable:
         self._pid_file = pid_file
         self._known: dict[int, psutil.Process] = {}
 
-    def rows(self, server: Identity | None) -> list[ProcessRow]:
+    def rows(self, server: Identity | None) -> list[ProcessUse]:
         """Return `server`, the process of `serve`, and its descendants, as of some seconds ago."""
         listed = read_pid_file(self._pid_file)
         self._know([*([] if server is None else [server]), *listed])
@@ -61,16 +50,16 @@ class ProcessTable:
         self._known = known
 
 
-def _row(process: psutil.Process) -> ProcessRow | None:
+def _row(process: psutil.Process) -> ProcessUse | None:
     """Return what a process takes, None if it has ended."""
     try:
         with process.oneshot():
-            return ProcessRow(
-                _name(process),
-                process.pid,
-                process.memory_info().rss,
-                process.cpu_percent(),
-                max(0.0, time.time() - process.create_time()),
+            return ProcessUse(
+                name=_name(process),
+                pid=process.pid,
+                rss_bytes=process.memory_info().rss,
+                cpu_percent=process.cpu_percent(),
+                age_s=max(0.0, time.time() - process.create_time()),
             )
     except psutil.Error:
         return None

@@ -9,8 +9,9 @@ import typer
 
 from skyrl_tinker import __version__, config
 from skyrl_tinker.cli import database, keys, server_commands
-from skyrl_tinker.cli.options import Checkpoints, Config, DatabaseUrl, Home, one_line_errors, with_options
+from skyrl_tinker.cli.options import one_line_errors, with_options, with_settings
 from skyrl_tinker.cli.terminal import tell
+from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.server.base_models.tiny_families import FAMILIES
 
@@ -79,33 +80,30 @@ _SERVED = (
 
 
 @app.command()
-@with_options(*_SERVED)
+@with_settings(*_SERVED)
 def serve(
-    config_file: Config = None,
+    settings: Settings,
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print all settings as a file for --config, and end")
     ] = False,
-    **given: Any,
 ) -> None:
     """Run a server until Ctrl-C. Every setting also as SKYRL_TINKER_… and in --config FILE.toml."""
     from skyrl_tinker.cli import settings_output  # the other commands need none of these imports
     from skyrl_tinker.server import supervisor
 
-    with one_line_errors():
-        settings = config.load(config_file, **given)
-        if show_config:
-            print(settings_output.as_toml(settings))
-            return
-        supervisor.serve(
-            settings,
-            ready=lambda text: print(text, flush=True),
-            progress=lambda text: tell(*text.split("\n")),
-            warn=lambda text: tell(f"warning: {text}"),
-        )
+    if show_config:
+        print(settings_output.as_toml(settings))
+        return
+    supervisor.serve(
+        settings,
+        ready=lambda text: print(text, flush=True),
+        progress=lambda text: tell(*text.split("\n")),
+        warn=lambda text: tell(f"warning: {text}"),
+    )
 
 
 @app.command()
-@with_options(
+@with_settings(
     "host",
     "port",
     "allowed_hosts",
@@ -116,7 +114,7 @@ def serve(
     "database_url",
     "checkpoints",
 )
-def api(config_file: Config = None, **given: Any) -> None:
+def api(settings: Settings) -> None:
     """Answer clients on another host than the engine's, until Ctrl-C. Needs PostgreSQL, no torch, no vLLM.
 
     Its settings are those of the server on --database-url, but for what is given here. --home has a copy of
@@ -124,12 +122,7 @@ def api(config_file: Config = None, **given: Any) -> None:
     """
     from skyrl_tinker.server import api_host
 
-    with one_line_errors():
-        api_host.serve_api(
-            config.load(config_file, **given),
-            ready=lambda text: print(text, flush=True),
-            progress=tell,
-        )
+    api_host.serve_api(settings, ready=lambda text: print(text, flush=True), progress=tell)
 
 
 @app.command()
@@ -190,7 +183,9 @@ def make_model(
 
 
 @app.command()
+@with_settings("home", "database_url", "checkpoints")
 def import_adapter(
+    settings: Settings,
     directory: Annotated[Path, typer.Argument(help="Has adapter_config.json and adapter_model.safetensors")],
     name: Annotated[str | None, typer.Option(help="Checkpoint name [default: the directory's]")] = None,
     base_model: Annotated[
@@ -199,10 +194,6 @@ def import_adapter(
     key: Annotated[
         str | None, typer.Option(help="Name of the API key that owns it; required once there are keys")
     ] = None,
-    home: Home = None,
-    database_url: DatabaseUrl = None,
-    checkpoints: Checkpoints = None,
-    config_file: Config = None,
 ) -> None:
     """Turn a PEFT LoRA adapter into a checkpoint to continue training from, and print its tinker:// path.
 
@@ -214,9 +205,7 @@ def import_adapter(
     """
     from skyrl_tinker.cli import import_adapter as importing
 
-    with one_line_errors():
-        settings = config.load(config_file, home=home, database_url=database_url, checkpoints=checkpoints)
-        path = importing.import_adapter(directory, settings, name=name, served=base_model, key=key)
+    path = importing.import_adapter(directory, settings, name=name, served=base_model, key=key)
     print(path)
 
 
@@ -262,12 +251,10 @@ def plan(
 
 
 @app.command()
-@with_options(*_SERVED)
-def doctor(config_file: Config = None, **given: Any) -> None:
+@with_settings(*_SERVED)
+def doctor(settings: Settings) -> None:
     """Check whether `serve` with these options would work here, and name what to mend; exit code 1 if not."""
     from skyrl_tinker.cli import doctor as checks
 
-    with one_line_errors():
-        healthy = checks.report(config.load(config_file, **given))
-    if not healthy:
+    if not checks.report(settings):
         raise typer.Exit(1)

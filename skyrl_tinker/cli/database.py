@@ -7,33 +7,30 @@ from typing import Annotated
 import typer
 from sqlalchemy import make_url
 
-from skyrl_tinker import config
-from skyrl_tinker.cli.options import Checkpoints, Config, DatabaseUrl, Home, one_line_errors
+from skyrl_tinker.cli.options import with_settings
+from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import StartupError, UserError
 
 app = typer.Typer(no_args_is_help=True, help="The server's database.", rich_markup_mode=None)
 
 
 @app.command()
-def migrate(home: Home = None, database_url: DatabaseUrl = None, config_file: Config = None) -> None:
+@with_settings("home", "database_url")
+def migrate(settings: Settings) -> None:
     """Bring the database to the newest schema; `serve` does this on its own."""
     from skyrl_tinker.directories import Directories
     from skyrl_tinker.store.database.migrate import migrate as upgrade
 
-    with one_line_errors():
-        settings = config.load(config_file, home=home, database_url=database_url)
-        Directories(settings).make()
-        upgrade(settings.store_url, settings.root)
+    Directories(settings).make()
+    upgrade(settings.store_url, settings.root)
     print(f"up to date: {make_url(settings.store_url)}")  # without its password
 
 
 @app.command()
+@with_settings("home", "database_url", "checkpoints")
 def backup(
+    settings: Settings,
     file: Annotated[Path, typer.Argument(help="A file that does not exist yet, in a directory that does")],
-    home: Home = None,
-    database_url: DatabaseUrl = None,
-    checkpoints: Checkpoints = None,
-    config_file: Config = None,
 ) -> None:
     """Copy the database to FILE, also while the server runs.
 
@@ -43,10 +40,8 @@ def backup(
     from skyrl_tinker.directories import Directories
     from skyrl_tinker.store.database.backup import back_up
 
-    with one_line_errors():
-        settings = config.load(config_file, home=home, database_url=database_url, checkpoints=checkpoints)
-        url = existing_database(settings)
-        size = back_up(url, file)
+    url = existing_database(settings)
+    size = back_up(url, file)
     directories = Directories(settings)
     print(f"{file}: {size / 2**20:.1f} MB")
     print(
@@ -57,12 +52,11 @@ def backup(
 
 
 @app.command()
+@with_settings("home", "database_url")
 def relocate(
+    settings: Settings,
     old: Annotated[Path, typer.Argument(help="The directory as it was called")],
     new: Annotated[Path, typer.Argument(help="The same directory as it is called now")],
-    home: Home = None,
-    database_url: DatabaseUrl = None,
-    config_file: Config = None,
 ) -> None:
     """Let checkpoints below OLD be found below NEW, where you moved them; the server must not run.
 
@@ -74,17 +68,15 @@ def relocate(
       skyrl-tinker db relocate /disk/checkpoints /large/checkpoints
       skyrl-tinker serve --checkpoints /large/checkpoints
     """
-    with one_line_errors():
-        settings = config.load(config_file, home=home, database_url=database_url)
-        if not new.is_dir():
-            raise UserError(f"NEW is {new}, expected a directory that exists: move the files first")
-        changed = _relocate(settings, old.absolute(), new.absolute())
-        if not changed:
-            raise UserError(f"nothing is recorded below OLD ({old.absolute()})")
+    if not new.is_dir():
+        raise UserError(f"NEW is {new}, expected a directory that exists: move the files first")
+    changed = _relocate(settings, old.absolute(), new.absolute())
+    if not changed:
+        raise UserError(f"nothing is recorded below OLD ({old.absolute()})")
     print(f"paths from below {old.absolute()} that now begin with {new.absolute()}: {changed}")
 
 
-def _relocate(settings: config.Settings, old: Path, new: Path) -> int:
+def _relocate(settings: Settings, old: Path, new: Path) -> int:
     """Rewrite the paths; returns how many. Raises StartupError while a server runs."""
     from skyrl_tinker.directories import Directories
     from skyrl_tinker.process_lock import process_lock
@@ -100,7 +92,7 @@ def _relocate(settings: config.Settings, old: Path, new: Path) -> int:
         return write_once(url, lambda conn: file_paths.relocate(conn, old, new), settings.root)
 
 
-def existing_database(settings: config.Settings) -> str:
+def existing_database(settings: Settings) -> str:
     """Return the URL of a database that exists. Raises StartupError when it does not."""
     from skyrl_tinker.store.database.opening import file_of
 

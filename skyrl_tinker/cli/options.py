@@ -3,8 +3,9 @@
 import difflib
 import os
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -13,6 +14,7 @@ import typer
 from pydantic import ValidationError
 from sqlalchemy.exc import OperationalError
 
+from skyrl_tinker import config
 from skyrl_tinker.cli import terminal
 from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import SkyrlTinkerError
@@ -41,16 +43,40 @@ def _choices(annotation: Any) -> tuple[str, ...]:
 
 def with_options(*settings: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add one option per setting to a command that takes `**settings` beside options of its own."""
+    return with_added({name: Annotated[_option_type(name), option(name)] for name in settings})
+
+
+def with_added(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add options, by name with their annotations, to a command that takes them as `**options`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        annotations = {name: Annotated[_option_type(name), option(name)] for name in settings}
         own = [each for each in signature(command).parameters.values() if each.kind != each.VAR_KEYWORD]
         added = [
             Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-            for name, annotation in annotations.items()
+            for name, annotation in options.items()
         ]
         command.__signature__ = Signature([*own, *added])  # type: ignore[attr-defined]
         return command
+
+    return decorate
+
+
+def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add --config and one option per setting to a command, whose first parameter is the Settings they make.
+
+    Its errors end it as `one_line_errors` says.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(config_file: Path | None, **values: Any) -> None:
+            given = {name: values.pop(name) for name in names}
+            with one_line_errors():
+                command(config.load(config_file, **given), **values)
+
+        _, *own = signature(command).parameters.values()
+        run.__signature__ = Signature(own)  # type: ignore[attr-defined]
+        return with_options(*names)(with_added({"config_file": Config})(run))
 
     return decorate
 
@@ -63,8 +89,6 @@ def _option_type(setting: str) -> Any:
 
 
 Home = Annotated[Path | None, option("home")]
-DatabaseUrl = Annotated[str | None, option("database_url")]
-Checkpoints = Annotated[str | None, option("checkpoints")]
 Config = Annotated[
     Path | None, typer.Option("--config", help="A TOML file of settings", exists=True, dir_okay=False)
 ]

@@ -1,7 +1,7 @@
 """Named checkpoints. Each has a directory of its own, never reused; a replaced one becomes garbage."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, func, insert, or_, select, true, update
@@ -11,7 +11,7 @@ from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.database.file_paths import from_stored, to_stored
-from skyrl_tinker.store.database.rows import AnyRow, database_time, insert_id
+from skyrl_tinker.store.database.rows import AnyRow, as_row, database_time, insert_id
 from skyrl_tinker.store.database.tables import Model, SavedCheckpoint, Session
 from skyrl_tinker.store.model_records import spec_columns, spec_from_row
 from skyrl_tinker.store.owners import within
@@ -87,7 +87,7 @@ def add(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
             "choose another name or delete it first"
         )
     conn.execute(update(SavedCheckpoint).where(*same).values(deleted_at=now))
-    values = {"created_at": now, "directory": to_stored(conn, new.directory), **_columns(new)}
+    values = {**_columns(new), "created_at": now, "directory": to_stored(conn, new.directory)}
     number = insert_id(conn, insert(SavedCheckpoint), values)
     (row,) = _select(conn, SavedCheckpoint.id == number)
     _audit(conn, row, "create", size_bytes=new.size_bytes)
@@ -211,19 +211,9 @@ def _not_expired(now: float) -> ColumnElement[bool]:
 
 
 def _columns(new: NewCheckpoint) -> dict[str, Any]:
-    return {
-        "model_key": new.model_key,
-        "kind": new.kind,
-        "name": new.name,
-        "version_id": new.version_id,
-        "base_model": new.base_model,
-        "has_optimizer": new.has_optimizer,
-        "optimizer_config": dict(new.optimizer_config or {}),
-        "size_bytes": new.size_bytes,
-        "user_metadata": dict(new.user_metadata or {}),
-        "expires_at": new.expires_at,
-        **spec_columns(new.spec),
-    }
+    values = {field.name: getattr(new, field.name) for field in fields(new) if field.name != "spec"}
+    mappings = {name: dict(values[name] or {}) for name in ("optimizer_config", "user_metadata")}
+    return {**values, **mappings, **spec_columns(new.spec)}
 
 
 def _select(conn: Connection, *where: ColumnElement[bool]) -> list[CheckpointRow]:
@@ -233,22 +223,5 @@ def _select(conn: Connection, *where: ColumnElement[bool]) -> list[CheckpointRow
 
 def checkpoint_from_row(conn: Connection, row: AnyRow) -> CheckpointRow:
     """Return the checkpoint in a row of WITH_MODEL."""
-    return CheckpointRow(
-        id=row.id,
-        model_key=ModelKey(row.model_key),
-        model_id=ModelId(row.model_id),
-        session_id=SessionId(row.session_id),
-        kind=row.kind,
-        name=row.name,
-        directory=from_stored(conn, row.directory),
-        version_id=row.version_id,
-        base_model=row.base_model,
-        spec=spec_from_row(row),
-        has_optimizer=row.has_optimizer,
-        optimizer_config=row.optimizer_config,
-        size_bytes=row.size_bytes,
-        user_metadata=row.user_metadata,
-        created_at=row.created_at,
-        expires_at=row.expires_at,
-        public=row.public,
-    )
+    directory = from_stored(conn, row.directory)
+    return as_row(CheckpointRow, row, directory=directory, spec=spec_from_row(row))

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Select, insert, select, update
 from skyrl_tinker.domain.ids import ModelId, ModelKey, ModelState, Reach, SessionId
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.store import session_records
-from skyrl_tinker.store.database.rows import AnyRow, database_time, insert_id
+from skyrl_tinker.store.database.rows import AnyRow, as_row, database_time, insert_id
 from skyrl_tinker.store.database.tables import Model, Session
 from skyrl_tinker.store.owners import within
 
@@ -149,17 +149,4 @@ def _select(conn: Connection, query: Select[Any]) -> list[ModelRow]:
 
 
 def _model(row: AnyRow) -> ModelRow:
-    return ModelRow(
-        key=ModelKey(row.key),
-        model_id=ModelId(row.model_id),
-        session_id=SessionId(row.session_id),
-        model_seq_id=row.model_seq_id,
-        base_model=row.base_model,
-        spec=spec_from_row(row),
-        optimizer_config=row.optimizer_config,
-        user_metadata=row.user_metadata,
-        state=row.state,
-        state_reason=row.state_reason,
-        created_at=row.created_at,
-        trained_on=row.trained_on,
-    )
+    return as_row(ModelRow, row, spec=spec_from_row(row))

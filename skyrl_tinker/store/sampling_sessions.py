@@ -16,7 +16,7 @@ from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.errors import NotFoundError, SeqIdReusedError
 from skyrl_tinker.store import session_records
 from skyrl_tinker.store.database.file_paths import from_stored, to_stored
-from skyrl_tinker.store.database.rows import AnyRow, database_time, insert_id
+from skyrl_tinker.store.database.rows import AnyRow, as_row, database_time, insert_id
 from skyrl_tinker.store.database.tables import AdapterVersion, Future, Model, SamplingSession, Session
 from skyrl_tinker.store.owners import owned_by, within
 
@@ -101,15 +101,7 @@ def _find_one(
     row = conn.execute(query).one_or_none()
     if row is None:
         return None
-    return SamplingSessionRow(
-        SamplingSessionId(row.sampling_session_id),
-        SessionId(row.session_id),
-        row.sampling_session_seq_id,
-        row.base_model,
-        row.model_path,
-        row.version_id,
-        ModelKey(row.model_key) if row.inflight else None,
-    )
+    return as_row(SamplingSessionRow, row, follows=row.model_key if row.inflight else None)
 
 
 def add_client(conn: Connection, owner: OwnerId | None, sampling_session_id: SamplingSessionId) -> int:

@@ -1,7 +1,6 @@
 """Keys and their owners, for the holder of an admin key."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,9 +14,7 @@ from skyrl_tinker.protocol.schemas.base import describe, utc
 from skyrl_tinker.protocol.schemas.console import AdminResponse, KeySummary, OwnedNow
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.api_keys import KeyRow
-from skyrl_tinker.store.reports.owner_totals import OwnerTotals, totals_by_owner
-
-_NOTHING = OwnerTotals()
+from skyrl_tinker.store.reports.owner_totals import NOTHING, totals_by_owner
 
 
 def require_admin(caller: Caller) -> None:
@@ -45,8 +42,8 @@ def require_other(caller: Caller, key: int) -> None:
 def overview(conn: Connection, limits: KeyLimits, now: float) -> AdminResponse:
     totals = totals_by_owner(conn, now)
     return AdminResponse(
-        keys=[_summary(row, totals.get(row.id, _NOTHING), now) for row in api_keys.list_keys(conn)],
-        without_key=_owned(totals.get(None, _NOTHING)),
+        keys=[_summary(row, totals.get(row.id, NOTHING), now) for row in api_keys.list_keys(conn)],
+        without_key=totals.get(None, NOTHING),
         limits={name: getattr(limits, name) for name in NAMES},
     )
 
@@ -67,7 +64,7 @@ def _limit(name: str, value: Any) -> Any:
         raise UserError(describe(error.errors(include_url=False))) from error
 
 
-def _summary(row: KeyRow, totals: OwnerTotals, now: float) -> KeySummary:
+def _summary(row: KeyRow, owned: OwnedNow, now: float) -> KeySummary:
     return KeySummary(
         id=row.id,
         name=row.name,
@@ -79,12 +76,8 @@ def _summary(row: KeyRow, totals: OwnerTotals, now: float) -> KeySummary:
         revoked_at=_utc(row.revoked_at),
         previous_until=_utc(row.previous_until),
         limits=dict(row.limits or {}),
-        owned=_owned(totals),
+        owned=owned,
     )
-
-
-def _owned(totals: OwnerTotals) -> OwnedNow:
-    return OwnedNow(**asdict(totals))
 
 
 def _utc(seconds: float | None) -> Any:

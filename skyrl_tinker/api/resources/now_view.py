@@ -1,6 +1,7 @@
 """Snapshot of the server as one caller sees it: problems first."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Literal
 
 from skyrl_tinker import __version__
@@ -14,20 +15,17 @@ from skyrl_tinker.protocol.queue_views import (
     Incident,
     QueuesView,
     SamplingView,
-    TokenRates,
     TrainingView,
 )
 from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.console import (
     NowResponse,
     Problem,
-    ProcessUse,
     QueueOfTenant,
     RatesNow,
     ReplicaNow,
     SamplersNow,
     ServedModel,
-    TokensPerSecond,
     TrainerNow,
     UnitNow,
     WhoAsks,
@@ -70,12 +68,12 @@ class NowView:
             detail=shortage or snapshot.engine.detail,
             ready=snapshot.engine.ready and not shortage,
             problems=[*self._problems(shortage), *self._waits()],
-            processes=self._processes() if sees_all(self._caller) else None,
+            processes=list(snapshot.processes) if sees_all(self._caller) else None,
             replicas=[] if queues is None else _replicas(queues.sampling),
             queue=self._queue,
-            rates=queues and _rates(queues),
+            rates=queues and RatesNow(trained=queues.training.rates, sampled=queues.sampling.rates),
             trainer=queues and self._trainer(queues.training),
-            samplers=queues and _samplers(queues.sampling),
+            samplers=queues and SamplersNow.model_validate(queues.sampling, from_attributes=True),
         )
 
     def _server(self) -> ServedModel:
@@ -177,18 +175,6 @@ class NowView:
         seen = [model.model_id for model in models if self._sees(model.owner_id)]
         return UnitNow(kind=kind, model_ids=seen, others=len(keys) - len(seen))
 
-    def _processes(self) -> list[ProcessUse]:
-        return [
-            ProcessUse(
-                name=row.name,
-                pid=row.pid,
-                rss_bytes=row.rss_bytes,
-                cpu_percent=row.cpu_percent,
-                age_s=row.age_s,
-            )
-            for row in self._snapshot.processes
-        ]
-
 
 def sees_all(caller: Caller) -> bool:
     """Return whether a caller sees the server itself: it has an admin key, or there are no keys."""
@@ -224,31 +210,13 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
-def _rates(queues: QueuesView) -> RatesNow:
-    return RatesNow(trained=_per_second(queues.training.rates), sampled=_per_second(queues.sampling.rates))
-
-
-def _per_second(rates: TokenRates) -> TokensPerSecond:
-    return TokensPerSecond(over_10_s=rates.over_10_s, over_60_s=rates.over_60_s)
-
-
 def _replicas(view: SamplingView) -> list[ReplicaNow]:
     alone = view.in_flight if len(view.replicas) == 1 else None
     return [
         ReplicaNow(
-            address=replica.address,
-            host=replica.host,
-            state=replica.state,
-            weights_by=replica.weights_by,
-            adapters_by=replica.adapters_by,
+            **asdict(replica),
             in_flight=alone,
             weights=list(view.weights) if replica.address else [],
         )
         for replica in view.replicas
     ]
-
-
-def _samplers(view: SamplingView) -> SamplersNow:
-    return SamplersNow(
-        in_flight=view.in_flight, waiting=view.waiting, per_second=view.per_second, paused=view.paused
-    )

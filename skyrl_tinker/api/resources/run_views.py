@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from itertools import islice
 from typing import Any, Literal
 
 from skyrl_tinker.domain.ids import CheckpointKind, ModelState
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.protocol.schemas.base import utc
-from skyrl_tinker.protocol.schemas.console import RunSummary, StepMeasures
+from skyrl_tinker.protocol.schemas.console import RunSummary
 from skyrl_tinker.protocol.schemas.runs import Checkpoint, TrainingRun
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.reports.training_runs import Run
@@ -61,7 +60,7 @@ def run_summary(run: Run) -> RunSummary:
         created_at=utc(run.created_at),
         last_request_at=utc(run.last_request_at),
         steps=run.point.step if run.point else 0,
-        last=StepMeasures(**asdict(run.point.measured)) if run.point else None,
+        last=run.point.measured if run.point else None,
     )
 
 

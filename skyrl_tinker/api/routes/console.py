@@ -1,7 +1,6 @@
 """Routes of the dashboard and of `skyrl-tinker status`."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -20,13 +19,11 @@ from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError
 from skyrl_tinker.domain.ids import ModelId, ModelKey, Reach
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.protocol.activity import Activity, activity_from_bytes
-from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.console import (
     NowResponse,
     PointsQuery,
     PointsResponse,
     ReadableResponse,
-    ReadableSummary,
     RunsResponse,
     RunSummary,
     TokensQuery,
@@ -139,9 +136,7 @@ async def list_readable(query: Annotated[Paging, Query()], deps: Deps, owner: Ow
     """Only one's own, also with an admin key: prompts are nobody else's to read."""
 
     def read(conn: Connection) -> ReadableResponse:
-        rows = readable_requests(conn, owner, query.limit, query.offset)
-        summaries = [ReadableSummary(**{**asdict(row), "created_at": utc(row.created_at)}) for row in rows]
-        return ReadableResponse(requests=summaries)
+        return ReadableResponse(requests=readable_requests(conn, owner, query.limit, query.offset))
 
     return await json_from_rows(deps.store, read)
 

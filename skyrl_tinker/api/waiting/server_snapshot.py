@@ -8,12 +8,13 @@ from functools import partial
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.api.process_table import ProcessRow, ProcessTable
+from skyrl_tinker.api.process_table import ProcessTable
 from skyrl_tinker.api.waiting.engine_client import EngineState, engine_state
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.domain.ids import OwnerId, SessionId, is_openai, owner_of_openai
 from skyrl_tinker.processes import Identity
 from skyrl_tinker.protocol.queue_views import QueuesView
+from skyrl_tinker.protocol.schemas.console import ProcessUse
 from skyrl_tinker.store import api_keys, server_state
 from skyrl_tinker.store.console.pending import NamedModel, PendingGroup, named_models, pending_groups
 from skyrl_tinker.store.database.rows import database_time
@@ -47,7 +48,7 @@ class ServerSnapshot:
     pending: Sequence[PendingGroup]
     models: Mapping[int, NamedModel]
     guests: Mapping[str, Guest]
-    processes: Sequence[ProcessRow]
+    processes: Sequence[ProcessUse]
 
 
 class SnapshotReader:

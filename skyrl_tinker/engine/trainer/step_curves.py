@@ -20,8 +20,8 @@ from skyrl_tinker.domain.ids import ModelKey, RequestKind
 from skyrl_tinker.domain.values import Datum, Failure, Float32, ForwardBackward, Number, PassOutput
 from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.off_loop import off_loop
+from skyrl_tinker.protocol.schemas.console import StepMeasures
 from skyrl_tinker.store.console import step_points
-from skyrl_tinker.store.console.step_points import Measured
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -156,18 +156,21 @@ async def _added(
     return await earlier + await off_loop(size, partial(_sums, pairs))
 
 
-def _measured(step: TakenStep, sums: PassSums, seconds: tuple[float, float, float]) -> Measured:
-    return Measured(
-        _mean(sums.loss, sums.weight),
-        _mean(sums.advantage_logprob, sums.rewarded),
-        _mean(sums.surprise, sums.positions),
-        _mean(sums.shift, sums.sampled),
-        _finite(step.metrics.get("sampler_logprob_gap")),
-        _finite(step.metrics.get("grad_norm")),
-        step.learning_rate,
-        int(sums.tokens),
-        int(sums.datums),
-        *seconds,
+def _measured(step: TakenStep, sums: PassSums, seconds: tuple[float, float, float]) -> StepMeasures:
+    wait_s, compute_s, answer_s = seconds
+    return StepMeasures(
+        loss=_mean(sums.loss, sums.weight),
+        reward_proxy=_mean(sums.advantage_logprob, sums.rewarded),
+        entropy_proxy=_mean(sums.surprise, sums.positions),
+        policy_shift=_mean(sums.shift, sums.sampled),
+        sampler_gap=_finite(step.metrics.get("sampler_logprob_gap")),
+        grad_norm=_finite(step.metrics.get("grad_norm")),
+        learning_rate=step.learning_rate,
+        tokens=int(sums.tokens),
+        datums=int(sums.datums),
+        wait_s=wait_s,
+        compute_s=compute_s,
+        answer_s=answer_s,
     )
 
 

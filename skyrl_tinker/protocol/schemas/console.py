@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from skyrl_tinker.domain.values import Way
+from skyrl_tinker.protocol.queue_views import TokenRates
 from skyrl_tinker.protocol.schemas.base import MAX_INT64, Message, StrictMessage, StrictRequest, Text
 
 MOST_S = 10 * 366 * 86400
@@ -82,16 +83,11 @@ class QueueOfTenant(Message):
     reason: str | None
 
 
-class TokensPerSecond(Message):
-    over_10_s: float
-    over_60_s: float
-
-
 class RatesNow(Message):
     """Rates of all owners together."""
 
-    trained: TokensPerSecond
-    sampled: TokensPerSecond
+    trained: TokenRates
+    sampled: TokenRates
 
 
 class UnitNow(Message):
@@ -143,7 +139,14 @@ class NowResponse(Message):
 
 
 class StepMeasures(Message):
-    """Measures of one optimizer step; null: not known. See docs/dashboard.md."""
+    """Measures of one step, over the positions that its accumulation window trains; null: not known.
+
+    `loss`: sum of losses by sum of weights. `reward_proxy`: mean of advantage times logprob. `entropy_proxy`:
+    mean of -logprob, as sampled or else as trained. `policy_shift`: mean of the logprob as sampled minus that
+    of the trainer. `sampler_gap`: as the step reports it. The seconds are those from the arrival of the
+    window's first request to the commit of the step: waiting, on the ranks, and from there to the commit.
+    See docs/dashboard.md.
+    """
 
     loss: float | None
     reward_proxy: float | None

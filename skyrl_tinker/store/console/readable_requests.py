@@ -5,22 +5,13 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, func, select
 
 from skyrl_tinker.domain.ids import FutureStatus, OwnerId, RequestKind
+from skyrl_tinker.protocol.schemas.base import utc
+from skyrl_tinker.protocol.schemas.console import ReadableSummary
 from skyrl_tinker.store.console.recent_requests import MOST
 from skyrl_tinker.store.database.tables import Future, Model, Request, Result, Session
 from skyrl_tinker.store.owners import owned_by
 
 KINDS = (RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD, RequestKind.SAMPLE)
-
-
-@dataclass(frozen=True, slots=True)
-class ReadableRequest:
-    """Finished request. `origin`: its run, or its sampler. `created_at`: UTC seconds."""
-
-    request_id: str
-    kind: RequestKind
-    seq_id: int | None
-    origin: str
-    created_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +25,7 @@ class StoredTokens:
 
 def readable_requests(
     conn: Connection, owner: OwnerId | None, limit: int, offset: int
-) -> list[ReadableRequest]:
+) -> list[ReadableSummary]:
     """Return a page of the owner's requests that are stored, the newest first."""
     newest = conn.scalar(select(func.max(Future.id))) or 0
     query = (
@@ -42,7 +33,7 @@ def readable_requests(
             Future.request_id,
             Future.kind,
             Future.seq_id,
-            func.coalesce(Model.model_id, Future.sampling_session_id),
+            func.coalesce(Model.model_id, Future.sampling_session_id).label("origin"),
             Future.created_at,
         )
         .join(Session, Session.session_id == Future.session_id)
@@ -54,7 +45,9 @@ def readable_requests(
         .limit(limit)
         .offset(offset)
     )
-    return [ReadableRequest(*row) for row in conn.execute(query)]
+    return [
+        ReadableSummary(**{**row._mapping, "created_at": utc(row.created_at)}) for row in conn.execute(query)
+    ]
 
 
 def stored_tokens(conn: Connection, owner: OwnerId | None, request_id: str) -> StoredTokens | None:

@@ -1,7 +1,8 @@
 """Row type, page size, insertion and times of rows, for every module of queries."""
 
 import time
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from sqlalchemy import BigInteger, Connection, Insert, Row, cast, func
 from sqlalchemy.dialects import postgresql, sqlite
@@ -9,6 +10,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from skyrl_tinker.store.database.abstract_database import SKEW
 
 AnyRow = Row[*tuple[Any, ...]]
+T = TypeVar("T")
 PAGE = 1000
 """Rows that one query of a long list reads."""
 
@@ -20,6 +22,12 @@ def database_time(conn: Connection) -> float:
     `started_at` and `since` of the server's state are of the host that writes them: compared with no row.
     """
     return time.time() + float(conn.info.get(SKEW, 0.0))
+
+
+def as_row(kind: type[T], row: AnyRow, /, **others: Any) -> T:
+    """Return a dataclass made of the columns that bear the names of its fields, but for `others`."""
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in row._mapping.items() if name in names} | others)
 
 
 def insert_id(conn: Connection, row: Insert, values: dict[str, Any]) -> int:

@@ -20,10 +20,8 @@ from skyrl_tinker.domain.ids import (
     FutureStatus,
     ModelKey,
     ModelState,
-    RequestId,
-    SessionId,
 )
-from skyrl_tinker.store.database.rows import AnyRow
+from skyrl_tinker.store.database.rows import AnyRow, as_row
 from skyrl_tinker.store.database.tables import Future, Model, Request, Session, Snapshot
 from skyrl_tinker.store.futures.queue import IN_WINDOW, QueuedRow, window_failure
 from skyrl_tinker.store.session_records import HELD
@@ -70,24 +68,7 @@ def ran_after(conn: Connection, model: ModelKey, seq_id: int) -> list[RanRow]:
     """Return what a replay repeats of what this model ran after `seq_id`, in order: effects and saves."""
     found = conn.execute(_RAN, {"model_key": model, "after": seq_id})
     return [
-        RanRow(
-            QueuedRow(
-                id=row.id,
-                request_id=RequestId(row.request_id),
-                kind=row.kind,
-                session_id=SessionId(row.session_id),
-                owner_id=row.owner_id,
-                model_key=model,
-                sampling_session_id=None,
-                seq_id=row.seq_id,
-                status=row.status,
-                body_bytes=row.body_bytes,
-                created_at=row.created_at,
-            ),
-            row.unit,
-            row.effect,
-            row.row_budget,
-        )
+        as_row(RanRow, row, row=as_row(QueuedRow, row, model_key=model, sampling_session_id=None))
         for row in found
     ]
 

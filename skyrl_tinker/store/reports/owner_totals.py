@@ -2,35 +2,24 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, func, select
 
 from skyrl_tinker.domain.ids import ALL_OWNERS, ModelState, OwnerId, RequestKind
 from skyrl_tinker.domain.values import Usage
+from skyrl_tinker.protocol.schemas.console import OwnedNow
 from skyrl_tinker.store import usage_records
 from skyrl_tinker.store.checkpoint_records import is_live
 from skyrl_tinker.store.database.rows import total
 from skyrl_tinker.store.database.tables import Model, SavedCheckpoint, Session
 
 HOURS = 24
+"""Hours of tokens, the current one included."""
+NOTHING = OwnedNow(**dict.fromkeys(OwnedNow.model_fields, 0))
 
 
-@dataclass(frozen=True, slots=True)
-class OwnerTotals:
-    """Holdings of one owner now, and tokens of the last HOURS, the current one included."""
-
-    sessions: int = 0
-    models: int = 0
-    checkpoints: int = 0
-    stored_bytes: int = 0
-    trained_tokens: int = 0
-    prompt_tokens: int = 0
-    sampled_tokens: int = 0
-
-
-def totals_by_owner(conn: Connection, now: float) -> dict[OwnerId | None, OwnerTotals]:
+def totals_by_owner(conn: Connection, now: float) -> dict[OwnerId | None, OwnedNow]:
     """Return the sums of all owners that have any; None is the owner of what was made without a key."""
     sums: dict[OwnerId | None, dict[str, int]] = defaultdict(dict)
     for names, rows in (
@@ -42,7 +31,7 @@ def totals_by_owner(conn: Connection, now: float) -> dict[OwnerId | None, OwnerT
             sums[owner].update(zip(names, values, strict=True))
     for owner, usage in _tokens(conn, now).items():
         sums[owner].update(usage)
-    return {owner: OwnerTotals(**values) for owner, values in sums.items()}
+    return {owner: NOTHING.model_copy(update=values) for owner, values in sums.items()}
 
 
 def _open_sessions(conn: Connection) -> Iterable[Any]:

@@ -7,7 +7,7 @@ from sqlalchemy import Connection, Select, func, or_, select
 
 from skyrl_tinker.domain.ids import Reach
 from skyrl_tinker.store.checkpoint_records import is_live
-from skyrl_tinker.store.database.rows import AnyRow, total
+from skyrl_tinker.store.database.rows import AnyRow, as_row, total
 from skyrl_tinker.store.database.tables import ApiKey, Model, SavedCheckpoint, Session
 from skyrl_tinker.store.owners import OWNER_NAME, in_project, within
 
@@ -61,14 +61,7 @@ def current_totals(conn: Connection, reach: Reach, project_id: str | None) -> li
 
 def _stored(row: AnyRow) -> StoredPeriod:
     ends = [end for end in (row.deleted_at, row.expires_at) if end is not None]
-    return StoredPeriod(
-        row.session_id,
-        row.project_id,
-        row.base_model,
-        row.size_bytes,
-        row.created_at,
-        min(ends, default=None),
-    )
+    return as_row(StoredPeriod, row, ended_at=min(ends, default=None))
 
 
 _ENDS = (SavedCheckpoint.deleted_at, SavedCheckpoint.expires_at)

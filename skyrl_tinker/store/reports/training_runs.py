@@ -12,7 +12,7 @@ from skyrl_tinker.store import model_records
 from skyrl_tinker.store.checkpoint_records import WITH_MODEL, CheckpointRow, checkpoint_from_row, is_live
 from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.console.step_points import Point
-from skyrl_tinker.store.database.rows import AnyRow
+from skyrl_tinker.store.database.rows import as_row
 from skyrl_tinker.store.database.tables import ApiKey, Model, SavedCheckpoint, Session
 from skyrl_tinker.store.owners import OWNER_NAME, in_project, within
 from skyrl_tinker.store.session_records import LAST_REQUEST_AT
@@ -152,7 +152,7 @@ def _runs(conn: Connection, reach: Reach, *where: ColumnElement[bool]) -> dict[M
     )
     rows = {ModelKey(row.key): row for row in conn.execute(query)}
     last, points = _last(conn, reach, [*rows]), step_points.last_points(conn, [*rows])
-    return {key: _run(row, last.get(key, {}), points.get(key)) for key, row in rows.items()}
+    return {key: as_row(Run, row, last=last.get(key, {}), point=points.get(key)) for key, row in rows.items()}
 
 
 def _last(
@@ -171,20 +171,3 @@ def _last(
     for row in conn.execute(WITH_MODEL.where(SavedCheckpoint.id.in_(newest))):
         last.setdefault(ModelKey(row.model_key), {})[row.kind] = checkpoint_from_row(conn, row)
     return last
-
-
-def _run(row: AnyRow, last: Mapping[CheckpointKind, CheckpointRow], point: Point | None) -> Run:
-    return Run(
-        ModelId(row.model_id),
-        SessionId(row.session_id),
-        row.owner,
-        row.base_model,
-        row.lora_rank,
-        row.last_request_at,
-        row.state,
-        row.state_reason,
-        row.user_metadata,
-        last,
-        row.created_at,
-        point,
-    )

@@ -17,9 +17,9 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import ModelId
 from skyrl_tinker.processes import identities, write_pid_file
 from skyrl_tinker.protocol.queue_views import Incident
+from skyrl_tinker.protocol.schemas.console import StepMeasures
 from skyrl_tinker.store import api_keys, model_records, server_state
 from skyrl_tinker.store.console import step_points
-from skyrl_tinker.store.console.step_points import Measured
 from skyrl_tinker.store.database.tables import Future
 from tests.api.support.passes import datum, post_pass, protobuf
 from tests.api.support.users import get, new_user, speak_as
@@ -219,9 +219,9 @@ async def stepped(world: World, model: str, count: int) -> None:
     await world.store.write(add)
 
 
-def measured(**changes: float | None) -> Measured:
+def measured(**changes: float | None) -> StepMeasures:
     values = dict.fromkeys(step_points.NAMES, 0.5) | {"tokens": 7, "datums": 2, "sampler_gap": None}
-    return Measured(**values | changes)
+    return StepMeasures(**values | changes)
 
 
 async def test_runs_are_listed_with_their_last_step(world: World) -> None:

@@ -17,6 +17,7 @@ from skyrl_tinker.domain.ids import (
 )
 from skyrl_tinker.domain.values import LoraSpec, Usage
 from skyrl_tinker.errors import UserError
+from skyrl_tinker.protocol.schemas.console import StepMeasures
 from skyrl_tinker.store import (
     api_keys,
     checkpoint_records,
@@ -27,7 +28,6 @@ from skyrl_tinker.store import (
 )
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.console import step_points
-from skyrl_tinker.store.console.step_points import Measured
 from skyrl_tinker.store.database.tables import Base, Future, Model, SavedCheckpoint, Session
 from skyrl_tinker.store.futures import finish
 from skyrl_tinker.store.futures.record import Accepted
@@ -47,7 +47,7 @@ from tests.store.support.rows import (
 )
 from tests.support.reads import reading
 
-POINT = Measured(**dict.fromkeys(step_points.NAMES, 1.0))
+POINT = StepMeasures(**dict.fromkeys(step_points.NAMES, 1.0))
 KEPT = {"server_state", "alembic_version"}
 
 
