@@ -28,13 +28,16 @@ START_S = 600.0
 """Limit for a rank's process to start and import, which takes minutes from a cold network disk."""
 STRAGGLERS_S = 2.0
 """Time that the other ranks get to report their own errors after one rank failed."""
-CONCURRENCY = {"ctl": 1, "sync": 2, "checkpoints": 1, "sampler_weights": 1, "files": 1}
+CONCURRENCY = {"ctl": 1, "sync": 2, "checkpoints": 1, "sampler_weights": 1, "drops": 1, "files": 1}
 """Threads of a rank beside its default one, by their group."""
 _log = logging.getLogger(__name__)
 
 
-Writer = Literal["checkpoints", "sampler_weights"]
-"""Thread of a rank that writes files: weights to be sampled must not wait for a checkpoint."""
+Writer = Literal["checkpoints", "sampler_weights", "drops"]
+"""Thread of a rank that writes files: weights to be sampled must not wait for a checkpoint.
+
+`drops`: frees what was written, and waits for no writer.
+"""
 
 
 class RankReply(NamedTuple):

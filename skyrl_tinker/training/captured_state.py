@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,13 @@ from skyrl_tinker.training.far_directory import FarDirectory
 class CapturedState:
     """A model's state in the host memory of `ranks`, which must still be alive when it is persisted.
 
-    `writer`: the threads of the ranks that write it.
+    `writer`: the threads of the ranks that write it. `freed`: called, maybe again, when it is dropped.
     """
 
     number: int
     contents: CheckpointContents
     ranks: Actors
+    freed: Callable[[int], None]
     writer: Writer = "checkpoints"
 
     async def persist(self, directory: str) -> int:
@@ -75,5 +77,8 @@ class CapturedState:
 
     async def drop(self) -> None:
         """Free the copies; ranks that died have none."""
-        with suppress(SkyrlTinkerError):
-            await self.ranks.write_call_all(self.writer, "drop_captured", self.number)
+        try:
+            with suppress(SkyrlTinkerError):
+                await self.ranks.write_call_all("drops", "drop_captured", self.number)
+        finally:
+            self.freed(self.number)

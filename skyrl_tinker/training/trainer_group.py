@@ -25,9 +25,10 @@ from skyrl_tinker.domain.values import (
     StepOutput,
 )
 from skyrl_tinker.errors import ExhaustedError, NoPlaceError, StorageError, TrainerError
-from skyrl_tinker.training.actors import Actors, RankReply
+from skyrl_tinker.training.actors import Actors, RankReply, Writer
 from skyrl_tinker.training.batching.batch import TrainingInputBatch, build_batch
 from skyrl_tinker.training.batching.outputs import RankOutput, assemble, own_seconds
+from skyrl_tinker.training.captured_bytes import SHARE, CapturedBytes
 from skyrl_tinker.training.captured_state import CapturedState
 from skyrl_tinker.training.far_directory import FarDirectory
 from skyrl_tinker.training.restart_policy import RestartPolicy
@@ -83,6 +84,7 @@ class TrainerGroup:
         self._sender: Callable[[int], Any] | None = None
         self._directories: Sequence[Path] = ()
         self._captures = itertools.count()
+        self.captured = CapturedBytes()
 
     @classmethod
     def launch(cls, spec: TrainerSpec, require_ray: Callable[[], None] = lambda: None) -> "TrainerGroup":
@@ -102,6 +104,8 @@ class TrainerGroup:
         """Wait until every rank has joined the process group and loaded the base model."""
         await self._ranks.join()
         self._restart_policy.born()
+        memory = [reply.value for reply in await self._ranks.call_all("host_memory")]
+        self.captured.most = min(memory) // SHARE
 
     async def look_for_shared(self, directories: Sequence[Path]) -> None:
         """Find out which ranks see what this process writes to `directories`, now and at each restart.
@@ -157,10 +161,11 @@ class TrainerGroup:
         Raises UserError when a full-parameter copy does not fit into memory, ExhaustedError: there was less.
         """
         try:
-            await self._on_all_ranks("create_model", model, spec, optimizer)
+            state_bytes, *_ = await self._on_all_ranks("create_model", model, spec, optimizer)
         except ExhaustedError:
             await self.release(model)  # by ranks that had the memory
             raise
+        self.captured.know(model, state_bytes)
 
     def prepare(self, items: Sequence[PassItem]) -> PreparedPass:
         """Build the batch of a pass; call it from a thread when there is much data."""
@@ -196,7 +201,7 @@ class TrainerGroup:
         numbers = {model: next(self._captures) for model in durable}
         contents, *_ = await self._on_all_ranks("capture_weights", numbers, durable)
         return {
-            model: CapturedState(number, contents[model], self._ranks, "sampler_weights")
+            model: self._taken(model, number, contents[model], "sampler_weights")
             for model, number in numbers.items()
         }
 
@@ -222,7 +227,7 @@ class TrainerGroup:
         """
         numbers = {model: next(self._captures) for model in models}
         contents, *_ = await self._on_all_ranks("capture_states", numbers, most_bytes)
-        return {model: CapturedState(numbers[model], each, self._ranks) for model, each in contents.items()}
+        return {model: self._taken(model, numbers[model], each) for model, each in contents.items()}
 
     async def capture_export(self, model: ModelKey, shard_bytes: int) -> CapturedState:
         """Copy the weights alone, in the layout of PEFT (LoRA) or Hugging Face (full parameters)."""
@@ -250,6 +255,7 @@ class TrainerGroup:
 
     async def release(self, model: ModelKey) -> None:
         """Forget a model; on broken ranks there is none."""
+        self.captured.forget(model)
         await self._on_ranks_that_live("release", model)
 
     async def offload(self) -> None:
@@ -373,7 +379,13 @@ class TrainerGroup:
     async def _capture(self, method: str, model: ModelKey, *args: Any) -> CapturedState:
         number = next(self._captures)
         contents: list[CheckpointContents] = await self._on_all_ranks(method, model, number, *args)
-        return CapturedState(number, contents[0], self._ranks)
+        return self._taken(model, number, contents[0])
+
+    def _taken(
+        self, model: ModelKey, number: int, contents: CheckpointContents, writer: Writer = "checkpoints"
+    ) -> CapturedState:
+        self.captured.take(number, model)
+        return CapturedState(number, contents, self._ranks, self.captured.free, writer)
 
 
 def _touch_all(files: Iterable[Path]) -> None:

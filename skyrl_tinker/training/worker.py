@@ -18,6 +18,7 @@ from skyrl_tinker.processes import freeze_gc
 from skyrl_tinker.training import distributed
 from skyrl_tinker.training.batching.batch import TrainingInputBatch
 from skyrl_tinker.training.batching.outputs import RankOutput
+from skyrl_tinker.training.captured_bytes import host_memory
 from skyrl_tinker.training.checkpoints import checkpoint_load, checkpoint_save
 from skyrl_tinker.training.checkpoints.checkpoint_save import Captured, Layout
 from skyrl_tinker.training.distributed import MeetingPlace, Ranks
@@ -103,8 +104,8 @@ class Worker:
         freeze_gc()
 
     @_out_of_memory("create_model")
-    def create_model(self, key: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily = "adamw") -> None:
-        """Create a model. ExhaustedError is of this rank alone: release the model on all.
+    def create_model(self, key: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily = "adamw") -> int:
+        """Create a model; returns its state's bytes. ExhaustedError is of this rank alone: release it on all.
 
         Reading weights takes what it takes: a rank whose disk is slow keeps its peers in no collective.
         """
@@ -123,6 +124,10 @@ class Worker:
         shortage = Shortage()
         shortage.survive(lambda: self._add_model(key, self._make_model(key, spec, optimizer)))
         shortage.report()
+        return self._models[key].state_bytes
+
+    def host_memory(self) -> int:
+        return host_memory()
 
     def _add_model(self, key: ModelKey, model: TrainableModel) -> None:
         self._models[key] = model

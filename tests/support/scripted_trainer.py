@@ -31,6 +31,7 @@ from skyrl_tinker.domain.values import (
     StepOutput,
 )
 from skyrl_tinker.errors import ExhaustedError, StateLostError, StorageError, TrainerError, UserError
+from skyrl_tinker.training.captured_bytes import CapturedBytes
 from skyrl_tinker.training.trainer_group import PassResult
 
 STEPS_FILE = "steps.json"
@@ -57,8 +58,10 @@ class CapturedSteps:
     steps: Steps
     life: int
     kept: list["CapturedSteps"]
+    freed: Callable[[int], None]
 
     async def drop(self) -> None:
+        self.freed(id(self))
         with suppress(ValueError):
             self.kept.remove(self)
 
@@ -98,6 +101,7 @@ class ScriptedTrainer:
     `told`: all calls, in order. `ran`: those of each model, as its requests asked for them.
     `go_on`, `disk`: calls of the ranks, and what is persisted, wait for them.
     `failing`: errors by call, of which a TrainerError breaks the ranks.
+    `sizes`: bytes of models to be created, by default 1 each; `most_captured`: of all at once, so far.
     Models by what their passes come to: `bad_models` fail, for `large` ones there is no memory, of `deadly`
     ones the ranks die. For steps and captures of `short` ones there is no memory, either. Files of
     `unwritable` models cannot be written; `unreadable` directories not be read.
@@ -123,6 +127,8 @@ class ScriptedTrainer:
         self.broken: TrainerError | None = None
         self.restarts = 0
         self.spec = SimpleNamespace(dtype="float32", token_budget=2048, resident_models=0)
+        self.captured, self.sizes, self.most_captured = CapturedBytes(), dict[ModelKey, int](), 0
+        self.captured.most = 1 << 20
         self.go_on, self.disk = asyncio.Event(), asyncio.Event()
         self.go_on.set()
         self.disk.set()
@@ -159,6 +165,7 @@ class ScriptedTrainer:
         if model in self.trained:
             raise self._break(f"model {model} exists already")
         self.trained[model] = Trained()
+        self.captured.know(model, self.sizes.get(model, 1))
 
     async def release(self, model: ModelKey) -> None:
         with suppress(TrainerError):
@@ -248,7 +255,10 @@ class ScriptedTrainer:
         return {model: self._capture(CapturedWeights, model) for model in durable}
 
     def _capture(self, kind: type[CapturedSteps], model: ModelKey) -> CapturedSteps:
-        captured = kind(model, copy.deepcopy(self._state(model).steps), self.restarts, self.kept)
+        steps = copy.deepcopy(self._state(model).steps)
+        captured = kind(model, steps, self.restarts, self.kept, self.captured.free)
+        self.captured.take(id(captured), model)
+        self.most_captured = max(self.most_captured, self.captured.held)
         self.kept.append(captured)
         return captured
 

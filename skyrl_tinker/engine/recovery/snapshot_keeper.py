@@ -183,6 +183,9 @@ class SnapshotKeeper:
             return
         ready = self._ready()
         models = nlargest(MODELS_AT_ONCE, ready, key=lambda key: self._replay_s_of(ready[key]))
+        models = models[: self._trainer.captured.fitting(models)]
+        if not models:
+            return
         started = time.monotonic()
         try:
             captured = await self._trainer.capture_states(models, BYTES_AT_ONCE)

@@ -68,7 +68,9 @@ class Exporter(SaveFlow[ExternalExport]):
         await self._trainer.persist_state(save.captured, str(save.staging))
         export = Export(self._facts, save.model.spec, self._trainer.spec.dtype, save.body.recipients)
         with storage_errors("the export could not be written"):
-            return await in_transfer_thread(finish_export, export, save.staging, save.directory)
+            size = await in_transfer_thread(finish_export, export, save.staging, save.directory)
+        await self._free(save)  # storage may be away for long
+        return size
 
     async def _free(self, save: ExternalExport) -> None:
         await save.captured.drop()

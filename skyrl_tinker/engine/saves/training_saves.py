@@ -54,7 +54,9 @@ class Saver(SaveFlow[TrainingSave]):
         return TrainingSave(row, model, body, path, directory, captured)
 
     async def _write(self, save: TrainingSave) -> int:
-        return await self._trainer.persist_state(save.captured, str(save.directory))
+        size = await self._trainer.persist_state(save.captured, str(save.directory))
+        await self._free(save)  # storage may be away for long
+        return size
 
     async def _free(self, save: TrainingSave) -> None:
         await save.captured.drop()

@@ -199,8 +199,11 @@ class TrainerDriver:
         async with self._execution:
             await self._rebuild(report)
             while True:
-                unit = await self._next_unit(report)
-                if not await self._awake(unit.rows, report):
+                planned = await self._next_unit(report)
+                if not await self._awake(planned.rows, report):
+                    continue
+                if (unit := self._execution.with_room(planned)) is None:
+                    self._planner.charge(())
                     continue
                 self._worked_s, began_at = 0.0, self._store.now()
                 self._metrics.began(unit.rows, began_at)

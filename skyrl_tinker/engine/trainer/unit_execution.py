@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from skyrl_tinker.domain.ids import Effect, FutureStatus, ModelKey, RequestKind
+from skyrl_tinker.domain.ids import SAVES, Effect, FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure, PassOutput
 from skyrl_tinker.engine.outbox import AWAY_S, FutureOutcome, read_persistently
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave
 from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, model_of
-from skyrl_tinker.engine.scheduling.planner import Barriers, Pass
+from skyrl_tinker.engine.scheduling.planner import Barriers, Pass, Unit
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.trainer.model_barriers import ModelBarriers, Write
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
@@ -75,6 +75,7 @@ class UnitExecution:
         self._units = itertools.count()
         self._curves = StepCurves(lanes.is_open, store.now)
         self._own_s: Counter[int] = Counter()
+        self._for_room: list[QueuedRow] = []  # saves that host memory had no room for, oldest first
 
     def take_own_seconds(self) -> Mapping[int, float]:
         """Return what custom losses took since the last call, by row id."""
@@ -258,7 +259,7 @@ class UnitExecution:
         end = UnitEnd(answers, ops, next(self._units), all_effects)
         self._commits.add(end if windows is None else _with_points(end, windows))
 
-    def hold(self, model: ModelKey, until: Coroutine[Any, Any, None] | None = None) -> None:
+    def hold(self, model: ModelKey, until: Coroutine[Any, Any, object] | None = None) -> None:
         """Have all of a model wait until this has ended, or for a while."""
         self._lanes.hold(model)
         self._background.create_task(self._resume(model, until or asyncio.sleep(AWAY_S)))
@@ -267,6 +268,26 @@ class UnitExecution:
         """Have the rows of a unit that did not begin wait once more."""
         for row in self._still_open(rows):
             self._lanes.put_back(row)
+
+    def with_room(self, unit: Unit | ReadyPass) -> Unit | ReadyPass | None:
+        """Return what may run now: of saves those that fit into host memory beside what is captured.
+
+        The others are put back, and their lanes stand until something is freed. None passes one that was
+        put back before it, unless there is room for both, or nothing is captured.
+        """
+        if not isinstance(unit, Barriers) or unit.kind not in SAVES:
+            return unit
+        captured = self._trainer.captured
+        line = [row for row in self._for_room if row in unit.rows or self._lanes.waits(row)]
+        line += [row for row in unit.rows if row not in line]
+        first = line[: captured.fitting([model_of(row) for row in line])]
+        run = tuple(row for row in unit.rows if row in first) or (() if captured.held else unit.rows[:1])
+        self._for_room = [row for row in line if row not in run]
+        later = [row for row in unit.rows if row not in run]
+        self.put_back(later)
+        for row in later:
+            self.hold(model_of(row), captured.until_freed())
+        return Barriers(run) if run else None
 
     def _postpone(self, row: QueuedRow, error: StorageAwayError) -> None:
         """Try a request again in a while, before all others of its model."""
@@ -282,7 +303,7 @@ class UnitExecution:
             self._end([row for row in rows if row.id in closed], {}, closed)
         return [row for row in rows if row.id not in closed]
 
-    async def _resume(self, model: ModelKey, when: Coroutine[Any, Any, None]) -> None:
+    async def _resume(self, model: ModelKey, when: Coroutine[Any, Any, object]) -> None:
         await when
         self._lanes.resume(model)
         self._woken.set()

@@ -115,8 +115,7 @@ async def test_a_save_whose_commit_was_taken_for_failed_keeps_its_files(
     monkeypatch.setattr(outbox, "RETRY_S", 0.01)
     saved = await _save(world, model, 1, overwrite=overwrite)
     assert (await world.done(saved)).status is FutureStatus.DONE
-    await world.until(lambda: not world.workers.held)
-    assert doubts == []
+    await world.until(lambda: not doubts)
     row = await _found(world, model)
     assert row is not None
     assert Path(row.directory).name in _directories(world)

@@ -1,0 +1,131 @@
+"""Saves of many models while disk or storage hang: what is captured stays within its bound."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey, RequestKind
+from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
+from skyrl_tinker.storage.checkpoint_storage import LocalDisk
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.futures.record import Accepted
+from skyrl_tinker.store.store import Store
+from tests.engine.support import journal
+from tests.engine.support.world import World
+
+STATE, SAMPLER, EXPORT = SaveWeightsBody("a"), SaveSamplerBody("a"), SaveExternalBody("a")
+KINDS = {
+    RequestKind.SAVE_WEIGHTS: STATE,
+    RequestKind.SAVE_WEIGHTS_FOR_SAMPLER: SAMPLER,
+    RequestKind.SAVE_WEIGHTS_EXTERNAL: EXPORT,
+}
+
+
+class HangingStorage(LocalDisk):
+    def __init__(self) -> None:
+        self.asked: list[Path] = []
+        self.back = threading.Event()
+
+    def store(self, directory: Path) -> None:
+        self.asked.append(directory)
+        self.back.wait()
+
+
+async def save(world: World, model: ModelId, seq_id: int, kind: RequestKind) -> Accepted:
+    return await journal.submit(world.store, model, seq_id, kind, KINDS[kind].to_bytes())
+
+
+async def models_of(world: World, sizes: Sequence[int]) -> list[ModelId]:
+    world.workers.sizes = {ModelKey(index + 1): size for index, size in enumerate(sizes)}
+    return [await world.model() for _ in sizes]
+
+
+async def all_done(world: World, accepted: Sequence[Accepted]) -> None:
+    for each in accepted:
+        assert (await world.done(each)).status is FutureStatus.DONE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_saves_wait_for_memory_while_the_disk_hangs_and_others_train(
+    world: World, kind: RequestKind
+) -> None:
+    world.workers.captured.most = 7
+    *models, other = await models_of(world, [3, 3, 3, 3, 3, 3])
+    world.workers.disk.clear()
+    saves = [await save(world, model, 1, kind) for model in models]
+    behind = [await journal.submit_pass(world.store, model, 2) for model in models]
+    await world.until(lambda: len(world.workers.held) == 2)
+    await world.taken_in()
+    await all_done(world, [await journal.submit_pass(world.store, other, 1)])
+    assert len(world.workers.held) == 2
+    world.workers.disk.set()
+    await all_done(world, [*saves, *behind])
+    assert world.workers.most_captured == 6
+    await world.until(lambda: not world.workers.held)
+
+
+async def test_a_save_larger_than_the_bound_runs_alone_and_none_passes_it(world: World) -> None:
+    world.workers.captured.most = 7
+    small, large, late = await models_of(world, [3, 20, 3])
+    world.workers.disk.clear()
+    saves = []
+    for model in (small, large, late):
+        saves.append(await save(world, model, 1, RequestKind.SAVE_WEIGHTS))
+        await world.taken_in()
+        await all_done(world, [await journal.submit_pass(world.store, await world.model(), 1)])
+    assert len(world.workers.held) == 1
+    world.workers.disk.set()
+    await all_done(world, saves)
+    assert world.workers.most_captured == 20
+    keys = [await journal.key_of(world.store, model) for model in (small, large, late)]
+    assert world.workers.asked("capture") == keys
+
+
+async def test_a_save_that_will_not_run_holds_up_none_behind_it(world: World) -> None:
+    world.workers.captured.most = 7
+    small, large, late = await models_of(world, [3, 20, 3])
+    world.workers.disk.clear()
+    saves = [await save(world, model, 1, RequestKind.SAVE_WEIGHTS) for model in (small, large, late)]
+    await world.until(lambda: world.workers.held)
+    await world.taken_in()
+    await all_done(world, [await journal.submit_pass(world.store, await world.model(), 1)])
+    lanes = world.driver._lanes
+    lanes.close(await journal.key_of(world.store, large), Failure("it is gone", "server"))
+    last = await save(world, await world.model(), 1, RequestKind.SAVE_WEIGHTS)
+    await world.until(lambda: len(world.workers.held) > 1)
+    world.workers.disk.set()
+    await all_done(world, [saves[0], saves[2], last])
+
+
+@pytest.fixture
+def hanging() -> HangingStorage:
+    return HangingStorage()
+
+
+@pytest.fixture
+async def stored(
+    store: Store, bell: Doorbell, tmp_path: Path, hanging: HangingStorage
+) -> AsyncIterator[World]:
+    made = World(store, bell, tmp_path / "checkpoints", storage=hanging)
+    yield made
+    hanging.back.set()
+    made.running.cancel()
+    with suppress(asyncio.CancelledError, ExceptionGroup):
+        await made.running
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_storage_that_hangs_holds_no_captured_state(
+    stored: World, hanging: HangingStorage, kind: RequestKind
+) -> None:
+    model = await stored.model()
+    accepted = await save(stored, model, 1, kind)
+    await stored.until(lambda: hanging.asked)
+    assert stored.workers.held == []
+    hanging.back.set()
+    await all_done(stored, [accepted])

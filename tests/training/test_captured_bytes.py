@@ -1,0 +1,58 @@
+"""Bound of captured state: its count, and the memory that it is a share of."""
+
+import asyncio
+from pathlib import Path
+
+import psutil
+import pytest
+
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.training.captured_bytes import CapturedBytes, host_memory
+
+SMALL, OTHER, LARGE = ModelKey(1), ModelKey(2), ModelKey(3)
+
+
+@pytest.fixture
+def captured() -> CapturedBytes:
+    captured = CapturedBytes()
+    captured.most = 10
+    for model, size in ((SMALL, 4), (OTHER, 6), (LARGE, 11)):
+        captured.know(model, size)
+    return captured
+
+
+def test_as_many_are_captured_as_fit_and_any_one_alone(captured: CapturedBytes) -> None:
+    assert captured.fitting([SMALL, OTHER, SMALL]) == 2
+    assert captured.fitting([LARGE, SMALL]) == 1
+    captured.take(7, SMALL)
+    assert captured.held == 4
+    assert captured.fitting([OTHER, SMALL]) == 1
+    assert captured.fitting([LARGE, SMALL]) == 0, "none passes it"
+
+
+async def test_what_is_freed_wakes_who_waits(captured: CapturedBytes) -> None:
+    await captured.until_freed()
+    captured.take(7, SMALL)
+    captured.forget(SMALL)
+    waiting = asyncio.create_task(captured.until_freed())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    late = captured.until_freed()
+    captured.free(7)
+    await waiting
+    await late
+    captured.free(7)
+    assert captured.held == 0
+
+
+def test_a_cgroup_bounds_the_memory(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    assert host_memory(own, tmp_path) == psutil.virtual_memory().total
+    own.write_text("0::/pod/container\n")
+    inner = tmp_path / "pod/container"
+    inner.mkdir(parents=True)
+    (inner / "memory.max").write_text("max\n")
+    (tmp_path / "pod/memory.max").write_text("4096\n")
+    assert host_memory(own, tmp_path) == 4096
+    (inner / "memory.max").write_text("1024\n")
+    assert host_memory(own, tmp_path) == 1024
