@@ -121,7 +121,7 @@ class NowView:
                     yield _happened(incident, self._snapshot.at)
 
     def _waits(self) -> list[Problem]:
-        """Return what waits longest, with the words of the long poll."""
+        """Return the requests that wait longest, with the words of the long poll."""
         slow = [entry for entry in self._queue if (entry.oldest_age_s or 0.0) >= LONG_S]
         slow.sort(key=lambda entry: -(entry.oldest_age_s or 0.0))
         return [_wait(entry) for entry in slow[:LONGEST]]
