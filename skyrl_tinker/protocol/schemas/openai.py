@@ -376,7 +376,7 @@ R = TypeVar("R", bound=OpenAIRequest)
 
 
 def parse_openai(model: type[R], payload: Any) -> R:
-    """Validate a decoded JSON body. Raises FieldError that names each wrong field with what was found."""
+    """Validate a decoded JSON body. Raises FieldError that names each wrong field with the value found."""
     try:
         return model.model_validate(payload)
     except ValidationError as error:
