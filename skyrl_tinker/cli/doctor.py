@@ -67,7 +67,7 @@ def report(settings: Settings) -> bool:
 
 
 def _running(settings: Settings) -> str | None:
-    """Return what there is to say of the server that runs on this home, None without one."""
+    """Return a finding on the server that runs on this home, None without one."""
     lock = Directories(settings).server_lock
     try:
         if lock.exists():
@@ -95,7 +95,7 @@ def _need(condition: bool, finding: str) -> str:
 
 @contextmanager
 def _startup_errors() -> Iterator[None]:
-    """Count what `serve` would refuse as the finding; it says what to change."""
+    """Count a refusal by `serve` as the finding; it names the setting to change."""
     try:
         yield
     except StartupError as error:
@@ -176,7 +176,7 @@ def _port(settings: Settings) -> str:
 
 
 def _libraries(device: str) -> str:
-    """Look for what the packages need of the system."""
+    """Look for the parts of the system that the packages need."""
     if device == "cuda":
         compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
         return _need(
