@@ -68,7 +68,7 @@ def return_freed_memory() -> None:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause garbage collections while what stays is loaded: imports of torch take a fifth less."""
+    """Pause garbage collections while lasting objects are loaded: imports of torch take a fifth less."""
     gc.disable()
     try:
         yield
