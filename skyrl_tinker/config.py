@@ -71,7 +71,7 @@ class Settings(BaseSettings):
     )
     snapshots: str | None = Field(
         None,
-        description="Where the server keeps snapshots, which bring models back after a crash: a directory, or "
+        description="Place of snapshots, which bring models back after a crash: a directory, or "
         "a URL as for checkpoints [default: under home]",
     )
     standby: bool = Field(

@@ -97,7 +97,7 @@ def listens(pid: int, port: int) -> bool:
 
 
 def descendants() -> list[psutil.Process]:
-    """Return all descendants, zombies included, but those from before `become_subreaper` and theirs."""
+    """Return all descendants, zombies included, except trees from before `become_subreaper`."""
     spared = {each for earlier in _earlier for each in (earlier, *_children(earlier))}
     return [each for each in psutil.Process().children(recursive=True) if each not in spared]
 

@@ -67,7 +67,7 @@ class VersionCopies:
 
 
 def _shared_lock(copy: Path) -> IO[bytes]:
-    """Lock a copy against deletion, be it there or not."""
+    """Take a shared lock on a copy, which need not exist yet."""
     path = _lock_of(copy)
     while True:
         lock = path.open("ab")

@@ -62,7 +62,9 @@ BLOCKS = {
     "docs/losses.md: sampler = training.save_weights_and_get_sampling_c": (
         "tests/e2e/test_readme.py::test_the_example_of_stable_reinforce_trains"
     ),
-    "docs/backup-and-recovery.md: pip install 'skyrl-tinker[postgresql]'": "tests/faults/test_database_away.py",
+    "docs/backup-and-recovery.md: pip install 'skyrl-tinker[postgresql]'": (
+        "tests/faults/test_database_away.py"
+    ),
     "docs/backup-and-recovery.md: pip install 'skyrl-tinker[s3]'": "tests/e2e/test_object_storage.py",
     "docs/running.md: [Unit]": "it needs systemd",
     "docs/quick-start.md: scripts/setup cpu": MINUTES,

@@ -42,11 +42,11 @@ _LEVELS: Mapping[str, Literal["error", "warning", "info"]] = {
 }
 """Levels of the engine's states in which it takes no work."""
 LONG_S, VERY_LONG_S = 10.0, 120.0
-"""Age of a request from which it is told of, and from which that is a warning."""
+"""Ages at which a waiting request is listed, and is a warning."""
 RECENT_S = 900.0
-"""Time for which a loss and a recovery are told of."""
+"""Time for which a loss and a recovery are listed."""
 LONGEST = 5
-"""Most requests that are told of because they wait."""
+"""Most waiting requests listed."""
 
 
 class NowView:

@@ -156,7 +156,7 @@ class OpenAIMessage(Message):
             if value is not None and not _among(value, cls.neutral.get(key, ()))
         }
         unknown = [key for key in given if key not in cls.__pydantic_fields__]
-        for key in unknown[MOST_PROBLEMS:]:  # each takes a kilobyte as a problem, though it is not told of
+        for key in unknown[MOST_PROBLEMS:]:  # each takes a kilobyte as a problem, though it is not reported
             del given[key]
         return given
 
