@@ -136,7 +136,7 @@ async def trace(query: Annotated[TraceQuery, Query()], deps: Deps, reach: Reache
     response_model=ReadableResponse,
 )
 async def list_readable(query: Annotated[Paging, Query()], deps: Deps, owner: Owner) -> Response:
-    """Only one's own, also with an admin key: prompts are nobody else's to read."""
+    """Show the caller's requests only: admins do not read prompts."""
 
     def read(conn: Connection) -> ReadableResponse:
         rows = readable_requests(conn, owner, query.limit, query.offset)
