@@ -125,3 +125,9 @@ def test_prose_names_the_thing(part: str) -> None:
     assert counter.noun_clauses(list(texts.values())) <= MOST_CLAUSES
     found = {path.name: [match[0] for match in UNPLAIN.finditer(text)] for path, text in texts.items()}
     assert not {name: words for name, words in found.items() if words}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_of_a_page_but_tables_and_code_have_160_characters_at_most(page: Path) -> None:
+    lines = structure().FENCES.sub("", page.read_text()).splitlines()
+    assert not [line for line in lines if len(line) > 160 and not line.startswith("|")]
