@@ -71,8 +71,8 @@ class Settings(BaseSettings):
     )
     snapshots: str | None = Field(
         None,
-        description="Where the server keeps what brings models back after a crash: a directory, or a URL as "
-        "for checkpoints [default: under home]",
+        description="Place of snapshots, which bring models back after a crash: a directory, or "
+        "a URL as for checkpoints [default: under home]",
     )
     standby: bool = Field(
         False,
@@ -113,7 +113,7 @@ class Settings(BaseSettings):
         None,
         gt=0,
         description="Memory that models may take per FSDP worker; beyond it no full-parameter model is made "
-        "[default: what the machine has]",
+        "[default: the machine's memory]",
     )
     unit_tokens: int | None = Field(
         None,
@@ -124,8 +124,8 @@ class Settings(BaseSettings):
     unit_ms: float = Field(
         150.0,
         gt=0,
-        description="Work of others, in milliseconds, behind and with which a training request runs: while "
-        "several sessions train, a pass of several requests takes half of it",
+        description="Most work of other sessions, in milliseconds, that a training request waits for or "
+        "shares a pass with: while several sessions train, a pass of several requests takes half of it",
     )
     max_lora_rank: int = Field(
         64,
@@ -178,8 +178,9 @@ class Settings(BaseSettings):
     )
     plan: bool = Field(
         True,
-        description="On cuda: estimate what fits, choose by it what is not given of ranks, replicas, row "
-        "lengths and resident models, and refuse what does not fit; else choose the placement alone",
+        description="On cuda: estimate the memory, choose by it the ranks, replicas, row lengths and "
+        "resident models that are not given, and refuse settings that do not fit; else choose the "
+        "placement alone",
     )
     phase_min_s: float = Field(0.2, gt=0, description="Shortest phase when colocated")
     phase_max_s: float = Field(
@@ -241,7 +242,7 @@ class Settings(BaseSettings):
         "requests with tools are refused]",
     )
     sampler_engine: Literal["vllm", "sglang"] = Field(
-        "vllm", description="Sampling engine; docs/samplers.md has what each can do"
+        "vllm", description="Sampling engine; docs/samplers.md has the abilities of each"
     )
     sampler_python: Path | None = Field(
         None,
@@ -279,7 +280,7 @@ class Settings(BaseSettings):
         description="Time without heartbeat and request after which a session's models are released",
     )
     request_deadline_s: float = Field(
-        86400.0, gt=0, description="Time after which a waiting request fails and says what it waited for"
+        86400.0, gt=0, description="Time after which a waiting request fails and names the reason of its wait"
     )
     gap_deadline_s: float = Field(
         900.0,
@@ -327,13 +328,14 @@ class Settings(BaseSettings):
         None,
         gt=0,
         description="Memory and disk that unnamed sampler weights of all models may take; beyond it the "
-        "oldest go, and who samples them is told to save again [default: a quarter of the disk under home]",
+        "oldest go; sampling them then fails and asks for a new save [default: a quarter of the disk "
+        "under home]",
     )
     min_free_gb: float = Field(
         1.0,
         ge=0,
-        description="Free disk, under home and for checkpoints, below which new work is refused; what was "
-        "accepted goes on, and all resumes once there is room",
+        description="Free disk, under home and for checkpoints, below which new work is refused; "
+        "accepted requests go on, and all resumes once there is room",
     )
     replay_s: float = Field(
         30.0,
@@ -462,7 +464,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _change_defaults(self) -> Self:
-        """Change them past pydantic, so that model_fields_set still names what was given alone."""
+        """Change them past pydantic, so that model_fields_set still names the given ones alone."""
         if self.device == "cuda":
             unset = _ON_CUDA.keys() - self.model_fields_set
             self.__dict__.update({name: _ON_CUDA[name] for name in unset})
@@ -492,7 +494,7 @@ class Settings(BaseSettings):
         return KeyLimits(**{name: getattr(self, f"key_{name}") for name in NAMES})
 
     def api_share(self, value: int) -> int:
-        """Return what one API process has of a limit of all on this host."""
+        """Return the part of one API process in a limit of all on this host."""
         return -(-value // self.api_processes)
 
     @property
@@ -515,7 +517,7 @@ class Settings(BaseSettings):
 
 
 def load(config: Path | None = None, **overrides: Any) -> Settings:
-    """Parse the settings. Overrides that are None count as not given; model_fields_set names what was given.
+    """Parse the settings. Overrides that are None count as not given; model_fields_set names the given ones.
 
     Raises pydantic.ValidationError that names the unknown key or the bad value.
     """

@@ -53,7 +53,7 @@ class Directories:
         (self.ephemeral_dir / _HOME).write_text(str(self.home))
 
     def listening_note(self, pid: int) -> Path:
-        """Return what an API process of this id writes once it accepts connections."""
+        """Return the file that an API process of this id writes once it accepts connections."""
         return self.bell_dir / f"api-{pid}.listens"
 
     def delete_temporary(self) -> None:
@@ -66,7 +66,7 @@ class Directories:
         shutil.rmtree(self.ephemeral_dir, ignore_errors=True)
 
     def delete_orphaned(self) -> None:
-        """Delete what servers left outside homes that have since been deleted."""
+        """Delete files that servers left outside homes that have since been deleted."""
         for note in self.ephemeral_dir.parent.glob(f"*/{_HOME}"):
             if not _home_in(note).exists():
                 shutil.rmtree(self.bell_dir.parent / note.parent.name, ignore_errors=True)

@@ -25,7 +25,7 @@ SkyrlTinkerError              500  server
 ├── OverloadedError           429  server   too many requests wait; says when to try again
 │   ├── NoRoomError           503  server   the disk is nearly full
 │   └── DatabaseError         503  server   the database is full, busy or away
-└── StartupError              500  server   the server cannot start; the message says what to change
+└── StartupError              500  server   the server cannot start; the message names the setting to change
     ├── RaySlowError          500  server   Ray had too little time on a busy machine: another try may do
     └── LeaseLostError        500  server   another server has taken over the database
 """

@@ -1,4 +1,4 @@
-"""TCP listeners of this process, closed behind the back of the library that opened them."""
+"""TCP listeners of this process, closed without the knowledge of the library that opened them."""
 
 import os
 import select

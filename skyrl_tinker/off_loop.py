@@ -1,4 +1,4 @@
-"""Threads for what would block the event loop: hot ones for requests, others for disk, others for transfers.
+"""Threads for work that would block the event loop: for requests (kept hot), for disk, for transfers.
 
 They are apart so that no fsync of one tenant delays a pass of another, and no upload a look for a file.
 """

@@ -68,7 +68,7 @@ def return_freed_memory() -> None:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause garbage collections while what stays is loaded: imports of torch take a fifth less."""
+    """Pause garbage collections while lasting objects are loaded: imports of torch take a fifth less."""
     gc.disable()
     try:
         yield
@@ -97,7 +97,7 @@ def listens(pid: int, port: int) -> bool:
 
 
 def descendants() -> list[psutil.Process]:
-    """Return all descendants, zombies included, but those from before `become_subreaper` and theirs."""
+    """Return all descendants, zombies included, except trees from before `become_subreaper`."""
     spared = {each for earlier in _earlier for each in (earlier, *_children(earlier))}
     return [each for each in psutil.Process().children(recursive=True) if each not in spared]
 

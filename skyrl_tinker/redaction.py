@@ -2,7 +2,7 @@
 
 Keys are ours, and those of Hugging Face, age and AWS.
 
-Also the server's paths, out of what clients get.
+Also the server's paths, out of answers to clients.
 """
 
 import logging

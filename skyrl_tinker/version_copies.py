@@ -18,7 +18,7 @@ TIMEOUT_S = 60.0
 """Limit for each answer, and each part of one."""
 _SHM = Path("/dev/shm")
 _BLOCK_BYTES = 4 << 20
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # what is private needs no proxy
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # private addresses need no proxy
 
 
 class VersionCopies:
@@ -38,7 +38,7 @@ class VersionCopies:
             _delete_unless_held(lock.with_suffix(""))
 
     def hold(self, url: str) -> Path:
-        """Return the copy of what a VersionServer names `url`, made unless it is there; until `release`.
+        """Return the copy of the version at a VersionServer's `url`, made if missing; until `release`.
 
         Raises OSError when it cannot be had.
         """
@@ -47,7 +47,7 @@ class VersionCopies:
             lock = _shared_lock(copy)
             try:
                 _make(copy, url)
-            except BaseException:  # cancelled or failed: what is there in part is nobody's
+            except BaseException:  # cancelled or failed: a partial copy is nobody's
                 lock.close()
                 _delete_unless_held(copy)
                 raise
@@ -67,7 +67,7 @@ class VersionCopies:
 
 
 def _shared_lock(copy: Path) -> IO[bytes]:
-    """Lock a copy against deletion, be it there or not."""
+    """Take a shared lock on a copy, which need not exist yet."""
     path = _lock_of(copy)
     while True:
         lock = path.open("ab")

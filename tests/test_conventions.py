@@ -4,7 +4,10 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -26,6 +29,17 @@ ODD_OPENINGS = re.compile(
     re.IGNORECASE,
 )
 """Prepositions, pronouns and wh-words: a summary opens with its noun or with an imperative verb."""
+
+PAGES = [*ROOT.parent.glob("[CR][OE]*.md"), *sorted(ROOT.parent.glob("docs/*.md"))]
+PLAIN_PACKAGES = ("api", "cli", "domain", "protocol", "server", "storage", "store")
+PLAIN = {
+    "the pages": PAGES,
+    "the root modules": sorted(ROOT.glob("*.py")),
+    **{package: sorted((ROOT / package).rglob("*.py")) for package in PLAIN_PACKAGES},
+}
+MOST_CLAUSES = 1.2
+"""Per 1,000 words, of clauses with "what" in place of a noun: as in other projects, which have 0 to 1.2."""
+UNPLAIN = re.compile(r"\b(told of|reckoned|be it|as ever|afresh|theirs|whoever)\b", re.IGNORECASE)
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -83,3 +97,37 @@ def test_docstrings_open_with_a_noun_or_an_imperative() -> None:
                 line = getattr(node, "lineno", 1)
                 odd.append(f"{path.relative_to(ROOT)}:{line} {getattr(node, 'name', 'module')}: {summary}")
     assert not odd, f"{len(odd)} docstrings:\n" + "\n".join(odd)
+
+
+def structure() -> ModuleType:
+    loader = SourceFileLoader("structure", str(ROOT.parent / "scripts" / "structure"))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def test_clauses_with_what_are_counted_in_sentences_alone(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("| what | why |\n\nWhat is it? It shows what waits, `what`.\n\n```sh\nwhat\n```\n")
+    module = tmp_path / "module.py"
+    module.write_text('"""What it does."""\nwhat = "what"  # what stays\n')
+    counter = structure()
+    assert counter.noun_clauses([counter.prose(page)]) == pytest.approx(1000 / 13)
+    assert counter.noun_clauses([counter.prose(module)]) == pytest.approx(2000 / 6)
+
+
+@pytest.mark.parametrize("part", PLAIN)
+def test_prose_names_the_thing(part: str) -> None:
+    counter = structure()
+    texts = {path: counter.prose(path) for path in PLAIN[part]}
+    assert counter.noun_clauses(list(texts.values())) <= MOST_CLAUSES
+    found = {path.name: [match[0] for match in UNPLAIN.finditer(text)] for path, text in texts.items()}
+    assert not {name: words for name, words in found.items() if words}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_of_a_page_but_tables_and_code_have_160_characters_at_most(page: Path) -> None:
+    lines = structure().FENCES.sub("", page.read_text()).splitlines()
+    assert not [line for line in lines if len(line) > 160 and not line.startswith("|")]

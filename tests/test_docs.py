@@ -29,12 +29,12 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{file}#{anchor}"
 
 
-def test_every_alert_has_its_line_in_operations() -> None:
+def test_every_alert_has_its_line_on_the_monitoring_page() -> None:
     groups = yaml.safe_load((ROOT / "docker" / "prometheus" / "alerts.yml").read_text())["groups"]
     rules = [rule["alert"] for group in groups for rule in group["rules"]]
     severities = {rule["labels"]["severity"] for group in groups for rule in group["rules"]}
     assert severities == {"critical", "warning"}
-    page = (ROOT / "docs" / "operations.md").read_text()
+    page = (ROOT / "docs" / "monitoring.md").read_text()
     listed = page.partition("| alert |")[2].split("\n\n")[0].splitlines()[2:]
     assert sorted(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in listed))) == sorted(rules)
 

@@ -62,9 +62,11 @@ BLOCKS = {
     "docs/losses.md: sampler = training.save_weights_and_get_sampling_c": (
         "tests/e2e/test_readme.py::test_the_example_of_stable_reinforce_trains"
     ),
-    "docs/operations.md: pip install 'skyrl-tinker[postgresql]'": "tests/faults/test_database_away.py",
-    "docs/operations.md: pip install 'skyrl-tinker[s3]'": "tests/e2e/test_object_storage.py",
-    "docs/operations.md: [Unit]": "it needs systemd",
+    "docs/backup-and-recovery.md: pip install 'skyrl-tinker[postgresql]'": (
+        "tests/faults/test_database_away.py"
+    ),
+    "docs/backup-and-recovery.md: pip install 'skyrl-tinker[s3]'": "tests/e2e/test_object_storage.py",
+    "docs/running.md: [Unit]": "it needs systemd",
     "docs/quick-start.md: scripts/setup cpu": MINUTES,
     "docs/quick-start.md: export TINKER_BASE_URL=http://127.0.0.1:8000 TINKE": (
         "tests/e2e/test_examples.py::test_sft_learns_its_answers"

@@ -1,6 +1,6 @@
 """One API process on an inherited socket: `python -m skyrl_tinker.api.api_process SETTINGS_JSON FD [NAME]`.
 
-SIGTERM ends it within a second; SIGUSR2 once what it answers is answered, for another that takes its place.
+SIGTERM ends it within a second; SIGUSR2 once its open requests are answered, for a successor.
 """
 
 import asyncio
@@ -139,7 +139,7 @@ async def run(
 ) -> None:
     """Serve until SIGTERM, SIGINT or SIGUSR2; call `listens` once connections are accepted.
 
-    `files_home`: what paths in rows are relative to, where that is not this process's home.
+    `files_home`: base of the relative paths in rows, where that is not this process's home.
     """
     with closing(bind_doorbell(settings.store_url, settings.root, "api")) as bell:
         store = Store.open(settings.store_url, files_home or settings.root)

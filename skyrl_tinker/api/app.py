@@ -123,7 +123,7 @@ def make_services(
     bell: Doorbell,
     clock: Callable[[], float] | None = None,
 ) -> Services:
-    """Build what one run of the app works with; its lifespan starts and ends them."""
+    """Build the services of one run of the app; its lifespan starts and ends them."""
     directories = Directories(settings)
     signing = SigningSecrets(settings.root)
     engine = EngineClient(directories.engine_socket, store, signing)

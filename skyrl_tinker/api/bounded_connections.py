@@ -1,4 +1,4 @@
-"""Bounds on connections: how many, in total and per address, and what they may hold of memory and time.
+"""Bounds on connections: their number, in total and per address, their memory and their time.
 
 A head (or trailers, which the parser keeps, too) has HEAD_BYTES and HEAD_S: uvicorn bounds neither, so that
 anybody could fill the memory with one, or hold thousands of connections with half-sent ones (Slowloris).
@@ -28,11 +28,11 @@ READ_BYTES = 64 * 1024
 """Most that is read from a connection before others have their turn."""
 _FIRST_REQUEST_S = 0.5
 """Time for a new connection's request to arrive at a process that ends."""
-_LINGER_S = 1.0  # what is closed while data arrives is reset, and its client sees no answer
+_LINGER_S = 1.0  # a socket closed while data arrives is reset, and its client sees no answer
 
 
 def source(address: str) -> str:
-    """Return what connections are counted by: an IPv4 address, of IPv6 the /64, which one host may have."""
+    """Return the key that connections are counted by: an IPv4 address, or the /64 of an IPv6 host."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -98,7 +98,7 @@ class Connections:
 
 
 class _SmallReads(asyncio.BufferedProtocol):
-    """Connection that hands on what it has read into a buffer, which is free again for the next one."""
+    """Connection that hands on the bytes read into a buffer, which is free again for the next one."""
 
     def __init__(self, http: "_Http", buffer: bytearray) -> None:
         self._http = http
@@ -234,7 +234,7 @@ class _Http(HttpToolsProtocol):
             body
         )
         self._refused = True
-        self.parser = HttpRequestParser(self)  # drops what it holds of the head
+        self.parser = HttpRequestParser(self)  # drops the bytes held of the head
         self.headers = []
         self.transport.write(STATUS_LINE[status] + head + body)
         self.loop.call_later(_LINGER_S, self.transport.close)

@@ -20,7 +20,7 @@ from skyrl_tinker.protocol.schemas.openai import FieldError, error_body
 from skyrl_tinker.redaction import redact, without_paths
 
 EXPECTED = (SkyrlTinkerError, OperationalError, DataError)
-"""What `refusal` answers; the database may be full, busy or away, or a text have a NUL."""
+"""Errors that `refusal` answers; the database may be full, busy or away, or a text have a NUL."""
 OPENAI = "/oai/"
 RETRY_S = 2
 _log = logging.getLogger(__name__)

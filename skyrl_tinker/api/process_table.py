@@ -1,4 +1,4 @@
-"""Processes of this server: what each takes."""
+"""Processes of this server: memory and CPU of each."""
 
 import time
 from collections.abc import Iterable
@@ -51,7 +51,7 @@ class ProcessTable:
 
 
 def _row(process: psutil.Process) -> ProcessUse | None:
-    """Return what a process takes, None if it has ended."""
+    """Return the memory and CPU of a process, None if it has ended."""
     try:
         with process.oneshot():
             return ProcessUse(

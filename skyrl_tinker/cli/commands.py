@@ -117,8 +117,8 @@ def serve(
 def api(settings: Settings) -> None:
     """Answer clients on another host than the engine's, until Ctrl-C. Needs PostgreSQL, no torch, no vLLM.
 
-    Its settings are those of the server on --database-url, but for what is given here. --home has a copy of
-    signing-secrets.json of that server's home.
+    Its settings are those of the server on --database-url, except for options given here. --home has a copy
+    of signing-secrets.json of that server's home.
     """
     from skyrl_tinker.server import api_host
 
@@ -230,7 +230,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
     **given: Any,
 ) -> None:
-    """Show what fits on GPUs, before there are any; exit code 1 if it does not. What is given is kept.
+    """Show whether a server fits on GPUs, before there are any; exit code 1 if not. Options given are kept.
 
     The trainer's forward and backward run on tensors without content, which takes seconds on a CPU and no
     weights: config.json is enough.
@@ -253,7 +253,7 @@ def plan(
 @app.command()
 @with_settings(*_SERVED)
 def doctor(settings: Settings) -> None:
-    """Check whether `serve` with these options would work here, and name what to mend; exit code 1 if not."""
+    """Check whether `serve` with these options would work here; name fixes; exit code 1 if not."""
     from skyrl_tinker.cli import doctor as checks
 
     if not checks.report(settings):

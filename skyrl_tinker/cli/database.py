@@ -60,7 +60,7 @@ def relocate(
 ) -> None:
     """Let checkpoints below OLD be found below NEW, where you moved them; the server must not run.
 
-    A home that was moved as a whole needs none of this: what lies below it is recorded relative to it. For
+    A home that was moved as a whole needs none of this: paths below it are recorded relative to it. For
     example, for a server with `--checkpoints /disk/checkpoints`:
 
     \b

@@ -66,7 +66,7 @@ def report(settings: Settings) -> bool:
 
 
 def _running(settings: Settings) -> str | None:
-    """Return what there is to say of the server that runs on this home, None without one."""
+    """Return a finding on the server that runs on this home, None without one."""
     lock = Directories(settings).server_lock
     try:
         if lock.exists():
@@ -164,7 +164,7 @@ def _port(settings: Settings) -> str:
 
 
 def _libraries(device: str) -> str:
-    """Look for what the packages need of the system."""
+    """Look for the parts of the system that the packages need."""
     if device == "cuda":
         compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
         return _need(

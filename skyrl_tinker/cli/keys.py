@@ -59,7 +59,7 @@ def create(
     made with it. Those from before the first key are visible only to a key that adopts them.
 
     An admin key sees those of all, and may cancel samples, unload models, finish sessions and delete
-    checkpoints; what it makes is its own, and it trains and samples with nobody else's.
+    checkpoints; its own work belongs to it, and it trains and samples with nobody else's.
     """
     from skyrl_tinker.directories import Directories
     from skyrl_tinker.store import api_keys, owners
@@ -134,9 +134,9 @@ def rotate(
 @app.command()
 @with_settings("home", "database_url")
 def revoke(settings: Settings, key: Which) -> None:
-    """Revoke a key and its tokens permanently. What it made is kept, and visible only to admin keys.
+    """Revoke a key and its tokens permanently. Its work is kept, and visible only to admin keys.
 
-    A running server refuses the key within a second. `keys adopt` gives what it made to another key.
+    A running server refuses the key within a second. `keys adopt` gives its work to another key.
     """
     from skyrl_tinker.store import api_keys
 
@@ -155,7 +155,7 @@ def adopt(
 ) -> None:
     """Give a live key all that a revoked or expired one made: sessions, runs, checkpoints, usage.
 
-    With `--from none` what was made without a key.
+    With `--from none` the work done without a key.
     """
     from skyrl_tinker.store import api_keys
 
@@ -171,7 +171,7 @@ def purge(
     key: Annotated[str, typer.Argument(metavar="ID_OR_NAME", help="A revoked or expired key")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,
 ) -> None:
-    """Delete what a revoked or expired key made: sessions, runs, checkpoints, metadata. There is no way back.
+    """Delete the work of a revoked or expired key: sessions, runs, checkpoints, metadata. This is final.
 
     Also published checkpoints, which others use. Metadata goes at once, files and rows within minutes on a
     running server; rows of checkpoints, and of models in training, as long after as those of others.
@@ -210,7 +210,7 @@ def rotate_secrets(settings: Settings) -> None:
 def limit(settings: Settings, key: Which, **limits: str | None) -> None:
     """Give one key limits of its own, and print them: a number, `none`, or `default` for that of all keys.
 
-    A running server keeps to them within a second. What a key has already stays. For example:
+    A running server keeps to them within a second. A key keeps the work that it has already. For example:
 
     \b
       skyrl-tinker keys limit alice --models 4 --stored-gb 200 --sessions default

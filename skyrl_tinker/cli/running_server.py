@@ -45,7 +45,7 @@ class RunningServer:
         )
 
     def now(self) -> Facts:
-        """Return what the dashboard shows of this moment."""
+        """Return the dashboard's view of this moment."""
         return self._ask("GET", "/api/v1/console/now")
 
     def usage(self, hours: int) -> Facts:
@@ -84,7 +84,7 @@ def at(url: str) -> RunningServer:
 def of_home(settings: Settings) -> RunningServer:
     """Return the server, of any version, that runs on a home.
 
-    Raises StartupError unless that is what listens there.
+    Raises StartupError unless that process listens there.
     """
     directories = Directories(settings)
     file = directories.settings_file

@@ -1,4 +1,4 @@
-"""Commands that look at a running server: what it does, for whom, and what it wrote."""
+"""Commands that look at a running server: its work, its users, and its logs."""
 
 import json
 import os

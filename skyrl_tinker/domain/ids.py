@@ -4,7 +4,7 @@ from enum import Enum, StrEnum
 from typing import Literal, NewType
 
 OwnerId = NewType("OwnerId", int)
-"""The store's key of an API key (`api_keys.id`); only its holder sees what was made with it. A server without
+"""The store's key of an API key (`api_keys.id`); only its holder sees the work done with it. A server without
 keys has one owner, None."""
 
 

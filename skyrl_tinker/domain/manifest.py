@@ -77,7 +77,7 @@ def parse_manifest(text: bytes, path: str) -> Manifest:
 
 
 def read_listing(directory: Path) -> Mapping[str, FileEntry]:
-    """Read what any manifest.json lists. Raises UserError as `read_manifest`."""
+    """Read the entries of any manifest.json. Raises UserError as `read_manifest`."""
     return _read(directory, _files)
 
 

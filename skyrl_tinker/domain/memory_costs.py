@@ -20,7 +20,7 @@ class RowMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryCosts:
-    """Memory of a base model and of what is trained on it."""
+    """Memory of a base model and of the models trained on it."""
 
     parameters: int  # of the base model, all of them
     trained: int  # parameters of one model in training: its adapter's, or all

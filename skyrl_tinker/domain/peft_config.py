@@ -1,4 +1,4 @@
-"""PEFT's file format of a LoRA adapter: what checkpoints hold and the samplers load."""
+"""PEFT's file format of a LoRA adapter, in checkpoints and for the samplers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ change into the embeddings, too, and the result is another model. Use the adapte
 """
 KEY_PREFIX = "base_model.model."
 WHOLE_EXPERTS = {"gate_up_proj": ".base_layer", "down_proj": ""}
-"""What follows the name of a mixture whose adapter has the pairs of all experts in one tensor for A and B."""
+"""Suffix to the name of a mixture whose adapter has the pairs of all experts in one tensor for A and B."""
 EXPERT_PARAMETERS = [f"mlp.experts.{matrix}" for matrix in WHOLE_EXPERTS]
 """Parameters of such a mixture, as target_parameters names them."""
 
@@ -67,7 +67,7 @@ def expert_rank(shapes: Mapping[str, tuple[int, ...]], rank: int) -> int:
 
 
 def expert_patterns(rank: int, adapter: int, alpha: float, whole: bool) -> dict[str, Any]:
-    """Return what PEFT needs for experts of `rank` in an adapter of rank `adapter`, with the same scale.
+    """Return PEFT's settings for experts of `rank` in an adapter of rank `adapter`, with the same scale.
 
     PEFT applies an adapter of transformers' experts, whose gate and up projections are one tensor, to them
     with both pairs as one of twice the rank. `whole`: there is one pair for both.

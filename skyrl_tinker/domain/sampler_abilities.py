@@ -1,4 +1,4 @@
-"""Abilities in which sampling engines differ. What a server's engine lacks is refused by name."""
+"""Abilities in which sampling engines differ. Abilities that a server's engine lacks are refused by name."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -46,7 +46,7 @@ class SamplerAbilities:
                 raise NotSupportedError(f"{name} {text}, {self.engine}")
 
     def refusal(self, temperature: float) -> str | None:
-        """Return what is wrong with a temperature, None if nothing is."""
+        """Return the fault of a temperature, None without one."""
         if 0 < temperature < self.lowest_temperature:
             least = self.lowest_temperature
             return f"temperature: expected 0 (greedy) or at least {least}, found {temperature}"

@@ -44,7 +44,7 @@ class ReplayedExperts:
 class Datum:
     """One training example of N tokens: position i predicts token i+1, so targets are already shifted.
 
-    K candidates may be scored at every position: target_tokens and what goes with them are then [N, K].
+    K candidates may be scored at every position: target_tokens and their weights are then [N, K].
     """
 
     tokens: Int32  # [N]
@@ -248,7 +248,7 @@ class SampleRequest:
         return 1 if self.params.temperature == 0 else self.num_samples
 
     def tokens(self, context_length: int) -> int:
-        """Count the tokens of the prompt and the most that may be generated: what the samplers compute."""
+        """Count the tokens of the prompt and the most that may be generated: the samplers' work."""
         left = max(0, context_length - len(self.prompt))
         most = left if self.params.max_tokens is None else self.params.max_tokens
         return len(self.prompt) + self.sequences * most
@@ -313,7 +313,7 @@ class SampleOutput:
 class Usage:
     """Tokens of one request.
 
-    Training: those of its data. Sampling: the prompt, its cached part, and what was generated.
+    Training: those of its data. Sampling: the prompt, its cached part, and the generated part.
     """
 
     input_tokens: int = 0

@@ -1,7 +1,7 @@
 """Uploaded losses, checked before they are stored: only calls listed in `domain.custom_loss_ops`.
 
-These checks need the graph alone. What depends on data (shapes, sizes, time) is bounded while the loss runs:
-training.losses.custom_graph.
+These checks need the graph alone. Parts that depend on data (shapes, sizes, time) are bounded while the loss
+runs: training.losses.custom_graph.
 """
 
 import re
@@ -33,7 +33,7 @@ _REFUSED = {
 
 
 def check_custom_loss(request: CreateCustomLossRequest) -> CustomLoss:
-    """Return the loss, or raise UserError that names the node, what was found, and what is allowed."""
+    """Return the loss, or raise UserError that names the node, the value found, and the values allowed."""
     if not 0 < len(request.name) <= MAX_NAME:
         raise UserError(f"name has {len(request.name)} characters, expected 1 to {MAX_NAME}")
     _check_inputs(request.inputs)

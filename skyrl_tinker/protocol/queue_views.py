@@ -1,4 +1,4 @@
-"""The engine's queues as it reports them to the API, which tells a client what its request waits for.
+"""The engine's queues as it reports them to the API, which tells a client why its request waits.
 
 The size is bounded by SHOWN samples of LISTED sessions, and by the models that have waiting requests.
 """
@@ -71,7 +71,7 @@ class TrainingView:
 
     `tenants`: sessions with runnable work, in the order of their turns. `running`: models in the current unit
     of work, of about `running_tokens` tokens, which began `running_s` ago. `next_kind`, `next_models`: of
-    what would follow it now. `unit_s`: recent duration of units, None before the first.
+    the unit that would follow it now. `unit_s`: recent duration of units, None before the first.
     """
 
     lanes: Mapping[int, LaneView]

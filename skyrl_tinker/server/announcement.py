@@ -32,7 +32,7 @@ def _trained(settings: Settings) -> str:
 
 
 def _places(settings: Settings) -> dict[str, str]:
-    """Return what is elsewhere than under home."""
+    """Return the places that are not under home."""
     database = settings.database_url
     found = {
         "database": None if database is None else make_url(database).render_as_string(),

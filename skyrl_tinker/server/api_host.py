@@ -87,7 +87,7 @@ def _read(database: "Database") -> tuple[ServerSettings, str | None] | None:
 
 
 def _warn_of_missing(settings: Settings, progress: Report, *, missing: bool) -> None:
-    """`missing`: what was given was not there before it was made."""
+    """`missing`: the given home was not there before it was made."""
     root = settings.checkpoint_root
     if settings.checkpoint_url is None and (missing or not root.is_dir()):
         progress(

@@ -19,7 +19,7 @@ class ApiProcesses:
     """`run` starts them and starts those again that end; `replace` asks for new ones."""
 
     def __init__(self, count: int, directories: Directories, listener: socket.socket, ended: Ended) -> None:
-        """Prepare them. `ended` is told of each that ended unasked, before it is started again."""
+        """Prepare them. `ended` gets each that ended unasked, before it is started again."""
         self._directories = directories
         self._listener = listener
         self._ended = ended
@@ -29,7 +29,7 @@ class ApiProcesses:
 
     @property
     def children(self) -> tuple[ChildProcess, ...]:
-        """All of them, those that end after their last answer included."""
+        """All API processes, draining ones included."""
         return (*self._places, *self._retired)
 
     def replace(self) -> None:

@@ -1,4 +1,4 @@
-"""Plan of a server on given GPUs: what fits, which settings follow, and why. Imports no torch."""
+"""Plan of a server on given GPUs: whether it fits, the settings that follow, and why. Imports no torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class CapacityPlan:
 def make_plan(demand: Demand, facts: BaseModelFacts, costs_of: Callable[[int], MemoryCosts]) -> CapacityPlan:
     """Plan with trainer and samplers apart, else, if that does not fit, with both on all GPUs in turns.
 
-    `costs_of`: costs for a number of ranks. Raises StartupError when the GPUs are too few for what is given.
+    `costs_of`: costs for a number of ranks. Raises StartupError when the GPUs are too few for the settings.
     """
     sizes = [1 << power for power in range(7) if facts.num_kv_heads % (1 << power) == 0]
     for ways in divide(demand.gpus, demand.given, sizes, demand.copies):

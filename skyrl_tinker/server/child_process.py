@@ -71,7 +71,7 @@ class ChildProcess:
         return self.process.pid if self.process and self.process.returncode is None else None
 
     def retire(self) -> None:
-        """Tell it to end once what it answers is answered."""
+        """Tell it to end once its open requests are answered."""
         self.retired = True
         if self.process is not None and self.pid is not None:
             with suppress(ProcessLookupError):

@@ -104,7 +104,7 @@ class MemoryEstimate:
         return (self.room - self._between_passes(self.resident)) / (1 + ALLOCATOR_WASTE)
 
     def _between_passes(self, models: int) -> float:
-        """Bytes between passes, and what a pass keeps of each adapter's gradients beyond the first."""
+        """Bytes between passes, and a pass's gradients of each adapter beyond the first."""
         costs = self.costs
         kept = 0 if self.demand.full else _FLOAT32 * costs.trained * (models - 1)
         return costs.weights + models * costs.state + kept + self._transfer

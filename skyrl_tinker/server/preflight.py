@@ -1,4 +1,4 @@
-"""Checks of `serve` before it starts any process. Each raises a StartupError that says what to change."""
+"""Checks of `serve` before a process starts. Each raises a StartupError that names a setting to change."""
 
 import ipaddress
 import os
@@ -48,7 +48,7 @@ def check_settings(settings: Settings) -> None:
 
 
 def _check_standby(settings: Settings) -> None:
-    """Refuse a standby that could not bring back what the server before it had."""
+    """Refuse a standby that could not bring back the models of the server before it."""
     if not settings.standby:
         return
     if file_of(settings.store_url) is not None:
@@ -87,7 +87,7 @@ def check_storage(settings: Settings) -> None:
 
 
 def claim_storage(settings: Settings) -> None:
-    """Refuse places of files that belong to another database, or lack what this one has recorded there."""
+    """Refuse places of files that belong to another database, or lack files recorded in this one."""
     owner, checkpoints, snapshots = write_once(settings.store_url, _recorded, settings.root)
     snapshot_dir = Directories(settings).snapshot_dir
     for name, root, url, part, recorded in (
@@ -119,7 +119,7 @@ def _lacks(recorded: Sequence[Path], root: Path, storage: Storage) -> bool:
 
 @contextmanager
 def _refusals(name: str, place: str) -> Iterator[None]:
-    """Turn what is wrong with a place of files into a StartupError that names its setting."""
+    """Turn a fault of a place of files into a StartupError that names its setting."""
     try:
         yield
     except (ImportError, ValueError, StorageError) as error:
@@ -165,7 +165,7 @@ def check_host(settings: Settings) -> None:
 
 
 def _check_dtype(settings: Settings) -> None:
-    """Refuse what replicas would die of: their LoRA kernels on CUDA take 16-bit types only."""
+    """Refuse a type that replicas would die of: their LoRA kernels on CUDA take 16-bit types only."""
     if settings.device == "cuda" and settings.trainer_dtype == "float32" and not settings.external_urls:
         raise StartupError(
             "--trainer-dtype float32 with --device cuda: vLLM serves adapters on GPUs in 16-bit types only; "
@@ -189,7 +189,7 @@ def _check_otlp(settings: Settings) -> None:
 def _check_ray(address: str) -> None:
     """Refuse a cluster that is not there: Ray itself would try for minutes, again and again."""
     found = address
-    if address == "auto":  # what `ray start` notes on each node
+    if address == "auto":  # the address that `ray start` notes on each node
         note = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
         found = os.environ.get("RAY_ADDRESS") or (note.read_text().strip() if note.is_file() else "")
     host, _, port = found.rpartition(":")

@@ -42,7 +42,7 @@ class ServerSettings:
 
 
 def publish(conn: Connection, settings: Settings) -> None:
-    """Write down the settings, and what tells the secrets of the home from others."""
+    """Write down the settings, and the mark that tells the home's secrets from others."""
     shared = settings.model_dump(mode="json", exclude=_OWN) | _places(settings)
     value = {"version": __version__, "home": str(settings.root), "settings": shared}
     server_state.put(conn, server_state.SETTINGS, value)
@@ -69,7 +69,7 @@ def _places(settings: Settings) -> dict[str, str | None]:
 
 
 def read(conn: Connection) -> ServerSettings | None:
-    """Return what a server wrote, None before one did. Raises StartupError for another version's."""
+    """Return a server's settings, None before it wrote them. Raises StartupError for another version's."""
     value = server_state.get(conn, server_state.SETTINGS)
     if value is None:
         return None

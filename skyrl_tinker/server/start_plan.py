@@ -1,4 +1,4 @@
-"""Plan of a start on GPUs: which there are, what fits, and the settings that follow."""
+"""Plan of a start on GPUs: the GPUs there, the server that fits, and the settings that follow."""
 
 import json
 import subprocess
@@ -75,7 +75,7 @@ def plan(
     *,
     tenants: int = 1,
 ) -> CapacityPlan:
-    """Plan a server of these settings. What is given of them is kept, the rest chosen.
+    """Plan a server of these settings. Given ones are kept, the rest chosen.
 
     Raises StartupError for a base model that cannot be served, and for GPUs that are too few.
     """
@@ -109,7 +109,7 @@ def place(
 ) -> Settings:
     """Complete the settings: on GPUs as planned, or without a plan the placement alone.
 
-    `tell` receives what was chosen and why. Raises StartupError with what to change when it does not fit.
+    `tell` receives the choices and reasons. Raises StartupError with settings to change if it does not fit.
     """
     if settings.device == "cpu" or settings.external_urls:
         return _placed(settings, "separate")

@@ -52,8 +52,8 @@ Report = Callable[[str], None]
 def serve(settings: Settings, ready: Report, progress: Report, warn: Report) -> None:
     """Run a server until SIGTERM or Ctrl-C.
 
-    `ready` receives the announcement once, `progress` what the server does until then, and later what it
-    does about parts that died, `warn` messages for every user.
+    `ready` receives the announcement once, `progress` the server's steps until then, and later its
+    care for parts that died, `warn` messages for every user.
 
     Raises StartupError when it cannot start, or when a child keeps dying; no process is left running then.
     """
@@ -199,7 +199,7 @@ class _Supervisor:
             self._report_death(self._engine, code)
 
     async def _fetch_weights(self, store: Store) -> None:
-        """Fetch them while the API listens; what an interrupted download left goes on."""
+        """Fetch them while the API listens; an interrupted download goes on."""
         while code := await self._download.run():
             self._report_death(self._download, code)
             await asyncio.sleep(_BACK_OFF_S)
@@ -256,7 +256,7 @@ class _Supervisor:
             await asyncio.sleep(_RECORD_S)
 
     async def _kill_stopped(self) -> None:
-        """Kill what stands still: its peers take it for busy, but replace it once it is dead."""
+        """Kill a process that stands still: its peers take it for busy, but replace it once it is dead."""
         rounds: Counter[psutil.Process] = Counter()
         while True:
             rounds = Counter({process: rounds[process] + 1 for process in processes.list_stopped()})

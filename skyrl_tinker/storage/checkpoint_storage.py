@@ -106,7 +106,7 @@ LOCAL_DISK = LocalDisk()
 class CheckpointStorage:
     """Storage at a URL. Every call may take as long as the network does: make it in a thread.
 
-    StorageError names the URL and the cause. What lies outside of `root` is not its business.
+    StorageError names the URL and the cause. Files outside of `root` are not its business.
     """
 
     def __init__(self, root: Path, url: str, pauses_s: tuple[float, ...] = TRIES_S) -> None:
@@ -132,7 +132,7 @@ class CheckpointStorage:
         def probe() -> None:
             self._files.pipe_file(place, b"probe")
             if self._files.cat_file(place) != b"probe":
-                raise OSError("what was written is not what is read")
+                raise OSError("the bytes read differ from the bytes written")
             self._files.rm_file(place)
 
         self._try("write, read and delete a file below", self._base, probe)
@@ -157,7 +157,7 @@ class CheckpointStorage:
             )
 
     def _create(self, place: str, content: bytes) -> bool:
-        """Write a file unless it is there; return whether the storage does so, or replaced what was there."""
+        """Write a file unless it is there; return whether the storage does so, or replaced the old file."""
         try:
             for _ in range(2):  # some ignore the condition: the second time it must be refused
                 with self._files.open(place, "xb") as file:
@@ -307,7 +307,7 @@ class CheckpointStorage:
         self._try("remove", place, remove)
 
     def discard(self, directory: Path) -> None:
-        """Remove what a failed save has stored, if that can be done."""
+        """Remove the files of a failed save, if that can be done."""
         try:
             self.remove(directory)
         except StorageError as error:

@@ -24,9 +24,9 @@ PREFIX = "tml-"
 DEFAULT: Any = object()
 """Value of a limit that a key shall not have of its own."""
 NO_KEY = "none"
-"""Names, as a former key, what was made without one."""
+"""Names, as a former key, the work done without one."""
 MOST_OVERLAP_S = 7 * 86400
-"""Time for which a key may have two secrets: whoever rotated it could else act as its holder for years."""
+"""Time for which a key may have two secrets: else one who rotated it could act as its holder for years."""
 _BYTES = 32
 _ID = re.compile(r"[0-9]{1,18}", re.ASCII)
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._@+-]{0,63}", re.ASCII)

@@ -37,7 +37,7 @@ def record_key(conn: Connection, event: str, key: OwnerId | None, **details: Any
 
 
 def record_admin(conn: Connection, reach: Reach, key: OwnerId | None, action: str, **details: Any) -> None:
-    """Record what the holder of an admin key ended or deleted; nothing if it is not one."""
+    """Record work that the holder of an admin key ended or deleted; nothing for other keys."""
     if reach is ALL_OWNERS:
         record_key(conn, f"admin_{action}", key, **details)
 

@@ -30,7 +30,7 @@ _NEWEST = (
     .scalar_subquery()
 )
 LAST_REQUEST_AT = case((Model.last_request_at < _NEWEST, _NEWEST), else_=Model.last_request_at)
-"""In a query of models: time of the last request, UTC seconds. The column has what was noted of it."""
+"""In a query of models: time of the last request, UTC seconds. The column has the time noted so far."""
 
 
 def create(

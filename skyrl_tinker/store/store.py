@@ -46,7 +46,7 @@ class Store:
         """Open a migrated database. Raises StartupError for a URL that names none that is served.
 
         `home`: the server's, which paths in rows are relative to; by default the directory of SQLite's file.
-        `fence`: what bars the writes of a server that another one has replaced.
+        `fence`: guard that bars the writes of a server that another one has replaced.
         """
         return cls(open_database(url, home, fence))
 
@@ -77,8 +77,8 @@ class Store:
         """Run `op` in the next group commit, in the writer's thread; return its value after COMMIT.
 
         `size`: bytes that it writes, if they are many: smaller writes overtake it.
-        `then` is called after the commit, in that thread: for what must not wait for a busy loop. Once for
-        all that are committed together with the same.
+        `then` is called after the commit, in that thread: for work that must not wait for a busy loop. Once
+        for all that are committed together with the same.
         """
         return await self._writer.write(op, then, size)
 

@@ -85,7 +85,7 @@ class Arrivals:
                 self._some.clear()
 
     async def tell(self, now: float) -> None:
-        """Note what has been under way for long, and what was lost."""
+        """Note requests that have been under way for long, and lost ones."""
         self._told = {sender: until for sender, until in self._told.items() if until > now}
         slow = [arrival.sender for arrival in self._under_way if now - arrival.began >= LOOK_S]
         lost, self._lost = self._lost, {}

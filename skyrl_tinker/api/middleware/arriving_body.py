@@ -31,7 +31,7 @@ _RETRY_S = 10
 
 
 class Spool:
-    """Memory and files for what has arrived of all bodies."""
+    """Memory and files for the arrived parts of all bodies."""
 
     def __init__(self, directory: Path) -> None:
         """`directory`: for unnamed files; it need not exist before the first."""
@@ -128,7 +128,7 @@ class ArrivingBody:
             ) from None
 
     async def first_bytes(self, size: int) -> bytes:
-        """Return at most `size` bytes of what has arrived."""
+        """Return at most `size` bytes of the arrived part."""
         if self._file is None:
             return self._memory.getvalue()[:size]  # all of it is not copied
         return await asyncio.to_thread(_read, self._file, size)

@@ -24,7 +24,7 @@ HEAD_BYTES = 192 * 1024
 
 
 class Caps(NamedTuple):
-    """Largest size of one body in bytes, on the wire and expanded, and what the former is a limit of."""
+    """Largest size of one body in bytes, on the wire and expanded, and the name of the former."""
 
     wire: int
     expanded: int

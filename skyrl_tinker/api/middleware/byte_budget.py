@@ -21,7 +21,7 @@ class Share:
 class ByteBudget:
     """Budget of `total` bytes, granted to the owners in turn, and within each first come, first served.
 
-    A request for more than is left waits, unless its owner holds nothing: however long others hold theirs,
+    A request for more than is left waits, unless its owner holds nothing: however long others hold bytes,
     each can have one at a time. One for more than `total` counts as so much.
     """
 

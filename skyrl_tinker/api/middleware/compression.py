@@ -116,7 +116,7 @@ def _announced_size(body: bytes, codec: _Codec) -> int | None:
 
 
 def _expand(body: bytes, codec: _Codec, cap: int) -> Iterator[bytes]:
-    """Yield expanded pieces, from slices so small that few expand beyond _PIECE or what `cap` leaves."""
+    """Yield expanded pieces, from slices so small that few expand beyond _PIECE or the rest of `cap`."""
     stream = codec.open()
     start = 0
     left = cap

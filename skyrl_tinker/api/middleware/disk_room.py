@@ -1,6 +1,6 @@
 """Refusal of new work while the disk is nearly full, before its body is read.
 
-What was accepted needs the rest: results, checkpoints, snapshots. The SDK tries a 503 again by itself.
+Accepted requests need the rest: results, checkpoints, snapshots. The SDK tries a 503 again by itself.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class DiskRoom:
             return None
         return (
             f"{free / GB:.2f} GB are free at {directory}, and new work needs {self.least_bytes / GB:g} GB "
-            "(setting min_free_gb): what was accepted goes on, send this again once there is room"
+            "(setting min_free_gb): accepted requests go on, send this again once there is room"
         )
 
 

@@ -16,7 +16,7 @@ _STATUSES = ("none", "1xx", "2xx", "3xx", "4xx", "5xx")
 
 
 class RequestMetricsMiddleware:
-    """ASGI layer before all others, so that refusals and what FastPaths answers count, too.
+    """ASGI layer before all others, so that refusals and answers of FastPaths count, too.
 
     A route is told by its template. A request that was refused before it was routed counts under its path if
     a route without parameters has it, else under OTHER.

@@ -6,11 +6,11 @@ this server; every call can be made by hand, too.
 
 **Keys.** A server on the loopback interface may run without API keys and then needs none. A server with
 keys (`skyrl-tinker keys create`) expects one in the header `X-API-Key`, or as `Authorization: Bearer …`:
-press *Authorize*. You see only what your own key created; anything else is answered with 404.
+press *Authorize*. You see the objects of your own key only; others are answered with 404.
 
 **Futures.** A call that takes long is answered at once with a `request_id`. POST it to
 `retrieve_future`, which waits up to 20 s and answers with the result, with 408 (still pending: ask again;
-`queue_state_reason` says what it waits for), or with 200 and `{"error", "category"}` if the request
+`queue_state_reason` says why), or with 200 and `{"error", "category"}` if the request
 failed. A result can be fetched several times.
 
 **Order.** The requests of one model carry `seq_id` 1, 2, 3, …; they may arrive in any order and run in
@@ -35,7 +35,7 @@ TAGS = (
     {"name": "downloads", "description": "Files by signed URLs, which need no API key"},
     {"name": "audit", "description": "Audit log"},
     {"name": "billing", "description": "Usage, without prices"},
-    {"name": "console", "description": "What the dashboard and `skyrl-tinker status` show"},
+    {"name": "console", "description": "Facts for the dashboard and `skyrl-tinker status`"},
     {"name": "openai", "description": "API for OpenAI's clients; base URL `/oai/api/v1`"},
     {"name": "health", "description": "Health and metrics, for the server's operator"},
 )

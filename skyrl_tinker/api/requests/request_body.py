@@ -18,7 +18,7 @@ _DESCRIPTIVE = ("user_metadata", "tags", "project_id", "display_name", "sdk_vers
 
 
 async def read_as(request: Request, make: Callable[[Mapping[str, Any]], T]) -> T:
-    """Return what `make` builds of the body. UserError if that is no JSON object."""
+    """Return the value that `make` builds of the body. UserError if that is no JSON object."""
     body = await request.body()
     return await off_loop(len(body), lambda: make(json_object(body)))
 
@@ -35,7 +35,7 @@ async def read_model(request: Request, model: type[M], limits: KeyLimits | None 
 
 
 def require_metadata(limits: KeyLimits, payload: Mapping[str, Any]) -> None:
-    """Check the size of what describes a session, model or checkpoint, before it is validated.
+    """Check the size of the texts that describe a session, model or checkpoint, before validation.
 
     Raises KeyLimitError.
     """

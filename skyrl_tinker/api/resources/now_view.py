@@ -40,11 +40,11 @@ _LEVELS: Mapping[str, Literal["error", "warning", "info"]] = {
 }
 """Levels of the engine's states in which it takes no work."""
 LONG_S, VERY_LONG_S = 10.0, 120.0
-"""Age of a request from which it is told of, and from which that is a warning."""
+"""Ages at which a waiting request is listed, and is a warning."""
 RECENT_S = 900.0
-"""Time for which a loss and a recovery are told of."""
+"""Time for which a loss and a recovery are listed."""
 LONGEST = 5
-"""Most requests that are told of because they wait."""
+"""Most waiting requests listed."""
 
 
 class NowView:
@@ -119,7 +119,7 @@ class NowView:
                     yield _happened(incident, self._snapshot.at)
 
     def _waits(self) -> list[Problem]:
-        """Return what waits longest, with the words of the long poll."""
+        """Return the requests that wait longest, with the words of the long poll."""
         slow = [entry for entry in self._queue if (entry.oldest_age_s or 0.0) >= LONG_S]
         slow.sort(key=lambda entry: -(entry.oldest_age_s or 0.0))
         return [_wait(entry) for entry in slow[:LONGEST]]

@@ -1,8 +1,8 @@
 """Trace of the last minutes in the Trace Event Format, which Perfetto and chrome://tracing read.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-Each run and each sampler is a process with one async slice for each request, divided into what it waited,
-what ran, and the way of its answer. The trainer, with a thread for each rank, and the way of weights to the
+Each run and each sampler is a process with one async slice for each request, divided into its wait, its
+runs, and the way of its answer. The trainer, with a thread for each rank, and the way of weights to the
 samplers are processes of their own.
 """
 
@@ -50,7 +50,7 @@ def _track(request: RecentRequest) -> str:
 
 
 def _spans(activity: Activity) -> dict[int, UnitSpan | SampleSpan]:
-    """Return what ran requests, by future id."""
+    """Return the work that ran requests, by future id."""
     trained = {each: unit for unit in activity.units for each in unit.future_ids}
     return {**trained, **{span.future_id: span for span in activity.samples}}
 

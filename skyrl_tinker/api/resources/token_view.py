@@ -1,4 +1,4 @@
-"""Tokens of one datum or sampled sequence, with what is known of each."""
+"""Tokens of one datum or sampled sequence, with the values of each."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -31,7 +31,7 @@ KeyId = Annotated[int, Path(ge=1, le=MAX_INT64)]
 router = APIRouter(tags=["console"], prefix="/console/admin")
 
 
-@router.get("", summary="Keys, their limits, and what their owners have", response_model=AdminResponse)
+@router.get("", summary="Keys, their limits, and their owners' holdings", response_model=AdminResponse)
 async def list_keys(deps: Deps, caller: CallerDep) -> Response:
     require_admin(caller)
     limits, now = deps.keys.limits, deps.store.now()
@@ -82,7 +82,7 @@ async def limit_key(key: KeyId, request: Request, deps: Deps, caller: CallerDep)
     return KeyLimitsResponse(limits=dict(limits))
 
 
-@router.delete("/keys/{key}", summary="Revoke a key; what it made stays")
+@router.delete("/keys/{key}", summary="Revoke a key; its work stays")
 async def revoke_key(key: KeyId, deps: Deps, caller: CallerDep) -> dict[str, str]:
     require_admin(caller)
     require_other(caller, key)

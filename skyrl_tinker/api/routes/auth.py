@@ -39,7 +39,7 @@ async def api_key(caller: CallerDep) -> ApiKeyResponse:
     )
 
 
-@router.delete("/apikey/me", summary="Revoke the API key of this request; what it made stays")
+@router.delete("/apikey/me", summary="Revoke the API key of this request; its work stays")
 async def revoke_api_key(deps: Deps, caller: CallerDep) -> dict[str, str]:
     owner = caller.owner
     if owner is None:

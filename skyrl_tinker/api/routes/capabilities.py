@@ -9,7 +9,7 @@ router = APIRouter(tags=["client"])
 
 
 @router.get(
-    "/get_server_capabilities", summary="The base model, its context length, and what the samplers can do"
+    "/get_server_capabilities", summary="The base model, its context length, and the samplers' abilities"
 )
 async def get_server_capabilities(deps: Deps) -> ServerCapabilitiesResponse:
     facts = deps.facts

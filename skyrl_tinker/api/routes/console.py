@@ -83,7 +83,7 @@ async def get_run(run: str, deps: Deps, reach: Reached) -> RunSummary:
     response_model=PointsResponse,
 )
 async def points(run: str, query: Annotated[PointsQuery, Query()], deps: Deps, reach: Reached) -> Response:
-    """Go on from `next` to get only what is new."""
+    """Go on from `next` to get new points only."""
 
     def read(conn: Connection) -> PointsResponse:
         model = _model(conn, reach, run)
@@ -113,7 +113,7 @@ async def points_csv(run: str, deps: Deps, reach: Reached) -> StreamingResponse:
     responses=answers("application/json", {"type": "object"}),
 )
 async def trace(query: Annotated[TraceQuery, Query()], deps: Deps, reach: Reached) -> Response:
-    """Show the caller's requests. What the engine remembers is gone with it: then they have no parts."""
+    """Show the caller's requests. The engine's memory of them is gone with it: then they have no parts."""
     since = deps.store.now() - 60 * query.minutes
     try:
         activity = activity_from_bytes(await deps.engine.get(f"/activity?since={since}"))
@@ -133,7 +133,7 @@ async def trace(query: Annotated[TraceQuery, Query()], deps: Deps, reach: Reache
     response_model=ReadableResponse,
 )
 async def list_readable(query: Annotated[Paging, Query()], deps: Deps, owner: Owner) -> Response:
-    """Only one's own, also with an admin key: prompts are nobody else's to read."""
+    """Show the caller's requests only: admins do not read prompts."""
 
     def read(conn: Connection) -> ReadableResponse:
         return ReadableResponse(requests=readable_requests(conn, owner, query.limit, query.offset))
@@ -149,7 +149,7 @@ async def list_readable(query: Annotated[Paging, Query()], deps: Deps, owner: Ow
 async def tokens(
     request_id: str, query: Annotated[TokensQuery, Query()], deps: Deps, owner: Owner
 ) -> Response:
-    """Decode what is stored anyway, of one's own requests."""
+    """Decode data that is stored anyway, of the caller's own requests."""
 
     def read(conn: Connection) -> TokensResponse:
         stored = stored_tokens(conn, owner, request_id)

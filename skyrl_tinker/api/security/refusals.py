@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Refused credential: of `key` if that is known, then `why` says what ended it."""
+    """Refused credential: of `key` if that is known, then `why` says how it ended."""
 
     address: str
     why: str
@@ -37,7 +37,7 @@ class Refusals:
         self._counts[refusal] += count
 
     def put_back(self, counts: Counter[Refusal]) -> None:
-        """Count again what was taken and could not be recorded."""
+        """Count the taken refusals again that could not be recorded."""
         for refusal, count in counts.items():
             self.note(refusal, count)
 

@@ -40,7 +40,7 @@ class Heartbeats:
             raise why
 
     async def run(self) -> None:
-        """Write what comes, until it is cancelled."""
+        """Write arriving heartbeats, until cancelled."""
         while True:
             await self._came.wait()
             await asyncio.sleep(TOGETHER_S)

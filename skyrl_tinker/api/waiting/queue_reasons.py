@@ -81,7 +81,7 @@ def _running(position: QueuePosition) -> Reason:
 
 
 def _queued(earlier: int, session_id: str, view: TrainingView) -> str:
-    """Count what runs before a request: `earlier` ones of its model, and one unit of each tenant ahead."""
+    """Count the work before a request: `earlier` requests of its model, and one unit of each tenant ahead."""
     tenants = view.tenants.index(session_id) if session_id in view.tenants else 0
     parts = [_count(earlier, "earlier request") + " of this model"] if earlier else []
     parts += [_count(tenants, "tenant")] if tenants else []

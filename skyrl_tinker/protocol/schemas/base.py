@@ -124,7 +124,7 @@ M = TypeVar("M", bound=Message)
 def parse(model: type[M], payload: Any) -> M:
     """Validate a decoded JSON body.
 
-    Raises UserError that names each wrong field with what was found.
+    Raises UserError that names each wrong field with the value found.
     """
     try:
         return model.model_validate(payload)

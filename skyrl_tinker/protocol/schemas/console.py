@@ -14,7 +14,7 @@ MOST_S = 10 * 366 * 86400
 
 
 class ServedModel(Message):
-    """Model that is served, and where it runs. `sampler`: its engine, and what that lacks.
+    """Model that is served, and where it runs. `sampler`: its engine, and the abilities that it lacks.
 
     `started_at` null: not by `serve`.
     """
@@ -40,7 +40,7 @@ class WhoAsks(Message):
 
 
 class Problem(Message):
-    """Problem, or what waits longest and why."""
+    """Problem, or a request that waits longest and why."""
 
     level: Literal["error", "warning", "info"]
     subject: str
@@ -238,7 +238,7 @@ class KeySummary(Message):
 
 
 class AdminResponse(Message):
-    """Keys, oldest first, and what was made without one. `limits`: of all keys (settings key_…)."""
+    """Keys, oldest first, and the work done without one. `limits`: of all keys (settings key_…)."""
 
     keys: list[KeySummary]
     without_key: OwnedNow

@@ -156,7 +156,7 @@ class OpenAIMessage(Message):
             if value is not None and not _among(value, cls.neutral.get(key, ()))
         }
         unknown = [key for key in given if key not in cls.__pydantic_fields__]
-        for key in unknown[MOST_PROBLEMS:]:  # each takes a kilobyte as a problem, though it is not told of
+        for key in unknown[MOST_PROBLEMS:]:  # each takes a kilobyte as a problem, though it is not reported
             del given[key]
         return given
 
@@ -376,7 +376,7 @@ R = TypeVar("R", bound=OpenAIRequest)
 
 
 def parse_openai(model: type[R], payload: Any) -> R:
-    """Validate a decoded JSON body. Raises FieldError that names each wrong field with what was found."""
+    """Validate a decoded JSON body. Raises FieldError that names each wrong field with the value found."""
     try:
         return model.model_validate(payload)
     except ValidationError as error:

@@ -106,7 +106,7 @@ class SetTtlRequest(StrictMessage):
 
 
 class CopyWeightsRequest(StrictMessage):
-    """Copy to a project, where a new session is made, or to a live session as its run of this number."""
+    """Copy to a project, where a new session is made, or into a live session, as run `model_seq_id`."""
 
     source_path: Text
     destination_project_id: Text | None = None

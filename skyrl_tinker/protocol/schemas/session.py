@@ -9,7 +9,7 @@ from skyrl_tinker.protocol.schemas.base import Items, Message, NullableDict, Tex
 
 DETAIL_CHARACTERS = 16_384
 KeptDetail = Annotated[str, AfterValidator(lambda text: text[:DETAIL_CHARACTERS].replace("\0", "\\0"))]
-"""As much as is kept of what a client says about its end, such as a traceback, which must not be refused."""
+"""Most characters kept of a client's text about its end, such as a traceback, which must not be refused."""
 NullableTags = Annotated[Items[Text], BeforeValidator(lambda value: [] if value is None else value)]
 
 

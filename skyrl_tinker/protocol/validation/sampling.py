@@ -22,7 +22,7 @@ MAX_SAMPLES = 4096
 def validate_sample(request: AsampleRequest, limits: Limits) -> SampleRequest:
     """Return the checked request. `max_tokens` absent stays None: the sampler fills the remaining context.
 
-    Raises UserError, or NotSupportedError for what is not implemented yet.
+    Raises UserError, or NotSupportedError for features that are not implemented yet.
     """
     if not 1 <= request.num_samples <= MAX_SAMPLES:
         raise UserError(f"num_samples is {request.num_samples}, expected 1 to {MAX_SAMPLES}")
@@ -76,7 +76,7 @@ def _params(params: WireSamplingParams, vocab_size: int) -> SamplingParams:
 
 
 def check_abilities(request: SampleRequest, sampler: SamplerAbilities, context: int) -> None:
-    """Raise UserError for what the sampling engine would not do as asked."""
+    """Raise UserError for requests that the sampling engine would not run as asked."""
     params = request.params
     if refusal := sampler.refusal(params.temperature):
         raise UserError(f"sampling_params.{refusal}")

@@ -36,7 +36,7 @@ REPLAYED = frozenset({"Qwen3MoeForCausalLM"})
 def resolve(settings: Settings) -> BaseModelFacts:
     """Find (or make) the base model, of a hub's its description, and read its facts.
 
-    Raises StartupError, with what to change, when there is no such model or it cannot be served.
+    Raises StartupError, with the setting to change, when there is no such model or it cannot be served.
     """
     _, facts = read_config(settings)
     if facts.hub_name is None:

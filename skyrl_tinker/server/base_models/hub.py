@@ -1,4 +1,4 @@
-"""Files of models on the Hugging Face hub. What its cache holds is not fetched again, nor needs the hub."""
+"""Files of models on the Hugging Face hub. Cached files are not fetched again, nor need the hub."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ def fetch_description(name: str) -> Path:
 def fetch_weights(
     name: str, directory: Path, report: Callable[[int, int], None] = lambda done, size: None
 ) -> None:
-    """Fetch the weights that belong to a description's directory; what an earlier try left goes on.
+    """Fetch the weights that belong to a description's directory; an earlier try goes on.
 
     `report` receives the bytes that are here and those of all files to fetch. Raises as above.
     """

@@ -1,4 +1,4 @@
-"""Model families of small models: what of config.json and of a layer's tensors differs between them."""
+"""Model families of small models: their differences in config.json and in a layer's tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

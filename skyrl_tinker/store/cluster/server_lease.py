@@ -1,9 +1,9 @@
-"""Right of one server at a time to work on a database; to that of a file, the lock of its home is one.
+"""Right of one server at a time to work on a database. SQLite uses the home's lock file.
 
 On PostgreSQL it is a row of `server_state`: its holder and an epoch, which grows whenever it is taken. A
-holder counts its `beats`; who sees none for HOLD_S takes the lease, so no clocks are compared. What the
-holder before commits later is refused by its epoch, in the transaction that would commit it: it may have
-stood still, or been cut off, and not know.
+holder counts its `beats`; who sees none for HOLD_S takes the lease, so no clocks are compared. A late
+commit of the holder before is refused by its epoch, in the same transaction: it may have stood still, or
+been cut off, and not know.
 """
 
 import secrets
@@ -105,7 +105,7 @@ class Lease:
             self._database.close()
 
     def _take(self, database: Database, progress: Report, *, standby: bool) -> None:
-        """Watch the lease and take it. Raises OperationalError: then nothing of what was seen counts."""
+        """Watch the lease and take it. Raises OperationalError: then the beats seen do not count."""
         seen, since, told = _read(database), self._clock(), False
         while not (self._is_free(seen) or self._clock() - since > HOLD_S):
             if not told:

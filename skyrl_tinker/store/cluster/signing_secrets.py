@@ -43,7 +43,7 @@ class Secrets:
 
 
 def rotate(home: Path) -> Secrets:
-    """Replace the secrets: what the old ones signed is worthless as soon as the servers notice."""
+    """Replace the secrets: old signatures are worthless as soon as the servers notice."""
     scratch = _write_scratch(home)
     scratch.replace(home / FILE)
     return SigningSecrets(home).current
@@ -67,7 +67,7 @@ def require_copy(home: Path, fingerprint: str | None) -> None:
 
 
 class SigningSecrets:
-    """Secrets of a home, made by whoever first needs them; `refresh` notices new ones.
+    """Secrets of a home, made by the first process that needs them; `refresh` notices new ones.
 
     Once they are read, a file that is gone or not complete, as one that is being copied, changes nothing: new
     ones would be worth nothing on the other hosts.

@@ -11,8 +11,8 @@ _PART = 0.25
 def take(conn: Connection, name: str, *, rate: float, most: float, wanted: float) -> tuple[int, float]:
     """Take at most `wanted` tokens from a bucket that holds `most` and gets `rate` a second.
 
-    Of few that are left it takes a part, so that others find some. Returns how many were taken, and what the
-    bucket then has. Writers take turns, so all is counted.
+    Of few that are left it takes a part, so that others find some. Returns the number taken, and the
+    number that the bucket then has. Writers take turns, so all is counted.
     """
     now = database_time(conn)
     left, counted_at = server_state.get(conn, name) or (most, now)

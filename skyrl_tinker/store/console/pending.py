@@ -41,7 +41,7 @@ class NamedModel:
 
 
 def pending_groups(conn: Connection) -> list[PendingGroup]:
-    """Return what waits, the oldest first."""
+    """Return the requests that wait, the oldest first."""
     pending = (
         select(Future.id, Future.session_id, _SAMPLING.label("sampling"))
         .where(_PENDING)

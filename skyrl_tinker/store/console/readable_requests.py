@@ -51,7 +51,7 @@ def readable_requests(
 
 
 def stored_tokens(conn: Connection, owner: OwnerId | None, request_id: str) -> StoredTokens | None:
-    """Return what is stored of an owner's request; None if it is not its own, or purged."""
+    """Return the stored parts of an owner's request; None if it is not its own, or purged."""
     query = (
         select(Future.kind, Request.body, Result.body)
         .join(Session, Session.session_id == Future.session_id)

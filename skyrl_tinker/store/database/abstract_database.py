@@ -77,9 +77,9 @@ class Database(ABC):
 
     @contextmanager
     def writing(self, conn: Connection) -> Iterator[None]:
-        """Run a transaction behind those of all other writers; what it commits is durable.
+        """Run a transaction behind those of all other writers; its commit is durable.
 
-        So ids are in the order of commits. What is raised within it undoes it.
+        So ids are in the order of commits. An exception within it undoes it.
         """
         calls: list[Call] = []
         with self._writing(conn):
@@ -90,7 +90,7 @@ class Database(ABC):
 
     @abstractmethod
     def _writing(self, conn: Connection) -> AbstractContextManager[None]:
-        """Begin, then commit, or roll back what was raised in between."""
+        """Begin, then commit, or roll back on an exception in between."""
 
     def writer(self) -> Connection:
         """Connect for a Writer, which calls `written`."""
@@ -101,7 +101,7 @@ class Database(ABC):
         """Take note of bytes that a Writer has committed."""
 
     def sending(self, conn: Connection) -> AbstractContextManager[None]:
-        """Run a part of a transaction; at its end what it sent is answered, or the first error raised."""
+        """Run a part of a transaction; at its end its statements are answered, or the first error raised."""
         return nullcontext()
 
     def usable(self, conn: Connection) -> bool:
@@ -114,11 +114,11 @@ class Database(ABC):
 
     @abstractmethod
     async def settle(self) -> None:
-        """Finish what `written` has begun."""
+        """Finish the work that `written` has begun."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close what is not a connection; those are closed by their users."""
+        """Close everything but connections; those are closed by their users."""
 
 
 def is_of_statement(error: OperationalError) -> bool:

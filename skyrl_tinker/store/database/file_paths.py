@@ -1,6 +1,6 @@
 """Paths of directories in rows: below the server's home relative to it, so that the home can be moved.
 
-What lies elsewhere, as below a checkpoint root of its own, has an absolute path.
+Files elsewhere, as below a separate checkpoint root, have absolute paths.
 """
 
 from pathlib import Path

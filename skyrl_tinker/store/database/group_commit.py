@@ -21,7 +21,7 @@ Op = Callable[[Connection], T]
 
 
 class Later(Generic[T]):
-    """Value of an op that is known once the database has answered what the op sent.
+    """Value of an op that is known once the database has answered the op's statements.
 
     Ops of one transaction send first, and read then: all of them wait for the answers once.
     """
@@ -104,7 +104,7 @@ class Writer:
         `then` is called in the writer's thread right after the commit, since the loop may be busy, once for
         all ops of the commit that have the same; an OSError of it is ignored.
 
-        What `op` raises is raised here and undoes this op only. If BEGIN or COMMIT fails, every op of the
+        An exception of `op` is raised here and undoes this op only. If BEGIN or COMMIT fails, every op of the
         batch raises that. An op whose caller is cancelled before it began is left out.
         """
         if self._closed:

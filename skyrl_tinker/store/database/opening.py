@@ -17,7 +17,7 @@ _EXPECTED = f"expected {sqlite.DRIVER}:////absolute/path/to/file.db or {postgres
 def open_database(url: str, home: Path | None = None, fence: LeaseFence | None = None) -> Database:
     """Open a database, which need not exist yet if it is a file. Raises StartupError for another URL.
 
-    `home`: what paths in rows are relative to, by default the directory of a file. `fence`: what bars its
+    `home`: base of relative paths in rows, by default the directory of a file. `fence`: guard that bars its
     writes, of PostgreSQL.
     """
     if (path := file_of(url)) is not None:

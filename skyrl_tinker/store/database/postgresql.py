@@ -32,13 +32,13 @@ _READ = (
 """A statement that takes longer gives its thread to others; one that waits for a lock says so before."""
 _WRITE = f"BEGIN; SELECT pg_current_xact_id()::text, {_NOW} FROM pg_advisory_xact_lock({WRITERS}) AS turn"
 _EPOCH = "; SELECT (value->>'epoch')::bigint FROM server_state WHERE key = 'lease'"
-"""Behind _WRITE: a statement of its own sees what was committed before the turn came."""
+"""Behind _WRITE: a separate statement sees the commits before the turn came."""
 _TIMELINE = "SELECT left(pg_walfile_name(pg_current_wal_lsn()), 8)"
 """Number of the history of the server's data; PostgreSQL counts them."""
 _PIPELINE = "pipeline"
 """Where a connection keeps the driver's pipeline while answers to statements are awaited."""
 _DEFERRED = "deferred"
-"""Where a connection keeps what is sent right before anything else is."""
+"""Where a connection keeps statements that are sent right before any other."""
 _LOST_ANSWER = "the database is a promoted copy of which nobody knows whether it has the last commit"
 _PARAMETERS = {
     "application_name": "skyrl-tinker",
@@ -62,7 +62,7 @@ class PostgresDatabase(Database):
     local = False
 
     def __init__(self, url: URL, home: Path | None = None, fence: LeaseFence | None = None) -> None:
-        """`home`: what `file_paths` are relative to; without it these fail. StartupError without psycopg."""
+        """`home`: base of relative `file_paths`; without it these fail. StartupError without psycopg."""
         self._fence = fence
         try:
             import psycopg  # noqa: F401  (an extra)
@@ -109,8 +109,8 @@ class PostgresDatabase(Database):
             yield
         try:
             _commit(conn)
-        except Exception as error:  # whatever it is: what counts is whether it was committed
-            if self.usable(conn):  # the server says that it is undone, or was not asked: what was sent failed
+        except Exception as error:  # any error: all that counts is whether it was committed
+            if self.usable(conn):  # the server says that it is undone, or was not asked: they failed
                 with suppress(Exception):
                     raw(conn).rollback()
                 raise
@@ -133,7 +133,7 @@ class PostgresDatabase(Database):
     def sending(self, conn: Connection) -> Iterator[None]:
         try:
             yield
-        except BaseException:  # whatever it is: what was sent must not be answered to the next
+        except BaseException:  # any error: answers must not go to the next user
             _abandon(conn)
             raise
         _leave(conn)
@@ -152,7 +152,7 @@ class PostgresDatabase(Database):
     def _committed(self, transaction: str, timeline: str | None, lost: OperationalError) -> bool:
         """Return whether a transaction was committed whose connection broke in its commit.
 
-        Blocks while the server is away: until then no caller can be told what holds. Raises `lost` where a
+        Blocks while the server is away: until then no caller can be told the outcome. Raises `lost` where a
         copy was promoted: that may have given the same id to another transaction.
         """
         while True:
@@ -224,7 +224,7 @@ def execute(conn: Connection, sql: str, parameters: Any = None) -> "psycopg.Curs
 def send(conn: Connection, sql: str, parameters: Any = None) -> "psycopg.Cursor[Any]":
     """Run SQL of one statement without waiting for its answer, for which `fetch` waits.
 
-    Whatever runs next may raise its error. All that is not sent waits for the answers to what is.
+    Whatever runs next may raise its error. Unsent statements wait for the answers to sent ones.
     """
     send_deferred(conn)
     with _translated(sql):
@@ -241,19 +241,19 @@ def fetch(cursor: "psycopg.Cursor[Any]", sql: str) -> list[Any]:
 
 
 def deferred(conn: Connection) -> "dict[object, Deferred]":
-    """Return what a connection sends right before anything else, which may be more by then."""
+    """Return the statements that a connection sends right before any other, which may be more by then."""
     found: dict[object, Deferred] = conn.info.setdefault(_DEFERRED, {})
     return found
 
 
 def send_deferred(conn: Connection) -> None:
-    """Send what is deferred. Raises what `send` does."""
+    """Send deferred statements. Raises as `send`."""
     for each in conn.info.pop(_DEFERRED, {}).values():
         each.send(conn)
 
 
 def _commit(conn: Connection) -> None:
-    """Commit, with what is still to be sent; where that fails, the server does not begin the commit."""
+    """Commit, with deferred statements; where these fail, the server does not begin the commit."""
     if _PIPELINE in conn.info or _DEFERRED in conn.info:
         try:
             send(conn, "COMMIT")
@@ -266,7 +266,7 @@ def _commit(conn: Connection) -> None:
 
 
 def _leave(conn: Connection) -> None:
-    """Send what is deferred and wait for the answers to all that was sent. Raises the first error."""
+    """Send deferred statements and wait for the answers to all. Raises the first error."""
     send_deferred(conn)
     pipeline = conn.info.pop(_PIPELINE, None)
     if pipeline is not None:
@@ -280,7 +280,7 @@ def _leave_before(conn: Connection, *_: Any) -> None:
 
 
 def _abandon(conn: Connection) -> None:
-    """Wait for the answers, and pass over errors: what was sent will be undone."""
+    """Wait for the answers, and pass over errors: the statements will be undone."""
     if not conn.invalidated:  # else it would connect
         conn.info.pop(_DEFERRED, None)
         with suppress(Exception):

@@ -99,7 +99,7 @@ class Gathered:
     def send(self, conn: Connection, parameters: Mapping[str, Any]) -> "Sent":
         """Have it executed for these parameters; whatever runs next may raise an error of it.
 
-        What an op sends otherwise comes behind it.
+        Other statements of an op come behind it.
         """
         if conn.dialect.name != "postgresql":
             return self._one.send(conn, parameters)

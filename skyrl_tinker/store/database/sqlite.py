@@ -37,7 +37,7 @@ def connect(path: str) -> sqlite3.Connection:
 def engine(path: str, home: Path | None = None) -> Engine:
     """Return an engine whose connections serve one `transaction` at a time.
 
-    `home`: what `file_paths` are relative to, by default the database's directory.
+    `home`: base of relative `file_paths`, by default the database's directory.
     """
     made = create_engine(
         "sqlite://",
@@ -59,7 +59,7 @@ def raw(conn: Connection) -> sqlite3.Connection:
 
 @contextmanager
 def transaction(conn: Connection, begin: str = BEGIN_READ) -> Iterator[None]:
-    """Begin, then commit, or roll back what was raised in between. Raises SQLAlchemy's OperationalError.
+    """Begin, then commit, or roll back on an exception in between. Raises SQLAlchemy's OperationalError.
 
     This calls the driver directly: `conn.begin()` costs several times as much (see `prepared`). SQLAlchemy,
     which begins nothing in this driver, takes all that succeeds for one transaction.

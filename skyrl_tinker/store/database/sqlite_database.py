@@ -18,7 +18,7 @@ class SqliteDatabase(Database):
     local = True
 
     def __init__(self, path: str, home: Path | None = None) -> None:
-        """`home`: what `file_paths` are relative to, by default the database's directory."""
+        """`home`: base of relative `file_paths`, by default the database's directory."""
         self.engine = sqlite.engine(path, home)
         self._path = path
         self._lock = WriteLock(path)

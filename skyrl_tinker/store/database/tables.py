@@ -270,7 +270,7 @@ class AuditEvent(Base):
 
 
 class StepPoint(Base):
-    """Point of a training curve: what store.console.step_points measures of one optimizer step."""
+    """Point of a training curve: measures by store.console.step_points of one optimizer step."""
 
     __tablename__ = "step_points"
     __table_args__ = (UniqueConstraint("model_key", "step"), {"sqlite_autoincrement": True})

@@ -14,7 +14,7 @@ from skyrl_tinker.store.database.write_lock import WriteLock
 
 EVERY_BYTES = 4 * MiB
 SMALL_WRITE_BYTES = 32 * 1024
-"""Estimate of what a write takes in the log that names no size."""
+"""Estimate of the log's growth by a write that names no size."""
 LONG_LOG_BYTES = 32 * MiB
 _PAGE_BYTES = 4096
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class WalCheckpointer:
             _log.warning("the database's log could not be copied: %s", error)
 
     def _copy(self) -> int:
-        """Copy what no reader holds back; return the bytes of the log."""
+        """Copy the pages that no reader holds back; return the bytes of the log."""
         if self._conn is None:
             self._conn = self._engine.connect()
         with closing(sqlite.execute(self._conn, "PRAGMA wal_checkpoint(PASSIVE)")) as cursor:

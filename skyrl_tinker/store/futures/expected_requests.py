@@ -1,6 +1,6 @@
 """Training requests that are on their way, for the engine: being received, or lost and tried again soon.
 
-What API processes note here holds for a while even if they die. It lies in one row, without entries that are
+Notes of API processes here hold for a while even if they die. It lies in one row, without entries that are
 over.
 """
 
@@ -38,7 +38,7 @@ def note(conn: Connection, until: Mapping[Sender, float]) -> None:
 
 
 def note_outage(conn: Connection) -> None:
-    """Expect what clients may have sent in vain while API processes were away: of every live model."""
+    """Expect requests of every live model: clients may have sent some while API processes were away."""
     live = conn.scalars(select(Model.key).where(Model.state.in_(HELD)))
     _note(conn, dict.fromkeys(map(_of_model, live), database_time(conn) + OUTAGE_S))
 

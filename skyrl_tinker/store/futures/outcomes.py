@@ -29,7 +29,7 @@ class Outcome:
     model_id: ModelId | None
     owner_id: OwnerId | None
     sampling_session_id: SamplingSessionId | None
-    withheld: bool | None = None  # there is a body, larger than what was asked for
+    withheld: bool | None = None  # there is a body, larger than the size asked for
 
 
 _OUTCOME = (

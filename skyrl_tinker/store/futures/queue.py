@@ -43,7 +43,7 @@ class QueuedRow:
     status: FutureStatus
     body_bytes: int
     created_at: float
-    body: bytes | None = None  # of what cancels a sample, too
+    body: bytes | None = None  # of requests that cancel a sample, too
     tokens: int = 1
     sequences: int = 1
 

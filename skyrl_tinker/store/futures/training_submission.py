@@ -106,7 +106,7 @@ def submit_create(
 ) -> Accepted:
     """Submit a model and its future (seq_id 0). With `failure` both are stored as failed.
 
-    Raises SeqIdReusedError, NotFoundError (no session), GoneError (session finished), and what `admit` does.
+    Raises SeqIdReusedError, NotFoundError (no session), GoneError (session finished), and as `admit`.
     """
     check_seq_id("model_seq_id", model.model_seq_id, lowest=0)
     owners.require_session(conn, owner, model.session_id)

@@ -65,7 +65,7 @@ _RAN = (
 
 
 def ran_after(conn: Connection, model: ModelKey, seq_id: int) -> list[RanRow]:
-    """Return what a replay repeats of what this model ran after `seq_id`, in order: effects and saves."""
+    """Return the requests of this model after `seq_id` that a replay repeats, in order: effects and saves."""
     found = conn.execute(_RAN, {"model_key": model, "after": seq_id})
     return [
         as_row(RanRow, row, row=as_row(QueuedRow, row, model_key=model, sampling_session_id=None))

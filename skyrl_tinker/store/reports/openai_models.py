@@ -14,7 +14,7 @@ from skyrl_tinker.store.checkpoint_records import CheckpointRow
 def find(
     conn: Connection, reach: Reach, model: str, facts: BaseModelFacts
 ) -> tuple[CheckpointRow, WeightVersion] | None:
-    """Return what a model name means, None for the base model.
+    """Return the weights that a model name means, None for the base model.
 
     Raises NotFoundError, and FieldError for another kind of checkpoint.
     """

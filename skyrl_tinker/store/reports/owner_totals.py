@@ -1,4 +1,4 @@
-"""Sums of what each owner has, for the administrator."""
+"""Sums of each owner's holdings, for the administrator."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ NOTHING = OwnedNow(**dict.fromkeys(OwnedNow.model_fields, 0))
 
 
 def totals_by_owner(conn: Connection, now: float) -> dict[OwnerId | None, OwnedNow]:
-    """Return the sums of all owners that have any; None is the owner of what was made without a key."""
+    """Return the sums of all owners that have any; None is the owner of work done without a key."""
     sums: dict[OwnerId | None, dict[str, int]] = defaultdict(dict)
     for names, rows in (
         (("sessions",), _open_sessions(conn)),

@@ -110,7 +110,7 @@ def list_ids(conn: Connection, reach: Reach, limit: int, offset: int) -> list[st
 
 
 def totals(conn: Connection, reach: Reach, session_id: SessionId) -> SessionTotals:
-    """Return what the session has created. Raises NotFoundError if the caller sees no such session."""
+    """Return the session's models and samplers. Raises NotFoundError if the caller sees no such session."""
     query = select(Session.user_metadata, Session.display_name)
     row = conn.execute(query.where(Session.session_id == session_id, within(reach))).one_or_none()
     if row is None:

@@ -50,7 +50,7 @@ def periods_between(conn: Connection, reach: Reach, start: float, end: float) ->
 
 
 def current_totals(conn: Connection, reach: Reach, project_id: str | None) -> list[StorageTotal]:
-    """Return sums by owner and project, of what the caller sees; `project_id` None: of all projects."""
+    """Return sums of visible checkpoints by owner and project; `project_id` None: of all projects."""
     sums = func.count(), total(SavedCheckpoint.size_bytes)
     query = _within(reach, OWNER_NAME, Session.project_id, *sums).where(*is_live(conn))
     query = query.group_by(Session.owner_id, OWNER_NAME, Session.project_id)

@@ -1,4 +1,4 @@
-"""Purge of what a key left behind, at an administrator's word."""
+"""Purge of a key's remaining work, at an administrator's word."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ _UNNAMED: dict[str, Any] = {"tags": [], "display_name": None, "project_id": None
 def purge_key(conn: Connection, former: str) -> tuple[int, int]:
     """End the sessions of a revoked or expired key, given by id or name, and delete its checkpoints.
 
-    Metadata goes at once, files and rows when the engine next looks for what is to be removed; the rows of a
+    Metadata goes at once, files and rows when the engine next looks for files to remove; the rows of a
     session whose models are in training still like those of any that ends now. Returns the numbers of
     sessions and checkpoints. Raises NotFoundError, and UserError if the key is live, or if several
     had the name.
