@@ -5,8 +5,8 @@ the same model. It holds the versions that it samples from until it is finished,
 """
 
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
+from sys import float_info
 from typing import Any, Literal
 
 from sqlalchemy import (
@@ -235,7 +235,9 @@ def list_droppable_versions(conn: Connection) -> list[WeightVersion]:
     return list(dict.fromkeys(_version(conn, row) for row in rows))
 
 
-def list_surplus_versions(conn: Connection, keep: int, created_before: float = inf) -> list[WeightVersion]:
+def list_surplus_versions(
+    conn: Connection, keep: int, created_before: float = float_info.max
+) -> list[WeightVersion]:
     """Return the ephemeral versions of each model but its `keep` newest, oldest first; none is inflight.
 
     `created_before`: of those, only the ones of before then, UTC seconds.
