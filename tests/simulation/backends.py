@@ -368,6 +368,9 @@ class SamplerHttp:
             sampler.lose()
         if sampler is None or sampler.lost.done():
             raise SamplerError(f"{method} {url} failed: it is dead")
+        ends = sync and path == "/finish_weight_update"  # where others may serve the new weights
+        if ends and fault("an end of a sync is lost"):
+            raise SamplerError(f"{method} {url} failed: no route to host")
         answer = await sampler.answer(path, json or {}, dict(params or ()))
         point("after a call of a sampler")
         if sync:
@@ -375,6 +378,8 @@ class SamplerHttp:
             if fault("a sampler dies after a call of a sync"):
                 sampler.lose()
                 raise SamplerError(f"{method} {url} failed: it died before its answer")
+            if ends and fault("the answer to an end of a sync is lost"):
+                raise SamplerError(f"{method} {url} failed: the connection broke")
         return HttpAnswer(answer, {})
 
     async def close(self) -> None:

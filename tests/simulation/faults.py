@@ -66,6 +66,7 @@ OF_SYNCS = (
     *(f"engine: {when} a call of a {end}" for when in ("before", "after") for end in ("sync", "sender")),
     "the ranks die in a sync",
     *2 * ("a sampler dies in a sync", "a sampler dies after a call of a sync"),
+    *2 * ("an end of a sync is lost", "the answer to an end of a sync is lost"),
 )
 """Those that come in histories with full parameters only."""
 ANYWHERE, PASSED = frozenset({"the machine starts again", "the disk is full", *RARE}), 200
