@@ -4,16 +4,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Select, insert, select, update
+from sqlalchemy import Connection, Select, bindparam, insert, select, update
 
 from skyrl_tinker.domain.ids import ModelId, ModelKey, ModelState, Reach, SessionId
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.store import session_records
+from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import AnyRow, as_row, database_time, insert_id
 from skyrl_tinker.store.database.tables import Model, Session
 from skyrl_tinker.store.owners import within
 
 DEFAULT_OPTIMIZER: Mapping[str, Any] = {"type": "adamw"}
+_BY_KEY = Prepared(select(Model.__table__).where(Model.key == bindparam("of")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ def by_id(conn: Connection, model_id: ModelId) -> ModelRow | None:
 
 
 def by_key(conn: Connection, key: ModelKey) -> ModelRow | None:
-    return _find_one(conn, select(Model.__table__).where(Model.key == key))
+    row = _BY_KEY.row(conn, {"of": key})
+    return None if row is None else _model(row)
 
 
 def list_in_states(conn: Connection, *states: ModelState) -> list[ModelRow]:

@@ -6,9 +6,21 @@ the same model. It holds the versions that it samples from until it is finished,
 
 from dataclasses import dataclass
 from pathlib import Path
+from sys import float_info
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, and_, func, insert, literal_column, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Select,
+    and_,
+    bindparam,
+    func,
+    insert,
+    literal_column,
+    select,
+    update,
+)
 from sqlalchemy.orm import aliased
 
 from skyrl_tinker.domain.ids import ModelKey, OwnerId, Reach, SamplingSessionId, SessionId, VersionId
@@ -16,6 +28,7 @@ from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.errors import NotFoundError, SeqIdReusedError
 from skyrl_tinker.store import session_records
 from skyrl_tinker.store.database.file_paths import from_stored, to_stored
+from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import AnyRow, as_row, database_time, insert_id
 from skyrl_tinker.store.database.tables import AdapterVersion, Future, Model, SamplingSession, Session
 from skyrl_tinker.store.owners import owned_by, within
@@ -210,41 +223,24 @@ def list_droppable_versions(conn: Connection) -> list[WeightVersion]:
     These are superseded inflight versions, and versions of which neither the model's session nor the session
     of any sampling session is live. (The model's counts, since its sampling session may yet be created.)
     """
-    models = select(AdapterVersion.model_key).where(*_kept(), _UNNAMED).distinct().subquery()
-    ended = (
-        select(models.c.model_key)
-        .join(Model, Model.key == models.c.model_key)
-        .join(Session, Session.session_id == Model.session_id)
-        .where(Session.finished_at.is_not(None))
-    )
-    of_ended = AdapterVersion.model_key.in_(ended)
-    unused = _published(conn, _UNNAMED, of_ended, ~is_held(AdapterVersion.id), ~_followed())
-    return list(dict.fromkeys([*unused, *_published(conn, _UNNAMED, _superseded())]))
+    rows = *_UNUSED.rows(conn, {}), *_SUPERSEDED.rows(conn, {})
+    return list(dict.fromkeys(_version(conn, row) for row in rows))
 
 
 def list_surplus_versions(
-    conn: Connection, keep: int, created_before: float | None = None
+    conn: Connection, keep: int, created_before: float = float_info.max
 ) -> list[WeightVersion]:
     """Return the ephemeral versions of each model but its `keep` newest, oldest first; none is inflight.
 
     `created_before`: of those, only the ones of before then, UTC seconds.
     """
-    pinned = *_kept(), _UNNAMED, AdapterVersion.inflight.is_(False)
-    many = select(AdapterVersion.model_key).where(*pinned).group_by(AdapterVersion.model_key)
-    many = many.having(func.count() > keep)
-    newer = func.row_number().over(partition_by=AdapterVersion.model_key, order_by=AdapterVersion.id.desc())
-    ranked = (
-        select(AdapterVersion.id, newer.label("place"))
-        .where(*pinned, AdapterVersion.model_key.in_(many))
-        .subquery()
-    )
-    old = () if created_before is None else (AdapterVersion.created_at < created_before,)
-    return _published(conn, AdapterVersion.id.in_(select(ranked.c.id).where(ranked.c.place > keep)), *old)
+    rows = _SURPLUS.rows(conn, {"keep": keep, "before": created_before})
+    return [_version(conn, row) for row in rows]
 
 
 def ephemeral_bytes(conn: Connection) -> int:
     """Return the bytes of all ephemeral versions that are published and not dropped."""
-    return int(conn.scalar(select(func.sum(AdapterVersion.size_bytes)).where(*_kept(), _UNNAMED)) or 0)
+    return int(conn.scalar(_BYTES) or 0)
 
 
 def ephemeral_sizes(conn: Connection) -> dict[VersionId, int]:
@@ -259,19 +255,14 @@ def list_ephemeral_versions(conn: Connection, model_key: ModelKey | None = None)
 
     The oldest comes first.
     """
-    of_model = [] if model_key is None else [AdapterVersion.model_key == model_key]
-    return _published(conn, _UNNAMED, *of_model)
+    if model_key is None:
+        return [_version(conn, row) for row in _OF_ALL.rows(conn, {})]
+    return _published(conn, _UNNAMED, AdapterVersion.model_key == model_key)
 
 
 def list_awaited_versions(conn: Connection) -> set[VersionId]:
     """Return the versions of which samples are pending."""
-    query = (
-        select(SamplingSession.version_id)
-        .join(Future, Future.sampling_session_id == SamplingSession.sampling_session_id)
-        .where(Future.status == literal_column("'pending'"), SamplingSession.version_id.is_not(None))
-        .distinct()
-    )
-    return {VersionId(version_id) for version_id in conn.scalars(query) if version_id is not None}
+    return {VersionId(row.version_id) for row in _AWAITED.rows(conn, {})}
 
 
 def settle_ephemeral(conn: Connection, root: Path) -> None:
@@ -334,9 +325,51 @@ def _kept() -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     return AdapterVersion.dropped_at.is_(None), AdapterVersion.directory.is_not(None)
 
 
+def _kept_where(*where: ColumnElement[bool]) -> Select[Any]:
+    """Return the query of all such versions, by id."""
+    return select(AdapterVersion.__table__).where(*_kept(), *where).order_by(AdapterVersion.id)
+
+
+def _of_ended() -> ColumnElement[bool]:
+    models = select(AdapterVersion.model_key).where(*_kept(), _UNNAMED).distinct().subquery()
+    return AdapterVersion.model_key.in_(
+        select(models.c.model_key)
+        .join(Model, Model.key == models.c.model_key)
+        .join(Session, Session.session_id == Model.session_id)
+        .where(Session.finished_at.is_not(None))
+    )
+
+
+def _surplus() -> ColumnElement[bool]:
+    """Return SQL: a version is none of the `keep` newest of its model."""
+    pinned = *_kept(), _UNNAMED, AdapterVersion.inflight.is_(False)
+    many = select(AdapterVersion.model_key).where(*pinned).group_by(AdapterVersion.model_key)
+    many = many.having(func.count() > bindparam("keep"))
+    newer = func.row_number().over(partition_by=AdapterVersion.model_key, order_by=AdapterVersion.id.desc())
+    ranked = (
+        select(AdapterVersion.id, newer.label("place"))
+        .where(*pinned, AdapterVersion.model_key.in_(many))
+        .subquery()
+    )
+    return AdapterVersion.id.in_(select(ranked.c.id).where(ranked.c.place > bindparam("keep")))
+
+
+# Those of the clean-up, which asks every few seconds
+_UNUSED = Prepared(_kept_where(_UNNAMED, _of_ended(), ~is_held(AdapterVersion.id), ~_followed()))
+_SUPERSEDED = Prepared(_kept_where(_UNNAMED, _superseded()))
+_SURPLUS = Prepared(_kept_where(_surplus(), AdapterVersion.created_at < bindparam("before")))
+_BYTES = select(func.sum(AdapterVersion.size_bytes)).where(*_kept(), _UNNAMED)
+_AWAITED = Prepared(
+    select(SamplingSession.version_id)
+    .join(Future, Future.sampling_session_id == SamplingSession.sampling_session_id)
+    .where(Future.status == literal_column("'pending'"), SamplingSession.version_id.is_not(None))
+    .distinct()
+)
+_OF_ALL = Prepared(_kept_where(_UNNAMED))
+
+
 def _published(conn: Connection, *where: ColumnElement[bool]) -> list[WeightVersion]:
-    query = select(AdapterVersion.__table__).where(*_kept(), *where).order_by(AdapterVersion.id)
-    return [_version(conn, row) for row in conn.execute(query)]
+    return [_version(conn, row) for row in conn.execute(_kept_where(*where))]
 
 
 def _version(conn: Connection, row: AnyRow) -> WeightVersion:

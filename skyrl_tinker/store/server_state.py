@@ -3,8 +3,9 @@
 import secrets
 from typing import Any
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, bindparam, insert, select, update
 
+from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.tables import ServerState
 
 WARNING = "warning"
@@ -26,13 +27,17 @@ GAPS = "gaps"
 """Key of when the engine last wrote that it looks at missing requests: that the database takes writes."""
 SERVER = "server"
 """Key of `serve` itself: its pid, and when it was started."""
+_GET = Prepared(select(ServerState.value).where(ServerState.key == bindparam("key")))
+_CHANGE = Prepared(
+    update(ServerState).where(ServerState.key == bindparam("of")).values(value=bindparam("value"))
+)
+_ADD = Prepared(insert(ServerState), ("key", "value"))
 
 
 def put(conn: Connection, key: str, value: Any) -> None:
     """Set `key` to any JSON value."""
-    changed = conn.execute(update(ServerState).where(ServerState.key == key).values(value=value))
-    if not changed.rowcount:
-        conn.execute(insert(ServerState).values(key=key, value=value))
+    if not _CHANGE.change(conn, {"of": key, "value": value}):
+        _ADD.change(conn, {"key": key, "value": value})
 
 
 def identity(conn: Connection) -> str:
@@ -46,4 +51,5 @@ def identity(conn: Connection) -> str:
 
 def get(conn: Connection, key: str) -> Any | None:
     """Return the value, None if it was never set."""
-    return conn.scalar(select(ServerState.value).where(ServerState.key == key))
+    row = _GET.row(conn, {"key": key})
+    return None if row is None else row.value

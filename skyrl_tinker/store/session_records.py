@@ -5,11 +5,12 @@ from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import ColumnElement, Connection, case, insert, or_, select, update
+from sqlalchemy import BindParameter, ColumnElement, Connection, bindparam, case, insert, or_, select, update
 
 from skyrl_tinker.domain.ids import ModelState, OwnerId, SessionId
 from skyrl_tinker.errors import GoneError, NotFoundError
 from skyrl_tinker.store import audit_log, owners
+from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import AnyRow, database_time
 from skyrl_tinker.store.database.tables import Future, Model, SamplingSession, Session
 
@@ -130,25 +131,8 @@ def list_expired(conn: Connection, now: float, timeout_s: float, parked_s: float
     Silent: without heartbeat, training request and sample. With parked models only a session may be silent
     for `parked_s`: its client has nothing to do meanwhile.
     """
-    since = now - timeout_s
-    silent = select(Session.session_id).where(
-        Session.finished_at.is_(None),
-        Session.last_heartbeat_at < since,
-        or_(
-            Session.last_heartbeat_at < now - parked_s,
-            ~_has(ModelState.PARKED),
-            _has(ModelState.CREATING, ModelState.READY),
-        ),
-        ~_trains(since),
-        ~_samples(since),
-    )
-    left = (
-        select(Session.session_id)
-        .join(Model, Model.session_id == Session.session_id)
-        .where(Model.state.in_(HELD), Session.finished_at.is_not(None))
-        .distinct()
-    )
-    return [SessionId(session_id) for query in (silent, left) for session_id in conn.scalars(query)]
+    silent = conn.scalars(_SILENT, {"since": now - timeout_s, "parked_since": now - parked_s})
+    return [SessionId(session_id) for session_id in (*silent, *conn.scalars(_LEFT))]
 
 
 def finish_reasons(conn: Connection, since: float) -> dict[SessionId, str]:
@@ -163,13 +147,13 @@ def _has(*states: ModelState) -> ColumnElement[bool]:
     return select(Model.key).where(of_session, Model.state.in_(states)).exists()
 
 
-def _trains(since: float) -> ColumnElement[bool]:
+def _trains(since: BindParameter[float]) -> ColumnElement[bool]:
     """Return SQL: a model of the session has had a request since then."""
     of_session = Model.session_id == Session.session_id
     return select(Model.key).where(of_session, since <= LAST_REQUEST_AT).exists()
 
 
-def _samples(since: float) -> ColumnElement[bool]:
+def _samples(since: BindParameter[float]) -> ColumnElement[bool]:
     """Return SQL: the last sample of a sampling session, by seq_id, came since then."""
     of_sampler = Future.sampling_session_id == SamplingSession.sampling_session_id
     last = select(Future.created_at).where(of_sampler).order_by(Future.seq_id.desc()).limit(1)
@@ -181,9 +165,33 @@ def _samples(since: float) -> ColumnElement[bool]:
     )
 
 
+_SINCE = bindparam("since", type_=Session.last_heartbeat_at.type)
+_SILENT = select(Session.session_id).where(
+    Session.finished_at.is_(None),
+    Session.last_heartbeat_at < _SINCE,
+    or_(
+        Session.last_heartbeat_at < bindparam("parked_since"),
+        ~_has(ModelState.PARKED),
+        _has(ModelState.CREATING, ModelState.READY),
+    ),
+    ~_trains(_SINCE),
+    ~_samples(_SINCE),
+)
+_LEFT = (
+    select(Session.session_id)
+    .join(Model, Model.session_id == Session.session_id)
+    .where(Model.state.in_(HELD), Session.finished_at.is_not(None))
+    .distinct()
+)
+_SESSION = Prepared(
+    select(Session.session_id, Session.finished_at, Session.finish_reason).where(
+        Session.session_id == bindparam("of")
+    )
+)
+
+
 def _session(conn: Connection, session_id: SessionId) -> AnyRow:
-    query = select(Session.session_id, Session.finished_at, Session.finish_reason)
-    row = conn.execute(query.where(Session.session_id == session_id)).one_or_none()
+    row = _SESSION.row(conn, {"of": session_id})
     if row is None:
         raise NotFoundError(f"no session {session_id}")
     return row

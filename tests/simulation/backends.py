@@ -4,24 +4,35 @@ What a model was trained on shows in its losses, its files, and what a sampler d
 """
 
 import asyncio
+import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 from skyrl_tinker.atomic_directory import storage_errors
 from skyrl_tinker.domain.ids import ModelKey
-from skyrl_tinker.domain.values import Failure, PassItem, PassOutput, StepItem, StepOutput
-from skyrl_tinker.errors import SamplerError, StorageError
+from skyrl_tinker.domain.values import (
+    Failure,
+    LoraSpec,
+    OptimizerFamily,
+    PassItem,
+    PassOutput,
+    StepItem,
+    StepOutput,
+)
+from skyrl_tinker.errors import SamplerError, StorageError, TrainerError
 from skyrl_tinker.inference.client.http_connection import HttpAnswer
+from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.training.trainer_group import PassResult
 from tests.simulation.faults import AWAY, UNREAD, fault, point, prolonged, random_of_history, travel
 from tests.simulation.virtual_loop import PROCESS
+from tests.simulation.weight_ends import CapturedFull, Group, Receiver, Sender, hangs
 from tests.support.scripted_replica import ScriptedReplica
-from tests.support.scripted_trainer import CapturedSteps, ScriptedTrainer, Steps, steps_of
+from tests.support.scripted_trainer import CapturedSteps, CapturedWeights, ScriptedTrainer, Steps, steps_of
 
 NOT_FINITE, DEADLY = 13, 14
 """First tokens of a pass whose loss is not finite, and of one that kills the ranks whenever it runs."""
@@ -31,6 +42,18 @@ ENDLESS = 50
 """Tokens to draw that a sampler never has."""
 PROMPT = 3
 """Tokens of every prompt."""
+TRANSFERS = frozenset(
+    {
+        "/init_weight_transfer_engine",
+        "/shutdown_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+    }
+)
+OF_SYNCS = TRANSFERS | {"/pause", "/resume", "/reset_prefix_cache", "/update_weight_version"}
+"""Calls of a sampler in a sync of full parameters."""
+ROUTER = "http://router"
 
 
 def drawn(steps: Steps) -> list[int]:
@@ -50,6 +73,73 @@ class Ranks(ScriptedTrainer):
         super().__init__()
         self.logprob_of = lambda model: _logprob(drawn(self._state(model).steps))
         self._standing: asyncio.Future[None] | None = None
+        self._full: set[ModelKey] = set()
+        self._factory: Any = None
+        self._sender: Sender | None = None
+        self._begun: set[asyncio.Future[Any]] = set()  # calls of the sender
+
+    async def create_model(
+        self, model: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily = "adamw"
+    ) -> None:
+        (self._full.discard if spec.rank else self._full.add)(model)
+        await super().create_model(model, spec, optimizer)
+
+    async def restart(self) -> None:
+        await super().restart()
+        if self._factory is not None:
+            await self.open_sender(self._factory)
+
+    # What TrainerGroup offers to weight transports
+
+    async def open_sender(self, factory: Any) -> None:
+        self._factory = factory
+        self._require_alive_now()
+        process = PROCESS.get()
+        assert process is not None
+        self._sender = Sender(process.replicas.groups, hangs=hangs(factory))
+
+    async def sender_call(self, method: str, *args: Any) -> list[Any]:
+        return [await self.root_call(method, *args)]
+
+    async def root_call(self, method: str, *args: Any) -> Any:
+        self._require_alive_now()
+        await travel(0.2)
+        point("before a call of a sender")
+        if fault("the ranks die in a sync"):
+            raise self._break(f"killed before {method}")
+        self._require_alive_now()
+        assert self._sender is not None
+        call = asyncio.ensure_future(getattr(self._sender, method)(*args))
+        self._begun.add(call)
+        try:
+            await asyncio.wait((call,))
+            self._require_alive_now()
+            value = call.result()
+        finally:
+            self._begun.discard(call)
+            call.cancel()
+        point("after a call of a sender")
+        return value
+
+    def _require_alive_now(self) -> None:
+        if self.broken is not None:
+            raise self.broken
+
+    def _break(self, message: str) -> TrainerError:
+        for call in self._begun:
+            call.cancel()
+        if self._sender is not None:
+            self._sender.die()
+        return super()._break(message)
+
+    def _capture(self, kind: type[CapturedSteps], model: ModelKey) -> CapturedSteps:
+        if kind is not CapturedWeights or model not in self._full:
+            return super()._capture(kind, model)
+        captured = CapturedFull(
+            model, copy.deepcopy(self._state(model).steps), self.restarts, self.kept, self
+        )
+        self.kept.append(captured)
+        return captured
 
     async def _tell(self, what: str, value: Any) -> None:
         await travel(0.2)
@@ -112,51 +202,126 @@ def _first_token(item: PassItem) -> int:
 
 
 class Replicas:
-    """The process of one sampler at a time, whose samples take `takes_s`."""
+    """The processes of samplers, one at a time for each number; their samples take `takes_s`."""
 
-    def __init__(self, takes_s: float) -> None:
+    def __init__(self, takes_s: float, count: int = 1) -> None:
         self._takes_s = takes_s
         self._lives = 0
-        self._start()
+        self.groups: dict[str, Group] = {}  # of weight transports
+        self.running = [self._start() for _ in range(count)]
 
-    def _start(self) -> None:
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(each.url for each in self.running)
+
+    def _start(self) -> "_Sampler":
         self._lives += 1
-        self.url = f"http://sampler-{self._lives}"
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.server = _Sampler(self._takes_s, draw=_rest)
-        self.server.read = lambda directory: drawn(steps_of(directory))
-        self.server.keep = lambda count: random_of_history().randint(0, count - 1)
-
-    def lose(self) -> None:
-        if not self.lost.done():
-            self.lost.set_result(None)
-        for running in self.server.running.values():
-            if not running.done():
-                running.set_exception(SamplerError("it has died meanwhile"))
+        return _Sampler(f"http://sampler-{self._lives}", self._takes_s, Receiver(self.groups))
 
     async def wait_lost(self, index: int) -> Loss:
-        await asyncio.shield(self.lost)
-        return Loss(index, self.url, "it has died")
+        sampler = self.running[index]
+        await asyncio.shield(sampler.lost)
+        return Loss(index, sampler.url, "it has died")
 
     def suspect(self) -> None:
         """Check nothing: a death is noticed at once."""
 
     async def end(self, index: int) -> bool:
+        self.running[index].lose()
         return True
 
     async def replace(self, index: int) -> str:
         await travel(2.0)
-        self._start()
-        return self.url
+        self.running[index] = self._start()
+        return self.running[index].url
+
+
+class Router:
+    """Router before several samplers, any of which gets a request."""
+
+    url = ROUTER
+    disaggregates = False
+
+    def __init__(self, urls: Iterable[str]) -> None:
+        self.workers = list(urls)
+
+    def enough(self, urls: Sequence[str]) -> bool:
+        return True
+
+    async def start(self, urls: Sequence[str] = ()) -> None:
+        """It never dies."""
+
+    async def wait_died(self) -> str:
+        return await asyncio.get_running_loop().create_future()
+
+    async def add(self, url: str) -> None:
+        await travel(0.1)
+        self.workers.append(url)
+
+    async def remove(self, url: str) -> None:
+        await travel(0.1)
+        if url in self.workers:
+            self.workers.remove(url)
 
 
 class _Sampler(ScriptedReplica):
+    """A life of a sampler; `lost` when it has ended."""
+
+    def __init__(self, url: str, takes_s: float, receiver: Receiver) -> None:
+        super().__init__(takes_s, draw=_rest)
+        self.url = url
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.receiver = receiver
+        self.read = lambda directory: drawn(steps_of(directory))
+        self.keep = lambda count: random_of_history().randint(0, max(0, count - 1))
+        self._cached: list[Steps | None] = []  # steps of the weights of which it has cached the prompt
+
+    def lose(self) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
+        self.receiver.leave()
+        for running in self.running.values():
+            if not running.done():
+                running.set_exception(SamplerError("it has died meanwhile"))
+
+    async def answer(self, path: str, body: Mapping[str, Any], params: Mapping[str, str]) -> Any:
+        if path == "/reset_prefix_cache":
+            self._cached.clear()
+        if path not in TRANSFERS:
+            return await super().answer(path, body, params)
+        await self._until_lost(self.receiver.answer(path, body))
+        self.version = body.get("weight_version", self.version)
+        return {}
+
+    async def _until_lost(self, work: Awaitable[None]) -> None:
+        working = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait((working, self.lost), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise SamplerError("it has died meanwhile")
+            working.result()
+        finally:
+            working.cancel()
+
+    def held(self, model: str) -> Any:
+        if model != BASE_MODEL:
+            return super().held(model)
+        if not self._cached:
+            self._cached.append(self.receiver.steps)
+        (steps,) = self._cached
+        return None if steps is None else drawn(steps)
+
     async def _generate(self, body: Mapping[str, Any]) -> Any:
         if body["sampling_params"]["max_tokens"] != ENDLESS:
+            held = self.held(body["model"])
             answer = await super()._generate(body)
-            if "prompt_logprobs" in answer and body["model"] in self.adapters:
-                logprob = {"logprob": _logprob(self.adapters[body["model"]])}
+            if "prompt_logprobs" in answer and held is not None:
+                logprob = {"logprob": _logprob(held)}
                 answer["prompt_logprobs"][1:] = [{str(token): logprob} for token in body["token_ids"][1:]]
+            if body["model"] == BASE_MODEL and (steps := self.receiver.steps) is not None:
+                for choice in answer["choices"]:
+                    if choice["finish_reason"] != "abort" and choice["token_ids"]:
+                        choice["token_ids"] = [*choice["token_ids"][:-1], drawn(steps)[1]]
             return answer
         name = f"generate-tokens-{body.get('request_id')}"
         running = self.running[name] = asyncio.get_running_loop().create_future()
@@ -191,14 +356,30 @@ class SamplerHttp:
         assert process is not None
         replicas: Replicas = process.replicas
         await travel(0.1)
+        path = url[url.index("/", len("http://")) :]
+        if url.startswith(ROUTER):
+            url = random_of_history().choice(process.router.workers or [ROUTER]) + path
+        sampler = next((each for each in replicas.running if url == each.url + path), None)
+        sync = len(replicas.running) > 1 and path in OF_SYNCS
         point("before a call of a sampler")
-        if fault("a sampler dies"):
-            replicas.lose()
-        if replicas.lost.done() or not url.startswith(f"{replicas.url}/"):
+        if sync:
+            point("before a call of a sync")
+        if sampler is not None and (fault("a sampler dies") or (sync and fault("a sampler dies in a sync"))):
+            sampler.lose()
+        if sampler is None or sampler.lost.done():
             raise SamplerError(f"{method} {url} failed: it is dead")
-        path = url.removeprefix(replicas.url)
-        answer = await replicas.server.answer(path, json or {}, dict(params or ()))
+        ends = sync and path == "/finish_weight_update"  # where others may serve the new weights
+        if ends and fault("an end of a sync is lost"):
+            raise SamplerError(f"{method} {url} failed: no route to host")
+        answer = await sampler.answer(path, json or {}, dict(params or ()))
         point("after a call of a sampler")
+        if sync:
+            point("after a call of a sync")
+            if fault("a sampler dies after a call of a sync"):
+                sampler.lose()
+                raise SamplerError(f"{method} {url} failed: it died before its answer")
+            if ends and fault("the answer to an end of a sync is lost"):
+                raise SamplerError(f"{method} {url} failed: the connection broke")
         return HttpAnswer(answer, {})
 
     async def close(self) -> None:

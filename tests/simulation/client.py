@@ -123,7 +123,7 @@ class Client:
     async def _answer(
         self, method: str, path: str, content: bytes, headers: dict[str, str]
     ) -> httpx.Response:
-        request = httpx.Request(method, f"http://localhost/api/v1/{path}", content=content, headers=headers)
+        request = httpx.Request(method, _url(path), content=content, headers=headers)
         return await self._server.answer(request)
 
 
@@ -152,14 +152,19 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def model_body(session: str) -> Json:
-    return {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 8}}
+def model_body(session: str, rank: int = 8) -> Json:
+    return {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": rank}}
 
 
 def _value(answer: httpx.Response) -> Json:
     assert answer.status_code == 200, answer.text
     value: Json = answer.json()
     return value
+
+
+@cache
+def _url(path: str) -> httpx.URL:
+    return httpx.URL(f"http://localhost/api/v1/{path}")
 
 
 @cache

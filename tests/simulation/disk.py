@@ -18,14 +18,18 @@ class Disk:
         self._names: dict[int, dict[str, int]] = {}  # by directory: inodes by name
 
     def sync(self, descriptor: int) -> None:
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        if not path.is_dir():
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if not os.path.isdir(path):
             self._contents.add(_content(path))
             return
-        self._names[_inode(path)] = {each.name: _inode(each) for each in path.iterdir()}
-        for each in path.parents:
-            self._names.setdefault(_inode(each), {})[path.name] = _inode(path)
-            path = each
+        inode = _inode(path)
+        with os.scandir(path) as entries:
+            self._names[inode] = {each.name: each.stat().st_ino for each in entries}
+        while path != "/":
+            path, name = os.path.split(path)
+            around = _inode(path)
+            self._names.setdefault(around, {})[name] = inode
+            inode = around
 
     def cut_power(self, directories: Iterable[Path]) -> None:
         """Lose what is below them and was not synced; a name that was changed is the earlier one again."""
@@ -43,9 +47,10 @@ class Disk:
                     path.write_bytes(b"")
 
 
-def _inode(path: Path) -> int:
-    return path.stat().st_ino
+def _inode(path: str | Path) -> int:
+    return os.stat(path).st_ino
 
 
-def _content(path: Path) -> tuple[int, int]:
-    return _inode(path), crc32(path.read_bytes())
+def _content(path: str | Path) -> tuple[int, int]:
+    with open(path, "rb") as file:
+        return os.fstat(file.fileno()).st_ino, crc32(file.read())

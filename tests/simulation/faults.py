@@ -62,9 +62,16 @@ POINTS = (*OFTEN, *DISKS, UNREAD, TAKE_OVER, IN_DOUBT, COMPARED, *FOR_MINUTES.va
 """`engine: …` and `api: …`: that process dies there. COMPARED is no fault, but must come about, too."""
 OF_STORAGE = ("engine: before a call of storage", "engine: after a call of storage", AWAY)
 """Those that come in histories with object storage only."""
+OF_SYNCS = (
+    *(f"engine: {when} a call of a {end}" for when in ("before", "after") for end in ("sync", "sender")),
+    "the ranks die in a sync",
+    *2 * ("a sampler dies in a sync", "a sampler dies after a call of a sync"),
+    *2 * ("an end of a sync is lost", "the answer to an end of a sync is lost"),
+)
+"""Those that come in histories with full parameters only."""
 ANYWHERE, PASSED = frozenset({"the machine starts again", "the disk is full", *RARE}), 200
 """Faults that may come at every point of the engine and the API, and how many a history passes about."""
-DEATHS_OF_RANKS = frozenset(point for point in POINTS if point.startswith("the ranks"))
+DEATHS_OF_RANKS = frozenset(point for point in (*POINTS, *OF_SYNCS) if point.startswith("the ranks"))
 
 
 class Faults:

@@ -38,6 +38,7 @@ from tests.simulation.faults import (
     COMPARED,
     OF_SAVES,
     OF_STORAGE,
+    OF_SYNCS,
     OFTEN,
     RARE,
     TAKE_OVER,
@@ -48,6 +49,7 @@ from tests.simulation.faults import (
 from tests.simulation.server import Server
 from tests.simulation.silent import Silent
 from tests.simulation.virtual_loop import VirtualLoop
+from tests.simulation.weight_ends import write_weights
 from tests.support.scripted_trainer import STEPS_FILE
 
 MODELS, REQUESTS, FAULTS = (1, 1, 2), 9, 5
@@ -91,6 +93,16 @@ CLOCKS = (0, 4)
 """Seeds, modulo 13, of histories in which the clocks of processes differ, and a lease says who may commit."""
 PROBED = (7, 8)
 """Seeds, modulo 13, of histories in which samplers are compared with the trainer after each sync."""
+FULL, FULL_FAULTS = (3, 9, 14), 4
+"""Seeds, modulo 17, of histories with full parameters, beside LoRA, and two samplers behind a router."""
+PUBLISHED, RANKS = {"publish": 10}, (0, 0, 8)
+TRANSPORTS: tuple[dict[str, Any], ...] = (
+    {"weight_transport": "shared_memory"},
+    {"weight_transport": "gloo"},
+    {"weight_transport": "nccl", "device": "cuda"},
+)
+SWAPPED_S = 1.0
+"""Time that a sample takes in these."""
 TTLS, DELETED = (None, None, 3, 10), 0.3
 """Of these: times to live of saves to choose from, and how many of the others are deleted."""
 GONE_S = 40.0
@@ -239,6 +251,9 @@ class History:
             settings |= {"home": home / "host 0", "database_url": url or file, **shared}
         self._early = _stream("early", seed, 9, EARLY)
         self._clocks = _stream("clocks", seed, 13, CLOCKS)
+        self._full = _stream("full", seed, 17, FULL)
+        if self._full:  # a tensor is a chunk
+            settings |= {"weight_chunk_mb": 0, **self._full.choice(TRANSPORTS)}
         if seed % 13 in PROBED:
             settings |= {"gap_probe_tokens": 8}
         if self._away == UNREAD:
@@ -261,6 +276,8 @@ class History:
             self.faults.add(self._more, MORE_FAULTS, RARE)
         if self._early:
             self.faults.add(self._early, EARLY_FAULTS, OF_SAVES)
+        if self._full:
+            self.faults.add(self._full, FULL_FAULTS, OF_SYNCS)
         if self._away:
             self.faults.prolong(self._away, Random(f"away of {seed}"))
 
@@ -271,8 +288,9 @@ class History:
         return loop.trace
 
     async def _story(self, loop: VirtualLoop) -> None:
-        rollout_s = ROLLOUT_S if self._follows else 0.0
-        server = Server(self._settings, self._facts, self.faults, rollout_s, self._apis, self._clocks)
+        rollout_s = ROLLOUT_S if self._follows else SWAPPED_S if self._full else 0.0
+        about = rollout_s, self._apis, self._clocks, 2 if self._full else 1
+        server = Server(self._settings, self._facts, self.faults, *about)
         self._server = server
         self._client = Client(server, self.faults)
         self._silent = Silent(self._client, self._silence) if self._silence else None
@@ -317,7 +335,8 @@ class History:
     async def _model(self) -> _Model:
         """Send all requests of a model, which overtake each other now and then, and wait for the answers."""
         session = await self._client.session()
-        created = await self._client.ok("create_model", model_body(session))
+        rank = self._full.choice(RANKS) if self._full else 8
+        created = await self._client.ok("create_model", model_body(session, rank))
         model = _Model(session, created["model_id"], self._requests())
         await self._client.result(created["request_id"])
         beating = asyncio.create_task(self._client.beat(session))
@@ -363,8 +382,9 @@ class History:
 
     def _requests(self) -> list[Request]:
         requests: list[Request] = []
+        kinds = KINDS | (PUBLISHED if self._full else {})
         for seq_id in range(1, self._random.randint(2, REQUESTS) + 1):
-            kind = self._random.choices(list(KINDS), list(KINDS.values()))[0]
+            kind = self._random.choices(list(kinds), list(kinds.values()))[0]
             saves = [each for each in requests if each.kind == "save"]
             if kind == "load" and not saves:
                 kind = "save"
@@ -600,3 +620,4 @@ def make_template(directory: Path) -> None:
     (directory / OTHER).mkdir(exist_ok=True)
     for base, config in ((directory, "{}"), (directory / OTHER, '{"another": 1}')):
         (base / "config.json").write_text(config)
+        write_weights(base, None)

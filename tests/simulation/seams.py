@@ -4,9 +4,11 @@ import asyncio
 import builtins
 import errno
 import io
+import logging
 import os
 import random
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -252,6 +254,13 @@ def _disk_usage(path: object) -> Any:
     return SimpleNamespace(total=1 << 50, free=0 if disk_full() else 1 << 49)
 
 
+def _unforeseen(*_: object, **__: object) -> None:
+    """Fail the history instead of logging what an engine or API survives, and should not come to."""
+    loop = asyncio._get_running_loop()
+    if isinstance(loop, VirtualLoop):
+        loop.errors.append({"exception": sys.exception()})
+
+
 async def _no_watch(*_: object) -> None:
     """There is no Ray."""
 
@@ -297,6 +306,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(remote_client, "JsonHttp", SamplerHttp)
     patch.setattr(compose, "EngineHttpServer", QueuesOnly)
     patch.setattr(EngineClient, "get", _queues)
+    patch.setattr(logging.Logger, "exception", _unforeseen)
     patch.setattr(engine, "_watch_ray", _no_watch)
     patch.setattr(CoreWatch, "wait_stuck", _never_stuck)
     patch.setattr(engine, "freeze_gc", lambda: None)

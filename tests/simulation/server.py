@@ -35,7 +35,7 @@ from skyrl_tinker.store.doorbell import Doorbell, Role
 from skyrl_tinker.store.futures import expected_requests
 from skyrl_tinker.store.store import Store, write_once
 from skyrl_tinker.training.trainer_group import TrainerGroup
-from tests.simulation.backends import Ranks, Replicas
+from tests.simulation.backends import Ranks, Replicas, Router
 from tests.simulation.disk import Disk
 from tests.simulation.faults import Faults, disk_full, fault, is_unread, point, travel
 from tests.simulation.virtual_loop import PROCESS, Crash, Process, VirtualLoop
@@ -83,7 +83,7 @@ class Host:
 
     def __init__(self, settings: Settings, ahead_s: Mapping[str, float] = NO_CLOCKS) -> None:
         """Start it; where clocks differ, take the lease."""
-        self.settings = settings
+        self.use(settings)
         self.ahead_s = ahead_s
         self.directories.run_dir.mkdir(parents=True)
         if ahead_s:
@@ -94,16 +94,15 @@ class Host:
         with closing(open_database(settings.store_url, settings.root)) as database:
             self.writing = database.connect()
 
-    @property
-    def directories(self) -> Directories:
-        return Directories(self.settings)
+    def use(self, settings: Settings) -> None:
+        self.settings, self.directories = settings, Directories(settings)
 
 
 class Server:
     """`failure`: what ended a process that must not end by itself. `rollout_s`: time that a sample takes.
 
     `apis`: number of API processes; the attribute has their apps by name. `clocks`: draws by how much they
-    differ.
+    differ. `samplers`: number of replicas, with a router before several.
     """
 
     def __init__(
@@ -114,9 +113,11 @@ class Server:
         rollout_s: float = 0.0,
         apis: int = 1,
         clocks: Random | None = None,
+        samplers: int = 1,
     ) -> None:
         self.faults = faults
         self.rollout_s = rollout_s
+        self._samplers = samplers
         self.engine_queues: Callable[[], bytes] | None = None
         self.ranks: Ranks
         self.disk = Disk()
@@ -277,10 +278,11 @@ class Server:
         process, host = PROCESS.get(), self._host
         assert process is not None
         bell = cast(Doorbell, Bell(self._bells, "engine", "engine"))
-        self.ranks, replicas = Ranks(), Replicas(self.rollout_s)
+        self.ranks, replicas = Ranks(), Replicas(self.rollout_s, self._samplers)
         process.replicas = replicas
+        router = process.router = Router(replicas.urls) if self._samplers > 1 else None
         if fault("the directories have another path"):
-            host.settings = host.settings.model_copy(update=self._by_another_path)
+            host.use(host.settings.model_copy(update=self._by_another_path))
         settings, directories = host.settings, host.directories
         trainer = cast(TrainerGroup, self.ranks)
         status = EngineStatus(store, bell)
@@ -288,7 +290,8 @@ class Server:
         for directory in (directories.ephemeral_dir, directories.checkpoint_root):
             directory.mkdir(exist_ok=True)
         await StartUp(env, self._facts, []).tidy_up()
-        fleet = Fleet(replicas, vllm_client(replicas.url, (replicas.url,)))
+        client = vllm_client(router.url if router else replicas.urls[0], replicas.urls)
+        fleet = Fleet(replicas, client, cast(Any, router))
         samplers = make_samplers(settings, self._facts, trainer, fleet, env.metrics)
         backends = Backends(trainer, fleet, samplers, SEPARATE)
         engine = Engine(env)

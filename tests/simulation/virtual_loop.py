@@ -36,6 +36,7 @@ class Process:
         self.dead = False
         self.ready = False
         self.replicas: Any = None  # of an engine
+        self.router: Any = None  # before several of these
         self.is_up: Callable[[], bool] = lambda: self.ready
         self.ahead_s = 0.0  # its wall clock, before that of the database
         self.fence: Any = None  # of an engine of a server that holds a lease

@@ -92,7 +92,7 @@ class ScriptedReplica:
         if model != BASE_MODEL and model not in self.adapters:
             raise HttpStatusError(404, f"The model `{model}` does not exist.")
         most = sampling["max_tokens"]
-        drawn = self.draw(self.adapters.get(model), body["token_ids"], most)
+        drawn = self.draw(self.held(model), body["token_ids"], most)
         tokens = _until(drawn[:most], sampling.get("stop_token_ids", ()))
         finish = "length" if len(tokens) == most else "stop"
         if await self._aborted(f"generate-tokens-{body.get('request_id')}"):
@@ -102,6 +102,10 @@ class ScriptedReplica:
         if "prompt_logprobs" in sampling:
             answer["prompt_logprobs"] = [None, *({str(token): POSITION} for token in body["token_ids"][1:])]
         return answer
+
+    def held(self, model: str) -> Any:
+        """Return the adapter of this name, None for the base model."""
+        return self.adapters.get(model)
 
     def _choice(self, index: int, tokens: Sequence[int], finish: str) -> Mapping[str, Any]:
         count = len(tokens)

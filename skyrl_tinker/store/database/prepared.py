@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, TypeGuard, cast
 
-from sqlalchemy import Connection, Dialect, bindparam, func, insert, literal_column, select, true
+from sqlalchemy import JSON, Connection, Dialect, bindparam, func, insert, literal_column, select, true
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.sql.dml import UpdateBase
 from sqlalchemy.sql.elements import BindParameter
 from sqlalchemy.sql.selectable import Select, TableValuedAlias
+from sqlalchemy.sql.type_api import TypeEngine
 from sqlalchemy.sql.visitors import iterate, replacement_traverse
 
 from skyrl_tinker.store.database import postgresql, sqlite
@@ -194,12 +195,12 @@ class _Compiled:
         self._positional = compiled.positional
         if compiled.positional:
             names = cast(list[str], compiled.positiontup)
-            pick = itemgetter(*names)
             self._run = sqlite.execute
-            self._in_order = pick if len(names) > 1 else lambda values: (pick(values),)
+            few = len(names) < 2  # of which itemgetter makes no tuple
+            self._in_order = (lambda values: tuple(map(values.get, names))) if few else itemgetter(*names)
         columns_out = list(statement.exported_columns)
         self._row = _row_class([str(column.key) for column in columns_out])
-        decoders = [column.type.result_processor(dialect, None) for column in columns_out]
+        decoders = [_decoder(column.type, dialect) for column in columns_out]
         self._decode = [(index, decode) for index, decode in enumerate(decoders) if decode]
 
     def rows(self, conn: Connection, parameters: Mapping[str, Any]) -> list[AnyRow]:
@@ -228,6 +229,12 @@ class _Compiled:
             values[index] = decode(values[index])
         decoded: AnyRow = self._row._make(values)
         return decoded
+
+
+def _decoder(of: TypeEngine[Any], dialect: Dialect) -> _Convert | None:
+    """Return what makes a value of a driver's; of JSON, drivers make some themselves."""
+    own = of.dialect_impl(dialect) if isinstance(of, JSON) else of
+    return own.result_processor(dialect, None)
 
 
 def _row_class(names: Sequence[str]) -> Any:

@@ -44,13 +44,14 @@ _OUTCOME = (
     Future.sampling_session_id,
     (func.length(Result.body) > bindparam("most")).label("withheld"),
 )
-_OUTCOMES = (
+_ALL = (
     select(*_OUTCOME)
     .outerjoin(Result, Result.future_id == Future.id)
     .outerjoin(Model, Model.key == Future.model_key)
     .outerjoin(Session, Session.session_id == Future.session_id)
-    .where(Future.request_id.in_(bindparam("request_ids", expanding=True)))
 )
+_OUTCOME_OF = Prepared(_ALL.where(Future.request_id == bindparam("request_id")))
+_OUTCOMES = _ALL.where(Future.request_id.in_(bindparam("request_ids", expanding=True)))
 _FINISHED = Prepared(
     select(Result.id.label("cursor"), *_OUTCOME)
     .join(Future, Future.id == Result.future_id)
@@ -64,8 +65,8 @@ _FINISHED = Prepared(
 
 def find(conn: Connection, request_id: RequestId, most_bytes: int = ANY_SIZE) -> Outcome | None:
     """Return the outcome of a request, None if it is unknown. A result above `most_bytes` is withheld."""
-    rows = find_many(conn, [request_id], most_bytes)
-    return rows[0] if rows else None
+    row = _OUTCOME_OF.row(conn, {"request_id": request_id, "most": most_bytes})
+    return None if row is None else Outcome(*row)
 
 
 def find_many(

@@ -1,5 +1,7 @@
 """Prepared statements do what SQLAlchemy's own execution of them does."""
 
+from typing import Any
+
 import pytest
 from sqlalchemy import Connection, bindparam, func, insert, select, text
 from sqlalchemy.exc import OperationalError
@@ -32,8 +34,9 @@ async def test_rows_have_the_values_that_sqlalchemy_reads(store: Store) -> None:
     assert found[0].sequence_ids == list(expected[0].sequence_ids)
 
 
-async def test_json_is_written_as_sqlalchemy_writes_it(store: Store) -> None:
-    value = {"ä": [1, 2.5, None]}
+@pytest.mark.parametrize("value", [{"ä": [1, 2.5, None]}, 0, 2.5, "text", True, None])
+async def test_json_is_written_and_read_as_sqlalchemy_does_it(store: Store, value: Any) -> None:
+    """SQLite keeps a number in a column of JSON as a number."""
     put = Prepared(insert(ServerState), ["key", "value"])
 
     def op(conn: Connection) -> None:
@@ -47,6 +50,7 @@ async def test_json_is_written_as_sqlalchemy_writes_it(store: Store) -> None:
         )
         assert len(set(stored.scalars())) == 1
         assert server_state.get(conn, "ours") == value
+        assert conn.scalar(select(ServerState.value).where(ServerState.key == "ours")) == value
 
 
 async def test_they_are_undone_with_their_transaction(store: Store) -> None:
