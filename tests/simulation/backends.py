@@ -4,9 +4,9 @@ What a model was trained on shows in its losses, its files, and what a sampler d
 """
 
 import asyncio
-import copy
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -132,14 +132,9 @@ class Ranks(ScriptedTrainer):
             self._sender.die()
         return super()._break(message)
 
-    def _capture(self, kind: type[CapturedSteps], model: ModelKey) -> CapturedSteps:
-        if kind is not CapturedWeights or model not in self._full:
-            return super()._capture(kind, model)
-        captured = CapturedFull(
-            model, copy.deepcopy(self._state(model).steps), self.restarts, self.kept, self
-        )
-        self.kept.append(captured)
-        return captured
+    def _capture(self, kind: Callable[..., CapturedSteps], model: ModelKey) -> CapturedSteps:
+        full = kind is CapturedWeights and model in self._full
+        return super()._capture(partial(CapturedFull, ranks=self) if full else kind, model)
 
     async def _tell(self, what: str, value: Any) -> None:
         await travel(0.2)

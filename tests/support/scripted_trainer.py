@@ -254,7 +254,7 @@ class ScriptedTrainer:
             raise ExhaustedError("no memory")
         return {model: self._capture(CapturedWeights, model) for model in durable}
 
-    def _capture(self, kind: type[CapturedSteps], model: ModelKey) -> CapturedSteps:
+    def _capture(self, kind: Callable[..., CapturedSteps], model: ModelKey) -> CapturedSteps:
         steps = copy.deepcopy(self._state(model).steps)
         captured = kind(model, steps, self.restarts, self.kept, self.captured.free)
         self.captured.take(id(captured), model)
