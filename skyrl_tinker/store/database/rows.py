@@ -27,7 +27,9 @@ def database_time(conn: Connection) -> float:
 def as_row(kind: type[T], row: AnyRow, /, **others: Any) -> T:
     """Return a dataclass made of the columns that bear the names of its fields, but for `others`."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in row._mapping.items() if name in names} | others)
+    return kind(
+        **{name: value for name, value in zip(row._fields, row, strict=True) if name in names} | others
+    )
 
 
 def insert_id(conn: Connection, row: Insert, values: dict[str, Any]) -> int:
