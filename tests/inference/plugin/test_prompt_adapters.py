@@ -12,13 +12,15 @@ from tests.inference.support.cuda_adapters import Batch, hidden_states, score, w
 from tests.inference.support.samplers import prompt_of
 
 
+pytestmark = pytest.mark.long  # one batch takes half a minute
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(score, _batch()).result()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", ["logprobs", "scores"])
 def test_on_cuda_prompts_are_scored_with_their_own_adapter(found: dict[str, Any], kind: str) -> None:
     expected = _plain(_batch())
