@@ -1,4 +1,4 @@
-"""Mixtures of experts in a network: matrices of all experts in one tensor, in files often each by itself."""
+"""Mixtures of experts in a network: one tensor has the matrices of all experts, in files often one each."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
