@@ -31,7 +31,7 @@ ODD_OPENINGS = re.compile(
 """Prepositions, pronouns and wh-words: a summary opens with its noun or with an imperative verb."""
 
 PAGES = [*ROOT.parent.glob("[CR][OE]*.md"), *sorted(ROOT.parent.glob("docs/*.md"))]
-PLAIN_PACKAGES = ("api", "cli", "domain", "protocol", "server", "storage", "store")
+PLAIN_PACKAGES = ("api", "cli", "domain", "protocol", "server", "storage", "store", "training", "weight_sync")
 PLAIN = {
     "the pages": PAGES,
     "the root modules": sorted(ROOT.glob("*.py")),
