@@ -31,7 +31,18 @@ ODD_OPENINGS = re.compile(
 """Prepositions, pronouns and wh-words: a summary opens with its noun or with an imperative verb."""
 
 PAGES = [*ROOT.parent.glob("[CR][OE]*.md"), *sorted(ROOT.parent.glob("docs/*.md"))]
-PLAIN_PACKAGES = ("api", "cli", "domain", "protocol", "server", "storage", "store", "training", "weight_sync")
+PLAIN_PACKAGES = (
+    "api",
+    "cli",
+    "domain",
+    "inference",
+    "protocol",
+    "server",
+    "storage",
+    "store",
+    "training",
+    "weight_sync",
+)
 PLAIN = {
     "the pages": PAGES,
     "the root modules": sorted(ROOT.glob("*.py")),
