@@ -138,9 +138,7 @@ def environment(
 class VllmProcess:
     title = "vLLM"
     torch_groups = False
-    abilities = SamplerAbilities(
-        "vLLM", lowest_temperature=0.01
-    )  # below, vLLM silently samples at this one
+    abilities = SamplerAbilities("vLLM", lowest_temperature=0.01)  # below, vLLM silently samples at this one
     leftovers = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")  # left by tensor-parallel workers
     check = staticmethod(vllm_arguments.check)
     require_model = staticmethod(vllm_models.require_model)
