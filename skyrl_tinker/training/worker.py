@@ -57,8 +57,8 @@ def _out_of_memory(operation: str) -> Iterator[None]:
 class Worker:
     """One rank. All ranks get the same calls in the same order, and each call may be a collective.
 
-    Exceptions, which run beside others: `persist_state`, `commit_state`, `write_state`, `captured_share` and
-    `drop_captured`.
+    Exceptions, which may run concurrently: `persist_state`, `commit_state`, `write_state`, `captured_share`
+    and `drop_captured`.
     """
 
     def __init__(self, spec: TrainerSpec, rank: int, address: str = "127.0.0.1") -> None:

@@ -56,7 +56,7 @@ class _Wait:
 class AdapterCache:
     """Cache of as many adapters as each sampler keeps in memory. An adapter in use is never evicted.
 
-    - A version runs only with a place in the samplers' batch: vLLM would pass over requests of further
+    - A version runs only with a place in the samplers' batch: a sampler would pass over requests of further
       adapters for as long as requests of the first ones arrive.
     - Versions wait for a place in turn. For each waiting one, the version that has had its place for longest
       takes no more requests once its turn is over, and its requests are interrupted if they can go on later

@@ -19,7 +19,7 @@ class Affinity:
 
     A key is made of the weights and a prompt's beginning. A key with half of a replica's share of all
     sequences in flight takes no more: a prefix twice as long is then used, so that the turns of a
-    conversation stay together and conversations with the same beginning separate. The bound follows
+    conversation stay together, apart from conversations with the same beginning. The bound follows
     V. Mirrokni, M. Thorup, M. Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018; client and
     router hash keys without knowledge of the load, so the key changes instead of the replica.
     """
