@@ -31,11 +31,10 @@ ODD_OPENINGS = re.compile(
 """Prepositions, pronouns and wh-words: a summary opens with its noun or with an imperative verb."""
 
 PAGES = [*ROOT.parent.glob("[CR][OE]*.md"), *sorted(ROOT.parent.glob("docs/*.md"))]
-PLAIN_PACKAGES = ("api", "cli", "domain", "protocol", "server", "storage", "store")
 PLAIN = {
     "the pages": PAGES,
     "the root modules": sorted(ROOT.glob("*.py")),
-    **{package: sorted((ROOT / package).rglob("*.py")) for package in PLAIN_PACKAGES},
+    **{path.parent.name: sorted(path.parent.rglob("*.py")) for path in sorted(ROOT.glob("*/__init__.py"))},
 }
 MOST_CLAUSES = 1.2
 """Per 1,000 words, of clauses with "what" in place of a noun: as in other projects, which have 0 to 1.2."""

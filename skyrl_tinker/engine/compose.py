@@ -1,4 +1,4 @@
-"""Composition root of the engine: makes every part from the settings and hands it to those that use it."""
+"""Composition root of the engine: makes every part from the settings and passes it to its users."""
 
 import secrets
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Settings and resources of the engine process, which stand before the engine and outlive it."""
+    """Settings and resources of the engine process, which are made before the engine and outlive it."""
 
     settings: Settings
     directories: Directories
@@ -172,7 +172,7 @@ def make_span_export(settings: Settings, store: Store, metrics: Metrics) -> "Spa
 
 
 def make_metrics(settings: Settings, store: Store) -> Metrics:
-    """Build the metrics, with those by owner where reading them asks for a key."""
+    """Build the metrics, with those by owner if reading them requires a key."""
     return Metrics(partial(_owner_name, store) if settings.metrics_key else None, store.now)
 
 

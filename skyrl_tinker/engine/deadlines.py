@@ -1,4 +1,4 @@
-"""Deadlines of requests: what is stuck fails with a message that names what it waited for."""
+"""Deadlines of requests: a stuck request fails with a message that names the cause of its wait."""
 
 import asyncio
 from collections.abc import Iterator
@@ -57,13 +57,13 @@ class Deadlines:
     def _limited(self) -> Iterator[QueuedRow]:
         """Iterate over the requests that have a deadline, the oldest first.
 
-        Cancellations and unloads have none: they wait for others, which have.
+        Cancellations and unloads have none: they wait for other requests, which have deadlines.
         """
         return (row for row in self._metrics.pending() if row.kind not in _UNLIMITED)
 
     async def _expire(self, now: float) -> None:
         if self._suspends.noticed():
-            self._resumed_at = max(now, self._store.now())  # it was read before the gaps were closed
+            self._resumed_at = max(now, self._store.now())  # `now` was read before the gaps were closed
         if now - self._resumed_at < self._request_s:
             return
         due = list(takewhile(lambda row: row.created_at + self._request_s <= now, self._limited()))
@@ -81,7 +81,7 @@ class Deadlines:
         return Failure(f"this sample {self._waited}: the samplers are overloaded", "server")
 
     def _late(self, row: QueuedRow, lane: LaneStatus | None) -> Failure:
-        """Return the failure of a late training request. `lane`: its model's, None where nothing waits."""
+        """Return the failure of a late training request. `lane`: its model's, None if nothing waits in it."""
         if lane is None or (row.seq_id or 0) < lane.next_seq:
             return Failure(
                 f"this {row.kind} {self._waited}: it has begun and may still take effect", "server"

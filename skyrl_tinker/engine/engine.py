@@ -1,4 +1,4 @@
-"""The engine: starts up, runs its parts side by side until one breaks or it is stopped, and ends them."""
+"""The engine: starts up, runs its parts concurrently until one fails or it is stopped, and ends them."""
 
 import asyncio
 import logging
@@ -35,7 +35,7 @@ class Engine:
         self._shutdowns: list[Callable[[], Awaitable[None]]] = []
 
     async def run(self, stop: asyncio.Event) -> str | None:
-        """Run until `stop` is set, or until a failure that only a new engine can mend: returns its cause."""
+        """Run until `stop` is set, or until a failure that needs a new engine: returns its cause."""
         work = asyncio.create_task(self._work())
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -45,7 +45,7 @@ class Engine:
         for task in (work, stopped):
             task.cancel()
         await asyncio.wait((work, stopped))
-        if self._env.ray.answers():  # else all that it runs is killed below this process
+        if self._env.ray.answers():  # else its processes are killed as descendants
             await self._shut_down()
         return None if error is None else str(_root_cause(error))
 
@@ -84,7 +84,7 @@ class Engine:
             tasks.create_task(_watch_ray(self._env.ray))
 
     async def _report_rebuild(self, samplers: Samplers, detail: str, *, done: bool = False) -> None:
-        """Report how far the models are back. `done`: all that do not sleep are there."""
+        """Report the progress of bringing models back. `done`: all that do not sleep are back."""
         if not done:
             phase: EnginePhase = "restarting" if self._ready else "starting"
             await persistently(lambda: self._env.status.report(phase, detail))
@@ -107,7 +107,7 @@ class Engine:
                 await asyncio.wait_for(stop.wait(), FAILED_S)
 
     async def _shut_down(self) -> None:
-        """End the backends; what does not end in time is killed with all other descendants."""
+        """End the backends; processes that do not end in time are killed with all other descendants."""
         tasks = [asyncio.create_task(_end(shutdown)) for shutdown in self._shutdowns]
         if tasks:
             await asyncio.wait(tasks, timeout=STOP_S)
@@ -116,12 +116,12 @@ class Engine:
 async def _end(shutdown: Callable[[], Awaitable[None]]) -> None:
     try:
         await shutdown()
-    except SkyrlTinkerError as error:  # it is dead already, which is what matters here
+    except SkyrlTinkerError as error:  # it is dead already
         _log.info("while ending: %s", error)
 
 
 async def _watch_trainer(trainer: TrainerGroup, driver: TrainerDriver) -> None:
-    """Notice ranks that die or hang, also while nothing runs."""
+    """Detect ranks that die or hang, even while nothing runs."""
     while True:
         await trainer.watch(PING_TIMEOUT_S)
         if trainer.broken is not None:

@@ -77,7 +77,7 @@ def _ray_environment(directory: Path, log_bytes: int) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",  # other users of this host cannot run code as us
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_enable_metrics_collection": "0",  # without an agent nobody takes them
+        "RAY_enable_metrics_collection": "0",  # without an agent nothing collects them
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run` its workers would wait for an agent
         "RAY_ROTATION_MAX_BYTES": str(log_bytes),
         "RAY_ROTATION_BACKUP_COUNT": "2",
@@ -85,7 +85,7 @@ def _ray_environment(directory: Path, log_bytes: int) -> dict[str, str]:
         "RAY_enable_worker_prestart": "0",
         "RAY_worker_niceness": "0",  # trainers come before samplers, which make themselves nice
         "RAY_task_events_report_interval_ms": "0",  # off: gcs_server keeps 100,000, 3 kB each
-        "TMPDIR": str(directory),  # what killed processes leave there goes when the next engine starts
+        "TMPDIR": str(directory),  # leftovers of killed processes go at the next engine's start
     }
 
 
@@ -118,14 +118,14 @@ async def _main(settings: Settings, directories: Directories, ray: "RayCluster")
         return await Engine(Environment(settings, directories, ray, store, bell, status, metrics)).run(stop)
     finally:
         await store.close()
-        bell.close()  # which the last commits ring
+        bell.close()  # after the last commits, which ring it
 
 
 async def _fence(settings: Settings) -> LeaseFence | None:
-    """Wait for the database. Return what ends this process where it must not go on.
+    """Wait for the database. Return the fence that ends this process if it loses the server's lease.
 
-    It ends as if killed: what it would do about a failure, as to remove files, is no longer its business.
-    If the lease is still this server's, the next engine goes on from what the database has.
+    It then ends as if killed: it must not react to the loss, as by removing files, any more. If the lease is
+    still this server's, the next engine goes on from the state in the database.
     """
     while True:
         try:

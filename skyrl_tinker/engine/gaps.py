@@ -1,9 +1,9 @@
-"""Gaps: numbers of a model that are missing while later ones wait. Those that never come are failed.
+"""Gaps: seq_ids of a model that are missing while later ones wait. Those that never arrive are failed.
 
-A client takes a request's number before it builds the request, so an error of the client leaves a gap. Only
-the first chunk of a pass is sent after later ones, and at once: what is not even on its way soon after them
-never comes. The store has the failures before the lanes do, so that a late request and the next engine find
-them.
+A client takes a request's seq_id before it builds the request, so an error of the client leaves a gap. Only
+the first chunk of a pass is sent after later ones, and without delay: a request that is not in transit soon
+after them never arrives. The store has the failures before the lanes do, so that a late request and the next
+engine find them.
 """
 
 import logging
@@ -27,17 +27,17 @@ from skyrl_tinker.store.futures.missing import fail_missing
 from skyrl_tinker.store.store import Store
 
 QUIET_S = 2.0
-"""Time after which a missing request that is not on its way is not sent any more, if its client is there."""
+"""Seconds after which a missing request that is not in transit is given up, if its client is alive."""
 NOTED_S = 1.0
-"""Time from a write that succeeded, in which API processes, too, have noted what they could not before."""
+"""Seconds from a successful write until API processes, too, have recorded the requests in transit."""
 MOST = 4096
-"""Most numbers of a gap that are failed; a larger one is no client's that counts, and ends its model."""
+"""Most seq_ids of a gap that are failed; a larger gap is an error of the client, and ends its model."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Due:
-    """Gap of which nothing more came for `waited_s`."""
+    """Gap that has not changed for `waited_s`."""
 
     gap: Gap
     waited_s: float
@@ -45,7 +45,7 @@ class _Due:
 
 class Gaps:
     def __init__(self, store: Store, bell: Doorbell, trainer: TrainerDriver, gap_s: float) -> None:
-        """`gap_s`: longest time that a model waits, also for a client that is away."""
+        """`gap_s`: longest time that a model waits, even if its client is away."""
         self._store = store
         self._bell = bell
         self._trainer = trainer
@@ -55,7 +55,7 @@ class Gaps:
         self._suspends = Suspends(store.now)
 
     async def close(self, now: float) -> None:
-        """Fail the numbers that never come. `now`: seconds since the epoch."""
+        """Fail the seq_ids that never arrive. `now`: seconds since the epoch."""
         if self._suspends.noticed():
             self._seen, self._written = {}, {}
         seen, open_gaps = self._seen, self._trainer.gaps()
@@ -76,7 +76,7 @@ class Gaps:
                 self._written |= dict.fromkeys(due.keys() - self._written, now)
             if noted := {model: due[model] for model, at in self._written.items() if now - at >= NOTED_S}:
                 await self._close(noted, now)
-        except OperationalError:  # nobody else could note what is on its way: it has its time again
+        except OperationalError:  # requests in transit could not be recorded either: wait anew
             self._seen, self._written = {}, {}
 
     async def _close(self, due: Mapping[ModelKey, _Due], now: float) -> None:
@@ -92,7 +92,7 @@ class Gaps:
             )
 
     def _never(self, conn: Connection, due: Mapping[ModelKey, _Due], now: float) -> dict[ModelKey, _Due]:
-        """Return those gaps that nobody fills."""
+        """Return the gaps that no client will fill."""
         return {
             model: each
             for model, each in due.items()

@@ -1,6 +1,6 @@
-"""HTTP server on a private socket, for what the API cannot get through the journal: streams and metrics.
+"""HTTP server on a private socket, for data that the API cannot get through the journal: streams and metrics.
 
-With the setting engine_listen also on an address, for API processes on other hosts.
+With the setting engine_listen it also listens on an address, for API processes on other hosts.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _ANY = ("0.0.0.0", "::")
 
 @dataclass(frozen=True, slots=True)
 class OpenAddress:
-    """Address to listen on (port 0: any), and the token that clients there must show, which may change."""
+    """Address to listen on (port 0: any), and the token that clients there must send, which may change."""
 
     host: str
     port: int
@@ -33,7 +33,7 @@ class OpenAddress:
 
 
 class EngineHttpServer:
-    """Trusts its clients: they are of this user or know the token, and the API has authorized the request."""
+    """Trusts its clients: they run as this user or know the token, and the API has authorized the request."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class EngineHttpServer:
 
     @property
     def address(self) -> str | None:
-        """HOST:PORT by which other hosts reach it, once it is started; None: none does."""
+        """HOST:PORT by which other hosts reach it, once it is started; None: not reachable."""
         return self._address
 
     async def _listen(self, network: OpenAddress) -> str:
@@ -93,7 +93,7 @@ class EngineHttpServer:
 
     @web.middleware
     async def _authorized(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Ask who comes over the network for the token."""
+        """Require the token of clients that connect over the network."""
         if isinstance(request.get_extra_info("sockname"), tuple):  # of a Unix socket it is a path
             shown = request.headers.get(ENGINE_HEADER, "")
             if self._network is None or not hmac.compare_digest(

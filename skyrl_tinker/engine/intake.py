@@ -1,4 +1,4 @@
-"""Intake of new requests: read when the doorbell rings, at most a second late, and given to the drivers."""
+"""Intake of new requests: read when the doorbell rings, at most a second late, and passed to the drivers."""
 
 import logging
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from skyrl_tinker.store.store import Store
 
 FALLBACK_POLL_S = 1.0
 MOST_BODIES = 4096
-"""Waiting samples beyond which those that arrive wait without their bodies, of up to SMALL_BYTES each."""
+"""Waiting samples above which further ones wait without their bodies, of up to SMALL_BYTES each."""
 _SAMPLING = frozenset({RequestKind.SAMPLE, RequestKind.CANCEL_SAMPLE})
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Intake:
             await self._metrics.owners.know({row.owner_id for row in rows})
             training = [row for row in rows if row.kind not in _SAMPLING]
             looked_up = await self._trainer.look_up(training) if training else None
-            self._metrics.arrived(rows)  # no other task runs from here until the lanes have them
+            self._metrics.arrived(rows)  # no other task runs between this and the lanes
             if looked_up is not None:
                 await self._trainer.submit(training, looked_up)
             self._sampler.submit([row for row in rows if row.kind is RequestKind.SAMPLE])
@@ -70,5 +70,5 @@ class Intake:
         return len(rows) == PAGE
 
     def _without_bodies(self, rows: Sequence[QueuedRow]) -> list[QueuedRow]:
-        """Leave the bodies of samples in the store, as so many wait already."""
+        """Leave the bodies of samples in the store if many wait already."""
         return [replace(row, body=None) if row.kind is RequestKind.SAMPLE else row for row in rows]

@@ -1,6 +1,7 @@
-"""Ray for one server on this host: a GCS and a raylet alone, and patience until they are up.
+"""Ray for one server on this host: only a GCS and a raylet, with a longer limit for their start.
 
-Ray 2.60 has settings for neither: its node is replaced while it starts. pyproject.toml asks for that release.
+Ray 2.60 has settings for neither, so its node class is replaced during the start. pyproject.toml requires
+this release.
 """
 
 import logging
@@ -21,17 +22,17 @@ from ray.exceptions import RpcError
 from skyrl_tinker.errors import RaySlowError, StartupError
 
 WAITS_S = (60.0, 120.0, 240.0)
-"""Time that Ray gets in each try to start it. Its own limit is 30 s."""
+"""Limit for Ray to start, by try. Its own limit is 30 s."""
 OBJECT_STORE_BYTES = 256 << 20
 AGENT = "read -r raylet_ended"
-"""Shell command in place of an agent, which a raylet must have: ends with it, as the raylet has the pipe."""
+"""Shell command instead of an agent, which a raylet requires: it ends with the raylet, which has the pipe."""
 _AGENT_COMMAND = subprocess.list2cmdline(["sh", "-c", AGENT])
 _RAYLET_OPTIONS = {
     "--dashboard_agent_command": _AGENT_COMMAND,
     "--runtime_env_agent_command": _AGENT_COMMAND,
-    "--maximum_startup_concurrency": os.cpu_count(),  # else one: samplers and ranks would start in turns
+    "--maximum_startup_concurrency": os.cpu_count(),  # default 1: samplers and ranks would start one by one
 }
-_raylet: Any = ray._raylet  # whose types Ray does not tell
+_raylet: Any = ray._raylet  # without type hints
 _AGENT_PORTS = (
     _raylet.METRICS_AGENT_PORT_NAME,
     _raylet.METRICS_EXPORT_PORT_NAME,
@@ -44,10 +45,10 @@ _log = logging.getLogger(__name__)
 
 
 def start(cpus: int, directory: Path | None = None) -> None:
-    """Start Ray, which lives as long as the calling thread; try again where it is not up in time.
+    """Start Ray, which lives as long as the calling thread; try again if it is not up in time.
 
     `cpus`: bookkeeping only. `directory`: of its files, by default Ray's own.
-    Raises RaySlowError after the last try, StartupError when its processes ended.
+    Raises RaySlowError after the last try, StartupError if its processes ended.
     """
     for wait_s in WAITS_S[:-1]:
         try:
@@ -62,7 +63,7 @@ def start(cpus: int, directory: Path | None = None) -> None:
 def _start_once(cpus: int, directory: Path | None, wait_s: float) -> None:
     with _replaced(node, "Node", partial(_SmallNode, wait_s)):
         ray.init(
-            address="local",  # also where this host is a node of another cluster
+            address="local",  # even if this host is a node of another cluster
             num_cpus=cpus,
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
@@ -73,13 +74,13 @@ def _start_once(cpus: int, directory: Path | None, wait_s: float) -> None:
 
 
 class _SmallNode(node.Node):
-    """Ray's node without log monitor, autoscaler, dashboard and agents: no part of a server asks for them.
+    """Ray's node without log monitor, autoscaler, dashboard and agents: a server does not use them.
 
-    They took 5 s of CPU time and 300 MB, and the raylet ended where its agents needed longer than 15 s.
+    They took 5 s of CPU time and 300 MB, and the raylet ended if its agents needed longer than 15 s.
     """
 
     def __init__(self, wait_s: float, **arguments: Any) -> None:
-        """Start the processes; end them where they are not up in time, or where one of them ended."""
+        """Start the processes; end them if they are not up in time, or if one of them ended."""
         self._wait_s = wait_s
         os.environ.update({"RAY_gcs_server_port_wait_time_s": str(math.ceil(wait_s))})
         try:
@@ -90,13 +91,13 @@ class _SmallNode(node.Node):
             raise failure from error
 
     def start_monitor(self) -> None:
-        """Do without the autoscaler."""
+        """Skip the autoscaler."""
 
     def start_log_monitor(self) -> None:
-        """Do without: logs are read where they are."""
+        """Skip it: logs are read where they are written."""
 
     def start_api_server(self, **options: object) -> None:
-        """Do without a dashboard."""
+        """Skip the dashboard."""
 
     def start_raylet(self, *arguments: Any, **options: Any) -> None:
         for name in _AGENT_PORTS:
@@ -115,7 +116,7 @@ class _SmallNode(node.Node):
             time.sleep(_POLL_S)
 
     def _is_registered(self) -> bool:
-        """Ask without the half minute for which services.get_node waits, also for a raylet that has ended."""
+        """Ask without a wait: services.get_node waits for half a minute, even for a raylet that has ended."""
         try:
             return bool(self.get_gcs_client().get_all_node_info(timeout=_ASK_S))  # type: ignore[no-untyped-call]
         except RpcError:

@@ -1,4 +1,4 @@
-"""Results on their way out of the engine: encoded once, committed together, then rung to the API."""
+"""Results that leave the engine: encoded once, committed together, then announced to the API."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FutureResult:
-    """Result in the bytes that the client gets, its tokens, and the records to keep of its sequences."""
+    """Result as the bytes for the client, its tokens, and the records to keep of its sequences."""
 
     content_type: str
     body: bytes
@@ -48,9 +48,9 @@ def json_answer(value: Mapping[str, Any]) -> FutureResult:
 
 
 def failure_of(error: Exception) -> Failure:
-    """Return what the client of a request gets that raised this error, without paths and secrets.
+    """Return the failure that a client gets for this error, without paths and secrets.
 
-    Unexpected errors are logged, and those that name a path.
+    Unexpected errors are logged, and so are those that name a path.
     """
     if isinstance(error, SkyrlTinkerError):
         message = without_paths(str(error))
@@ -83,8 +83,8 @@ class Outbox:
     ) -> None:
         """Finish futures (by id), in one commit with the ops `also`; keep the bodies of those in `replayed`.
 
-        `ran` is recorded of those that ran. Waits while the database fails. Outcomes alone share a commit
-        with others that come at the same time; if it is refused, each is tried by itself.
+        `ran`: recorded for the futures that ran. Waits while the database fails. A call with outcomes alone
+        shares a commit with concurrent ones; if the commit is refused, each is tried separately.
         """
         finished = dict(outcomes)
         if also or replayed or ran:
@@ -95,11 +95,11 @@ class Outbox:
                 self._sending = asyncio.create_task(self._send_waiting())
             try:
                 await asyncio.shield(self._sending)
-            except Exception:  # perhaps of another's: what has finished stays as it is
+            except Exception:  # perhaps another call's; futures that have finished stay so
                 await persistently(lambda: self._send(finished, ()))
 
     async def _send_waiting(self) -> None:
-        """Commit what finishes in the same iteration of the loop together: many samples end at once."""
+        """Commit the outcomes of one iteration of the event loop together: many samples end at once."""
         await asyncio.sleep(0)
         self._sending, finished, self._waiting = None, self._waiting, {}
         await persistently(lambda: self._send(finished, ()))
@@ -112,7 +112,7 @@ class Outbox:
         ran: Mapping[int, Ran] = NOTHING_RAN,
     ) -> None:
         def op(conn: Connection) -> None:
-            for future_id in ran.keys() - finished.keys():  # first: an op may ask what ran
+            for future_id in ran.keys() - finished.keys():  # first, as an op may read these records
                 finish.record(conn, future_id, ran[future_id])
             for effect in also:
                 effect(conn)
@@ -127,7 +127,7 @@ class Outbox:
 async def persistently(op: Callable[[], Awaitable[T]]) -> T:
     """Retry while the database fails, so that a failure delays requests but neither loses nor ends any.
 
-    StatementError: it fails a statement each time.
+    Raises StatementError if the database fails the statement each time.
     """
     failed = 0
     while True:
@@ -143,7 +143,7 @@ async def persistently(op: Callable[[], Awaitable[T]]) -> T:
 
 
 async def when_possible(work: Callable[[], Awaitable[T]]) -> T:
-    """Retry while a disk is full or storage is away: what was acknowledged waits. Raises what else fails."""
+    """Retry while a disk is full or storage is away: acknowledged work waits. Raises all other errors."""
     while True:
         try:
             return await work()
@@ -154,7 +154,7 @@ async def when_possible(work: Callable[[], Awaitable[T]]) -> T:
 
 
 async def read_persistently(store: Store, op: Op[T]) -> T:
-    """Run `op` on one state of the database, again while it fails: for few, small rows."""
+    """Run `op` in one read transaction, and retry while the database fails. For few, small rows."""
     return await persistently(lambda: store.read(op))
 
 
@@ -164,7 +164,7 @@ def finish_all(
     replayed: Collection[int] = (),
     ran: Mapping[int, Ran] = NOTHING_RAN,
 ) -> None:
-    """Finish futures, by id. The bodies of those in `replayed` stay; `ran` is recorded of them."""
+    """Finish futures, by id. The bodies of those in `replayed` stay; `ran` is recorded for each."""
     results: dict[int, FutureResult] = {}
     for future_id, outcome in outcomes.items():
         if isinstance(outcome, Failure):

@@ -19,7 +19,7 @@ class RayCluster:
         """Start or join the cluster.
 
         Call it on the main thread, before the event loop: a local cluster dies with the thread that started
-        it. `directory` has a short path, since Ray's sockets lie below it, and is this server's alone.
+        it. `directory`: private to this server, with a short path, since Ray's sockets are below it.
         """
         self._directory = directory
         self._remove_files()
@@ -41,7 +41,7 @@ class RayCluster:
             raise TrainerLostError(f"a process of Ray died (pid {pid})")
 
     def answers(self) -> bool:
-        """Return whether Ray can be called; without its daemons a call waits for a minute."""
+        """Return whether Ray can be called: without its daemons a call waits for a minute."""
         return self._dead() is None
 
     def _dead(self) -> int | None:
@@ -52,7 +52,7 @@ class RayCluster:
         return None
 
     def require_gpus(self, trainer: int, samplers: int) -> None:
-        """Raise StartupError when there are fewer: actors would wait for them indefinitely."""
+        """Raise StartupError if the cluster has fewer GPUs: actors would wait for them indefinitely."""
         gpus = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
         if gpus < trainer + samplers:
             raise StartupError(

@@ -1,4 +1,4 @@
-"""Start-up of the engine: trainer, samplers, comparison of both, recovery; reports how far it is."""
+"""Start-up of the engine: trainer, samplers, comparison of both, recovery; reports its progress."""
 
 import asyncio
 import logging
@@ -46,7 +46,7 @@ async def read_base_model(store: Store) -> BaseModelFacts:
 
 
 class StartUp:
-    """Brings up the backends; appends to `shutdowns` what ends each of them."""
+    """Brings up the backends; appends the shutdown of each to `shutdowns`."""
 
     def __init__(self, env: Environment, facts: BaseModelFacts, shutdowns: ToEnd) -> None:
         self._env = env
@@ -57,9 +57,9 @@ class StartUp:
         self._waiting_for = {"trainer", "sampler", "clean-up"}
 
     async def bring_up(self) -> Backends:
-        """Start trainer and samplers side by side, and tidy up meanwhile.
+        """Start trainer and samplers concurrently, and tidy up meanwhile.
 
-        Raises StartupError when they disagree on logprobs.
+        Raises StartupError if their logprobs differ too much.
         """
         settings, directories, facts = self._settings, self._directories, self._facts
         if settings.device == "cuda":
@@ -87,9 +87,9 @@ class StartUp:
         return Backends(trainer, fleet, samplers, placement)
 
     async def tidy_up(self) -> None:
-        """Remove what an earlier engine had half written.
+        """Remove the incomplete files of an earlier engine.
 
-        Bring back the unnamed weights that were kept for clients, and park models of other base models.
+        Also restore the unnamed weights that were kept for clients, and park models of other base models.
         Waits while the database fails, as on a full disk.
         """
         root, ephemeral = self._directories.checkpoint_root, self._directories.ephemeral_dir
@@ -122,11 +122,11 @@ class StartUp:
         await trainer.look_for_shared([self._directories.checkpoint_root, self._directories.snapshot_dir])
         probed = await startup_check.probe(trainer, self._facts) if self._settings.canary else None
         if self._settings.colocated:
-            await trainer.offload()  # the samplers have the first phase
+            await trainer.offload()  # the first phase is the samplers'
         return probed
 
     async def _shared_gpus(self, trainer: TrainerGroup, started: Awaitable[Any]) -> tuple[Gpu, ...]:
-        """Return the trainer's GPUs once it has left them: a sampler takes its memory when it starts."""
+        """Return the trainer's GPUs once it is offloaded: a sampler takes its memory at its start."""
         if not self._settings.colocated:
             return ()
         await started
@@ -153,12 +153,12 @@ async def _restore(versions: Iterator[WeightVersion], spill: TmpfsSpill) -> None
     for version in versions:
         try:
             await spill.restore(version)
-        except StorageError as error:  # as of one whose files are damaged; a replay may write it again
+        except StorageError as error:  # e.g. damaged files; a replay may write them again
             _log.error("%s could not be brought back: %s", version.name, error)
 
 
 def _settle_versions(conn: Connection, ephemeral: Path) -> list[WeightVersion]:
-    """Drop versions that were never published; return the ephemeral ones, which lie in `ephemeral` now."""
+    """Drop versions that were never published; return the ephemeral ones, with directories in `ephemeral`."""
     sampling_sessions.drop_unpublished(conn)
     sampling_sessions.settle_ephemeral(conn, ephemeral)
     return sampling_sessions.list_ephemeral_versions(conn)

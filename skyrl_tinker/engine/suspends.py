@@ -1,4 +1,4 @@
-"""Suspends of the machine: hours in which no client could send anything."""
+"""Suspends of the machine, during which no client could send anything."""
 
 import time
 from collections.abc import Callable
@@ -6,13 +6,13 @@ from collections.abc import Callable
 SUSPENDED_S = 30.0
 """Advance of wall clock over monotonic clock from which the machine counts as having been suspended.
 
-A database that another host goes on with may have a clock that is ahead: that is no time of clients, either.
+The database's clock may be ahead after a takeover by another host: such a jump is not clients' time either.
 """
 
 
 class Suspends:
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock`: of the times that are compared, in seconds since the epoch."""
+        """`clock`: of the compared times, in seconds since the epoch."""
         self._clock = clock
         self._offset_s = self._offset()
 
@@ -23,5 +23,5 @@ class Suspends:
         return advance_s > SUSPENDED_S
 
     def _offset(self) -> float:
-        """Return wall clock minus monotonic clock, which stands still while the machine is suspended."""
+        """Return wall clock minus monotonic clock, which stops while the machine is suspended."""
         return self._clock() - time.monotonic()

@@ -42,7 +42,7 @@ UNIT_TOKENS = 16384
 
 @dataclass(frozen=True, slots=True)
 class TrainingHalf:
-    """Parts that others than the driver use, too."""
+    """Parts that are used outside the training half."""
 
     driver: TrainerDriver
     creation: ModelCreation

@@ -1,8 +1,8 @@
-"""Commits of what units of work did, in the order in which they ran.
+"""Commits of the effects of units of work, in the order in which they ran.
 
-What was not committed did not happen: after a crash it runs again, and nobody has seen its results. So a
-unit must never be in the database before those that ran before it. Where one cannot be committed at all,
-the ranks are ahead of the journal: the engine ends, and the next one replays.
+A unit that was not committed runs again after a crash, and nobody has seen its results. So a unit must never
+be in the database before those that ran before it. If one cannot be committed at all, the ranks are ahead of
+the journal: the engine ends, and the next one replays.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from skyrl_tinker.store.futures.finish import Ran
 MOST = 64
 """Most units in one transaction."""
 REPLAYED = frozenset({Effect.GRADIENTS, Effect.STEP})
-"""Effects for which replay needs the body of the request."""
+"""Effects whose replay needs the body of the request."""
 _log = logging.getLogger(__name__)
 
 
@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 class UnitEnd:
     """End of a unit, committed as one. All keys are ids of futures.
 
-    `effects`: of the requests that ran in unit number `unit`. `outcomes`: of those that are answered;
-    `answered`: of those that `ops` answer. `row_budget`: tokens per row of a pass.
+    `effects`: of the requests that ran in unit number `unit`. `outcomes`: of the requests answered here;
+    `answered`: requests that `ops` answer. `row_budget`: tokens per row of a pass.
     """
 
     outcomes: Mapping[int, FutureOutcome]
@@ -59,12 +59,12 @@ class _Entry:
 
     @property
     def of_unit(self) -> bool:
-        """True if what ran on the ranks is lost with it, as with one that could not be encoded."""
+        """True if work of the ranks is lost without this commit, also if it could not be encoded."""
         return self.end.exception() is not None or self.end.result().unit is not None
 
 
 class UnitCommits:
-    """Queue of ends of units. Use it from one event loop; `run` must be running for anything to happen."""
+    """Queue of ends of units. Use it from one event loop; nothing is committed unless `run` is running."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
@@ -72,10 +72,10 @@ class UnitCommits:
         self._more = asyncio.Event()
 
     def add(self, end: UnitEnd | Awaitable[UnitEnd]) -> "asyncio.Future[None]":
-        """Queue the end of a unit, which may still be encoded; the future returned is done once committed.
+        """Queue the end of a unit, which may still be in encoding; returns a future, done once committed.
 
-        It raises what an op raises; then nothing of this end is committed, and the others are, unless it is
-        of a unit: then `run` raises that.
+        If an op raises, nothing of this end is committed and the future has the error. Other ends are still
+        committed; but if this one is of a unit, `run` raises the error.
         """
         loop = asyncio.get_running_loop()
         if isinstance(end, UnitEnd):
@@ -100,15 +100,15 @@ class UnitCommits:
             await self._more.wait()
 
     async def drain(self) -> None:
-        """Wait until all that was added so far is committed."""
+        """Wait until all ends added so far are committed."""
         if self._queue:
             await asyncio.wait([entry.committed for entry in self._queue])
 
     async def _commit(self, entries: list[_Entry]) -> None:
-        """Commit several ends together; if that fails, each by itself."""
+        """Commit several ends together; if that fails, each separately."""
         try:
             await self._send([entry.end.result() for entry in entries])
-        except Exception as error:  # becomes the result of the one that fails alone
+        except Exception as error:  # becomes the result of the end at fault
             if len(entries) > 1:
                 for entry in entries:
                     await self._commit([entry])

@@ -1,28 +1,28 @@
-"""Names and numbers that client, servers and plugin agree on."""
+"""Names and numbers that client, servers and plugin share."""
 
 BASE_MODEL = "base"
 """The name under which every sampler serves the base model."""
 
 START_VERSION = "default"
-"""The samplers' name for the weights with which they started: those of the base model."""
+"""The samplers' name for the weights with which they start: those of the base model."""
 
 MAX_SEQUENCES = 256
-"""Sequences of one sample that are decoded at the same time, and so the most of one call."""
+"""Most sequences of one sample that are decoded at the same time, and most of one call."""
 
 RESERVED_SEQUENCES = 64
-"""Sequences that a sampler decodes beyond those that all share, for sessions that have none in flight."""
+"""Further sequences that a sampler decodes, reserved for sessions that have none in flight."""
 
 TOKEN = "SKYRL_TINKER_VLLM_TOKEN"
-"""Environment variable with the token that our servers and their router ask for (plugin/token_guard.py)."""
+"""Environment variable with the token that our servers and their router require (plugin/token_guard.py)."""
 
 REPLICA = "X-Skyrl-Tinker-Replica"
 """Header with the address of the server that answered (plugin/token_guard.py): a router chose it."""
 
 KEY_CHECK = "SKYRL_TINKER_KEY_CHECK"
-"""Environment variable with the URL at which the router has the tokens of its clients checked."""
+"""Environment variable with the URL at which the router checks its clients' tokens."""
 
 VERSION_PULL = "skyrl_tinker.inference.plugin.version_pull.VersionPull"
-"""Middleware of vLLM with which a server on another host than ours gets weights."""
+"""Middleware of vLLM by which a server on another host gets weights."""
 
 PROBE = "/skyrl-tinker/version-pull"
 """Path of that middleware which answers 204."""

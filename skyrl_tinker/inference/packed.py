@@ -21,7 +21,7 @@ def pack(payload: Mapping[str, Any], tokens: Sequence[Sequence[int]], logprobs: 
         {**choice, "length": len(each)} for choice, each in zip(payload["choices"], tokens, strict=True)
     ]
     for each, scored in zip(tokens, logprobs, strict=True):
-        if len(each) != len(scored):  # or those of the choices behind it would be others'
+        if len(each) != len(scored):  # else the logprobs of later choices would be shifted
             raise RuntimeError(f"found logprobs of {len(scored)} of {len(each)} tokens")
     header = json.dumps({**payload, "choices": choices}).encode()
     arrays = [*(np.asarray(each, "<i4") for each in tokens), *(np.asarray(each, "<f4") for each in logprobs)]

@@ -1,4 +1,4 @@
-"""The sampling engine: the one place that chooses it."""
+"""Choice of the sampling engine."""
 
 from pathlib import Path
 from typing import Literal, Protocol

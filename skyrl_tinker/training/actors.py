@@ -34,9 +34,9 @@ _log = logging.getLogger(__name__)
 
 
 Writer = Literal["checkpoints", "sampler_weights", "drops"]
-"""Thread of a rank that writes files: weights to be sampled must not wait for a checkpoint.
+"""Thread of a rank that writes files: weights for samplers must not wait for a checkpoint.
 
-`drops`: frees what was written, and waits for no writer.
+`drops`: frees captured copies, without waiting for the writers.
 """
 
 
@@ -51,8 +51,8 @@ class RankReply(NamedTuple):
 class RankProcess:
     """Actor of one rank. Collectives run in its one default thread.
 
-    `ping`, the weight sender and the writers have threads of their own, so they run during training. The
-    sender has two: one may wait for samplers while the other leaves them.
+    `ping`, the weight sender and the writers have separate threads, so they run during training. The sender
+    has two: one may wait for samplers while the other leaves their group.
     """
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
@@ -94,9 +94,9 @@ class RankProcess:
 
 
 def allocator_settings(spec: TrainerSpec, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of PyTorch's allocators in a rank; what the user gave comes last and counts.
+    """Return a rank's environment for PyTorch's allocators; the user's settings come last and win.
 
-    Pinned memory is taken by exact sizes: rounded to powers of two, it would be a third larger.
+    Pinned memory is allocated in exact sizes: rounding up to powers of two would take a third more.
     """
     if spec.device != "cuda":
         return {}
@@ -124,11 +124,11 @@ class Actors:
 
     @property
     def spread(self) -> bool:
-        """True if there are ranks on other hosts than the engine's."""
+        """True if some ranks are on other hosts than the engine."""
         return bool(self._placement.far_ranks)
 
     def apart(self, directory: str) -> list[int]:
-        """Return one rank of each host whose directory of this path is another one than the engine's."""
+        """Return one rank of each host that does not share this directory with the engine's host."""
         return [rank for rank in self._placement.far_hosts if self._is_apart(rank, Path(directory))]
 
     def _is_apart(self, rank: int, directory: Path) -> bool:
@@ -136,9 +136,9 @@ class Actors:
         return any(directory.is_relative_to(root) for root in roots)
 
     async def look_for(self, marks: Mapping[str, str]) -> set[str]:
-        """Have far ranks note which directories their hosts do not share; return those that any does not.
+        """Have the ranks of other hosts record the directories that they do not share; return all of these.
 
-        `marks`: by directory, the name of a file that the engine has made there.
+        `marks`: for each directory, the name of a file that the engine has created there.
         """
         ranks = self._placement.far_ranks
         found = await _gather(self.file_call(rank, "look_for", marks) for rank in ranks)
@@ -148,11 +148,11 @@ class Actors:
     async def join(self) -> None:
         """Wait until every rank has joined the process group and loaded the base model.
 
-        Raises NoPlaceError where the cluster has no room for them. Loading takes what it takes: a rank whose
-        disk is slow keeps its peers in no collective.
+        Raises NoPlaceError if the cluster has no room for them, TrainerError if a process does not start in
+        START_S. Loading has no time limit, as no collective waits for a slow disk.
         """
         places = await self._placement.reserve()
-        options: dict[str, Any] = {"concurrency_groups": CONCURRENCY}  # which Ray's types do not know
+        options: dict[str, Any] = {"concurrency_groups": CONCURRENCY}  # missing in Ray's type hints
         make: Any = ray.remote(**options)(RankProcess)
         self._actors = tuple(
             make.options(**place).remote(self._spec, rank) for rank, place in enumerate(places)
@@ -174,7 +174,7 @@ class Actors:
         return reply
 
     async def call_all(self, method: str, *args: Any) -> list[RankReply]:
-        """Make the same call on every rank; replies by rank. A failure does not wait for peers that hang."""
+        """Make the same call on every rank; replies by rank. A failure ends the wait after STRAGGLERS_S."""
         if len(self._actors) == 1:
             return [await self.call(0, method, *args)]
         tasks = [asyncio.create_task(self.call(rank, method, *args)) for rank in range(len(self._actors))]
@@ -202,7 +202,7 @@ class Actors:
         return await _reply(call, rank, method, StorageError)
 
     async def file_call_all(self, method: str, *args: Any) -> list[Any]:
-        """Call the HostFiles of every rank, which get its number and that of all, too."""
+        """Call the HostFiles of every rank with two more arguments: its number, and the number of ranks."""
         count = len(self._actors)
         return await _gather(self.file_call(rank, method, *args, rank, count) for rank in range(count))
 
@@ -222,7 +222,7 @@ class Actors:
         return await self._call_sender(0, lambda actor: actor.sender_call, method, method, *args)
 
     async def open_captured(self, number: int, limit: int) -> list[Any]:
-        """Have each rank's sender open what the rank holds under `number`; replies by rank."""
+        """Have each sender open the capture `number` of its rank; replies by rank. Raises SamplerError."""
         return await self._call_senders(lambda actor: actor.open_captured, "open_captured", number, limit)
 
     async def gpus(self) -> tuple[Gpu, ...]:
@@ -232,7 +232,7 @@ class Actors:
     async def ping(self) -> None:
         """Check that every process responds, also while a step runs. Raises RankDiedError.
 
-        While the cluster makes room for them there is none.
+        There are no processes while the cluster makes room for them.
         """
         calls = [actor.ping.options(concurrency_group="ctl").remote() for actor in self._actors]
         try:
@@ -287,7 +287,7 @@ async def _reply(call: Awaitable[Any], rank: int, method: str, fault: type[Skyrl
 
 
 def _root_cause(errors: Sequence[BaseException]) -> BaseException:
-    """Pick the error to report: a death, then what else breaks the ranks, a UserError if all have one."""
+    """Pick the error to report: a RankDiedError, else a TrainerError, else any but a UserError, else any."""
     kinds = (RankDiedError, TrainerError)
     if broken := [error for kind in kinds for error in errors if isinstance(error, kind)]:
         return broken[0]

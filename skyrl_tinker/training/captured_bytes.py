@@ -1,4 +1,4 @@
-"""Bound of the host memory that captured state of all models takes."""
+"""Bound on the host memory of all models' captured state."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -10,12 +10,12 @@ import psutil
 from skyrl_tinker.domain.ids import ModelKey
 
 SHARE = 4
-"""Captured state takes one part in so many of a host's memory."""
+"""Captured state takes at most 1 / SHARE of a host's memory."""
 CGROUPS = Path("/sys/fs/cgroup")
 
 
 def host_memory(own_cgroup: Path = Path("/proc/self/cgroup"), cgroups: Path = CGROUPS) -> int:
-    """Return the bytes of this host's memory, or of what a cgroup (version 2) leaves this process of it."""
+    """Return the bytes of memory for this process: the host's, or its cgroups' lowest limit (version 2)."""
     limits = [psutil.virtual_memory().total]
     lines = own_cgroup.read_text().splitlines() if own_cgroup.exists() else []
     for name in (line.removeprefix("0::/") for line in lines if line.startswith("0::/")):
@@ -28,10 +28,10 @@ def host_memory(own_cgroup: Path = Path("/proc/self/cgroup"), cgroups: Path = CG
 
 
 class CapturedBytes:
-    """Count of the bytes that are captured, of all ranks together, with their bound.
+    """Bytes captured on all ranks together, with their bound.
 
-    The bound is that of the smallest host: one host may hold all, as of adapters rank 0's does. One capture
-    is always allowed where there is none. A capture counts as the model's weights and moments.
+    The bound is that of the smallest host, as one host may hold everything: rank 0's holds all adapters. If
+    nothing is captured, one capture is always allowed. A capture counts as its model's weights and moments.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class CapturedBytes:
         return sum(self._held.values())
 
     def fitting(self, models: Sequence[ModelKey]) -> int:
-        """Return how many of these, from the first on, may be captured together now."""
+        """Return how many of these models, from the first on, may be captured together now."""
         left, count = self.most - self.held, 0
         for model in models:
             left -= self._of_model.get(model, 0)
@@ -70,7 +70,7 @@ class CapturedBytes:
             self._freed = asyncio.Event()
 
     def until_freed(self) -> Coroutine[Any, Any, object]:
-        """Return what waits until anything is freed from this call on; at once if there is nothing."""
+        """Return a coroutine that waits for the first `free` after this call; not if nothing is captured."""
         freed = self._freed if self._held else asyncio.Event()
         if not self._held:
             freed.set()

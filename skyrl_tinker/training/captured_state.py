@@ -19,7 +19,7 @@ from skyrl_tinker.training.far_directory import FarDirectory
 class CapturedState:
     """A model's state in the host memory of `ranks`, which must still be alive when it is persisted.
 
-    `writer`: the threads of the ranks that write it. `freed`: called, maybe again, when it is dropped.
+    `writer`: the threads of the ranks that write it. `freed(number)`: called at each `drop`.
     """
 
     number: int
@@ -31,8 +31,8 @@ class CapturedState:
     async def persist(self, directory: str) -> int:
         """Write the checkpoint directory, atomically, while units of work go on; returns its bytes.
 
-        It must not exist. Nothing is left on the disk after StorageError, which names the rank, nor after
-        TrainerError: the captured state died with a rank. It may be written again until `drop`.
+        The directory must not exist. Raises StorageError, which names the rank, or TrainerError if the state
+        was lost with a rank; either leaves nothing on the disk. May be called again until `drop`.
         """
         target = Path(directory)
         scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
@@ -41,10 +41,10 @@ class CapturedState:
         except SkyrlTinkerError as error:
             await self._elsewhere(str(scratch)).drop()
             left = [scratch]
-            if isinstance(error, RankDiedError):  # its peers may write on until they are gone
+            if isinstance(error, RankDiedError):  # its peers may go on writing until they have ended
                 self.ranks.kill()
                 await self.ranks.wait_gone()
-                left.append(target)  # it was complete, and the answer died with its rank
+                left.append(target)  # complete, but the rank died before its reply
             for path in left:
                 await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
             raise
@@ -69,14 +69,14 @@ class CapturedState:
         return FarDirectory(self.ranks, directory)
 
     async def open_in_senders(self, limit: int) -> list[Any]:
-        """Have each rank's weight sender open what the rank holds of a full model; its answers, by rank.
+        """Have each rank's weight sender open its rank's share of a full model; replies by rank.
 
-        TrainerError when a rank has died.
+        Raises TrainerError when a rank has died, SamplerError when a sender failed.
         """
         return await self.ranks.open_captured(self.number, limit)
 
     async def drop(self) -> None:
-        """Free the copies; ranks that died have none."""
+        """Free the copies; dead ranks have none."""
         try:
             with suppress(SkyrlTinkerError):
                 await self.ranks.write_call_all("drops", "drop_captured", self.number)

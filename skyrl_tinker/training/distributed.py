@@ -1,8 +1,8 @@
 """Process group of the ranks: gloo on CPU, NCCL on CUDA.
 
-Strangers: ranks of one host meet at a private file, and those of several at a port of the first one's
-address, on a network that must be private. The ports of that meeting and of gloo, which ask for no token, let
-nobody in once all have met, and nothing that comes through them is unpickled.
+Security: ranks of one host meet at a private file; ranks of several hosts meet at a port of rank 0's address,
+on a network that must be private. The ports of the meeting and of gloo require no token; they accept no
+connection once all ranks have met, and data received through them is never unpickled.
 """
 
 import json
@@ -146,7 +146,7 @@ class MeetingPort:
 
 
 def meeting_place(hosts: int = 1, address: str = "127.0.0.1") -> MeetingPlace:
-    """Choose where ranks on that many hosts meet; on rank 0 only, whose IP address is `address`."""
+    """Choose the meeting place of ranks on that many hosts. Rank 0 only, whose IP address is `address`."""
     if hosts == 1:
         return MeetingFile.make()
     with socket.create_server((address, 0)) as free:

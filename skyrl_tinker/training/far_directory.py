@@ -1,4 +1,4 @@
-"""A directory of the engine's host, and what hosts have of it that do not share it."""
+"""A directory of the engine's host, and its copies on hosts that do not share it."""
 
 import asyncio
 from contextlib import suppress
@@ -15,7 +15,7 @@ BLOCK_BYTES = 64 << 20
 
 
 class FarDirectory:
-    """Copies between this host and others, through one rank of each, beside all else that ranks do."""
+    """Copying between this host and others, through one rank of each, while the ranks do other work."""
 
     def __init__(self, ranks: Actors, directory: str) -> None:
         self._ranks = ranks
@@ -23,17 +23,17 @@ class FarDirectory:
         self._apart = ranks.apart(directory)
 
     async def bring(self) -> None:
-        """Copy here what other hosts have of it. Raises StorageError, TrainerError."""
+        """Copy the other hosts' files here. Raises StorageError, TrainerError."""
         for rank in self._apart:
             sizes: dict[str, int] = await self._ranks.file_call(rank, "sizes", str(self._directory))
             for name, size in sizes.items():
                 await self._bring_file(rank, self._directory / name, size)
 
     async def carry(self) -> None:
-        """Copy it to other hosts, if it is there.
+        """Copy the directory to the other hosts, if it exists.
 
-        Raises StorageError when it cannot be read, StorageAwayError when one of them cannot take it now, and
-        TrainerError.
+        Raises StorageError when it cannot be read, StorageAwayError when another host cannot store it now,
+        TrainerError when a rank has died.
         """
         if self._apart:
             with storage_errors(f"{self._directory} cannot be read"):
@@ -41,7 +41,7 @@ class FarDirectory:
                     await self._carry_file(path)
 
     async def drop(self) -> None:
-        """Remove it from other hosts; what those hold that died is theirs no more."""
+        """Remove the other hosts' copies. Skip hosts whose rank has died."""
         for rank in self._apart:
             with suppress(SkyrlTinkerError):
                 await self._ranks.file_call(rank, "remove", str(self._directory))
@@ -70,5 +70,5 @@ class FarDirectory:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Return none of a directory that is not there: who reads it says so."""
+    """Return the files, none for a missing directory, which its reader reports."""
     return sorted(directory.iterdir()) if directory.is_dir() else []

@@ -11,9 +11,9 @@ from skyrl_tinker.user_directory import make_private, user_directory
 
 
 class HostFiles:
-    """Files by their paths on the engine's host; where that is not shared they lie in a scratch directory.
+    """Files by their paths on the engine's host; those of unshared directories are in a scratch directory.
 
-    A directory in each host's memory has the same path on all. Threads of a rank may call the methods.
+    `memory_root`, in each host's memory, has the same path on all hosts. Methods may be called in any thread.
     """
 
     def __init__(self, memory_root: str) -> None:
@@ -22,22 +22,22 @@ class HostFiles:
         self._unshared: list[str] = []
 
     def look_for(self, marks: Mapping[str, str]) -> list[str]:
-        """Note which directories this host does not share, and return them.
+        """Record and return the directories that this host does not share.
 
-        `marks`: by directory, the name of a file that the engine has made there.
+        `marks`: for each directory, the name of a file that the engine has created there.
         """
         self._unshared = [root for root, name in marks.items() if not os.path.exists(f"{root}/{name}")]
         return self._unshared
 
     def drop_leftovers(self) -> None:
-        """Remove what dead ranks have left on a host that is not the engine's."""
+        """Remove the files of dead ranks. Only for hosts other than the engine's."""
         for directory in (self._memory_root, self._scratch):
             shutil.rmtree(directory, ignore_errors=True)
 
     def here(self, path: str) -> Path:
-        """Return where a file or directory lies on this host.
+        """Return the path of a file or directory on this host.
 
-        Raises StartupError where another user has taken our place in the directory for temporary files.
+        Raises StartupError if another user owns our path in the directory for temporary files.
         """
         if not any(Path(path).is_relative_to(root) for root in self._unshared):
             return Path(path)
@@ -59,7 +59,7 @@ class HostFiles:
             return file.read(size)
 
     def write(self, path: str, offset: int, content: bytes) -> None:
-        """Write a part of a file; that at 0 makes it."""
+        """Write a part of a file; the part at offset 0 creates it."""
         file = self.here(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("r+b" if offset else "wb") as opened:

@@ -17,7 +17,7 @@ from skyrl_tinker.errors import NoPlaceError
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 
 ROOM_S = 30.0
-"""Time that the cluster gets to make room: after a loss Ray frees what the dead held, or a node comes."""
+"""Time for the cluster to make room: Ray frees the resources of dead ranks, or a node joins."""
 WAIT_S = 1
 EXIT_S = 5.0
 
@@ -25,8 +25,8 @@ EXIT_S = 5.0
 class RankPlacement:
     """Reserved places, one for each rank.
 
-    Rank 0 is on the host of the engine, which reads what it writes to that host's memory. Ranks of one host
-    have neighbouring numbers, as NCCL's rings want them.
+    Rank 0 is on the engine's host, as the engine reads its files in that host's memory. Ranks of one host
+    have neighbouring numbers, as suits NCCL's rings.
     """
 
     def __init__(self, spec: TrainerSpec) -> None:
@@ -71,9 +71,9 @@ class RankPlacement:
         remove_placement_group(self._group)
 
     async def wait_gone(self, pids: Collection[int]) -> None:
-        """Wait until these processes, by rank, have ended; on a host that is gone they have."""
+        """Wait until these processes, by rank, have ended; those of a lost host have."""
         by_node: dict[str, list[int]] = {}
-        for node, pid in zip(self.nodes, pids, strict=False):  # no pids: they never were there
+        for node, pid in zip(self.nodes, pids, strict=False):  # no pids: the processes never started
             by_node.setdefault(node, []).append(pid)
         here = ray.get_runtime_context().get_node_id()
         await asyncio.gather(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from skyrl_tinker.errors import TrainerError, TrainerLostError
 
 QUICK_S = 60.0
-"""Ranks that live longer have not died quickly."""
+"""Ranks that lived longer did not die quickly."""
 
 QUICK_DEATHS = 3
 

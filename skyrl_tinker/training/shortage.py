@@ -1,7 +1,7 @@
-"""Lack of memory on one rank, on which all ranks agree: none of them waits in a collective for another.
+"""Lack of memory on one rank, made known to all, so that none of them waits in a collective for another.
 
 Errors of the allocators are caught here. A process that the kernel kills reports nothing: then the engine
-brings up fresh ranks.
+starts fresh ranks.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Shortage:
-    """Lack of memory on this rank, if there is any, of which its peers hear where they next agree."""
+    """Lack of memory on this rank, if any; its peers learn of it at the next `agree`."""
 
     def __init__(self) -> None:
         self._reason: str | None = None
@@ -33,7 +33,7 @@ class Shortage:
         return self._reason is not None
 
     def survive(self, work: Callable[[], object]) -> bool:
-        """Do work without collectives, or that lets peers wait; returns False if memory ran out in it."""
+        """Do work without collectives, or for which peers may wait; returns False if memory ran out in it."""
         try:
             work()
             return True
@@ -42,7 +42,7 @@ class Shortage:
                 raise
             reason = (str(error).splitlines() or [repr(error)])[0]
             self._reason = self._reason or reason
-        return False  # not above: the error's traceback keeps what the work had allocated
+        return False  # not above: the error's traceback keeps the work's allocations alive
 
     def report(self) -> None:
         """Raise ExhaustedError where memory ran out on this rank."""
@@ -50,7 +50,7 @@ class Shortage:
             raise ExhaustedError(self._reason)
 
     def agree(self, ranks: Ranks, flags: list[bool] | None = None) -> list[bool]:
-        """Return where the flag is set on any rank. Raises ExhaustedError where memory ran out on any."""
+        """Return for each flag whether any rank sets it. Raises ExhaustedError if memory ran out on any."""
         *found, exhausted = ranks.any_([*(flags or ()), bool(self)])
         if exhausted:
             ranks.together(self.report)

@@ -40,7 +40,7 @@ INLINE_TOKENS = 2048
 """Most tokens of a batch that Ray sends within the calls (100 KB); more is serialised once for all ranks."""
 T = TypeVar("T")
 Follower = Callable[[str, Sequence[RankReply]], None]
-"""Gets the method and the replies, by rank, of each call that all ranks have answered."""
+"""(method, replies by rank): called after each call that all ranks have answered."""
 _log = logging.getLogger(__name__)
 
 
@@ -54,7 +54,7 @@ class PreparedPass:
 class PassResult:
     """Outputs in the order of the items, and the tokens per row with which the pass ran.
 
-    `exhausted`: memory ran out, and all items failed. `own_s`: what custom losses took.
+    `exhausted`: memory ran out, and all items failed. `own_s`: seconds of each request's custom loss.
     """
 
     outputs: list[PassOutput | Failure]
@@ -66,9 +66,9 @@ class PassResult:
 class TrainerGroup:
     """All ranks of the trainer. Methods are awaited from one event loop, units of work one after another.
 
-    Calls that are made at once run one after another, too, on all ranks in one order.
-    TrainerError: a rank died, hangs or failed unexpectedly, and with the ranks every model: `restart` brings
-    up fresh ranks without models. Until then every unit raises the same.
+    Concurrent calls also run one after another, in the same order on all ranks.
+    TrainerError: a rank died, hangs or failed unexpectedly, and all models are lost. Until `restart` has
+    started fresh ranks, without models, every unit raises the same error.
     """
 
     def __init__(self, spec: TrainerSpec, require_ray: Callable[[], None]) -> None:
@@ -76,7 +76,7 @@ class TrainerGroup:
         self.busy_s = 0.0  # of rank 0, so far
         self.exhausted_passes = 0  # that ran out of memory
         self.restarts = 0  # times that the ranks have been replaced
-        self.broken: TrainerError | None = None  # what ended the ranks
+        self.broken: TrainerError | None = None  # cause of their end
         self._require_ray = require_ray
         self._ranks = Actors(spec)
         self._restart_policy = RestartPolicy()
@@ -108,9 +108,9 @@ class TrainerGroup:
         self.captured.most = min(memory) // SHARE
 
     async def look_for_shared(self, directories: Sequence[Path]) -> None:
-        """Find out which ranks see what this process writes to `directories`, now and at each restart.
+        """Find the ranks whose hosts do not share `directories` with this process, now and at each restart.
 
-        For those that do not, what they write there is brought here, and what they read is carried to them.
+        Files that such ranks write there are copied here, and files that they read are copied to them.
         """
         self._directories = directories
         if not self._ranks.spread:
@@ -130,8 +130,8 @@ class TrainerGroup:
     async def restart(self) -> None:
         """Replace broken ranks by fresh ones, which have the base model and nothing else.
 
-        Raises TrainerError when these die at once, or have no place: try again. TrainerLostError: that does
-        not help.
+        Raises TrainerError when these die at once, or have no place: try again. TrainerLostError: another try
+        does not help.
         """
         assert self.broken is not None, "the ranks are well"
         _log.warning("the trainer's processes are replaced: %s", self.broken)
@@ -158,7 +158,7 @@ class TrainerGroup:
     ) -> None:
         """Create a model.
 
-        Raises UserError when a full-parameter copy does not fit into memory, ExhaustedError: there was less.
+        Raises UserError when a full-parameter copy would not fit into memory, ExhaustedError when it ran out.
         """
         try:
             state_bytes, *_ = await self._on_all_ranks("create_model", model, spec, optimizer)
@@ -193,10 +193,10 @@ class TrainerGroup:
         await self._on_all_ranks("zero_gradients", tuple(models))
 
     async def capture_weights(self, durable: Mapping[ModelKey, bool]) -> dict[ModelKey, CapturedState]:
-        """Copy what samplers need of several models into host memory, as one unit of work.
+        """Copy several models' weights for samplers into host memory, as one unit of work.
 
-        Weights that are not `durable` have no manifest, and none of float32's precision beyond the trainer's
-        dtype. Raises StateLostError: the trainer has not got one of them, and none is captured.
+        Weights that are not `durable` have no manifest, and the trainer's dtype even for adapters. Raises
+        StateLostError, with nothing captured, if the trainer does not have one of the models.
         """
         numbers = {model: next(self._captures) for model in durable}
         contents, *_ = await self._on_all_ranks("capture_weights", numbers, durable)
@@ -222,8 +222,8 @@ class TrainerGroup:
     ) -> dict[ModelKey, CapturedState]:
         """Copy models with their optimizer state, as one unit of work: the first, and others that fit.
 
-        `most_bytes`: of all copies together. There are fewer, too, where memory runs out; what stands against
-        the first one is raised.
+        `most_bytes`: limit of all copies together. If memory runs out, the copies end there; an error of the
+        first one is raised.
         """
         numbers = {model: next(self._captures) for model in models}
         contents, *_ = await self._on_all_ranks("capture_states", numbers, most_bytes)
@@ -241,7 +241,7 @@ class TrainerGroup:
     async def load_state(self, model: ModelKey, directory: str, *, optimizer: bool) -> None:
         """Load in place; clears gradients. Raises UserError when the checkpoint does not fit the model.
 
-        StorageAwayError: another host cannot take it now, and the model is as it was.
+        StorageAwayError: another host cannot store it now, and the model is unchanged.
         """
         ranks = self._ranks
         elsewhere = FarDirectory(ranks, directory)
@@ -265,7 +265,7 @@ class TrainerGroup:
             await self._ranks.wait_gone()
 
     async def onload(self) -> None:
-        """Move all state back to the devices, to the last bit; without the memory, the next unit tries it."""
+        """Move all state back to the devices, to the last bit; without the memory, the next unit retries."""
         try:
             await self._on_ranks_that_live("onload")
         except ExhaustedError as error:
@@ -290,8 +290,8 @@ class TrainerGroup:
     async def sender_call(self, method: str, *args: Any) -> list[Any]:
         """Call the senders; results by rank.
 
-        SamplerError when a sender failed, which leaves the group intact; TrainerError when a rank died, whose
-        successor has a fresh sender.
+        SamplerError when a sender failed, which leaves the ranks intact; TrainerError when a rank died: fresh
+        ranks have fresh senders.
         """
         return await self._on_senders(lambda ranks: ranks.sender_call(method, *args))
 
@@ -325,7 +325,7 @@ class TrainerGroup:
             ranks.kill()
 
     def note_work(self) -> None:
-        """Note that a unit of new work has ended: the ranks are of use."""
+        """Tell the restart policy that a unit of new work has ended."""
         self._restart_policy.worked()
 
     def pids(self) -> list[int]:
@@ -346,7 +346,7 @@ class TrainerGroup:
 
     @contextmanager
     def _broken_by_failures_of(self, ranks: Actors) -> Iterator[None]:
-        """Note a TrainerError of the block, unless others have replaced these ranks meanwhile."""
+        """Record a TrainerError of the block, unless these ranks have been replaced meanwhile."""
         try:
             yield
         except TrainerError as error:
@@ -369,7 +369,7 @@ class TrainerGroup:
         return [reply.value for reply in replies]
 
     async def _on_ranks_that_live(self, method: str, *args: Any) -> bool:
-        """Make a call that has no meaning for broken ranks; returns False if they are."""
+        """Make a call that has no meaning for broken ranks; returns False if they are broken."""
         try:
             await self._on_all_ranks(method, *args)
         except TrainerError:

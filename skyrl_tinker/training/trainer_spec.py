@@ -10,11 +10,10 @@ class TrainerSpec:
     `token_budget`: tokens per packed row. `timeout_s`: time that a collective waits for its peers.
     `resident_models`: LoRA models whose state is on the device at once, 0 = all. `memory_gb`: memory of
     models per rank, None = the machine's. `gradient_checkpointing`: layers run twice to keep less;
-    None: in rows that would not fit otherwise. `network_interface`: of the traffic between ranks, None = that
-    of the address which Ray has for the host. `expandable_segments`: of GPU memory, in which rows leave no
-    gaps; not where samplers map it by CUDA IPC, which for such memory takes a privilege. `memory_root`:
-    directory in the memory of each host; what ranks write below it on other hosts is brought to that of the
-    engine.
+    None: in rows that would not fit otherwise. `network_interface`: for traffic between ranks, None = that
+    of the host's address in Ray. `expandable_segments`: allocate GPU memory in these, against fragmentation;
+    False where samplers map it by CUDA IPC, which needs a privilege for such memory. `memory_root`: directory
+    in the memory of each host; files that ranks write below it on other hosts are copied to the engine's.
     """
 
     directory: str  # of the base model, Hugging Face layout

@@ -41,11 +41,11 @@ from skyrl_tinker.training.weight_share import WeightShare
 
 @contextmanager
 def _out_of_memory(operation: str) -> Iterator[None]:
-    """Have an ExhaustedError name the operation, which has changed nothing, and give memory back."""
+    """Make an ExhaustedError name the operation, which has changed nothing, and give memory back."""
     try:
         yield
     except ExhaustedError as error:
-        traceback.clear_frames(error.__traceback__)  # which keep what was allocated
+        traceback.clear_frames(error.__traceback__)  # frames keep allocations alive
         allocator.give_back()
         raise ExhaustedError(
             f"{operation}: a trainer rank ran out of memory ({error}). Nothing has changed, and gradients "
@@ -57,12 +57,12 @@ def _out_of_memory(operation: str) -> Iterator[None]:
 class Worker:
     """One rank. All ranks get the same calls in the same order, and each call may be a collective.
 
-    Exceptions, which run beside others: `persist_state`, `commit_state`, `write_state`, `captured_share` and
-    `drop_captured`.
+    Exceptions, which may run concurrently: `persist_state`, `commit_state`, `write_state`, `captured_share`
+    and `drop_captured`.
     """
 
     def __init__(self, spec: TrainerSpec, rank: int, address: str = "127.0.0.1") -> None:
-        """`address`: IP address of this host among those of the ranks."""
+        """`address`: IP address at which the other ranks reach this host."""
         torch.set_num_threads(spec.threads)
         allocator.keep_freed()
         self.spec = spec
@@ -74,7 +74,7 @@ class Worker:
         self._base_buffer = OffloadBuffer()
         self._captured: dict[int, Captured] = {}
         self._offloaded = False
-        self._asked_for = True  # on the device
+        self._asked_for = True  # whether the state is wanted on the device
 
     def meeting_place(self, hosts: int) -> MeetingPlace:
         """Choose the place at which ranks on that many hosts meet, on rank 0 only."""
@@ -97,7 +97,7 @@ class Worker:
         self._base = frozen_network(self.spec, ranks.mesh, causal_lm)
 
     def measure(self) -> None:
-        """Find out what rows take, with two short passes; then units can run."""
+        """Measure the memory of rows with two short passes, and make the pass runner: units may follow."""
         ranks = self._ranks
         activations = ActivationMemory.measure(self._base, self.spec.gradient_checkpointing, ranks)
         self._runner = PassRunner(self._base, self._models, ranks, activations.recomputed)
@@ -107,7 +107,7 @@ class Worker:
     def create_model(self, key: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily = "adamw") -> int:
         """Create a model; returns its state's bytes. ExhaustedError is of this rank alone: release it on all.
 
-        Reading weights takes what it takes: a rank whose disk is slow keeps its peers in no collective.
+        Reading weights has no time limit, as no collective waits for a slow disk.
         """
         self._have_onloaded()
         if key in self._models:
@@ -143,7 +143,7 @@ class Worker:
             self._device_cache.mark_changed({info.model for info in batch.requests if info.backward})
             return self._runner.execute_pass(batch, budget)
         except ExhaustedError as error:
-            reason = str(error)  # refused below: the error's traceback keeps what the pass had allocated
+            reason = str(error)  # refused below: the error's traceback keeps the pass's allocations alive
         if not loaded:
             return refuse_models(batch, reason)
         return refuse_rows(batch, budget, self.spec.token_budget, reason)
@@ -179,7 +179,7 @@ class Worker:
     def capture_weights(
         self, numbers: Mapping[ModelKey, int], durable: Mapping[ModelKey, bool]
     ) -> dict[ModelKey, CheckpointContents]:
-        """Keep host copies of what samplers need of each model under its number, as `capture_state` does."""
+        """Keep host copies of each model's weights for samplers under its number, as `capture_state` does."""
         for key in numbers:
             self._require_known(key)  # if one is lost, none is captured
         captured = {
@@ -190,7 +190,7 @@ class Worker:
         return {key: captured[number].contents for key, number in numbers.items()}
 
     def _sampler_layout(self, key: ModelKey, durable: bool) -> Layout:
-        """Return the samplers' dtype, except for adapters that also stay: one may train on from them."""
+        """Return a layout in the samplers' dtype; float32 for durable adapters, which may train again."""
         if durable and isinstance(self._models[key], LoraModel):
             return checkpoint_save.STATE
         return Layout(getattr(torch, self.spec.dtype), checked=durable, pinned=True)
@@ -253,7 +253,7 @@ class Worker:
         return WeightShare(self.rank, captured.dtype, captured.dealt, tensors, self._ranks.transfers)
 
     def drop_captured(self, number: int) -> None:
-        """Free what was captured under `number`, if it is still there."""
+        """Free the capture `number`; harmless if there is none."""
         self._captured.pop(number, None)
 
     def commit_state(self, number: int, files: Mapping[str, FileEntry], scratch: str, directory: str) -> int:
@@ -263,7 +263,7 @@ class Worker:
             return checkpoint_save.commit(contents, files, Path(scratch), Path(directory))
 
     def write_state(self, number: int, scratch: str, directory: str) -> int:
-        """Persist and commit what only this rank writes, in any thread. Returns bytes."""
+        """Persist and commit a checkpoint that this rank writes alone, in any thread. Returns its bytes."""
         return self.commit_state(number, self.persist_state(number, scratch), scratch, directory)
 
     @_out_of_memory("load_weights")
@@ -291,7 +291,7 @@ class Worker:
     def onload(self) -> None:
         """Restore all state on the device, to the last bit. Idempotent.
 
-        Raises ExhaustedError, on all ranks alike, and the device is free: the next unit tries it again.
+        Raises ExhaustedError, on all ranks alike, with the device free again: the next unit tries again.
         """
         self._asked_for = True
         if self._offloaded:
@@ -321,7 +321,7 @@ class Worker:
         return LoraModel(spec, self._base.targets, self._ranks.device, optimizer)
 
     def _have_onloaded(self) -> None:
-        """Try what `onload` had no memory for. Raises ExhaustedError, on all ranks alike."""
+        """Retry an `onload` that ran out of memory. Raises ExhaustedError, on all ranks alike."""
         if self._asked_for:
             self.onload()
         self._require_onloaded()

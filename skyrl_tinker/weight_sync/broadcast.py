@@ -23,7 +23,7 @@ Opened = tuple[Sequence[WeightChunk], bool]
 class BroadcastTransport(ABC):
     """Engine's side. The group is rank 0's sender, as rank 0, then the workers of each replica in turn.
 
-    Files are read by that sender alone; what the ranks captured by all of them, which pass it on to it.
+    Rank 0's sender alone reads files; captured weights are read by all senders and passed on to rank 0's.
     """
 
     factory: Callable[[int], "BroadcastSender"]
@@ -98,9 +98,9 @@ class BroadcastTransport(ABC):
 
 
 class BroadcastSender(ABC):
-    """Sender in a rank of the trainer, in threads of its own: one that waits, one for `leave`.
+    """Sender in a rank of the trainer, in separate threads: one that waits, one for `leave`.
 
-    That of rank 0 is in the group; the others only read, with it, what the ranks captured.
+    Rank 0's sender is in the group; the others only help it to read captured weights.
     """
 
     device: str
@@ -108,16 +108,16 @@ class BroadcastSender(ABC):
     def __init__(self, rank: int) -> None:
         self._buffer: ChunkBuffer | None = None
         self._loaded: torch.Tensor | None = None
-        self._group: Any = None  # of `meet`
+        self._group: Any = None  # made by `meet`
 
     def open(self, directory: str, limit: int) -> Opened:
-        """Open a version's files. SamplerError when there are no whole ones."""
+        """Open a version's files. Raises SamplerError when they are missing or damaged."""
         from skyrl_tinker.weight_sync.chunk_buffer import FileSource
 
         return self._open(FileSource(Path(directory), limit))
 
     def open_captured(self, share: "CapturedShare", limit: int) -> Opened:
-        """Open what this rank holds, at the same time as its peers."""
+        """Open this rank's captured weights, at the same time as the other ranks."""
         from skyrl_tinker.weight_sync.captured_chunks import CapturedSource
 
         return self._open(CapturedSource(share, limit, everywhere=False))
@@ -154,4 +154,4 @@ class BroadcastSender(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Close the connections, also while another thread waits in them; harmless without any."""
+        """Close the connections, even while another thread waits in them; harmless if there are none."""

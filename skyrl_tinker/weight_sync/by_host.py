@@ -11,9 +11,9 @@ from skyrl_tinker.weight_sync.transport import Message, WeightSource
 
 
 class ByHostTransport:
-    """One sync over both: the chunks are the same, and the group of gloo are the replicas elsewhere.
+    """One sync over both, with the same chunks; gloo's group has the replicas on other hosts.
 
-    While the trainer is down, and so cannot send, these pull the files in its place.
+    While the trainer is down and cannot send, these replicas pull the files instead.
     """
 
     backend = SharedMemoryTransport.backend
@@ -29,7 +29,7 @@ class ByHostTransport:
         self._far = far
         self._is_near = is_near
         self._replicas: Sequence[str] = ()
-        self._elsewhere: tuple[str, ...] = ()  # those of gloo
+        self._elsewhere: tuple[str, ...] = ()  # replicas reached by gloo
 
     async def open(self, source: WeightSource, replicas: Sequence[str]) -> Sequence[WeightChunk]:
         self._replicas = replicas
@@ -76,6 +76,6 @@ class ByHostTransport:
         await self._far.leave()
 
     def _by_replica(self, near: Sequence[Message], far: Sequence[Message]) -> Sequence[Message]:
-        """Return the messages of shared memory, but gloo's where a replica is elsewhere."""
+        """Return a message per replica: gloo's for replicas on other hosts, else that of shared memory."""
         sent = dict(zip(self._elsewhere, far, strict=True))
         return [sent.get(replica, each) for replica, each in zip(self._replicas, near, strict=True)]

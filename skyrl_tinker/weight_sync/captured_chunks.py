@@ -1,4 +1,4 @@
-"""Chunks of weights that the ranks captured and hold, each whole tensors. Imported in the ranks only.
+"""Chunks of whole tensors that the ranks have captured and hold. Imported in the ranks only.
 
 Run on CPU, over gloo. Not run on a GPU, where the ranks pass chunks on over NCCL.
 """
@@ -19,8 +19,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 class CapturedShare(Protocol):
     """One rank's captured weights: `training.weight_share.WeightShare`.
 
-    `dealt`: the tensors of every rank, by rank, alike on all of them; `tensors`: this rank's, of one dtype,
-    in the memory of the host or of the device. `group`: all ranks, for transfers only; None: there is one.
+    `dealt`: shapes of every rank's tensors, by rank, the same on all of them; `tensors`: this rank's, of one
+    dtype, in host or device memory. `group`: all ranks, for transfers only; None: there is one rank.
     """
 
     @property
@@ -45,19 +45,19 @@ class CapturedChunk(WeightChunk):
 class CapturedSource:
     """Source of captured weights: the owner of a chunk packs it and passes it on.
 
-    Every rank must fill all chunks, in their order: it is a collective.
+    `fill` is a collective: every rank must fill all chunks, in order.
     """
 
     on_device = True
 
     def __init__(self, share: CapturedShare, limit: int, *, everywhere: bool) -> None:
-        """`everywhere`: all ranks get the bytes; else rank 0 does, and of the others each has its own."""
+        """`everywhere`: all ranks get the bytes of a chunk; else only its owner and rank 0 have them."""
         self.chunks = captured_chunks(share.dealt, share.dtype, limit)
         self._share = share
         self._everywhere = everywhere
 
     def fill(self, index: int, buffer: torch.Tensor) -> None:
-        """Pack or get a chunk. TrainerError when it could not be passed on: the group is of no more use."""
+        """Pack or receive a chunk. Raises TrainerError if passing it on failed: the group is unusable."""
         chunk = self.chunks[index]
         if chunk.owner == self._share.rank:
             self._pack(chunk, buffer)
@@ -83,7 +83,7 @@ class CapturedSource:
 
 
 def captured_chunks(dealt: Sequence[Shapes], dtype: torch.dtype, limit: int) -> list[CapturedChunk]:
-    """Return the chunks of one rank after the other: of few layers at a time parts have come, not all."""
+    """Return the chunks, one rank after the other: so few layers at a time have arrived only in part."""
     return [
         CapturedChunk(group, owner)
         for owner, shapes in enumerate(dealt)

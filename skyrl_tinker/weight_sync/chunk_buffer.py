@@ -27,7 +27,7 @@ class ChunkSource(Protocol):
 
 
 class FileSource:
-    """Source of a version's files. SamplerError when they are not whole."""
+    """Source of a version's files. Raises SamplerError when they are damaged."""
 
     on_device = False
 
@@ -42,7 +42,7 @@ class ChunkBuffer:
     """Two buffers. On the CPU chunks are read into them, and sent from them, in turn.
 
     On CUDA they are read into the first, which is on the host (pinned) or the device as the source needs it,
-    and copied to the second on the device. Reading begins at once, with the first chunk. Chunks are loaded in
+    and copied to the second on the device. The first chunk is read immediately. Chunks must be loaded in
     their order, each once.
     """
 
@@ -66,7 +66,7 @@ class ChunkBuffer:
 
     @property
     def exported(self) -> torch.Tensor:
-        """Buffer on the device: that of all chunks in turn."""
+        """Buffer on the device, which all chunks use in turn."""
         assert self._device is not None, "on CUDA only"
         return self._device
 
@@ -81,9 +81,9 @@ class ChunkBuffer:
         return loaded
 
     def close(self) -> None:
-        """Stop reading; the buffers are free once nobody holds a chunk.
+        """Stop reading; the buffers are freed when no chunk is referenced any more.
 
-        A load under way ends first: the ranks that read together must all begin the next chunk, or none.
+        A load in progress ends first: of ranks that read together, all or none must begin the next chunk.
         """
         with self._loading:
             self._reader.shutdown()
@@ -105,7 +105,7 @@ class ChunkBuffer:
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
-        """Have all that is queued inside done when it ends."""
+        """Run the block on this buffer's stream, and wait until its work is done."""
         if self._stream is None:
             yield
             return

@@ -57,7 +57,7 @@ E = TypeVar("E", bound=TensorEntry)
 
 @dataclass(frozen=True, slots=True)
 class WeightChunk:
-    """Tensors that are sent together as one buffer of bytes, one behind the other without gaps."""
+    """Tensors that are sent together as one buffer of bytes, end to end without gaps."""
 
     entries: tuple[TensorEntry, ...]
 
@@ -87,7 +87,7 @@ class StoredChunk(WeightChunk):
     entries: tuple[StoredTensor, ...]
 
     def read(self, buffer: memoryview) -> None:
-        """Fill [size] bytes. SamplerError when a file has become shorter or cannot be read."""
+        """Fill [size] bytes. Raises SamplerError when a file has become shorter or cannot be read."""
         with ExitStack() as files:
             opened: dict[str, int] = {}
             offset = 0
@@ -102,8 +102,8 @@ class StoredChunk(WeightChunk):
 def read_chunks(directory: Path, limit: int) -> tuple[StoredChunk, ...]:
     """List the tensors of the weights in `directory`, cut at `limit` bytes; no data is read.
 
-    Elements of more bytes come first, so that every tensor lies aligned in its chunk. SamplerError when
-    there are none or a file is damaged.
+    Dtypes with larger elements come first, so that every tensor is aligned in its chunk. Raises SamplerError
+    when there are no tensors or a file is damaged.
     """
     entries = [entry for file in _weight_files(directory.absolute()) for entry in _read_index(file)]
     if not entries:
@@ -113,7 +113,7 @@ def read_chunks(directory: Path, limit: int) -> tuple[StoredChunk, ...]:
 
 
 def cut(entries: Iterable[E], limit: int) -> Iterator[tuple[E, ...]]:
-    """Cut into groups of at most `limit` bytes in the order of `entries`; a larger tensor is one alone."""
+    """Cut into groups of at most `limit` bytes, in the order of `entries`; a larger tensor is alone."""
     group: list[E] = []
     size = 0
     for entry in entries:

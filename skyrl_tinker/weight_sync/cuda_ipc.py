@@ -1,7 +1,7 @@
 """Transport to samplers on the trainer's own GPUs: they read a chunk in place, through vLLM's `ipc` engine.
 
-On a GPU scripts/gpu-check has sent between two processes, of which none was vLLM. Run on CPU: messages,
-chunks and their bytes, against vLLM's own message types and unpacking.
+On a GPU, scripts/gpu-check has sent weights between two processes, neither of them vLLM. Tested on CPU:
+messages, chunks and their bytes, against vLLM's own message types and unpacking.
 """
 
 import base64
@@ -30,13 +30,13 @@ class CudaIpcSender:
         self._buffer: ChunkBuffer | None = None
 
     def open(self, directory: str, limit: int) -> Opened:
-        """Open a version's files. SamplerError when there are no whole ones."""
+        """Open a version's files. Raises SamplerError when they are missing or damaged."""
         from skyrl_tinker.weight_sync.chunk_buffer import FileSource
 
         return self._open(FileSource(Path(directory), limit))
 
     def open_captured(self, share: "CapturedShare", limit: int) -> Opened:
-        """Open what this rank holds, at the same time as its peers."""
+        """Open this rank's captured weights, at the same time as the other ranks."""
         from skyrl_tinker.weight_sync.captured_chunks import CapturedSource
 
         return self._open(CapturedSource(share, limit, everywhere=True))
@@ -53,7 +53,7 @@ class CudaIpcSender:
         return self._buffer.chunks, pickle.dumps((gpu, handle))
 
     def merge(self, handles: Sequence[bytes]) -> str:
-        """Merge all ranks' handles by GPU, as vLLM takes them; done here, as they hold classes of torch."""
+        """Merge all ranks' handles by GPU, as vLLM takes them; in a rank, as the engine has no torch."""
         return merge_handles(handles)
 
     def load(self, index: int) -> None:
@@ -104,7 +104,7 @@ class CudaIpcTransport:
         pass
 
     async def load(self, index: int) -> Sequence[Message]:
-        """Overwrite the chunk before, which the workers have read when this is called."""
+        """Overwrite the previous chunk, which the workers have read by then."""
         await self._senders.sender_call("load", index)
         return [update_message(self._chunks[index], self._handles)] * self._replicas
 
@@ -121,7 +121,7 @@ class CudaIpcTransport:
 
 
 def merge_handles(handles: Sequence[bytes]) -> str:
-    """Merge pickles of (GPU id, handle) to base64 of the pickle of {GPU id: handle}, all of our own ranks."""
+    """Merge our ranks' pickles of (GPU id, handle) into base64 of the pickle of {GPU id: handle}."""
     by_gpu: dict[str, Any] = dict(pickle.loads(handle) for handle in handles)
     return base64.b64encode(pickle.dumps(by_gpu)).decode()
 

@@ -34,9 +34,10 @@ _TRANSPORTS: dict[TransportName, type[WeightTransport]] = {
 def choose(
     setting: Setting, device: Device, *, colocated: bool, hosts: bool = False, torch_groups: bool = False
 ) -> TransportName:
-    """Return the transport to use. StartupError when the setting does not fit.
+    """Return the transport to use. Raises StartupError when the setting does not fit.
 
-    `hosts`: replicas of ours may be on several. `torch_groups`: the samplers take weights in groups of torch.
+    `hosts`: replicas may be on several hosts. `torch_groups`: samplers take weights in groups of
+    torch.distributed.
     """
     if torch_groups:
         way, name = _TORCH[device]

@@ -1,7 +1,7 @@
 """Transport to samplers on CPU: chunks are broadcast over TCP and staged in memory.
 
-Members of one host meet at a file in a directory of this user alone, those of several at a port of the
-sender's address, on a network that must be private. Once all have met, no port lets anybody in.
+Members on one host meet at a file in a directory private to this user; on several hosts, at a port of the
+sender's address, on a network that must be private. Once all have met, no port accepts a connection.
 """
 
 import fcntl
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 NAME = "gloo"
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(seconds=60)
-"""Limit for the members to meet, and for one chunk: a member that hangs fails it for all."""
+"""Limit for the members to meet, and for one chunk. A member that hangs fails the broadcast for all."""
 CONNECT_S = 10.0
 MEETING_POLL_S = 0.02
 STORE = "store"
@@ -49,7 +49,7 @@ class GlooSender(BroadcastSender):
         self._meeting: _FileMeeting | PortMeeting | None = None
 
     def prepare(self) -> str:
-        """Return the address at which the members meet, another one each time."""
+        """Return the address at which the members meet, a new one for each meeting."""
         self.leave()
         if isinstance(self._meeting, _FileMeeting):
             self._meeting.remove()
@@ -66,9 +66,9 @@ class GlooSender(BroadcastSender):
         _broadcast(self._group, packed)
 
     def leave(self) -> None:
-        """Leave, also in the middle of `meet`; a broadcast that waits for a member ends at its timeout.
+        """Leave the group, even during `meet`; a broadcast that waits for a member ends at its timeout.
 
-        A file's directory stays until the next meeting, to tell members that come late.
+        The directory of a meeting at a file stays until the next meeting, so that late members see it closed.
         """
         self._group = None
         if self._meeting is not None:
@@ -106,7 +106,7 @@ class GlooReceiver:
         self._group = _join(meeting, rank, world)
 
     def receive(self, update: Any) -> Mapping[str, "Callable[[], torch.Tensor]"]:
-        """Take part in the broadcast whatever the message says, so that no member waits for this worker."""
+        """Take part in the broadcast before checking the message, so that no member waits for this worker."""
         import torch
 
         packed = torch.empty(sum(update.sizes), dtype=torch.uint8)
@@ -155,7 +155,7 @@ class PortMeeting:
         )
 
     def end(self, world: int) -> None:
-        """Close the port once all members are in the group. SamplerError when one does not come so far."""
+        """Close the port once all members are in the group. Raises SamplerError when one does not join."""
         try:
             self._store.wait([f"joined {rank}" for rank in range(world)], TIMEOUT)
         except RuntimeError as error:
@@ -167,7 +167,7 @@ class PortMeeting:
 
 
 def _join(meeting: str, rank: int, world: int) -> "ProcessGroupGloo":
-    """Join a group beside the process's default one. SamplerError when not all come."""
+    """Join a group apart from the process's default one. Raises SamplerError when a member is missing."""
     if meeting.startswith("/"):
         store, host, require_open = _open_file(Path(meeting))
     else:
@@ -193,7 +193,7 @@ def join_gloo(store: "Store", host: str, rank: int, world: int) -> "ProcessGroup
 
 
 def _open_file(meeting: Path) -> "tuple[Store, str, Callable[[], None]]":
-    """Return the store of a meeting, the address to listen on, and a check that the sender takes part."""
+    """Return a meeting's store, the address to listen on, and a check that the sender has not left."""
     from torch._C._distributed_c10d import FileStore
 
     store = FileStore(str(meeting / STORE))
@@ -202,12 +202,12 @@ def _open_file(meeting: Path) -> "tuple[Store, str, Callable[[], None]]":
 
 
 def open_port(meeting: str) -> "tuple[Store, str, Callable[[], None]]":
-    """Return the same of a meeting at a port, whose store itself fails when the sender leaves."""
+    """Return the same for a meeting at a port, whose store itself fails when the sender leaves."""
     from torch._C._distributed_c10d import TCPStore
 
     host, _, port = meeting.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), CONNECT_S).close()  # the store would try for its timeout
+        socket.create_connection((host, int(port)), CONNECT_S).close()  # the store retries until its timeout
         store = TCPStore(host, int(port), None, False, TIMEOUT, wait_for_workers=False)
     except (OSError, RuntimeError) as error:
         raise SamplerError(GAVE_UP) from error
@@ -215,7 +215,7 @@ def open_port(meeting: str) -> "tuple[Store, str, Callable[[], None]]":
 
 
 def _meet(store: "Store", require_open: Callable[[], None], rank: int, world: int) -> None:
-    """Wait for all members: the group itself would wait for one that cannot come until its timeout."""
+    """Wait for all members: the group itself would wait for a dead one until its timeout."""
     deadline = time.monotonic() + TIMEOUT.total_seconds()
     require_open()
     store.set(f"member {rank}", "")

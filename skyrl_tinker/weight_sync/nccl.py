@@ -1,6 +1,6 @@
-"""Transport to samplers on GPUs of their own: chunks are broadcast over NCCL to vLLM's `nccl` engine.
+"""Transport to samplers on separate GPUs: chunks are broadcast over NCCL to vLLM's `nccl` engine.
 
-Not run on a GPU yet. Run on CPU: messages, chunks and their bytes, against vLLM's own message types and
+Not run on a GPU yet. Tested on CPU: messages, chunks and their bytes, against vLLM's own message types and
 unpacking.
 """
 
@@ -30,16 +30,16 @@ class NcclSender(BroadcastSender):
 
     device = "cuda"
     warms_up = True
-    """Whether it begins with a reduction, as vLLM's members do."""
+    """Whether the communicator begins with a reduction, as that of vLLM's members does."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
-        # Its own: a broadcast and the training that is queued do not wait for each other.
+        # A separate stream: a broadcast and queued training do not wait for each other.
         self._stream: Any = None
-        self._waiting: Future[Any] = Future()  # for NCCL
+        self._waiting: Future[Any] = Future()  # for a call of NCCL to end
 
     def prepare(self) -> str:
-        """Return the id by which the members find each other, in base64. It needs no free port."""
+        """Return the base64 id by which the members find each other. No free port is needed."""
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
         self.leave()
@@ -56,7 +56,7 @@ class NcclSender(BroadcastSender):
         self._stream = stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
         def join() -> Any:
-            pynccl._warmup_tls.deferred = not self.warms_up  # of this thread
+            pynccl._warmup_tls.deferred = not self.warms_up  # thread-local
             with unpinned_nccl_env(), torch.cuda.stream(stream):
                 return pynccl.PyNcclCommunicator.from_unique_id_bytes(
                     base64.b64decode(address), rank=0, world_size=world, device=device
@@ -84,9 +84,9 @@ class NcclSender(BroadcastSender):
             group.destroy()
 
     def _in_time(self, work: Callable[[], Any]) -> Any:
-        """Return the result of `work`, which NCCL may keep for ever: its thread is then abandoned.
+        """Return the result of `work`, in a thread that is abandoned if NCCL never returns.
 
-        SamplerError when it takes longer than TIMEOUT_S, or on `leave`.
+        Raises SamplerError after TIMEOUT_S, or on `leave`.
         """
         if self._waiting.done():
             self._waiting = Future()
@@ -130,7 +130,7 @@ class NcclTransport(BroadcastTransport):
 
 
 def _settle(waiting: Future[Any], result: Any) -> None:
-    with suppress(InvalidStateError):  # it is settled already
+    with suppress(InvalidStateError):  # already done
         if isinstance(result, BaseException):
             waiting.set_exception(result)
         else:

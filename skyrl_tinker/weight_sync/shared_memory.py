@@ -1,4 +1,4 @@
-"""Transport to samplers that map a version's files in their host's tmpfs, and are sent only the names."""
+"""Transport to samplers that map a version's files in their host's tmpfs; only file names are sent."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -72,7 +72,7 @@ class MappedFiles:
         self._files: dict[str, Any] = {}
 
     def receive(self, update: Any) -> Mapping[str, "Callable[[], torch.Tensor]"]:
-        """Open the files. SafetensorError for a damaged file, also when a tensor is not in it."""
+        """Open the files. Raises SafetensorError for a damaged file, or if a tensor is not in it."""
         named = zip(update.names, update.files, strict=True)
         return {name: self._tensor(f"{update.directory}/{file}", name) for name, file in named}
 

@@ -1,7 +1,7 @@
 """Sync of full parameters to all replicas: its phases, and which replicas a failure loses.
 
-Nothing is restored. A replica that may hold anything but the whole old or the whole new weights is lost: in
-the middle of an update vLLM keeps a layer's first shards, and would mix them with the old ones.
+Nothing is restored. A replica that may hold a mixture of old and new weights is lost: in the middle of an
+update vLLM keeps a layer's first shards, and would mix them with the old ones.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from skyrl_tinker.weight_sync.transport import (
 PATIENCE_S = 300.0
 """Limit for one answer of one replica: loading large weights may take minutes."""
 STRAGGLERS_S = 5.0
-"""Limit for calls after a failure: for the trainer to leave, and for replicas that cannot go on anyway."""
+"""Limit for calls after a failure: for the trainer to leave, and for replicas that are lost anyway."""
 PARTIAL = "partial"
 """Version of a replica that holds part of an update. It outlives this process."""
 DISCARD: Message = {"discard": True}
@@ -38,9 +38,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """Figures of one sync. `paused_s`: how long requests were paused.
+    """Figures of one sync. `paused_s`: seconds during which requests were paused.
 
-    `lost`: replicas that failed when others already served the new weights, and why. They must be replaced.
+    `lost`: by URL, errors of replicas that failed when others already served the new weights: replace them.
     """
 
     size: int  # bytes
@@ -61,10 +61,10 @@ async def sync_weights(
     """Make the replicas of `control` serve the weights of `source` as `version`.
 
     Requests are paused as briefly as the transport can, then continue with the new weights and nothing cached
-    from the old. WeightSyncError, naming phase and replicas: no replica serves the new weights, and all but
-    those that are lost serve the old ones. One sync at a time per transport. Replicas that are not `awake`
-    stand still before and after: their caches must wake first. `keep_cache`: requests continue with the keys
-    and values that they have of the old weights; others must not find them (cache_salt).
+    from the old. Raises WeightSyncError, naming phase and replicas: no replica serves the new weights, and
+    all but the lost ones serve the old. One sync at a time per transport. Replicas that are not `awake` stay
+    paused before and after: their caches must wake first. `keep_cache`: running requests keep their keys and
+    values from the old weights, which others must not reuse (cache_salt).
     """
     if not control.server_urls:
         raise SamplerError("no sampler is running")
@@ -73,7 +73,7 @@ async def sync_weights(
     )
     try:
         return await update.run(source, version)
-    except BaseException as error:  # also cancelled: samplers must not be left between two versions
+    except BaseException as error:  # cancellation included: samplers must not stay between two versions
         lost = await update.undo()
         if isinstance(error, Exception):
             raise await update.explain(error, version, lost) from error
@@ -90,10 +90,10 @@ class _Update:
         self._keep_cache = keep_cache
         self._phase: SyncPhase = "open"
         self._failures: Mapping[str, BaseException] = {}
-        self._first: Sequence[str] = ()  # of the failures
+        self._first: Sequence[str] = ()  # the first replicas that failed
         self._paused_at: float | None = None
         self._spoiled = False  # replicas may hold part of the new weights
-        self._joining = False  # a group that a replica cannot leave before all are there
+        self._joining = False  # a group that no replica can leave before all have joined
         self._stuck: Sequence[str] = ()  # in such a group
 
     async def run(self, source: WeightSource, version: str) -> Synced:
@@ -114,7 +114,7 @@ class _Update:
                 await self._pause()
             lost = await self._finish(version)
             ended = time.monotonic()
-        finally:  # a trainer that fails at it is dead, which the engine notices
+        finally:  # if it fails the trainer is dead, which the engine notices
             await _try_all([self._transport.close()], STRAGGLERS_S)
         assert self._paused_at is not None
         size = sum(chunk.size for chunk in chunks)
@@ -134,7 +134,7 @@ class _Update:
         return tuple(url for url, done in zip(self._replicas, resumed, strict=True) if not done)
 
     async def explain(self, error: Exception, version: str, lost: tuple[str, ...]) -> WeightSyncError:
-        """Make the error; a dead replica explains broken connections of the others, so it is named alone."""
+        """Make the error. If replicas are dead only these are named: they explain the others' failures."""
         failures = {} if isinstance(error, TrainerError) else self._failures
         dead = [url for url in failures if not await _try_all([self._replicas[url].health()], STRAGGLERS_S)]
         named = dead or [url for url in self._first if url in failures]
@@ -160,11 +160,11 @@ class _Update:
         self._transport.members = tuple(self._replicas)
 
     async def _leave_former_group(self, url: str) -> int:
-        """Free what vLLM holds of it, which a new one would only replace; return the number of workers."""
+        """Free vLLM's side of the group, as a new group replaces it unfreed; return the number of workers."""
         replica = self._replicas[url]
         try:
             await replica.shutdown_weight_transfer_engine()
-        except SamplerError:  # refused during an update, which an engine that died may have left half done
+        except SamplerError:  # refused in an update, which an engine that died may have left open
             if not self._transport.staged:
                 raise
             await _try_all([replica.update_weights(DISCARD)])
@@ -191,9 +191,9 @@ class _Update:
         await self._call_all("pause", self._stand_still)
 
     async def _stand_still(self, url: str) -> None:
-        """Pause a replica; one whose weights change chunk by chunk computes nothing after it, nor has cached.
+        """Pause a replica. If its weights change chunk by chunk, also stop its steps and drop its cache.
 
-        SGLang may have a step under way until its requests are taken back from it.
+        SGLang may have a step in progress until its requests are retracted.
         """
         replica = self._replicas[url]
         await replica.pause("keep", clear_cache=False)
@@ -201,7 +201,7 @@ class _Update:
             await replica.reset_prefix_cache()
 
     async def _finish(self, version: str) -> Mapping[str, BaseException]:
-        """Have each replica serve the new weights; return those that failed, unless all did."""
+        """Have each replica serve the new weights; return the errors by URL. Raises one if all failed."""
         self._phase = "finish"
         self._spoiled = True
         results = await asyncio.gather(
@@ -215,11 +215,11 @@ class _Update:
         return failures
 
     async def _serve(self, url: str, version: str) -> None:
-        """Let it go on with the new weights; unless they are kept, all keys and values are computed again."""
+        """Let a replica go on with the new weights; keys and values are computed again unless kept."""
         replica = self._replicas[url]
         calls: list[Awaitable[None]] = [replica.finish_weight_update(version)]
         if self._transport.staged and not self._keep_cache:
-            calls.insert(0, replica.reset_prefix_cache())  # it ends while the weights are loaded
+            calls.insert(0, replica.reset_prefix_cache())  # beside the loading of the weights
         ended = await asyncio.gather(*calls, return_exceptions=True)
         for error in (result for result in ended if result is not None):
             raise error
@@ -232,11 +232,11 @@ class _Update:
         call: Callable[[str], Awaitable[T]],
         trainers: Coroutine[Any, Any, None] | None = None,
     ) -> list[T]:
-        """Make the same call to every replica at once, while the trainer does its part.
+        """Make the same call to every replica concurrently, while the trainer does its part.
 
-        At the first failure the trainer leaves, so that nobody waits for those that failed. Then all run to
-        their end, so that none changes things later; replicas that are lost are not waited for. Those that
-        still wait in NCCL, which knows no end, for one that cannot come are lost.
+        At the first failure the trainer leaves, so that no replica waits for the failed ones. Then all calls
+        run to their end, so that none has an effect later, except those of lost replicas. Replicas that still
+        wait in NCCL, which has no timeout, for a missing member are lost.
         """
         self._phase = phase
         calls = {url: asyncio.ensure_future(_answer(call(url))) for url in self._replicas}
@@ -250,7 +250,7 @@ class _Update:
             if not all(task.done() and not task.exception() for task in tasks):
                 await self._break_off(calls, tasks)
         self._failures = _failures(calls)
-        errors = _failures(dict(enumerate(reversed(tasks))))  # the trainer's explains those of the replicas
+        errors = _failures(dict(enumerate(reversed(tasks))))  # the trainer's error explains the replicas'
         if errors:
             raise next(iter(errors.values()))
         return [task.result() for task in calls.values()]
@@ -271,7 +271,7 @@ class _Update:
 
 
 def _failures(calls: Mapping[K, asyncio.Future[Any]]) -> dict[K, BaseException]:
-    """Return the errors of those that have failed by now."""
+    """Return the errors of the calls that have failed by now."""
     ended = {key: call.exception() for key, call in calls.items() if call.done() and not call.cancelled()}
     return {key: error for key, error in ended.items() if error is not None}
 

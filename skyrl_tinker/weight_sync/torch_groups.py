@@ -1,6 +1,6 @@
 """Transports to samplers that join groups of torch.distributed: over gloo on CPUs, over NCCL on GPUs.
 
-The members load a chunk as soon as it has come: they do not stage. NCCL was not run on a GPU yet.
+The members load a chunk as soon as it arrives: they do not stage. Not run on a GPU yet over NCCL.
 """
 
 import base64
@@ -68,7 +68,7 @@ class TorchNcclSender(NcclSender):
         self._id = super().prepare()
         self._meeting = PortMeeting(self._host)
         store, _, _ = open_port(self._meeting.address)
-        known: Any = _store_of(store, "cuda")  # torch's stubs do not know of bytes
+        known: Any = _store_of(store, "cuda")  # torch's stubs lack bytes values
         known.set(NCCL_ID, base64.b64decode(self._id))
         return self._meeting.address
 
@@ -89,7 +89,7 @@ class TorchNcclSender(NcclSender):
 
 
 class TorchGroupTransport(BroadcastTransport):
-    """Transport with the messages of SGLang. `sender`: called with a rank, and the address of its host."""
+    """Transport with SGLang's messages. `sender`: (rank, address of its host) -> sender."""
 
     backend: str
     staged = False

@@ -18,31 +18,31 @@ class CapturedWeights(Protocol):
     """A version's weights while the trainer's ranks hold them: `training.captured_state.CapturedState`."""
 
     async def open_in_senders(self, limit: int) -> list[Any]:
-        """Call `open_captured(share, limit)` of each rank's sender with what that rank holds.
+        """Call `open_captured(share, limit)` of each rank's sender with that rank's share.
 
-        Results by rank. TrainerError when one has died.
+        Results by rank. Raises TrainerError when a rank has died.
         """
         ...
 
 
 WeightSource = Path | CapturedWeights
-"""A directory of safetensors, or what the ranks hold of a full model."""
+"""A directory of safetensors, or a full model's weights captured by the ranks."""
 
 
 class WeightTransport(Protocol):
     """One way to bring a version's tensors to the replicas, chunk by chunk.
 
-    A sync calls `open`; `form` and `meet` when the replicas are not `members` then; per chunk, in order,
+    A sync calls `open`; `form` and `meet` if the replicas are not `members` after it; per chunk, in order,
     `load` and `send`; `close` in any case. Every call may raise SkyrlTinkerError.
     """
 
     backend: str
     """The backend that vLLM's --weight-transfer-config, or a group of torch, must name."""
     staged: bool
-    """Whether replicas serve the old weights until the update is finished; if not, they must stand still
-    from start to finish, and have no weights at all when it fails."""
+    """Whether replicas serve the old weights until the update is finished; if not, they must be paused from
+    start to finish, and have no usable weights if it fails."""
     takes_captured: bool
-    """Whether `open` takes weights that the ranks hold; if not, files only."""
+    """Whether `open` takes CapturedWeights; if not, files only."""
     ways: tuple[Way, Way]
     """The way to replicas of this host, and to those of others."""
     members: tuple[str, ...]
@@ -62,7 +62,7 @@ class WeightTransport(Protocol):
         ...
 
     async def meet(self) -> None:
-        """Do the trainer's part of init, while the replicas do theirs."""
+        """Do the trainer's part of init, while the replicas run their init calls."""
         ...
 
     async def load(self, index: int) -> Sequence[Message]:
@@ -73,7 +73,7 @@ class WeightTransport(Protocol):
         ...
 
     async def send(self) -> None:
-        """Do the trainer's part of an update, while the replicas do theirs."""
+        """Do the trainer's part of an update, while the replicas run their update calls."""
         ...
 
     async def close(self) -> None:
@@ -83,7 +83,7 @@ class WeightTransport(Protocol):
     async def leave(self) -> None:
         """Leave the group, so that no replica waits for the trainer any more; `members` becomes ().
 
-        Also in the middle of `meet` or `send`, which then fail as soon as the backend can.
+        May be called during `meet` or `send`, which then fail as soon as the backend allows.
         """
         ...
 
@@ -92,7 +92,7 @@ class Senders(Protocol):
     """The trainer's ranks as senders: `training.trainer_group.TrainerGroup`."""
 
     async def open_sender(self, factory: Callable[[int], Any]) -> None:
-        """Make `factory(rank)` in every rank: the object that is called."""
+        """Make the sender `factory(rank)` in every rank."""
         ...
 
     async def sender_call(self, method: str, *args: Any) -> list[Any]:
@@ -128,10 +128,10 @@ class WeightUpdateTarget(Protocol):
 
 
 class WeightSyncError(SamplerError):
-    """Failed sync. `failed`: the replicas that refused or died, empty when it was the trainer or the file.
+    """Failed sync. `failed`: replicas that refused or died; empty if the trainer or a file was at fault.
 
-    `lost`: those that do not serve the old weights either, to be replaced: they hold part of the new ones,
-    stand still or are dead.
+    `lost`: replicas to replace, which do not serve the old weights either: they hold part of the new ones,
+    stay paused or are dead.
     """
 
     def __init__(

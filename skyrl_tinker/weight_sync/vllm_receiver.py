@@ -1,7 +1,7 @@
 """The vLLM side of our own transports. Imported by vLLM's workers only.
 
-`update` stages and checks, `finish` applies in one call between two forward steps. So a failed update leaves
-the old weights serving, and no forward meets a half-loaded model (loading puts it on the meta device).
+`update` stages and checks, `finish` applies in one call between two forward steps. So after a failed update
+the old weights still serve, and no step runs on a half-loaded model (loading puts it on the meta device).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +26,7 @@ Staged = Mapping[str, Callable[[], torch.Tensor]]
 
 @dataclass
 class StagedInit(WeightTransferInitInfo):
-    """Init message. `transport`: shared_memory or gloo; the rest is the meeting and ranks of gloo's group."""
+    """Init message. `transport`: shared_memory or gloo; other fields: meeting and ranks of gloo's group."""
 
     transport: str
     meeting: str = ""
@@ -36,9 +36,9 @@ class StagedInit(WeightTransferInitInfo):
 
 @dataclass
 class StagedUpdate(WeightTransferUpdateInfo):
-    """One chunk. `last`: the set is complete with it; `discard`: forget what is staged.
+    """One chunk. `last`: it completes the set; `discard`: drop all staged tensors.
 
-    shared_memory names a directory, and in it a file per tensor; gloo dtypes, and sizes in bytes
+    shared_memory names a directory, and a file in it per tensor; gloo the dtypes, and the sizes in bytes
     within the broadcast buffer.
     """
 
@@ -71,7 +71,7 @@ class StagedEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         self._forget()
 
     def receive_weights(self, update_info: StagedUpdate) -> None:
-        """Stage a chunk. ValueError for a tensor that is unknown or missing; vLLM then ends the session."""
+        """Stage a chunk. Raises ValueError for an unknown or missing tensor; vLLM then ends the session."""
         if update_info.discard:
             self._forget()
             raise ValueError("weight update discarded")
@@ -84,14 +84,14 @@ class StagedEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
 
     def finish_weight_update(self) -> None:
         """Load the staged tensors. A failure past the checks leaves a broken model and ends the process."""
-        from vllm.model_executor.model_loader import reload  # all of vLLM's layers, which workers have
+        from vllm.model_executor.model_loader import reload  # imports vLLM's layers, as workers have
 
         self._check_complete()
         try:
             reload.initialize_layerwise_reload(self.model)
             self.model.load_weights(_consumed(self.staged))  # type: ignore[operator]
             reload.finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
-        except Exception as error:  # whatever it was: some layers are new, others old
+        except Exception as error:  # of any kind: some layers are new, others old
             raise SystemExit(f"weights could not be loaded, the model is unusable: {error!r}") from error
         self._forget()
 

@@ -1,11 +1,11 @@
-"""Timing of the phases of trainer and samplers on shared devices. Pure: a state in, seconds to switch out."""
+"""Timing of the phases of trainer and samplers on shared devices. Pure: state -> seconds until a switch."""
 
 import math
 from dataclasses import dataclass
 from enum import StrEnum
 
 IDLE_S = 0.05
-"""Time that a client has after a result to send its next request: a switch costs more."""
+"""Time for a client to send its next request after a result: a switch costs more."""
 
 
 class PhaseState(StrEnum):
@@ -17,7 +17,7 @@ class PhaseState(StrEnum):
 
 @dataclass(slots=True)
 class PhaseTotals:
-    """Number and total time of one state; of TO_TRAINING and TO_SAMPLING it is the cost of switching."""
+    """Number and total seconds of one state; for TO_TRAINING and TO_SAMPLING, the cost of switching."""
 
     count: int = 0
     seconds: float = 0.0
@@ -41,7 +41,7 @@ class PhaseView:
 
 
 def due_in(view: PhaseView, limits: PhaseLimits) -> float:
-    """Return the seconds until this phase should end; <= 0: now, infinity: not before something changes.
+    """Return the seconds until this phase should end; <= 0: now; infinity: not before the state changes.
 
     It goes on while this side has work and the other has waited less than `max_s`; without work it ends after
     a client's round trip. Neither side starves: each wait ends at `max_s`, each phase lasts `min_s`.

@@ -20,24 +20,24 @@ _SWITCHES = {PhaseState.SAMPLING: PhaseState.TO_TRAINING, PhaseState.TRAINING: P
 
 
 class Placement(Protocol):
-    """Contexts around every use of trainer or samplers, which wait for the phase of that side."""
+    """Contexts around every use of trainer or samplers; they wait for the phase of that side."""
 
     def training(self) -> AbstractAsyncContextManager[None]:
         """Enclose a unit of trainer work. Inside, the trainer's state is on its devices."""
         ...
 
     def sampling(self) -> AbstractAsyncContextManager[None]:
-        """Enclose a sample. A long one pauses inside during the trainer's phase and then goes on."""
+        """Enclose a sample. A long one pauses during the trainer's phase and then goes on."""
         ...
 
     def awake(self) -> AbstractAsyncContextManager[None]:
-        """Enclose what must not pause: changes of adapters, weights, replicas. Inside, samplers are awake."""
+        """Enclose work that must not pause: changes of adapters, weights, replicas. Samplers are awake."""
         ...
 
     def updating(self) -> AbstractAsyncContextManager[bool]:
-        """Enclose the replacement of all weights, which may come before the samplers' caches wake.
+        """Enclose the replacement of all weights, which may happen before the samplers' caches wake.
 
-        Yields whether samplers are awake. If not, their weights are, which are replaced before they go on.
+        Yields whether samplers are awake. If not, only their weights are, and they go on after the update.
         """
         ...
 
@@ -48,7 +48,7 @@ class Placement(Protocol):
 
     @property
     def trains(self) -> bool:
-        """True while the trainer's contexts open at once."""
+        """True while the trainer's contexts open without a wait."""
         ...
 
     @property
@@ -57,7 +57,7 @@ class Placement(Protocol):
         ...
 
     async def run(self, samplers: "Sleeper") -> None:
-        """Alternate phases indefinitely. Before this, only the samplers' contexts open."""
+        """Alternate phases indefinitely. Before this call, only the samplers' contexts open."""
         ...
 
 
@@ -90,14 +90,14 @@ SEPARATE = Separate()
 
 
 class Movable(Protocol):
-    """Trainer, whose state moves between device and host. Neither raises: the next unit does."""
+    """Trainer, whose state moves between device and host. No call raises: the next unit does."""
 
     async def offload(self) -> None: ...
     async def onload(self) -> None: ...
 
 
 class Sleeper(Protocol):
-    """Samplers, which sleep and wake. Neither raises: a replica that fails is ended and frees its memory."""
+    """Samplers, which sleep and wake. No call raises: a replica that fails is ended and frees its memory."""
 
     async def sleep(self) -> None: ...
 
@@ -106,7 +106,7 @@ class Sleeper(Protocol):
         ...
 
     async def wake_caches(self) -> None:
-        """Wake what still sleeps, and let requests go on."""
+        """Wake the rest, and let requests go on."""
         ...
 
 
@@ -115,7 +115,7 @@ class _Side:
     """Users of one side: those inside its contexts and those that wait for its phase."""
 
     inside: int = 0
-    pinned: int = 0  # of those, how many must not be interrupted
+    pinned: int = 0  # how many of the contexts inside must not be interrupted
     waiting: dict[object, float] = field(default_factory=dict)  # since when; oldest first
     left_at: float = -math.inf  # when the last context was left
     opened: asyncio.Event = field(default_factory=asyncio.Event)
@@ -124,7 +124,7 @@ class _Side:
         return None if self.inside or self.waiting else now - max(self.left_at, since)
 
     def waited(self, now: float, closed_at: float) -> float | None:
-        """Return the longest wait; contexts inside wait since their phase ended, at `closed_at`."""
+        """Return the longest wait, in seconds; contexts inside wait since their phase ended, `closed_at`."""
         since = [closed_at] if self.inside else []
         since += [next(iter(self.waiting.values()))] if self.waiting else []
         return now - min(since) if since else None
@@ -229,7 +229,7 @@ class Colocated:
             self._changed.set()
 
     def _switch_if_due(self) -> None:
-        """Begin a due switch at once, not in a task: the next context might pin the phase again."""
+        """Begin a due switch immediately, not in a task: the next context might pin the phase again."""
         if self._due_in() <= TICK_S:
             self._sides[self._state].opened.clear()
             self._updatable.clear()
@@ -262,7 +262,7 @@ class Colocated:
             self._updatable.set()
 
     async def _let_update(self) -> None:
-        """Let weights that wait be replaced: caches leave no room for it, and would be of the old ones."""
+        """Let waiting updates run before the caches wake: these leave no room, and would be outdated."""
         self._updatable.set()
         while self._updates:
             self._changed.clear()

@@ -1,4 +1,4 @@
-"""Abilities of the served model on the OpenAI routes: template, special tokens, tools, reasoning apart."""
+"""Abilities of the served model on the OpenAI routes: template, special tokens, tools, separate reasoning."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ from skyrl_tinker.protocol.schemas.openai import FieldError
 
 @dataclass(frozen=True, slots=True)
 class ChatAbilities:
-    """`words`: all words of the template's text, so a superset of the variables that it reads.
+    """`words`: all words of the template's text, hence a superset of the variables that it reads.
 
-    `special_tokens`: the ids by their texts, which answers do not show.
+    `special_tokens`: text -> id; answers do not show these texts.
     """
 
     words: frozenset[str]
@@ -24,13 +24,13 @@ class ChatAbilities:
     tool_parser: str | None = None
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the variables that the template may read: no other can change what it writes."""
+        """Return the variables that the template may read: no other changes its output."""
         return {name: value for name, value in given.items() if name in self.words}
 
     def variables_of(self, effort: str | None) -> dict[str, Any]:
-        """Translate `reasoning_effort`, as samplers do: a template without degrees can switch thinking only.
+        """Translate `reasoning_effort`, as samplers do: a template without levels can only switch thinking.
 
-        Raises FieldError where the template can do neither.
+        Raises FieldError if the template can do neither.
         """
         if effort is None:
             return {}
@@ -44,9 +44,9 @@ class ChatAbilities:
         return known
 
     def stop_tokens(self, texts: Sequence[str]) -> list[int]:
-        """Return the ids of stops that are special tokens: texts are looked for in the answer's text only.
+        """Return the ids of stops that are special tokens: samplers search texts in the shown answer only.
 
-        Raises FieldError for a longer text with such a token in it, which no answer would ever show.
+        Raises FieldError for a longer text that contains such a token: it never occurs in a shown answer.
         """
         ids = []
         for text in texts:
@@ -62,7 +62,7 @@ class ChatAbilities:
         return ids
 
     def require_separation(self, separate: bool | None) -> None:
-        """Raise FieldError when `separate_reasoning` asks for another form than this server's."""
+        """Raise FieldError if `separate_reasoning` requests another form than this server's."""
         if separate is None or separate == bool(self.reasoning_parser):
             return
         asked, found = ("true", "not set") if separate else ("false", self.reasoning_parser)
@@ -72,7 +72,7 @@ class ChatAbilities:
         )
 
     def require_calls(self, tools: bool, calls: bool, results: bool) -> None:
-        """Raise FieldError for what of tools the model would not see, or whose calls would stay text."""
+        """Raise FieldError for tool fields that the template ignores, or calls that would stay text."""
         if tools and not self.tool_parser:
             raise FieldError(
                 "tools: not supported by this server: its tool_parser is not set, expected the parser of its "
@@ -92,7 +92,7 @@ def chat_abilities(directory: Path, reasoning_parser: str | None, tool_parser: s
 
 
 def _special_tokens(directory: Path) -> dict[str, int]:
-    """Read those of a fast tokenizer's file, else of the slow one's configuration."""
+    """Read the special tokens of a fast tokenizer's file, else of the slow one's configuration."""
     file, config = directory / "tokenizer.json", directory / "tokenizer_config.json"
     if file.is_file():
         added = orjson.loads(file.read_bytes()).get("added_tokens", [])
@@ -103,7 +103,7 @@ def _special_tokens(directory: Path) -> dict[str, int]:
 
 
 def _template(directory: Path) -> str:
-    """Return the text of all templates: in a file of its own, which goes first, or with the tokenizer."""
+    """Return the text of all templates: from a separate file, which takes precedence, or the tokenizer's."""
     file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if file.is_file():
         return file.read_text()

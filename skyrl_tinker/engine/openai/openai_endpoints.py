@@ -43,7 +43,7 @@ from skyrl_tinker.store.store import Store
 
 PREFIX = "/oai/api/v1"
 _PREFIX, _SUFFIX, _END = b"data: ", b"\n\n", b"[DONE]"
-"""Of events in a stream, and the text of its last one."""
+"""Prefix of events in a stream, and the text of its last one."""
 T = TypeVar("T")
 Chunk = dict[str, Any]
 Refusal = Callable[[int, str], SkyrlTinkerError]
@@ -52,9 +52,9 @@ Path = Literal["/v1/completions", "/v1/chat/completions"]
 
 @dataclass(frozen=True, slots=True)
 class _OpenAICall:
-    """Request in the sampler's form, without the fields of its dialect. `prompts`: tokens of each.
+    """Request in the sampler's format, without the fields of its dialect. `prompts`: token count of each.
 
-    `reasoning_field`: of the sampler's messages.
+    `reasoning_field`: in the sampler's messages.
     """
 
     request: OpenAIRequest
@@ -70,7 +70,7 @@ class _OpenAICall:
 
     @property
     def tokens(self) -> int:
-        """The most that it computes, prompts included."""
+        """Most tokens that it computes, prompts included."""
         return sum(self.prompts) + self.sequences * int(self.body["max_tokens"])
 
     @property
@@ -79,7 +79,7 @@ class _OpenAICall:
         return "/v1/chat/completions" if chat else "/v1/completions"
 
     def renamed(self, response: dict[str, Any]) -> bytes:
-        """Encode a response under the model name that the client gave."""
+        """Encode a response under the client's name for the model."""
         add_reasoning(response, self.reasoning_field)
         return orjson.dumps(response | {"model": self.request.model} if "model" in response else response)
 
@@ -139,7 +139,7 @@ class OpenAIServer:
     # From the client's request to the sampler's
 
     async def _prepare(self, request: OpenAIRequest, size: int, owner: OwnerId | None) -> _OpenAICall:
-        """Prepare a request whose body has so many bytes."""
+        """Prepare a request whose body has `size` bytes."""
         facts, abilities = self._facts, self._abilities
         facts.sampler.require(["openai_routes"])
         version = await self._version(request.model, owner)
@@ -153,9 +153,9 @@ class OpenAIServer:
         return _OpenAICall(request, owner, version, prompts, body, field)
 
     async def _version(self, model: str, owner: OwnerId | None) -> WeightVersion | None:
-        """Return the version that a model name means, with its files here; None for the base model.
+        """Return the version for a model name, with its files here; None for the base model.
 
-        Raises as the store does, and StorageError: before there is a turn, which would hold up others.
+        Raises the store's errors, and StorageError. Call it before taking a turn, which it would block.
         """
         found = await self._store.read(lambda conn: openai_models.find(conn, owner, model, self._facts))
         if found is None:
@@ -210,7 +210,7 @@ class OpenAIServer:
         return response, outcome
 
     async def _open(self, call: _OpenAICall, priority: int, upstream: AsyncExitStack) -> AsyncIterator[Chunk]:
-        """Open a stream; returns once the first chunk is here: until then another replica may take over."""
+        """Open a stream; returns with the first chunk: before it, another replica may take over."""
         async with AsyncExitStack() as stack:
             name = await stack.enter_async_context(self._samplers.leases.open(call.version))
             body = self._body(call, name, priority)
@@ -223,7 +223,7 @@ class OpenAIServer:
             return _chained(first, chunks)
 
     async def _counted(self, call: _OpenAICall, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
-        """Pass chunks on, and count the tokens of all that came, also when the client leaves early."""
+        """Forward chunks, and count the tokens of all of them, even if the client leaves early."""
         usage: dict[str, Any] | None = None
         written: dict[int, int] = {}  # tokens, by choice
         try:
@@ -249,14 +249,14 @@ class OpenAIServer:
 
     @asynccontextmanager
     async def _turn(self, call: _OpenAICall) -> AsyncIterator[int]:
-        """Have a turn among the samples, and the priority in the sampler that goes with it."""
+        """Hold a turn among the samples; yields the request's priority in the sampler."""
         share = share_of(call.owner, openai_session(call.owner))
         async with self._sampler_driver.turn(call.owner, call.tokens, call.sequences):
             with self._samplers.priorities.take(share, call.tokens) as priority:
                 yield priority
 
     def _count(self, call: _OpenAICall, usage: dict[str, Any]) -> None:
-        """Count the tokens of an answer, as those of asample are; no client waits for it, or loses by it."""
+        """Count the tokens of an answer, as for asample. No client waits for it, or fails with it."""
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         used = Usage(usage["prompt_tokens"], cached, usage.get("completion_tokens") or 0)
         self._metrics.sampled_tokens(used.output_tokens, call.owner)
@@ -267,7 +267,7 @@ class OpenAIServer:
         task.add_done_callback(self._counting.discard)
 
     async def _with_retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Make an attempt, and another one when the sampler died in it or had lost the adapter."""
+        """Make an attempt, and another one if the sampler died in it or had lost the adapter."""
         try:
             return await self._fleet.with_retry(attempt)
         except NotFoundError:
@@ -275,7 +275,7 @@ class OpenAIServer:
 
 
 def _forwarded(call: _OpenAICall, chunk: Chunk) -> bytes | None:
-    """Return the chunk for the client without the usage that it did not ask for, None if nothing is left."""
+    """Return the chunk without usage that the client did not request; None if nothing is left."""
     options = call.request.stream_options
     if chunk.get("choices"):
         chunk.pop("usage", None)
@@ -285,15 +285,15 @@ def _forwarded(call: _OpenAICall, chunk: Chunk) -> bytes | None:
 
 
 def _owner(http: web.Request) -> OwnerId | None:
-    """Return the owner that the API names: only the API can connect."""
+    """Return the owner named by the API: only the API can connect."""
     owner = http.headers.get(OWNER_HEADER)
     return None if owner is None else OwnerId(int(owner))
 
 
 async def _chunks(pieces: AsyncIterator[bytes], refusal: Refusal) -> AsyncIterator[Chunk]:
-    """Yield what a stream of events says.
+    """Yield the chunks in a stream of events.
 
-    Raises SamplerError when it breaks off, and the error that the sampler reports in it.
+    Raises SamplerError if it breaks off, and the error that the sampler reports in it.
     """
     rest = b""
     try:
@@ -315,7 +315,7 @@ async def _chunks(pieces: AsyncIterator[bytes], refusal: Refusal) -> AsyncIterat
 async def _read_ahead(
     chunks: AsyncIterator[Chunk], upstream: AsyncExitStack
 ) -> AsyncIterator[AsyncIterator[Chunk]]:
-    """Buffer the chunks as fast as they come, and leave `upstream` after the last one.
+    """Buffer the chunks as fast as they arrive, and leave `upstream` after the last one.
 
     A client that reads slowly, or has stopped reading, must not keep weights in use.
     """
@@ -340,7 +340,7 @@ async def _read_ahead(
 async def _buffered(buffer: asyncio.Queue[Chunk | None], reader: asyncio.Task[None]) -> AsyncIterator[Chunk]:
     while (chunk := await buffer.get()) is not None:
         yield chunk
-    await reader  # raises what it broke off with
+    await reader  # raises the reader's error
 
 
 async def _chained(first: Chunk, rest: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:

@@ -1,4 +1,4 @@
-"""OpenAI's requests as samplers take them, with end-of-sequence tokens and lengths, and answers. Pure."""
+"""OpenAI's requests in the samplers' format, with end-of-sequence tokens and lengths, and answers. Pure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +36,7 @@ _FORWARDED = {
     "top_logprobs",
 }
 LONGEST_TOKEN = 1024
-"""Upper bound of the characters in a token: a text that cannot fit even so is refused without counting."""
+"""Upper bound of characters per token: a text that is too long even so is refused without tokenizing it."""
 
 
 def texts_to_count(
@@ -77,7 +77,7 @@ def _texts(request: OpenAIRequest, abilities: ChatAbilities) -> list[dict[str, A
 
 
 def require_one_sequence(request: OpenAIRequest, prompts: int) -> None:
-    """Refuse several sequences where prompts are computed apart: only one may fetch keys and values."""
+    """Refuse several sequences with disaggregation: only one may fetch the prompt's keys and values."""
     count = prompts * request.n
     if count > 1:
         raise FieldError(f"n: found {count} sequences in all, expected 1 with prefill_urls", "n")
@@ -110,7 +110,7 @@ def upstream_body(
 ) -> dict[str, Any]:
     """Return the sampler's body without the fields of its dialect.
 
-    Raises FieldError with the numbers if it exceeds the context, and for what model or samplers cannot do.
+    Raises FieldError with the numbers if it exceeds the context, and for features that are not supported.
     """
     _check_abilities(request, facts.sampler)
     body = request.model_dump(include=_FORWARDED, exclude_none=True)
@@ -119,7 +119,7 @@ def upstream_body(
     if isinstance(request, ChatCompletionRequest):
         abilities.require_separation(request.separate_reasoning)
         body |= _tools(request, abilities) | _template_variables(request, abilities)
-    if request.stream:  # the usage of each chunk is for the bill of a client that leaves
+    if request.stream:  # usage in each chunk, to bill a client that leaves early
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     return body
 
@@ -135,7 +135,7 @@ def _check_abilities(request: OpenAIRequest, sampler: SamplerAbilities) -> None:
 
 
 def _stop(request: OpenAIRequest, facts: BaseModelFacts, abilities: ChatAbilities) -> dict[str, Any]:
-    """List all that ends a sequence, all EOS tokens included, as for samples."""
+    """List all stops of a sequence, all EOS tokens included, as for samples."""
     ids = [item for item in request.stop if isinstance(item, int)]
     _require_known(ids, "stop", facts)
     texts = [item for item in request.stop if isinstance(item, str)]
@@ -151,7 +151,7 @@ def _template_variables(request: ChatCompletionRequest, abilities: ChatAbilities
 
 
 def _tools(request: ChatCompletionRequest, abilities: ChatAbilities) -> dict[str, Any]:
-    """Return the fields of tools; {} when there are none. FieldError: this server has no use for them."""
+    """Return the fields of tools; {} if there are none. FieldError: this server cannot use them."""
     called = any(message.tool_calls for message in request.messages)
     results = any(message.role == "tool" for message in request.messages)
     abilities.require_calls(bool(request.tools), called, results)
@@ -173,7 +173,7 @@ def _max_tokens(request: OpenAIRequest, prompt_tokens: int, context: int) -> int
 
 
 def add_reasoning(response: dict[str, Any], given: str) -> None:
-    """Add what the sampler has in the field `given` under both names that clients read."""
+    """Copy the sampler's field `given` to both names that clients read."""
     for choice in response.get("choices", ()):
         said = choice.get("message") or choice.get("delta") or {}
         if said.get(given) is not None:

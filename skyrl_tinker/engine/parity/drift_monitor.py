@@ -37,7 +37,7 @@ class ScoredProbe:
 
 
 class DriftMonitor:
-    """Scores on the trainer while the save holds it, and on the samplers after the save has its result."""
+    """Scores on the trainer during the save, and on the samplers after the save has its result."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class DriftMonitor:
         self._metrics = metrics
         self._tokens = probe_tokens(facts, tokens)
         self._bound = bound
-        self._gaps: dict[ModelKey, float] = {}  # not reported yet
-        self._differed: set[ModelKey] = set()  # likewise: models whose replay gave other logprobs
+        self._gaps: dict[ModelKey, float] = {}  # by model, not reported yet
+        self._differed: set[ModelKey] = set()  # not reported yet: models whose replay gave other logprobs
         self._drifted: set[ModelKey] = set()
-        self._scored: set[ModelKey] = set()  # models that may be compared: not forgotten since
+        self._scored: set[ModelKey] = set()  # models with a scored probe, until `forget`
 
     async def clear_warning(self) -> None:
         """Withdraw the warning of an earlier engine."""
@@ -87,7 +87,7 @@ class DriftMonitor:
     async def compare(self, scored: ScoredProbe, version: WeightVersion, *, inflight: bool) -> None:
         """Compare with the samplers; report the gap in the metrics, the model's next step and a warning.
 
-        An inflight version is sampled through its target, like rollouts, so that none of them is interrupted.
+        An inflight version is sampled through its target, like rollouts, so that no rollout is interrupted.
         """
         target = self._samplers.target(scored.key, version) if inflight else version
         try:
@@ -96,7 +96,7 @@ class DriftMonitor:
         except SkyrlTinkerError as error:  # dropped meanwhile, samplers down, or NaN logprobs
             _log.info("the logprobs of %s were not compared: %s", version.name, error)
             return
-        except Exception:  # an unforeseen answer, as of an external sampler: it must not end the engine
+        except Exception:  # e.g. an unforeseen answer of an external sampler: the engine goes on
             _log.exception("the logprobs of %s were not compared", version.name)
             return
         if inflight and served != version.name:  # the target has moved on, and is compared again
@@ -108,11 +108,11 @@ class DriftMonitor:
         await self._judge(scored, gap)
 
     def note_replay(self, model: ModelKey) -> None:
-        """Note that a model's replay gave other logprobs than had been delivered."""
+        """Record that a model's replay gave logprobs other than those delivered."""
         self._differed.add(model)
 
     def pop_metrics(self, model: ModelKey) -> dict[str, float]:
-        """Return, for the metrics of a step, the largest gap and a differing replay since the last call."""
+        """Return metrics for a step: the largest gap, and whether a replay differed, since the last call."""
         gap = {METRIC: self._gaps.pop(model)} if model in self._gaps else {}
         differed = {REPLAY_METRIC: 1.0} if model in self._differed else {}
         self._differed.discard(model)
@@ -126,7 +126,7 @@ class DriftMonitor:
         await self._note_agreement(model)
 
     async def _judge(self, scored: ScoredProbe, gap: float) -> None:
-        """Keep a warning in the store from the first model beyond the bound until the last agrees again."""
+        """Keep a warning in the store while any model's gap is beyond the bound."""
         if gap <= self._bound:  # false for NaN
             await self._note_agreement(scored.key)
             return

@@ -29,7 +29,7 @@ def allowed_gap(settings: Settings) -> float:
 
 
 def probe_tokens(facts: BaseModelFacts, count: int) -> tuple[int, ...]:
-    """Return `count` tokens, at most a context of them, always the same for one base model."""
+    """Return `count` tokens, at most the context length, always the same for one base model."""
     count = min(count, facts.context_length)
     return tuple(np.random.default_rng(0).integers(0, facts.vocab_size, count).tolist())
 

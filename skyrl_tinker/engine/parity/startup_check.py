@@ -30,7 +30,7 @@ MODEL = ModelKey(-1)
 VERSION = VersionId(0)  # the store counts from 1
 REQUEST = RequestId("canary")
 TOKENS = 48
-LEARNING_RATE = 0.05  # one step that an adapter cannot hide
+LEARNING_RATE = 0.05  # large enough for one step to change the adapter's logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class LogprobGap:
-    """Largest difference between trainer and samplers; of adapters None where these take none."""
+    """Largest difference between trainer and samplers; `adapter`: None if the samplers take no adapters."""
 
     base: float
     adapter: float | None = None
@@ -99,7 +99,7 @@ async def compare(probed: Probe, samplers: Samplers, directory: Path) -> Logprob
 
 
 def require_agreement(gap: LogprobGap, allowed: float) -> None:
-    """Raise StartupError with the numbers when they are beyond `allowed`, or none at all."""
+    """Raise StartupError with the numbers if they exceed `allowed` or are NaN."""
     if gap.base <= allowed and (gap.adapter is None or gap.adapter <= allowed):  # false for NaN
         return
     raise StartupError(

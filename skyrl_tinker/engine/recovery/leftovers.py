@@ -1,4 +1,4 @@
-"""Leftovers of a dead engine: directories that were half written, or that nobody will record."""
+"""Leftovers of a dead engine: directories that are incomplete, or that will never be recorded."""
 
 import logging
 import re
@@ -19,13 +19,13 @@ PARTIAL = (".*.partial", ".*.tmp")  # directories that were being written
 OF_OTHERS = ("copy-*", "import-*")
 """Directories under the checkpoints that the API and `import-adapter` write, and then record."""
 OF_OTHERS_PARTIAL = tuple(f".{pattern}" for pattern in OF_OTHERS)
-"""Those that are being written, or were when their writer died."""
+"""Directories of these that are being written, or were when their writer died."""
 UNRECORDED_S = 86400.0
-"""Age from which nobody will record one of these any more."""
+"""Age in seconds from which one of these will not be recorded any more."""
 
 
 def sweep_partial(directories: Iterable[Path]) -> None:
-    """Remove what an engine left half written."""
+    """Remove directories that an engine left incomplete."""
     for directory in directories:
         for path in (path for pattern in PARTIAL for path in directory.glob(pattern)):
             if not any(path.match(pattern) for pattern in OF_OTHERS_PARTIAL):
@@ -33,7 +33,7 @@ def sweep_partial(directories: Iterable[Path]) -> None:
 
 
 def sweep_unrecorded(root: Path, recorded: Iterable[str]) -> None:
-    """Remove copies and imports without a checkpoint: their writer died, or it was the last one in there."""
+    """Remove copies and imports without a checkpoint: their writer died, or their last one was deleted."""
     kept = {parent.name for directory in recorded for parent in Path(directory).parents}
     patterns = (*OF_OTHERS, *OF_OTHERS_PARTIAL)
     for path in (path for pattern in patterns for path in root.glob(pattern)):
@@ -53,7 +53,7 @@ def list_saves(root: Path) -> dict[Path, tuple[ModelKey, int]]:
 
 
 def saves_of(directories: Iterable[Path]) -> dict[Path, tuple[ModelKey, int]]:
-    """Return those directories that are of saves, each with its model and the future id of the save."""
+    """Return the directories of saves among these, each with its model and the future id of the save."""
     found: dict[Path, tuple[ModelKey, int]] = {}
     for path in directories:
         name, model = _OF_SAVE.fullmatch(path.name), path.parent.parent.name
@@ -63,10 +63,10 @@ def saves_of(directories: Iterable[Path]) -> dict[Path, tuple[ModelKey, int]]:
 
 
 def list_abandoned(conn: Connection, saves: Mapping[Path, tuple[ModelKey, int]]) -> list[Path]:
-    """Return those directories that nobody will record: their try of a save died, or their removal did.
+    """Return the directories that will never be recorded: their try of a save, or their removal, died.
 
-    Those of saves that this database does not know stay: it may be an older copy of the one that does. Call
-    it in a write, after the directories were listed: an engine that was replaced meanwhile is refused.
+    Directories of saves that are not in this database stay: it may be an older copy of the database that has
+    them. Call it in a write, after the directories were listed: an engine replaced meanwhile is refused.
     """
     recorded = checkpoint_records.list_directories(conn).items()
     directories = {_name(Path(directory)): removed for directory, removed in recorded}
@@ -79,5 +79,5 @@ def list_abandoned(conn: Connection, saves: Mapping[Path, tuple[ModelKey, int]])
 
 
 def _name(directory: Path) -> tuple[str, ...]:
-    """Return the end of its path: the root may have several names."""
+    """Return the end of the path, as the root may have several names."""
     return directory.parts[-3:]

@@ -1,6 +1,6 @@
-"""Models that are parked: their state is kept, and a later start may bring them back.
+"""Parked models: their state is kept, and a later start may bring them back.
 
-Their requests fail with the reason, each in its place, as any request that fails.
+Their requests fail with the reason, each at its turn, as any failed request.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ _HEAD_BYTES = 1 << 20
 
 
 def fingerprint(base_model: Path) -> str:
-    """Return what tells base models apart: the configuration, and names and heads of the weights."""
+    """Return a digest of a base model: of its configuration, and its weight files' names, sizes and heads."""
     digest = hashlib.sha256((base_model / "config.json").read_bytes())
     for path in weight_files(base_model):
         digest.update(f"{path.name} {path.stat().st_size}".encode())
@@ -32,9 +32,9 @@ def fingerprint(base_model: Path) -> str:
 
 
 def sort_models(conn: Connection, fingerprint: str, names: Sequence[str]) -> int:
-    """Park the models of other base models than this one, and take up all of this one, parked or not.
+    """Park the models of other base models, and make those of this one ready, parked or not.
 
-    `fingerprint`, `names`: of the base model that is served. Returns how many are of others.
+    `fingerprint`, `names`: of the base model that is served. Returns the number of parked models.
     """
     before: str | None = server_state.get(conn, _TRAINED)
     server_state.put(conn, _TRAINED, fingerprint)
@@ -50,7 +50,7 @@ def sort_models(conn: Connection, fingerprint: str, names: Sequence[str]) -> int
 
 
 def why_parked(conn: Connection, model: ModelRow, cause: str) -> str:
-    """Return why a model is parked, and which checkpoint another one could be made from."""
+    """Return why a model is parked, and the checkpoint from which a new model could be created."""
     last = checkpoint_records.latest_for_model(conn, model.key, CheckpointKind.WEIGHTS)
     advice = "it has no checkpoint"
     if last is not None:

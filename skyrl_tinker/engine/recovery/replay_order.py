@@ -1,7 +1,7 @@
-"""Order in which a replay repeats what models ran: work of many models at once, as in normal work. Pure code.
+"""Order in which a replay repeats the models' requests: many models at a time, as in normal work. Pure code.
 
-Of each model a batch has what it ran in one unit. So its sums are, on one CPU rank, the same to the last bit,
-also with full parameters; who else was in the unit made no difference to them.
+A batch has the requests that a model ran in one unit, for several models. So a model's sums are, on one CPU
+rank, the same to the last bit, also with full parameters; they do not depend on the unit's other models.
 """
 
 from collections import deque
@@ -14,16 +14,16 @@ from skyrl_tinker.store.replay.unit_records import RanRow
 
 
 def as_they_ran(rows: Iterable[RanRow]) -> Iterator[list[RanRow]]:
-    """Yield unit after unit."""
+    """Yield the rows of unit after unit."""
     for _, unit in groupby(sorted(rows, key=_unit), _unit):
         yield list(unit)
 
 
 def merged(rows: Iterable[RanRow], tokens: int, models: int) -> Iterator[list[RanRow]]:
-    """Yield batches of one kind: passes in rows of one size, steps, or saves; each model's units in order.
+    """Yield batches of one kind: passes with one row budget, steps, or saves; each model's units in order.
 
-    `rows`: of one model after another, each in order. `tokens`: bound of a batch; what one model ran in a
-    unit may be more. `models`: bound of those in a batch, 0 = none.
+    `rows`: of one model after another, each in order. `tokens`: bound of a batch; one model's part of a unit
+    may exceed it. `models`: bound on the models of a batch, 0 = none.
     """
     waiting: dict[ModelKey, deque[list[RanRow]]] = {}
     for (model, _), ran in groupby(rows, key=lambda row: (model_of(row.row), row.unit)):
@@ -50,7 +50,7 @@ def _unit(row: RanRow) -> int:
 
 
 def _kind(part: list[RanRow]) -> tuple[int, int]:
-    """Return what can run as one: passes, which come first, by the size of their rows."""
+    """Return a key of the parts that can run together: passes, which come first, by their row budget."""
     if part[0].effect is Effect.GRADIENTS:
         return 0, part[0].row_budget or 0
     return (2 if part[0].row.kind in SAVES else 1), 0

@@ -1,8 +1,8 @@
-"""Snapshots of models in training, taken so often that replay stays short and so seldom that it costs little.
+"""Snapshots of models in training: often enough for a short replay, seldom enough to cost little.
 
-A snapshot is a checkpoint that the server makes for itself, right after a step or a load: then there are no
-gradients. Its files are written beside training; its row is committed behind the units that it holds. Small
-models are copied several at once: a call to the ranks takes longer than such a copy.
+A snapshot is a checkpoint that the server makes for itself, directly after a step or a load, when there are
+no gradients. Its files are written during training; its row is committed after the units that it contains.
+Several small models are copied in one call to the ranks, as a call takes longer than such a copy.
 """
 
 import asyncio
@@ -39,21 +39,21 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import CapturedState, TrainerGroup
 
 GRACE_S = 0.5
-"""Trainer time that snapshots may take on end, before their share counts."""
+"""Seconds of trainer time that snapshots may take in one go, before their share counts."""
 MODELS_AT_ONCE, BYTES_AT_ONCE = 16, 256 << 20
-"""Bounds of what is copied at once; a model that is larger is copied alone."""
+"""Bounds of the models copied in one call; a larger model is copied alone."""
 ALL = 1 << 62
 _log = logging.getLogger(__name__)
 
 KeepSampled = Callable[[ModelKey], Awaitable[None]]
-"""Copy to disk the weights of a model that clients sample: no replay makes those before a snapshot again."""
+"""Copy to disk a model's weights that clients sample: replay cannot restore those before a snapshot."""
 
 
 @dataclass(slots=True)
 class _Unkept:
     """Work of a model since its snapshot. `clean_at`: the seq_id of its last step, 0 with gradients.
 
-    `ranks_s`: what it took the ranks.
+    `ranks_s`: the ranks' time for it.
     """
 
     ranks_s: float = 0.0
@@ -67,13 +67,13 @@ UPLOADS = 4
 
 @dataclass(slots=True)
 class MeanCost:
-    """Mean seconds of something that a replay does, as measured so far; before, as estimated."""
+    """Mean seconds of a part of replay: an estimate at first, then corrected by measurements."""
 
     seconds: float
     times: int
 
     def note(self, seconds: float, times: int) -> None:
-        """Note what it took; for what took MOST_DEARER times as long, something was waited for as well."""
+        """Add a measurement, capped at MOST_DEARER times the mean: a longer one includes other waits."""
         self.seconds += min(seconds, MOST_DEARER * self.mean_s * times)
         self.times += times
 
@@ -95,7 +95,7 @@ class SnapshotKeeper:
         replay_s: float,
         share: float,
     ) -> None:
-        """`replay_s`: time that a replay may take. `share`: of the trainer's time that snapshots may take."""
+        """`replay_s`: longest replay to allow for. `share`: of the trainer's time, for snapshots."""
         self._store = store
         self._trainer = trainer
         self._commits = commits
@@ -105,11 +105,11 @@ class SnapshotKeeper:
         self._replay_s = replay_s
         self._share = share
         self._progress: dict[ModelKey, _Unkept] = {}
-        self.of_model = MeanCost(2.0, 100)  # to make one on fresh ranks, and load its snapshot
-        self.of_request = MeanCost(0.5, 100)  # beside the ranks' own time: bodies, results, calls
+        self.of_model = MeanCost(2.0, 100)  # to create a model on fresh ranks, and load its snapshot
+        self.of_request = MeanCost(0.5, 100)  # in addition to the ranks' own time: bodies, results, calls
         self._writing: list[asyncio.Task[None]] = []
-        self._uploads = asyncio.Semaphore(UPLOADS)  # they share threads with what clients wait for
-        self._turn = asyncio.Lock()  # of the ranks' disk: a save of a client waits for one snapshot at most
+        self._uploads = asyncio.Semaphore(UPLOADS)  # they share threads with requests of clients
+        self._turn = asyncio.Lock()  # for the ranks' disk: a client's save waits for one snapshot at most
         self._removals: set[asyncio.Task[None]] = set()
         self._forgetting = asyncio.Lock()
         self._room_s, self._looked = GRACE_S, time.monotonic()
@@ -118,7 +118,7 @@ class SnapshotKeeper:
 
     @property
     def replay_seconds(self) -> float:
-        """Time that a replay of all models would take now."""
+        """Seconds that a replay of all models would take now."""
         return sum(map(self._replay_s_of, self._progress.values()))
 
     def _replay_s_of(self, ran: _Unkept) -> float:
@@ -128,12 +128,12 @@ class SnapshotKeeper:
 
     @property
     def would_help(self) -> bool:
-        """True if a snapshot would make a replay shorter."""
+        """True if a snapshot would make a replay shorter and none is being written."""
         return bool(self._ready()) and all(task.done() for task in self._writing)
 
     @property
     def stored(self) -> bool:
-        """True if snapshots are in a storage beside this disk."""
+        """True if snapshots are in a storage besides this disk."""
         return self._storage is not LOCAL_DISK
 
     def _ready(self) -> dict[ModelKey, _Unkept]:
@@ -141,17 +141,17 @@ class SnapshotKeeper:
         return {key: each for key, each in self._progress.items() if each.ranks_s and each.clean_at}
 
     async def settle(self) -> None:
-        """Wait until nothing is written or removed: a replay reads what is there."""
+        """Wait until no snapshot is being written or replaced: a replay reads them."""
         if self._writing:
             await asyncio.wait(self._writing)
 
     def reset(self) -> None:
-        """Forget what models ran: a replay notes it again."""
+        """Forget the models' work since their snapshots: a replay records it again."""
         self._progress.clear()
 
     def note(self, rows: Sequence[QueuedRow], effects: Mapping[int, Effect | None], seconds: float) -> None:
-        """Note what a unit did, which took `seconds`."""
-        nothing = None, Effect.LOADED  # to replay
+        """Record a unit's work, which took `seconds`."""
+        nothing = None, Effect.LOADED  # without work to replay
         ran = [(row, effect) for row in rows if (effect := effects.get(row.id)) not in nothing]
         for row, effect in ran:
             progress = self._progress.setdefault(model_of(row), _Unkept())
@@ -162,8 +162,8 @@ class SnapshotKeeper:
     async def take_due(self) -> None:
         """Take a snapshot if a replay would take long. Raises TrainerError: the ranks are broken.
 
-        Their share is one of all time, not of busy time: short work of many models never leaves the trainer
-        idle for long, and needs a snapshot of each.
+        The share is one of all time, not of busy time: with short work of many models the trainer is never
+        idle for long, and each model needs a snapshot.
         """
         now = time.monotonic()
         self._room_s = min(GRACE_S, self._room_s + self._share * (now - self._looked))
@@ -174,11 +174,11 @@ class SnapshotKeeper:
             self._room_s -= self.spent_s - spent_s
 
     async def take_idle(self) -> None:
-        """Take one while the trainer has nothing to do. Raises TrainerError: the ranks are broken."""
+        """Take a snapshot while the trainer is idle. Raises TrainerError: the ranks are broken."""
         await self._take_largest()
 
     async def _take_largest(self) -> None:
-        """Take some of the models whose replay would take longest, if none is being written."""
+        """Take snapshots of the models with the longest replay, unless one is being written."""
         if not self.would_help:
             return
         ready = self._ready()
@@ -203,7 +203,7 @@ class SnapshotKeeper:
         ]
 
     async def _write(self, model: ModelKey, captured: CapturedState, covered: _Unkept) -> None:
-        """Write, record, and remove the one before; if that fails, all is replayed as before."""
+        """Write and record a snapshot, and remove the previous one; after a failure, replay uses that."""
         seq_id = covered.clean_at
         directory = self._new_directory(model, seq_id)
         row = SnapshotRow(seq_id, str(directory), optimizer=True)
@@ -217,7 +217,7 @@ class SnapshotKeeper:
                 await in_transfer_thread(self._storage.store, directory)
             await self._keep_sampled(model)
             await self._commits.add(UnitEnd({}, (partial(_put, model=model, row=row),)))
-        except Exception as error:  # of ranks, storage, a disk or the database; training goes on in any case
+        except Exception as error:  # of ranks, storage, disk or database: training goes on
             foreseen = isinstance(error, SkyrlTinkerError | OSError | SQLAlchemyError)
             _log.warning(
                 "the snapshot of model %s was not kept: %s: %s",
@@ -241,9 +241,9 @@ class SnapshotKeeper:
     async def link(
         self, model: ModelKey, seq_id: int, source: str, origin: Storage, *, optimizer: bool
     ) -> SnapshotRow:
-        """Keep a checkpoint that is to be loaded, by hard links: it may be deleted. Raises StorageError.
+        """Keep a checkpoint that will be loaded, by hard links: it may be deleted later. Raises StorageError.
 
-        `origin`: the storage that has it.
+        `origin`: the storage of the checkpoint.
         """
         row = SnapshotRow(seq_id, str(self._new_directory(model, seq_id)), optimizer)
         try:
@@ -261,7 +261,7 @@ class SnapshotKeeper:
         await self._remove(Path(row.directory))
 
     async def fetch(self, row: SnapshotRow) -> None:
-        """Bring its files here. Raises StorageError, StorageAwayError: they may come later."""
+        """Fetch its files to this host. Raises StorageError; StorageAwayError if a later try may succeed."""
         await self._storage.fetch_off_loop(Path(row.directory))
 
     def loaded(self, model: ModelKey, row: SnapshotRow) -> Op[Any]:
@@ -270,7 +270,7 @@ class SnapshotKeeper:
         return partial(snapshot_records.put, model=model, snapshot=row)
 
     async def sweep(self) -> None:
-        """Remove what an earlier engine left: files without a row, and all of models that have ended."""
+        """Remove leftovers of an earlier engine: files without a row, and all files of ended models."""
 
         def kept(conn: Connection) -> tuple[set[ModelKey], dict[ModelKey, str]]:
             snapshots = snapshot_records.all_directories(conn)
@@ -279,7 +279,7 @@ class SnapshotKeeper:
             return {*snapshots, *unit_records.models_with_bodies(conn), *models} - live, snapshots
 
         try:
-            found = await self._directories(self._root)  # first: what comes later is not ours to remove
+            found = await self._directories(self._root)  # first: later directories must stay
             models = {ModelKey(int(path.name)) for path in await in_disk_thread(_of_models, self._root)}
         except OSError as error:
             _log.warning("snapshots may stay that nobody needs, until the next start: %s", error)
@@ -293,19 +293,19 @@ class SnapshotKeeper:
                 await self._remove(path)
 
     async def remove_replaced(self, model: ModelKey) -> None:
-        """Remove what the model's snapshot, which was committed, has made superfluous."""
+        """Remove files and bodies that the model's committed snapshot has replaced."""
         row = await read_persistently(self._store, partial(snapshot_records.find, model=model))
         if row is not None:
             await self._forget_before(model, row)
 
     def pause(self, model: ModelKey) -> None:
-        """Take none of a model that is no longer on the ranks."""
+        """Take no more snapshots of a model that has left the ranks."""
         self._progress.pop(model, None)
 
     async def forget(self, model: ModelKey) -> None:
-        """Remove all that was kept of a model that has ended, and is paused.
+        """Remove all files and records of a model that has ended, and is paused.
 
-        One at a time: many may end at once, and their files are many.
+        One model at a time: many may end together, each with many files.
         """
         async with self._forgetting:
             await self.settle()
@@ -320,7 +320,7 @@ class SnapshotKeeper:
                 await self._remove(path)
 
     async def _directories(self, below: Path) -> set[Path]:
-        """Return those of snapshots, of one model or all, here and in storage."""
+        """Return the directories of snapshots, of one model or all, here and in storage."""
 
         def find() -> set[Path]:
             own = _of_models(below) if below == self._root else [below]
@@ -331,9 +331,9 @@ class SnapshotKeeper:
         return await in_transfer_thread(find)
 
     async def _remove(self, path: Path) -> None:
-        """Remove it here, and from storage as far as that can be done: what stays costs room only."""
+        """Remove a directory here and, if possible, from storage: leftovers only cost space."""
         await in_disk_thread(shutil.rmtree, path, ignore_errors=True)
-        removal = asyncio.create_task(in_transfer_thread(self._storage.discard, path))  # maybe for long
+        removal = asyncio.create_task(in_transfer_thread(self._storage.discard, path))  # may take long
         self._removals.add(removal)
         removal.add_done_callback(self._removals.discard)
 
@@ -355,7 +355,7 @@ def _name(directory: Path) -> tuple[str, ...]:
 
 
 def _of_models(root: Path) -> list[Path]:
-    return [path for path in root.glob("[0-9]*") if path.name.isdecimal()]  # others are nothing of ours
+    return [path for path in root.glob("[0-9]*") if path.name.isdecimal()]  # other directories are not ours
 
 
 def _seq_id_of(directory: Path) -> int:
@@ -363,7 +363,7 @@ def _seq_id_of(directory: Path) -> int:
 
 
 def _require_written(conn: Connection, model: ModelKey, until: int) -> None:
-    """Raise SkyrlTinkerError if a save up to there is still on its way: it may have to be repeated."""
+    """Raise SkyrlTinkerError if a save before `until` has not finished: it may have to be repeated."""
     if unit_records.unfinished_until(conn, model, until):
         raise SkyrlTinkerError("a save from before it is still being written")
 
@@ -376,7 +376,7 @@ def _put(conn: Connection, model: ModelKey, row: SnapshotRow) -> None:
 
 
 def _link_files(source: Path, directory: Path) -> None:
-    """Copy where there is no hard link between the two, as between file systems."""
+    """Link the files, or copy them if hard links are not possible, as between file systems."""
     with atomic_directory(directory) as staging:
         for path in source.iterdir():
             linked = False

@@ -18,12 +18,12 @@ from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 
 _log = logging.getLogger(__name__)
 TURN_S = 1.0
-"""How long a version has its place at least, while others wait for one."""
+"""Least seconds for which a version keeps its place while others wait for one."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """Numbers of adapters that a sampler keeps in memory, and takes into one batch; 0: none at all."""
+    """Numbers of adapters that a sampler keeps in memory, and that it takes into one batch; 0: none."""
 
     loaded: int
     running: int
@@ -31,7 +31,7 @@ class AdapterLimits:
 
 @dataclass(eq=False, slots=True)
 class _Turn:
-    """A version's place among those that run. `ends`: when others may have it, by the loop's clock."""
+    """A version's place among those that run. `ends`: when it must yield to others, by the loop's clock."""
 
     version: WeightVersion
     ends: float
@@ -41,10 +41,10 @@ class _Turn:
 
 @dataclass(eq=False, slots=True)
 class _Wait:
-    """Requests that wait for one version, of which the `parked` await that it is `changed`.
+    """Requests that wait for one version. `parked`: how many of them await `changed`.
 
-    That is that they may go on, or are to see to the end of a turn. `loading`: one of them loads it, or
-    stands in the line for that.
+    `changed` is set when they may go on, or must end a turn. `loading`: one of them loads the version, or
+    waits for its turn to do so.
     """
 
     requests: int = 0
@@ -54,15 +54,17 @@ class _Wait:
 
 
 class AdapterCache:
-    """Cache of as many adapters as each sampler keeps in memory, which never evicts one in use.
+    """Cache of as many adapters as each sampler keeps in memory. An adapter in use is never evicted.
 
-    Those that run at once have a place in its batch: requests of any other would be passed over for as
-    long as those of the first ones come. Versions wait for a place in turn. For each that waits, the version
-    that has had its place for longest takes no more requests once its turn is over, and those that it has are
-    interrupted if they can go on later (SampleCall), so that none starves. While one that is to be loaded
-    waits for another change of the samplers, which may take minutes, the places are of those that are loaded;
-    once it is loaded they leave it one as their turns end. All replicas share the places, as a router chooses
-    among them. However many wait, a change costs as much as there are adapters loaded.
+    - A version runs only with a place in the samplers' batch: a sampler would pass over requests of further
+      adapters for as long as requests of the first ones arrive.
+    - Versions wait for a place in turn. For each waiting one, the version that has had its place for longest
+      takes no more requests once its turn is over, and its requests are interrupted if they can go on later
+      (SampleCall), so that none starves.
+    - While a version to be loaded waits for another change of the samplers, which may take minutes, loaded
+      versions use its place; once it is loaded, they leave it one as their turns end.
+    - All replicas share the places, as a router chooses among them.
+    - A change costs as much as there are adapters loaded, however many requests wait.
     """
 
     def __init__(self, fleet: Fleet, limits: AdapterLimits) -> None:
@@ -71,18 +73,18 @@ class AdapterCache:
         self._loaded: OrderedDict[VersionId, WeightVersion] = OrderedDict()  # least recently used first
         self._turns: dict[VersionId, _Turn] = {}  # oldest first
         self._waiting: OrderedDict[VersionId, _Wait] = OrderedDict()
-        self._blocked: set[VersionId] = set()  # by another change of the samplers
+        self._blocked: set[VersionId] = set()  # wait for another change of the samplers
 
     def require_taken(self) -> None:
-        """Raise UserError where the samplers take no adapters."""
+        """Raise UserError if the samplers take no adapters."""
         if not self._limits.running:
             raise UserError("no adapter can be sampled: the server's setting max_lora_rank is 0")
 
     async def acquire(self, source: WeightVersion | InflightTarget) -> WeightVersion:
-        """Return the version whose adapter is loaded and has a place, and stays so until `release`.
+        """Return a version once its adapter is loaded and has a place; both stay so until `release`.
 
-        Of a target it is the newest when this returns; `Samplers.announce` interrupts what runs from then on.
-        StateLostError, SamplerError if it cannot be loaded.
+        For a target it is the newest version at that moment; `Samplers.announce` interrupts later requests.
+        Raises StateLostError or SamplerError if it cannot be loaded.
         """
         while True:
             version = newest(source)
@@ -91,7 +93,7 @@ class AdapterCache:
             turn = self._turns.get(version.id)
             if turn is None:
                 turn = self._turns[version.id] = _Turn(version, _now() + TURN_S)
-                self._wake()  # the next one sees to its end
+                self._wake()  # the next in line has to end this turn
             turn.users += 1
             turn.interrupted = False
             self._loaded.move_to_end(version.id)
@@ -107,7 +109,7 @@ class AdapterCache:
             self._wake()
 
     def in_use(self, version: WeightVersion) -> bool:
-        """Return whether requests hold it or wait for it."""
+        """Return whether requests hold the version or wait for it."""
         return version.id in self._turns or version.id in self._waiting
 
     def loaded(self) -> list[WeightVersion]:
@@ -115,9 +117,9 @@ class AdapterCache:
         return list(self._loaded.values())
 
     async def load(self, version: WeightVersion) -> None:
-        """Load it, unless all that are loaded are in use or a change is under way, which may take minutes.
+        """Load a version, unless all loaded ones are in use or a change is in progress: it may take minutes.
 
-        Then it comes with its first request. Raises UserError as `require_taken` does.
+        In these cases its first request loads it. Raises UserError as `require_taken` does.
         """
         self.require_taken()
         if self._fleet.changing.held:
@@ -127,27 +129,27 @@ class AdapterCache:
                 await self._load(version)
 
     async def unload(self, version: WeightVersion) -> None:
-        """Unload a version that no client samples any more. One that a request began with meanwhile stays."""
+        """Unload a version that no client samples any more, unless a request has begun with it meanwhile."""
         async with self._fleet.changing:
             if version.id not in self._turns:
                 await self._evict(version.id)
                 self._wake()
 
     def forget(self, version: WeightVersion) -> None:
-        """Mark it as not loaded, because a sampler lost it; loading it again does no harm to the others."""
+        """Mark a version as not loaded, because a sampler lost it; the others tolerate a second load."""
         self._loaded.pop(version.id, None)
         self._wake()
 
     async def equip(self, newcomer: RemoteInferenceClient) -> None:
-        """Load what the other replicas have; called with `changing` held.
+        """Load the adapters of the other replicas; called with `changing` held.
 
-        An adapter that is gone or refused is forgotten: it must not keep the newcomer away.
+        An adapter that is gone or refused is forgotten: it must not keep the newcomer out.
         """
         for version in list(self._loaded.values()):
             try:
                 await newcomer.control.load_adapter(version.name, version.directory)
             except SamplerError:
-                await newcomer.control.health()  # SamplerError: it is the newcomer that is broken
+                await newcomer.control.health()  # raises SamplerError if the newcomer is broken
                 self.forget(version)
 
     async def _wait_for(self, version: WeightVersion) -> None:
@@ -163,7 +165,7 @@ class AdapterCache:
                 self._wake()
 
     async def _load_in_turn(self, version: WeightVersion, wait: _Wait) -> bool:
-        """Load it if it may run and no other request does; return whether it takes requests."""
+        """Load a version if it may run and no other request loads it; return whether it takes requests."""
         if version.id not in self._loaded and self._may_run(version) and not wait.loading:
             wait.loading = True
             try:
@@ -175,11 +177,11 @@ class AdapterCache:
             finally:
                 self._unblock(version)
                 wait.loading = False
-                self._pulse([wait])  # without success another one tries it
+                self._pulse([wait])  # after a failure another request tries it
         return self._is_open(version)
 
     def _block(self, version: WeightVersion) -> None:
-        """Lend its place, if it has to wait; not if it could not be loaded while all places are lent."""
+        """Lend the version's place if its load has to wait, unless that might prevent the load."""
         if self._fleet.changing.held and self._limits.loaded > self._limits.running:
             self._blocked.add(version.id)
             self._wake()
@@ -190,7 +192,7 @@ class AdapterCache:
             self._wake()
 
     async def _await_change(self, wait: _Wait) -> None:
-        """Return after a change. Meanwhile a turn may end that others wait for."""
+        """Return after a change; meanwhile, interrupt a turn that ends and that others wait for."""
         ending = self._ending()
         wait.parked += 1
         try:
@@ -206,14 +208,14 @@ class AdapterCache:
             await self._interrupt(ending)
 
     async def _interrupt(self, turn: _Turn) -> None:
-        turn.interrupted = True  # by this request, and again by another one if this one leaves
-        self._pulse(self._waiting.values())  # another one sees to the next turn meanwhile
+        turn.interrupted = True  # by this request, or by another one if this one leaves
+        self._pulse(self._waiting.values())  # another request ends the next turn meanwhile
         try:
             async with self._fleet.placement.awake():
                 await self._fleet.client.control.interrupt(turn.version.name)
-        except SamplerError as error:  # they end without it
+        except SamplerError as error:  # they end on their own
             _log.warning("requests of %s could not be interrupted: %s", turn.version.name, error)
-        except BaseException:  # cancelled, or of a broken placement: another request does it
+        except BaseException:  # cancelled, or a broken placement: another request does it
             turn.interrupted = False
             self._pulse(self._waiting.values())
             raise
@@ -222,7 +224,7 @@ class AdapterCache:
         return version.id in self._loaded and self._may_run(version)
 
     def _may_run(self, version: WeightVersion) -> bool:
-        """Return whether its requests may begin, as far as places go."""
+        """Return whether there is a place for the version's requests."""
         turn = self._turns.get(version.id)
         if turn is not None:
             return _now() < turn.ends or turn not in self._leaving()
@@ -234,7 +236,7 @@ class AdapterCache:
         return max(0, self._limits.running - len(self._turns))
 
     def _line(self) -> Iterator[VersionId]:
-        """Yield the versions that wait for a place, in turn: while one is blocked, those that are loaded."""
+        """Yield the versions that wait for a place, in turn; while one is blocked, only the loaded ones."""
         versions = self._loaded if self._blocked else self._waiting
         return (each for each in versions if each in self._waiting and each not in self._turns)
 
@@ -256,7 +258,7 @@ class AdapterCache:
         return len(self._loaded) < self._limits.loaded or self._idle() is not None
 
     def _idle(self) -> VersionId | None:
-        """Return the one to evict: the least recently used, rather one that nobody waits for."""
+        """Return the version to evict: the least recently used, preferably one without waiting requests."""
         idle = (version for version in self._loaded if version not in self._turns)
         return min(idle, key=lambda version: version in self._waiting, default=None)
 
@@ -269,14 +271,14 @@ class AdapterCache:
         self._wake()
 
     async def _evict(self, version: VersionId) -> None:
-        """Unload it; best effort, as a name that stays behind on a sampler is never used again."""
+        """Unload a version; best effort, as a name left on a sampler is never used again."""
         loaded = self._loaded.pop(version, None)
         if loaded is not None:
             with suppress(SamplerError):
                 await self._fleet.client.control.unload_adapter(loaded.name)
 
     def _wake(self) -> None:
-        """Wake those that may have a place now, and the next one, which sees to the end of turns."""
+        """Wake the versions that may have a place now, and the next one, which ends turns."""
         line, free = self._line(), self._free()
         first = [self._waiting[version] for version in islice(line, free)]
         behind = (wait for version in line if (wait := self._waiting[version]).parked)
@@ -285,7 +287,7 @@ class AdapterCache:
 
     def _pulse(self, waits: Iterable[_Wait]) -> None:
         for wait in waits:
-            wait.changed.set()  # those that wait now, and none later
+            wait.changed.set()  # wakes present waiters, no later ones
             wait.changed.clear()
 
 

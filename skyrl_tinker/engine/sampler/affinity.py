@@ -1,4 +1,4 @@
-"""Affinity of requests to replicas: a shared prefix goes to one, unless too many of it are in flight."""
+"""Affinity of requests to replicas: those of a prefix go to one, unless it has too many in flight."""
 
 import hashlib
 from collections import Counter
@@ -11,17 +11,17 @@ from skyrl_tinker.inference.constants import BASE_MODEL
 
 PREFIX_BYTES = 1024  # of 128 tokens
 LEAST = 4
-"""Sequences that one prefix may always have in flight."""
+"""Sequences that a prefix may always have in flight."""
 
 
 class Affinity:
     """Keys by which a replica is chosen, and the sequences in flight under each.
 
-    A key is of the weights and of a prompt's beginning. One that has half of a replica's share of all that is
-    in flight takes no more: then twice as much of the prompt decides, so that the turns of a conversation
-    stay together and conversations with the same beginning part. The bound follows V. Mirrokni, M. Thorup,
-    M. Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018; who hashes, client or router, knows
-    no load, so the key changes in place of the replica.
+    A key is made of the weights and a prompt's beginning. A key with half of a replica's share of all
+    sequences in flight takes no more: a prefix twice as long is then used, so that the turns of a
+    conversation stay together, apart from conversations with the same beginning. The bound follows
+    V. Mirrokni, M. Thorup, M. Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018; client and
+    router hash keys without knowledge of the load, so the key changes instead of the replica.
     """
 
     def __init__(self, replicas: Callable[[], int]) -> None:
@@ -31,7 +31,7 @@ class Affinity:
 
     @contextmanager
     def key(self, source: SampleSource, prompt: bytes, sequences: int) -> Iterator[str]:
-        """Choose a key for a request, which counts under it meanwhile."""
+        """Choose a key for a request; its sequences count under the key within the context."""
         most = max(LEAST, self._total / (2 * self._replicas()))
         key = next(key for key in _keys(source, prompt) if self._sequences[key] < most)
         self._sequences[key] += sequences
@@ -46,7 +46,7 @@ class Affinity:
 
 
 def _keys(source: SampleSource, prompt: bytes) -> Iterator[str]:
-    """Yield keys of longer and longer prefixes, and then others without end."""
+    """Yield keys of longer and longer prefixes, then an endless series of further keys."""
     digest = hashlib.sha256(_name(source).encode())
     begin, end = 0, PREFIX_BYTES
     while True:

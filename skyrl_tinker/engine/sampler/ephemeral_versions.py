@@ -1,4 +1,4 @@
-"""Unnamed weights for sampling: how many are kept, where they lie, and when they go."""
+"""Unnamed weights for sampling: their number, place and lifetime."""
 
 import asyncio
 import logging
@@ -23,9 +23,9 @@ from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.store import Store
 
 RECENT_S = 60.0
-"""Time after their last sample in which weights count as those that a client goes on to sample."""
+"""Seconds after their last sample during which weights count as still sampled."""
 SHARE = 0.25
-"""Of the disk under home, that all versions may take by default."""
+"""Default share of the home's disk for all versions together."""
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class EphemeralVersions:
         self._moved: set[VersionId] = set()  # to disk, of those that are kept
 
     async def sweep(self) -> None:
-        """Drop what nobody samples any more, then the oldest above the cap, and move others to disk."""
+        """Drop unused versions, then the oldest above the cap, and move others to disk."""
         for version in await self._list_unused():
             await self._drop(version)
         await self._enforce_cap()
@@ -57,7 +57,7 @@ class EphemeralVersions:
     async def retire(self, version: WeightVersion) -> bool:
         """Drop a version from the samplers and the store; returns False while it is in use.
 
-        Its files may go only then: a server that must read them again dies when they are gone.
+        Only then may its files be removed: a server that must read them again would die without them.
         """
         if self._samplers.in_use(version):
             return False
@@ -65,16 +65,16 @@ class EphemeralVersions:
         if self._samplers.in_use(version):  # a sample began while the unload waited
             return False
         await self._store.write(lambda conn: sampling_sessions.mark_dropped(conn, version.id))
-        self._sampler.forget_sources()  # whoever asks from now on is told that it is gone
+        self._sampler.forget_sources()  # later requests get the answer that it is gone
         if self._samplers.in_use(version):  # a sample began while the store wrote
             await self._store.write(lambda conn: sampling_sessions.keep(conn, version.id))
             return False
         return True
 
     async def keep_sampled(self, model: ModelKey) -> None:
-        """Copy to disk what clients of this model sample: its newest version, and those in use.
+        """Copy to disk the versions that clients of this model sample: the newest one, and those in use.
 
-        Call it before a snapshot is recorded, from which these could not be made again after a reboot.
+        Call it before a snapshot is recorded: a replay from it could not make them again after a reboot.
         Raises OSError: the disk is full.
         """
 
@@ -107,7 +107,7 @@ class EphemeralVersions:
         return True
 
     async def _in_turn(self, work: Callable[[WeightVersion], T], version: WeightVersion) -> T:
-        """Have the spill work on a version, behind what it does with it already."""
+        """Run work of the spill on a version, after earlier work on the same version."""
         async with self._turns.setdefault(version.id, asyncio.Lock()):
             return await in_transfer_thread(work, version)
 
@@ -143,10 +143,10 @@ class EphemeralVersions:
         kept = await self._store.fetch(sampling_sessions.list_ephemeral_versions)
         self._moved.intersection_update(version.id for version in kept)
         for version in kept[:-1]:  # the newest is about to be sampled
-            if version.id in self._moved:  # each sweep would look at the files of all
+            if version.id in self._moved:  # else each sweep would look at the files of all
                 continue
             if not await in_disk_thread(self._spill.low):
                 return
-            with suppress(FileNotFoundError):  # gone with a reboot; it may yet be made again
+            with suppress(FileNotFoundError):  # gone with a reboot; a replay may make it again
                 if await self._in_turn(self._spill.move, version):
                     self._moved.add(version.id)

@@ -1,4 +1,4 @@
-"""The sampler replicas as one: the members that serve now, changes to all of them, loss and return."""
+"""The sampler replicas as one: current members, changes to all of them, their loss and return."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ ATTEMPTS = 5
 NOTICED_WITHIN_S = 4.0  # from a failed request to the death that explains it: a death is noticed after 2 s
 RETRY_S = 5.0
 ADAPTERS_BY: tuple[Way, Way] = ("shared memory", "pull")
-"""Ways of adapters to replicas of this host, and to those of others."""
+"""Ways of adapters to replicas on this host, and on other hosts."""
 T = TypeVar("T")
 Equip = Callable[[RemoteInferenceClient], Awaitable[None]]
 _log = logging.getLogger(__name__)
@@ -41,10 +41,10 @@ class Servers(Protocol):
 
 
 class Fleet:
-    """`client` reaches the members only: the replicas that are alive and have what all others have.
+    """`client` reaches members only: replicas that are alive and have the current adapters and weights.
 
-    `changing` is held for every change that must reach all replicas: adapters, weights, new members. A
-    member that dies leaves without it. An `equip` brings the current adapters and resident weights to one
+    Hold `changing` for every change that must reach all replicas: adapters, weights, new members. A member
+    that dies is removed without it. An `equip` loads the current adapters and resident weights on one
     newcomer; it is called with `changing` held.
     """
 
@@ -60,8 +60,8 @@ class Fleet:
     ) -> None:
         """Start with all `client.server_urls`, which are ready, and known to the router if it is ours.
 
-        `step_s`: a member whose core answers nothing for longer is replaced. `cores`: of each replica, those
-        that decode, 0 where it computes prompts for others; default: one.
+        `step_s`: a member whose core does not answer for longer is replaced. `cores`: engine cores of each
+        replica that decode, 0 if it computes prompts for others; default: one.
         `clock`: of incidents.
         """
         self.client = client
@@ -77,7 +77,7 @@ class Fleet:
         self._cores = cores or (1,) * self._replicas
         self._members = dict(enumerate(client.server_urls))
         self._condemned: dict[int, Loss] = {}
-        self._leaving: set[str] = set()  # no members any more, but their processes may still run
+        self._leaving: set[str] = set()  # former members whose processes may still run
         self._losses = 0
         self.incidents: deque[Incident] = deque(maxlen=INCIDENTS)
         self._changed = asyncio.Event()
@@ -95,24 +95,24 @@ class Fleet:
 
     @property
     def cores(self) -> int:
-        """Number of engine cores that decode now, each as many sequences as any other."""
+        """Number of engine cores that decode now; each decodes as many sequences as any other."""
         return sum(self._cores[index] for index in self._members)
 
     @property
     def disaggregated(self) -> bool:
-        """True where some replicas compute prompts, and others continue them."""
+        """True if some replicas compute prompts, and others continue them."""
         return 0 in self._cores
 
     def view(self, ways: tuple[Way, Way]) -> tuple[ReplicaView, ...]:
-        """Return all replicas, those that are being replaced too.
+        """Return all replicas, including those that are being replaced.
 
-        `ways`: of full parameters to those of this host, and to those of others.
+        `ways`: of full parameters to replicas on this host, and on other hosts.
         """
         urls = [self._members.get(index) for index in range(self._replicas)]
         return tuple(_view(url, ways) if url else ReplicaView(None, "replaced") for url in urls)
 
     async def adopt(self, equip: Equip) -> None:
-        """Equip the replicas that others started: they may have weights from an earlier server."""
+        """Equip external replicas: they may have weights from an earlier server."""
         async with self.changing:
             for url in self.client.server_urls:
                 await self._equip(url, equip)
@@ -126,10 +126,10 @@ class Fleet:
                 tasks.create_task(self._keep_router(self._router))
 
     async def with_retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Make the attempt, again at once when replicas were lost meanwhile and others serve.
+        """Make the attempt, and repeat it immediately if replicas were lost meanwhile and others serve.
 
-        It waits while no replica serves, and for the trainer when that was to bring weights and died.
-        SamplerError: it failed for another reason.
+        Waits while no replica serves, and for the trainer if it died while sending weights. Raises
+        SamplerError if the attempt failed for another reason.
         """
         attempts = ATTEMPTS
         while True:
@@ -147,7 +147,7 @@ class Fleet:
                 _log.info("tried again after a loss: %s", error)
 
     def condemn(self, url: str, reason: str) -> None:
-        """End and replace a member that must not serve any more. No effect if it is not a member."""
+        """End and replace a member that must no longer serve. No effect if it is not a member."""
         for index, member in list(self._members.items()):
             if member == url:
                 self._condemned[index] = Loss(index, url, reason, silent=True)
@@ -163,7 +163,7 @@ class Fleet:
             self._long_calls -= 1
 
     async def wait_ended(self, url: str) -> None:
-        """Return once this former member's process has ended, and its memory is free."""
+        """Wait until this former member's process has ended, and its memory is free."""
         await self._wait_for(lambda: url not in self._leaving)
 
     # Replicas
@@ -215,11 +215,11 @@ class Fleet:
         """End a lost replica, and with it all requests that wait for it."""
         if self._router is not None:
             await self._router.remove(loss.url)
-            self._losses += 1  # requests were sent to it until now
+            self._losses += 1  # it has received requests until now
             self._note_change()
         ended = await self._servers.end(loss.index)
-        if loss.silent and not ended:  # which requests it holds is not known
-            self._losses += 1  # also explains those that began after it was dropped
+        if loss.silent and not ended:  # its requests are not known
+            self._losses += 1  # also explains requests that began after it was dropped
             self._note_change()
             for attempt in self._attempts:
                 attempt.cancel()
@@ -227,7 +227,7 @@ class Fleet:
     async def _replace(self, index: int, equip: Equip) -> None:
         while True:
             try:
-                async with self.placement.awake():  # it needs the memory that is the trainer's in its turns
+                async with self.placement.awake():  # it needs memory that the trainer has in its phases
                     url = await self._servers.replace(index)
                     await self._admit(index, url, equip)
                 break
@@ -239,7 +239,7 @@ class Fleet:
         _log.info("sampler %d serves again at %s", index, url)
 
     async def _admit(self, index: int, url: str, equip: Equip) -> None:
-        """Equip a newcomer and make it a member. SamplerError when it dies before."""
+        """Equip a newcomer and make it a member. Raises SamplerError if it dies before."""
         async with self.changing:
             equipping = asyncio.ensure_future(self._equip(url, equip))
             lost = asyncio.ensure_future(self._servers.wait_lost(index))
@@ -248,7 +248,7 @@ class Fleet:
                 if not equipping.done():
                     await self._servers.end(index)  # nothing waits for it any more
                     equipping.cancel()
-                    await asyncio.wait((equipping,))  # a sync that breaks off tidies up before the next one
+                    await asyncio.wait((equipping,))  # an aborted sync must clean up before the next one
                     raise SamplerError(f"{url} was lost before it served: {lost.result().reason}")
                 equipping.result()
             finally:
@@ -260,10 +260,10 @@ class Fleet:
             self._retarget()
 
     async def _add_to(self, router: Router, url: str) -> None:
-        """Add a worker; a member serves all alone while the router starts again for it."""
+        """Add a worker; a single member serves all requests if the router has to restart for it."""
         if not router.disaggregates:
             return await router.add(url)
-        self._losses += 1  # also of what the router has in flight
+        self._losses += 1  # also for requests in flight in the router
         self._proxy_url = None
         self._retarget()
         try:
@@ -294,7 +294,7 @@ class Fleet:
             _log.error("%s and is started again", reason)
             self.incidents.append(Incident(self._clock(), reason))
             self._losses += 1
-            self._proxy_url = None  # one member serves all meanwhile
+            self._proxy_url = None  # one member serves all requests meanwhile
             self._retarget()
             await self._restart_router(router)
             self._proxy_url = router.url
@@ -312,7 +312,7 @@ class Fleet:
     # Requests that wait
 
     async def _interruptible(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Make the attempt; SamplerError when it was cancelled because a replica may hold it indefinitely."""
+        """Make the attempt. SamplerError if it was cancelled because a replica may hold it indefinitely."""
         task = asyncio.ensure_future(attempt())
         self._attempts.add(task)
         try:
@@ -326,7 +326,7 @@ class Fleet:
             self._attempts.discard(task)
 
     async def _loss_since(self, losses: int) -> bool:
-        """Wait for a loss since `losses` was read; return False if none comes: the fault lies elsewhere."""
+        """Wait for a loss after `losses` was read; return False if there is none: the fault is elsewhere."""
         self._servers.suspect()
         try:
             async with asyncio.timeout(NOTICED_WITHIN_S):
@@ -352,13 +352,13 @@ class Fleet:
                 await status.report("ready", f"{self.size} of {self._replicas} replicas serve")
             else:
                 await status.report("ready", "")
-        except OperationalError as error:  # a database that fails briefly ends no engine
+        except OperationalError as error:  # a short failure of the database must not end the engine
             _log.warning("the status could not be stored: %s", error)
 
 
 def _view(url: str, ways: tuple[Way, Way]) -> ReplicaView:
     try:
         elsewhere = not is_here(url)
-    except OSError:  # nobody knows its name now
+    except OSError:  # its host name does not resolve now
         elsewhere = True
     return ReplicaView(url, "serving", urlsplit(url).hostname, ways[elsewhere], ADAPTERS_BY[elsewhere])

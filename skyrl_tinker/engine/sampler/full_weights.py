@@ -1,4 +1,4 @@
-"""Full parameters: the samplers hold one set of weights at a time, and requests run grouped by it."""
+"""Full parameters: the samplers hold one set of weights at a time, and requests are grouped by weights."""
 
 import asyncio
 from collections import OrderedDict
@@ -12,10 +12,10 @@ from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, SampleS
 
 
 class Swaps(Protocol):
-    """Interface of WeightSwaps. Requests that run during a swap are of an inflight target and go on."""
+    """Interface of WeightSwaps. Only requests of an inflight target run during a swap, and they go on."""
 
     async def swap(self, new: WeightVersion | None) -> None:
-        """Bring `new` to the samplers; if it raises, they serve the old weights or are replaced."""
+        """Load `new` on the samplers; after an error they serve the old weights or are replaced."""
         ...
 
 
@@ -33,26 +33,26 @@ _UNKNOWN = "unknown"  # a group without requests
 
 
 class FullWeights:
-    """None stands for the base weights, under which adapters run too.
+    """None stands for the base weights, which adapters need too.
 
     Groups get their turn in the order in which they began to wait: once another group waits, newcomers of the
-    resident one queue up behind it, so that none starves. The requests of an inflight target are one group,
-    whose weights are renewed under them.
+    resident group queue behind it, so that none starves. The requests of an inflight target are one group,
+    whose weights are replaced while they run.
     """
 
     def __init__(self, swaps: Swaps) -> None:
         self._swaps = swaps
         self._state = _BASE
         self._inside = 0
-        self._waiting: OrderedDict[Hashable, int] = OrderedDict()  # group -> how many
+        self._waiting: OrderedDict[Hashable, int] = OrderedDict()  # group -> number of requests
         self._swapping: asyncio.Task[None] | None = None
         self._coming: WeightVersion | None = None  # while swapping
         self._changed = asyncio.Event()
         self.salt = token_hex(SALT_BYTES)
-        """Random text of the resident weights, another one with each swap, also back to weights of before."""
+        """Random text for the resident weights, new with each swap, even back to earlier weights."""
 
     async def acquire(self, source: SampleSource) -> None:
-        """Return once the samplers serve this; they do so until `release`."""
+        """Wait until the samplers serve `source`; they do so until `release`."""
         group = _group(source)
         self._waiting[group] = self._waiting.get(group, 0) + 1
         try:
@@ -71,7 +71,7 @@ class FullWeights:
             self._wake()
 
     async def offer(self, source: SampleSource) -> None:
-        """Bring it to an inflight target whose requests run, or to idle samplers; otherwise do nothing."""
+        """Load it for an inflight target whose requests run, or on idle samplers; otherwise do nothing."""
         while self._swapping is not None:
             await self._changed.wait()
         idle = not self._inside and not self._waiting
@@ -81,27 +81,27 @@ class FullWeights:
 
     @property
     def resident(self) -> WeightVersion | None:
-        """The version that the samplers serve; None also while that is not known."""
+        """The version that the samplers serve; None for the base weights, or while it is not known."""
         return self._state.version
 
     @property
     def swapping(self) -> bool:
-        """True while other weights are on their way to the samplers."""
+        """True while other weights are being sent to the samplers."""
         return self._swapping is not None
 
     def in_use(self, version: WeightVersion) -> bool:
-        """Return whether requests run on it, or it is on its way to the samplers."""
+        """Return whether requests run on it, or it is being sent to the samplers."""
         running = self._inside > 0 and self._state.version == version
         return running or (self._swapping is not None and self._coming == version)
 
     def drop(self) -> bool:
-        """Forget the resident weights if no request runs on them; return whether that is so."""
+        """Forget the resident weights if no request runs on them; return whether they are forgotten."""
         if not self._inside:
             self.forget()
         return not self._inside
 
     def forget(self) -> None:
-        """Make the next request load its weights: the samplers may serve different weights."""
+        """Make the next request load its weights, as the samplers may serve different ones."""
         self._state = _State(_UNKNOWN, None)
 
     def _has_turn(self, group: Hashable) -> bool:
@@ -118,7 +118,7 @@ class FullWeights:
     # Swapping
 
     async def _bring(self, new: _State) -> None:
-        """Swap to the end, also when the request that needs it is cancelled meanwhile."""
+        """Complete a swap, even if the request that needs it is cancelled meanwhile."""
         self._coming = new.version
         self._swapping = asyncio.create_task(self._exchange(new))
         self._swapping.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -134,7 +134,7 @@ class FullWeights:
             self._wake()
 
     def _wake(self) -> None:
-        self._changed.set()  # all that wait now, and none later
+        self._changed.set()  # wakes present waiters, no later ones
         self._changed.clear()
 
 

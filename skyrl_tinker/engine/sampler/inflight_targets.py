@@ -1,4 +1,4 @@
-"""Inflight sampling (`kind: inflight`): weights that move under the sampling clients of a model."""
+"""Inflight sampling (`kind: inflight`): weights that are replaced while a model's clients sample."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,14 @@ from skyrl_tinker.domain.values import WeightVersion
 
 @dataclass(eq=False)
 class InflightTarget:
-    """Weights that all inflight sampling clients of one model share. `version` only ever moves on."""
+    """Weights that all inflight sampling clients of one model share. `version` only becomes newer."""
 
     model: ModelKey
     version: WeightVersion
 
     @property
     def tag(self) -> str:
-        """The name under which the inference client knows its running requests."""
+        """The inference client's name for its running requests."""
         return f"m{self.model}"
 
 
@@ -24,7 +24,7 @@ SampleSource = WeightVersion | InflightTarget | None
 
 
 def newest(source: WeightVersion | InflightTarget) -> WeightVersion:
-    """Return the version that the source stands for now."""
+    """Return the source's version at this moment."""
     return source.version if isinstance(source, InflightTarget) else source
 
 
@@ -35,13 +35,13 @@ class InflightTargets:
         self._targets: dict[ModelKey, InflightTarget] = {}
 
     def at_least(self, model: ModelKey, version: WeightVersion) -> InflightTarget:
-        """Return the model's target, moved on to `version` unless newer: publications may be reordered."""
+        """Return the model's target at `version` or a newer one: publications may be reordered."""
         target = self._targets.setdefault(model, InflightTarget(model, version))
         if target.version.id < version.id:
             target.version = version
         return target
 
     def forget(self, version: WeightVersion) -> None:
-        """Remove the target that still stands for this version, which no client samples any more."""
+        """Remove the target if it is still at this version, which no client samples any more."""
         for target in [target for target in self._targets.values() if target.version == version]:
             del self._targets[target.model]

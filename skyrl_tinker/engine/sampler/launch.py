@@ -1,4 +1,4 @@
-"""Assembly of the sampling side: servers of ours or by URL, a router before several, and the fleet."""
+"""Assembly of the sampling side: our servers or servers by URL, a router if there are several, the fleet."""
 
 import secrets
 import time
@@ -17,12 +17,12 @@ from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.inference.servers.version_server import VersionServer
 
 STEP_S = {"cuda": 60.0, "cpu": 600.0}
-"""Longer than any step. On a CPU, the prefill of a large model beside a busy trainer takes minutes."""
+"""Longer than any step. On a CPU, a large model's prefill beside a busy trainer takes minutes."""
 ToEnd = list[Callable[[], Awaitable[None]]]
 
 
 def launch_servers(settings: Settings, spec: SamplerSpec, to_end: ToEnd) -> ServerGroup | ExternalServers:
-    """Start the servers; returns at once, `ready` waits for them."""
+    """Start the servers without waiting; their `ready` waits."""
     servers: ServerGroup | ExternalServers
     if settings.external_urls:
         servers = ExternalServers(
@@ -52,12 +52,12 @@ async def assemble(
 ) -> Fleet:
     """Make the fleet of `servers`, which are ready. A single one needs no router.
 
-    Nor do samples where all that it would do is to hash their keys: it has the OpenAI requests then.
+    Samples bypass a router that would only hash their keys; it then has the OpenAI requests.
     `base_model`: its directory. `clock`: of incidents.
     """
     router, token = None, servers.token
     if len(servers.urls) > 1 and settings.router_url is None:
-        token = token or secrets.token_hex(32)  # servers by URL ask for none
+        token = token or secrets.token_hex(32)  # servers by URL require none
         prefill = tuple(url.rstrip("/") for url in settings.prefill_urls)
         router = Router(RouterSpec(str(log_dir), token, settings.router_policy, prefill))
         to_end.append(router.shutdown)
@@ -83,7 +83,7 @@ async def assemble(
 
 
 def sampler_gpus(settings: Settings) -> int:
-    """Count the GPUs that our replicas take beside the trainer's."""
+    """Count the GPUs that our replicas take in addition to the trainer's."""
     if settings.external_urls or settings.colocated:
         return 0
     return settings.replicas * engine_of(settings).workers(settings.vllm_args, settings.tensor_parallel_size)

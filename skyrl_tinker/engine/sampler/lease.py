@@ -18,22 +18,22 @@ class Leases:
     full_weights: FullWeights
     adapters: AdapterCache
     keeps_cache: bool = False
-    """Replicas keep what they have cached of full weights when others come (setting inflight_cache)."""
+    """Whether replicas keep their cache when full weights are replaced (setting inflight_cache)."""
 
     def cache_fields(self) -> Mapping[str, str]:
-        """Return fields of a request in a lease, which then finds nothing cached under other weights.
+        """Return fields for a request in a lease, so that it finds nothing cached under other weights.
 
-        Also under an adapter: one that outlives its lease may run on under other full parameters.
+        Needed for adapters too: a request that outlives its lease may run on under other full parameters.
         """
         return {"cache_salt": self.full_weights.salt} if self.keeps_cache else {}
 
     @asynccontextmanager
     async def open(self, source: SampleSource) -> AsyncIterator[str]:
-        """Yield the model to request, which stands for the source's weights until the lease ends.
+        """Yield the model name to request, which has the source's weights until the lease ends.
 
-        A lease holds the samplers' turn on their devices, the resident full weights (under an adapter the
-        base's) and the adapter. Each request to them has its own: turns and weights can change between two of
-        one sample.
+        A lease holds the samplers' phase on their devices, the resident full weights (for an adapter the
+        base's) and the adapter. Each request to the samplers has its own lease: phases and weights can change
+        between two requests of a sample.
         """
         async with self.placement.sampling():
             if source is None or newest(source).kind == "full":

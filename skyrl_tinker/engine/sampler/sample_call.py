@@ -1,4 +1,4 @@
-"""One sample as the requests that it takes: split, sent under leases, resumed after aborts, joined."""
+"""One sample as requests to samplers: split, sent under leases, resumed after aborts, joined."""
 
 import asyncio
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from skyrl_tinker.inference.client.sample_parts import max_tokens, remainder, sc
 from skyrl_tinker.inference.constants import MAX_SEQUENCES
 
 ABORT_PAUSE_S = 0.05
-"""Pause between tries of a sequence that is aborted again and again while samplers are paused."""
+"""Seconds between tries of a sequence that is aborted repeatedly while samplers are paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class SampleCall:
     share: Share = None
     priorities: Priorities = field(default_factory=Priorities)
     replicas: set[str] = field(default_factory=set)
-    """Those that answered, so far."""
+    """Addresses of the replicas that have answered so far."""
 
     async def execute(self, request: SampleRequest) -> SampleOutput:
-        """Sample, at most MAX_SEQUENCES at once. Errors are those of DataPlane.sample and of the lease."""
+        """Sample, at most MAX_SEQUENCES concurrently. Raises errors of DataPlane.sample and of the lease."""
         return replace(await self._execute(request), replicas=tuple(sorted(self.replicas)))
 
     async def _execute(self, request: SampleRequest) -> SampleOutput:
@@ -49,7 +49,7 @@ class SampleCall:
         tasks = [asyncio.create_task(complete(part)) for part in parts]
         try:
             return join(request, await asyncio.gather(*tasks))
-        finally:  # what one of them raises ends the others before all are tried again
+        finally:  # one part's error ends the others before all are tried again
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
@@ -75,9 +75,9 @@ class SampleCall:
     async def _send(
         self, request: SampleRequest, priority: int, *, interruptible: bool = True
     ) -> SamplerResponse:
-        """Make one request; again as a whole while it is aborted before its prompt is scored.
+        """Make one request; repeat all of it while it is aborted before its prompt is scored.
 
-        What would have to start over may not be interrupted for others: it might never end.
+        A request that would have to start over is not interruptible for others: it might never end.
         """
         interruptible &= request.params.seed is None and not scores_prompt(request)
         while True:
@@ -112,7 +112,7 @@ class SampleCall:
             await asyncio.sleep(ABORT_PAUSE_S)
             kept = await resumable(request, sequence, switched=switched, text_of=self.data.detokenize)
             rest = remainder(request, index, kept.tokens, context=self.context)
-            if rest is None:  # it was aborted with its last token already there
+            if rest is None:  # it was aborted after its last token
                 return replace(kept, finish="length")
             response = await self._send(rest, priority, interruptible=len(kept.tokens) > known)
             known = len(kept.tokens)

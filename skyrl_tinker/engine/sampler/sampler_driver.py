@@ -1,4 +1,4 @@
-"""Sampling: many requests in flight, none of which ever waits for training."""
+"""Sampling: many requests in flight, which never wait for training."""
 
 import asyncio
 import itertools
@@ -53,11 +53,11 @@ from skyrl_tinker.store.sampling_sessions import SamplingSessionRow
 from skyrl_tinker.store.stability_records import RoutingRecord, SequenceRecord
 from skyrl_tinker.store.store import Store
 
-BATCH = 256  # bodies read at once
+BATCH = 256  # bodies read in one transaction
 CACHED_SESSIONS = 1 << 16
-LISTED_S = 0.9  # each API process asks once a second, and a list of all who wait takes milliseconds
+LISTED_S = 0.9  # each API process asks once a second, and listing all waiting requests takes milliseconds
 CONCURRENCY = {"cuda": Concurrency(MAX_SEQUENCES, MAX_SEQUENCES), "cpu": Concurrency(96, MAX_SEQUENCES)}
-"""Default of the setting sample_concurrency. On a CPU a step takes longer the more sequences are in it."""
+"""Default of the setting sample_concurrency. On a CPU a step takes longer with more sequences."""
 CANCELLED = Failure("this sample was cancelled by its client (cancel_future)", "user")
 _log = logging.getLogger(__name__)
 EMPTY: Mapping[int, FutureOutcome] = MappingProxyType({})
@@ -65,7 +65,7 @@ EMPTY: Mapping[int, FutureOutcome] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class _Guest:
-    """Request of an OpenAI client, which the store does not know."""
+    """Request of an OpenAI client, which is not in the store."""
 
     id: int
     owner_id: OwnerId | None
@@ -88,7 +88,7 @@ class SamplerDriver:
     ) -> None:
         """`concurrency`: of sequences in flight; bodies of other requests stay in the store.
 
-        `router_replay`: record the experts of samples that are recorded.
+        `router_replay`: record experts for samples that are recorded.
         """
         self._store = store
         self._samplers = samplers
@@ -99,11 +99,11 @@ class SamplerDriver:
         self._starting: set[int] = set()  # their bodies are being read
         self._queued = SampleQueue(Slots(concurrency, lambda: samplers.cores))
         self._guests = itertools.count(-1, -1)  # ids that no future has
-        self._awaited: dict[int, asyncio.Future[None]] = {}  # turns that a task waits for, by id
+        self._awaited: dict[int, asyncio.Future[None]] = {}  # turns awaited by tasks, by id
         self._away: dict[int, None] = {}  # future ids; the storage of their weights did not answer
         self._listed, self._listed_at = self._queued.view(), -math.inf
         self._ends = EndRate()
-        self._changed = asyncio.Event()  # rows came, or requests finished
+        self._changed = asyncio.Event()  # rows have arrived, or requests have finished
         self._sources: dict[SamplingSessionId, SampleSource] = {}
         self._looking_up = asyncio.Lock()
 
@@ -121,7 +121,7 @@ class SamplerDriver:
 
     @asynccontextmanager
     async def turn(self, owner: OwnerId | None, tokens: int, sequences: int) -> AsyncIterator[None]:
-        """Wait for a turn among the samples, and have it; `tokens`: the most that is computed in it."""
+        """Wait for a turn among the samples, and hold it; `tokens`: most tokens that are computed in it."""
         began = time.monotonic()
         guest = _Guest(next(self._guests), owner, openai_session(owner), tokens, sequences)
         await self._await_turn(guest)
@@ -140,36 +140,36 @@ class SamplerDriver:
             await come
         except asyncio.CancelledError:
             self._queued.discard({turn.id})
-            self._give_back(turn.id)  # it may have come in this moment
+            self._give_back(turn.id)  # it may just have begun
             raise
         finally:
             del self._awaited[turn.id]
 
     async def cancel(self, rows: Sequence[QueuedRow]) -> None:
-        """Cancel samples; the body of each row is the future id of one that was submitted before it."""
+        """Cancel samples; each row's body is the future id of a sample that was submitted before it."""
         cancelled = {int(row.body or b""): CANCELLED for row in rows}
         await self.end(cancelled, {row.id: json_answer({}) for row in rows})
 
     async def end(self, failures: Mapping[int, Failure], also: Mapping[int, FutureOutcome] = EMPTY) -> None:
-        """Fail these samples, by future id: a sampler aborts those that it has and never gets the others.
+        """Fail these samples, by future id: samplers abort those in flight and never get the others.
 
-        Those that have finished stay as they are. The outcomes `also` are sent with them.
+        Finished samples stay as they are. The outcomes `also` are sent in the same commit.
         """
         self._queued.discard(failures)
         self._starting.difference_update(failures)
         for task in [self._tasks[future_id] for future_id in failures if future_id in self._tasks]:
-            task.cancel()  # its connection is closed, and the sampler aborts what it was for
+            task.cancel()  # this closes its connection, and the sampler aborts its request
         await self._outbox.send([*failures.items(), *also.items()])
 
     async def end_sessions(self, reasons: Mapping[SessionId, str]) -> None:
-        """Fail all samples of these sessions, which are finished for these reasons."""
+        """Fail all samples of these finished sessions, with the given reasons."""
         rows = (row for row in self._metrics.pending() if row.kind is RequestKind.SAMPLE)
         over = [(row.id, row.session_id) for row in rows if row.session_id in reasons]
         if over:
             await self.end({future_id: _finished(session, reasons[session]) for future_id, session in over})
 
     def view(self) -> SamplingView:
-        """Return the queues, as they were at most LISTED_S ago, and how many wait and end."""
+        """Return the queues, at most LISTED_S old, and how many samples wait and end."""
         if (now := time.monotonic()) > self._listed_at + LISTED_S:
             self._listed, self._listed_at = self._queued.view(self._away), now
         waiting = replace(
@@ -210,12 +210,12 @@ class SamplerDriver:
         self._changed.set()
 
     async def _next_rows(self) -> list[QueuedRow]:
-        """Wait for at least one row whose turn has come, and return all; tell tasks that wait for one."""
+        """Wait for turns; return the rows that may begin, and wake the tasks whose turn has come."""
         while True:
             turns = self._queued.take(BATCH)
             for turn in turns:
                 come = self._awaited.get(turn.id)
-                if come is not None and not come.done():  # it may be cancelled in this moment
+                if come is not None and not come.done():  # it may just have been cancelled
                     come.set_result(None)
             new = (turn for turn in turns if turn.id not in self._awaited)
             if rows := [turn for turn in new if isinstance(turn, QueuedRow)]:
@@ -225,7 +225,7 @@ class SamplerDriver:
                 await self._changed.wait()
 
     async def _with_bodies(self, batch: Sequence[QueuedRow]) -> list[tuple[QueuedRow, bytes]]:
-        """Pair rows with their bodies, without rows that have finished already."""
+        """Pair rows with their bodies, without the rows that have finished."""
         stored = await self._read_bodies([row for row in batch if row.body is None])
         pairs = [(row, row.body or stored.get(row.id)) for row in batch]
         return [(row, body) for row, body in pairs if body is not None]
@@ -248,7 +248,7 @@ class SamplerDriver:
         await self._outbox.send([(row.id, outcome)])
 
     async def _outcome(self, row: QueuedRow, body: bytes, replicas: list[str]) -> FutureOutcome:
-        """Sample; `replicas` becomes the addresses of those that answered."""
+        """Sample; `replicas` is filled with the addresses of the replicas that answered."""
         try:
             assert row.sampling_session_id is not None
             source = await self._source(row.sampling_session_id)
@@ -266,9 +266,9 @@ class SamplerDriver:
             return failure_of(error)
 
     async def _sample(self, row: QueuedRow, source: SampleSource, request: SampleRequest) -> SampleOutput:
-        """Sample. Where the weights are in storage that is away, others have the turn until they are here."""
+        """Sample. If the weights' storage is away, other samples use the turn until the files are here."""
         share = share_of(row.owner_id, row.session_id)
-        while True:  # they may leave the cache again
+        while True:  # the files may leave the cache again
             try:
                 return await self._samplers.sample(source, request, share)
             except StorageAwayError as error:
@@ -287,10 +287,10 @@ class SamplerDriver:
         return replace(request, routed_experts=True) if recorded else request
 
     async def _source(self, session: SamplingSessionId) -> SampleSource:
-        """Return the weights that this sampling client samples. GoneError once its session is over."""
+        """Return the weights of this sampling client. Raises GoneError once its session is over."""
         if session in self._sources:
             return self._sources[session]
-        async with self._looking_up:  # one of many samples of a new session asks the store
+        async with self._looking_up:  # only one of a new session's samples asks the store
             while session not in self._sources:
                 if len(self._sources) >= CACHED_SESSIONS:
                     del self._sources[next(iter(self._sources))]
@@ -299,7 +299,7 @@ class SamplerDriver:
                     self._store, partial(_session_version, session=session)
                 )
                 if sources is not self._sources:
-                    continue  # versions were dropped meanwhile, this one perhaps
+                    continue  # versions were dropped meanwhile, perhaps this one
                 self._samplers.require_served(row.base_model)
                 if version is not None and row.follows is not None:
                     sources[session] = self._samplers.target(row.follows, version)

@@ -1,4 +1,4 @@
-"""The sampling servers as the drivers see them: any version, at any time, also across their restarts."""
+"""The sampling servers as the drivers use them: any version, at any time, also across their restarts."""
 
 import asyncio
 import logging
@@ -48,7 +48,7 @@ class Samplers:
         *,
         keep_cache: bool = False,
     ) -> None:
-        """`keep_cache`: of full weights, when others come (setting inflight_cache)."""
+        """`keep_cache`: when full weights are replaced (setting inflight_cache)."""
         self.storage = storage
         self.takes_adapters = adapters.running > 0
         self._fleet = fleet
@@ -67,19 +67,19 @@ class Samplers:
         self._restored.set()
 
     async def sample(self, source: SampleSource, request: SampleRequest, share: Share = None) -> SampleOutput:
-        """Sample, again where one died meanwhile; an inflight target is followed to its newest version.
+        """Sample, and retry if a replica died; an inflight target is followed to its newest version.
 
-        NotSupportedError: accepted by a server of another sampling engine.
+        Raises NotSupportedError for a request that a server with another sampling engine accepted.
         """
         check_abilities(request, self._facts.sampler, self._facts.context_length)
-        with self._counted(source):  # also between the requests that one sample may take
+        with self._counted(source):  # also between the requests of one sample
             await self.fetch(source)
             return await self._fleet.with_retry(lambda: self._sample(source, request, share))
 
     async def fetch(self, source: SampleSource) -> None:
-        """Have the files here that are in a storage, or that a replay writes again.
+        """Fetch the files from storage, or wait for a replay to write them.
 
-        Raises StorageError; StorageAwayError when the storage has not answered for a while.
+        Raises StorageError; StorageAwayError if the storage has not answered for a while.
         """
         if source is None:
             return
@@ -90,17 +90,17 @@ class Samplers:
             await self._restored.wait()
 
     async def await_files(self, source: SampleSource) -> None:
-        """Return once the files are here, however long storage is away. Raises StorageError."""
+        """Wait until the files are here, however long storage is away. Raises StorageError."""
         with self._counted(source):
             await when_possible(partial(self.fetch, source))
 
     @property
     def replicas(self) -> int:
-        """Number of members, at least 1: requests that arrive while none serves wait in `sample`."""
+        """Number of members, at least 1: without a member, requests wait in `sample`."""
         return max(1, self._fleet.size)
 
     def view(self, waiting: SamplingView) -> SamplingView:
-        """Add what the replicas are doing to what waits for them."""
+        """Add the replicas' state to the view of waiting samples."""
         resident = self._full_weights.resident
         loaded = [*([] if resident is None else [resident]), *self._adapters.loaded()]
         return replace(
@@ -118,7 +118,7 @@ class Samplers:
 
     @property
     def paused(self) -> str | None:
-        """Reason why no sample makes progress just now; None while they do."""
+        """Reason why no sample makes progress now; None if they do."""
         if not self._fleet.size:
             return "no sampler is running: they are being restarted"
         if self._full_weights.swapping:
@@ -128,24 +128,24 @@ class Samplers:
         return None
 
     def await_replay(self) -> None:
-        """Let samples of versions without files wait for `replay_ended`: a replay may write them again."""
+        """Make samples of versions without files wait for `replay_ended`: a replay may write the files."""
         self._restored.clear()
 
     def replay_ended(self) -> None:
         self._restored.set()
 
     def in_use(self, version: WeightVersion) -> bool:
-        """Return whether a sample of it is under way."""
+        """Return whether a sample of it is in progress."""
         return (
             version.id in self._users or self._adapters.in_use(version) or self._full_weights.in_use(version)
         )
 
     def idle_s(self, version: WeightVersion) -> float:
-        """Return the seconds since a version was published or sampled last, as far as this engine knows."""
+        """Return the seconds since this engine last published or sampled a version."""
         return time.monotonic() - self._used_at.get(version.id, self._began_at)
 
     def require_served(self, base_model: str) -> None:
-        """Raise UserError for a sampling client older than a start of the server with another model."""
+        """Raise UserError for a sampling client of another base model, from before a restart."""
         if base_model not in self._facts.names:
             raise UserError(
                 f"this sampling client is of base model {base_model!r}, "
@@ -157,16 +157,16 @@ class Samplers:
         return self._targets.at_least(model, version)
 
     async def load(self, version: WeightVersion) -> None:
-        """Load it before its first sample, which then need not wait. Never raises: all comes on demand."""
+        """Load it before its first sample, which then need not wait. Never raises: samples load on demand."""
         self._used_at[version.id] = time.monotonic()
         if version.kind == "lora":
             with _on_demand(version):
                 await self._adapters.load(version)
 
     async def announce(self, source: WeightVersion | InflightTarget) -> None:
-        """Bring a published version to its inflight requests, and full parameters to idle samplers.
+        """Move inflight requests to a published version, and load full parameters on idle samplers.
 
-        Never raises: all comes on demand.
+        Never raises: samples load on demand.
         """
         with _on_demand(newest(source)):
             if newest(source).kind == "full":
@@ -178,8 +178,8 @@ class Samplers:
     def drop_weights(self) -> bool:
         """Let the replicas lose their weights if no request needs them; return whether they may.
 
-        The next request then waits for its own, whichever they are. Not where adapters run, under the base's,
-        which would come from files again and again.
+        The next request then waits for its weights. Not allowed with adapters: these need the base weights,
+        which would be read from files each time.
         """
         return not self.takes_adapters and self._full_weights.drop()
 
@@ -189,11 +189,11 @@ class Samplers:
         return self._swaps.takes_captured
 
     def lend(self, version: WeightVersion, captured: CapturedWeights) -> None:
-        """Let a full version be taken from the ranks that captured it, until `end_loan`."""
+        """Let syncs take a full version from the ranks that captured it, until `end_loan`."""
         self._swaps.lend(version, captured)
 
     async def end_loan(self, version: WeightVersion) -> None:
-        """Return when nothing reads it from the ranks, now and later. Harmless without a loan."""
+        """Stop later reads from the ranks, and wait for present ones. Harmless without a loan."""
         await self._swaps.end_loan(version)
 
     async def unload(self, version: WeightVersion) -> None:
@@ -204,10 +204,10 @@ class Samplers:
             await self._adapters.unload(version)
 
     async def equip(self, newcomer: RemoteInferenceClient) -> None:
-        """Bring adapters and resident weights to a replica that lacks them; called with `changing` held."""
+        """Load adapters and resident weights on a replica that lacks them; called with `changing` held."""
         await self._adapters.equip(newcomer)
         resident = self._full_weights.resident
-        if resident is not None and not self._swaps.has(resident):  # no client samples from it any more
+        if resident is not None and not self._swaps.has(resident):  # no client samples it any more
             self._full_weights.forget()
             resident = None
         await self._swaps.equip(newcomer, resident)
@@ -241,20 +241,20 @@ class Samplers:
             )
             try:
                 return await call.execute(request)
-            except NotFoundError as error:  # a sampler had lost the adapter, which is loaded again
+            except NotFoundError as error:  # a sampler has lost the adapter: load it again
                 _log.info("tried again: %s", error)
                 return await call.execute(request)
             except StateLostError:
                 if source is None:
                     raise
-                # somebody has deleted the directory where it is cached, which counted as here
+                # its cached directory was deleted by hand, but counted as here
                 await in_transfer_thread(self.storage.fetch, Path(newest(source).directory))
                 return await call.execute(request)
 
 
 @contextmanager
 def _on_demand(version: WeightVersion) -> Iterator[None]:
-    """Log what fails here: the next sample tries it again."""
+    """Log a failure here: the next sample tries again."""
     try:
         yield
     except SkyrlTinkerError as error:

@@ -1,4 +1,4 @@
-"""Sleep and wake-up of all sampler replicas: those that fail at it are replaced."""
+"""Sleep and wake-up of all sampler replicas: those that fail are replaced."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -8,19 +8,19 @@ from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.sampling_port import SamplerControl
 
 TIMEOUT_S = 120.0
-"""The first sleep pins as much host memory as the weights take."""
+"""Long, because the first sleep pins as much host memory as the weights take."""
 
 
 class SleepControl:
     """Running requests pause while their replica sleeps, and continue from the same token afterwards."""
 
     def __init__(self, fleet: Fleet, drop_weights: Callable[[], bool]) -> None:
-        """`drop_weights`: returns True if weights may be lost, as others come before the next request."""
+        """`drop_weights`: returns True if weights may be lost, as the next request loads others."""
         self._fleet = fleet
         self._drop_weights = drop_weights
 
     async def sleep(self) -> None:
-        """Return when all GPU memory is free, of what sleeps and of what had to be ended.
+        """Return when all GPU memory is free, also that of replicas that had to be ended.
 
         Weights that may be lost take no host memory meanwhile.
         """
@@ -32,7 +32,7 @@ class SleepControl:
         await self._call_all("wake up", lambda replica: replica.wake_up(["weights"]))
 
     async def wake_caches(self) -> None:
-        """Return when all members serve; there may be none left, and others on their way."""
+        """Return when all members serve; there may be none left, with replacements starting."""
         await self._call_all("wake up", lambda replica: replica.wake_up(["kv_cache"]))
 
     async def _call_all(self, what: str, call: Callable[[SamplerControl], Awaitable[None]]) -> None:

@@ -1,7 +1,7 @@
 """Spill of ephemeral weights from memory (tmpfs) to disk: the oldest move when memory runs low.
 
-A version keeps its directory. Its files become links, each in one step, so that a sampler that reads them
-again at any moment finds them. A copy on disk is complete or not there, and outlives a reboot.
+A version keeps its directory. Its files become links, each atomically, so that a sampler can read them at any
+moment. A copy on disk is complete or absent, and survives a reboot.
 """
 
 import os
@@ -17,16 +17,16 @@ from skyrl_tinker.engine.outbox import when_possible
 from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 
-SPARE = 0.5  # of the tmpfs stays free: what lies in it is memory that processes lack
+SPARE = 0.5  # of the tmpfs stays free: its files take memory from processes
 
 
 class TmpfsSpill:
-    """All methods but `restore` block: call them in a thread, for one version one at a time."""
+    """All methods but `restore` block: call them in a thread, one at a time for each version."""
 
     def __init__(
         self, memory: Path, disk: Path, storage: Storage = LOCAL_DISK, *, spare: float = SPARE
     ) -> None:
-        """`storage`: of what is kept on disk, for a host that takes over."""
+        """`storage`: for copies of the versions kept on disk, for a host that takes over."""
         self._memory = memory
         self._disk = disk
         self._storage = storage
@@ -37,9 +37,9 @@ class TmpfsSpill:
         return usage.free < self._spare * usage.total and self._would_help()
 
     def keep(self, version: WeightVersion) -> None:
-        """Copy it to disk, if it is in memory only, and to storage.
+        """Copy it to disk, if it is only in memory, and to storage.
 
-        Raises OSError: the disk is full. Raises StorageError.
+        Raises OSError if the disk is full, and StorageError.
         """
         copy = self._disk / version.name
         stored = self._storage.has(copy)
@@ -50,9 +50,9 @@ class TmpfsSpill:
             self._storage.store(copy)
 
     def move(self, version: WeightVersion) -> bool:
-        """Move it to disk, if it is in memory; return whether it is there.
+        """Move it to disk, if it is in memory; return whether it is on disk.
 
-        OSError: the disk is full, and nothing has changed.
+        Raises OSError if the disk is full; nothing has changed then.
         """
         if not Path(version.directory).exists():  # as after a reboot
             return False
@@ -63,7 +63,7 @@ class TmpfsSpill:
         return True
 
     async def restore(self, version: WeightVersion) -> None:
-        """Make its directory again, after a reboot or on another host, if it was kept."""
+        """Restore its directory, after a reboot or on another host, if it was kept."""
         await when_possible(partial(self._storage.fetch_off_loop, self._disk / version.name))
         await in_disk_thread(self._link, version)
 
@@ -82,7 +82,7 @@ class TmpfsSpill:
             shutil.rmtree(directory, ignore_errors=True)
 
     def sweep(self, known: Collection[str]) -> None:
-        """Remove what an engine left that died between writing a version and recording it, or removing it."""
+        """Remove versions of an engine that died after writing them but before recording or removing them."""
         for root in (self._memory, self._disk):
             for path in root.glob("v*"):
                 if path.name not in known:
@@ -99,7 +99,7 @@ class TmpfsSpill:
                     shutil.copyfile(file, staging / file.name)
 
     def _would_help(self) -> bool:
-        """Return False where the weights lie on a disk anyway."""
+        """Return False if the weights are on a disk anyway."""
         self._disk.mkdir(parents=True, exist_ok=True)
         return os.stat(self._memory).st_dev != os.stat(self._disk).st_dev
 

@@ -1,4 +1,4 @@
-"""Files of weight versions: those in memory go with a reboot."""
+"""Files of weight versions; those in memory are lost in a reboot."""
 
 from pathlib import Path
 

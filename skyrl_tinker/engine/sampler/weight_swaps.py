@@ -1,6 +1,6 @@
-"""Full weights brought to the replicas: to all members at once, or to a newcomer.
+"""Full weights for the replicas: loaded on all members together, or on a newcomer.
 
-A version comes from its files; a fresh one from the trainer's ranks, as long as they lend what they captured.
+A version is read from its files; a fresh one from the trainer's ranks, while they lend its captured weights.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class WeightSwaps:
         *,
         keep_cache: bool = False,
     ) -> None:
-        """`keep_cache`: requests go on with what they have cached of the old weights."""
+        """`keep_cache`: running requests keep their cache from the old weights."""
         self._keep_cache = keep_cache
         self._fleet = fleet
         self._metrics = metrics
@@ -48,7 +48,7 @@ class WeightSwaps:
 
     @property
     def ways(self) -> tuple[Way, Way]:
-        """Way of weights to replicas of this host, and to those of others."""
+        """Way of weights to replicas on this host, and on other hosts."""
         return self._transport.ways
 
     def lend(self, version: WeightVersion, captured: CapturedWeights) -> None:
@@ -56,27 +56,27 @@ class WeightSwaps:
         self._lent[version.id] = captured
 
     async def end_loan(self, version: WeightVersion) -> None:
-        """Let later syncs take the files; returns when none reads from the ranks. Harmless without a loan."""
+        """Make later syncs use the files; returns when none reads from the ranks. Harmless without a loan."""
         if self._lent.pop(version.id, None) is not None:
             async with self._syncing:
                 pass
 
     def has(self, version: WeightVersion) -> bool:
-        """Return whether there is anything to bring it from."""
+        """Return whether there is a source for it: files or a loan."""
         return version.id in self._lent or has_files(version)
 
     async def swap(self, new: WeightVersion | None) -> None:
-        """Bring `new` to all members; those that are left with neither it nor the old weights are replaced.
+        """Load `new` on all members; members left with neither it nor the old weights are replaced.
 
-        StateLostError: its files are gone. SamplerError: no member serves it. TrainerError: because a rank
-        died, whose successor can send it.
+        Raises StateLostError if its files are gone, SamplerError if no member serves it, TrainerError if a
+        rank died: its successor can send it.
         """
         if new is not None and new.id not in self._lent:
             await asyncio.to_thread(require_files, new)
         async with self._fleet.changing.updating() as awake:
             try:
                 with self._fleet.long_calls():
-                    if self._fleet.disaggregated:  # or a prompt of the old weights is continued by the new
+                    if self._fleet.disaggregated:  # else new weights would continue a prompt of the old ones
                         await self._fleet.client.control.abort_tagged()
                     synced = await self._sync(self._fleet.client, new, awake=awake)
             except WeightSyncError as error:
@@ -89,15 +89,15 @@ class WeightSwaps:
                 self._fleet.condemn(url, f"it did not take new weights: {cause}")
 
     async def equip(self, newcomer: RemoteInferenceClient, resident: WeightVersion | None) -> None:
-        """Bring the resident weights to a replica that lacks them; called with `changing` held.
+        """Load the resident weights on a replica that lacks them; called with `changing` held.
 
-        SamplerError for one with part of an update: only a fresh process is rid of it.
+        Raises SamplerError for a replica with part of an update: only a fresh process helps.
         """
-        await self._transport.leave()  # it may be at the address of one that had joined
+        await self._transport.leave()  # it may have the address of a former group member
         served = await newcomer.control.weight_version()
         if served == PARTIAL:
             raise SamplerError(f"{newcomer.proxy_url} holds part of an update that failed: start it again")
-        if resident is not None or served != START_VERSION:  # one that others started may have any
+        if resident is not None or served != START_VERSION:  # an external replica may have any weights
             await self._sync(newcomer, resident)
 
     async def _sync(

@@ -1,4 +1,4 @@
-"""Files of an export: the trainer's checkpoint, changed so that other programs load it anywhere."""
+"""Files of an export: the trainer's checkpoint, changed so that other programs can load it."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ _NOTICES = ("LICENSE", "NOTICE")
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Base model and shape of exported weights, `dtype` of full ones, and the recipients of encryption."""
+    """Base model and spec of exported weights, `dtype` of full ones, and the recipients of encryption."""
 
     facts: BaseModelFacts
     spec: LoraSpec

@@ -39,7 +39,7 @@ class ExternalExport(Save):
 
 
 class Exporter(SaveFlow[ExternalExport]):
-    """Exports of models; from `capture` to the end of `persist` a model may train, not save or load."""
+    """Exports of models. From `capture` to the end of `persist` a model may train, but not save or load."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Exporter(SaveFlow[ExternalExport]):
         export = Export(self._facts, save.model.spec, self._trainer.spec.dtype, save.body.recipients)
         with storage_errors("the export could not be written"):
             size = await in_transfer_thread(finish_export, export, save.staging, save.directory)
-        await self._free(save)  # storage may be away for long
+        await self._free(save)  # before storing, as storage may be away for long
         return size
 
     async def _free(self, save: ExternalExport) -> None:

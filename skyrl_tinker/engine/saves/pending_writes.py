@@ -1,4 +1,4 @@
-"""Saves under way: those that need the ranks, for which a recovery waits, and those whose files are here."""
+"""Saves in progress: those that need the ranks, for which a recovery waits, and those with files here."""
 
 import asyncio
 
@@ -6,14 +6,14 @@ import asyncio
 class PendingWrites:
     def __init__(self) -> None:
         self._on_ranks: set[int] = set()  # by future id
-        self._here: set[int] = set()  # to be stored, answered or brought to the samplers
+        self._here: set[int] = set()  # to be stored, answered or loaded by samplers
         self._changed = asyncio.Event()
 
     def begin(self, future_id: int) -> None:
         self._on_ranks.add(future_id)
 
     def note_here(self, future_id: int) -> None:
-        """Note that all that a save needs of the ranks is in files of this host."""
+        """Record that a save needs the ranks no more: its files are on this host."""
         if future_id in self._on_ranks:
             self._on_ranks.discard(future_id)
             self._here.add(future_id)

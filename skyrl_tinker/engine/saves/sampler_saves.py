@@ -1,10 +1,10 @@
-"""save_weights_for_sampler: captured on the trainer, of several models in one turn, then published.
+"""save_weights_for_sampler: captured on the trainer, several models in one turn, then published.
 
-Publishing (write, load on the samplers, record, answer) takes no turn of the trainer's and runs in the
-background. Where the weight transport can take unnamed full weights from the ranks, they are lent to the
-samplers from the capture on, to idle ones at once, and to running requests of an inflight target when the
-save is recorded. They are freed when the files are written and that is over: samplers that were busy until
-then read the files.
+Publishing (write, load on the samplers, record, answer) takes no turn of the trainer and runs in the
+background. If the weight transport can take unnamed full weights from the ranks, these are lent to the
+samplers: to idle ones from the capture on, to running requests of an inflight target once the save is
+recorded. They are freed when the files are written and no sync reads them; samplers that were busy until then
+read the files.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 Start = Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
 """Start work in the background."""
 StartWrite = Callable[[QueuedRow, Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
-"""Start the rest of a save, for which a recovery of the trainer waits as long as it needs the ranks."""
+"""Start the rest of a save; a recovery of the trainer waits for it while it needs the ranks."""
 
 
 class SamplerSaveRequest(NamedTuple):
@@ -55,7 +55,7 @@ class SamplerSaveRequest(NamedTuple):
 
     @property
     def path(self) -> TinkerPath | None:
-        """Return None for unnamed weights."""
+        """Path of a named save, None for unnamed weights."""
         name = self.body.name
         return TinkerPath(self.model.model_id, CheckpointKind.SAMPLER_WEIGHTS, name) if name else None
 
@@ -76,7 +76,7 @@ class SamplerSave(Save):
 
     @property
     def sampled_next(self) -> bool:
-        """A named one may be used much later."""
+        """True for unnamed weights: named ones may be used much later."""
         return self.path is None
 
 
@@ -95,7 +95,7 @@ class Publisher(SaveFlow[SamplerSave]):
         written: Callable[[QueuedRow], None],
         storage: Storage = LOCAL_DISK,
     ) -> None:
-        """`written`: called, once or twice, when a save's weights are in files or given up."""
+        """`written`: called, once or twice, when a save's weights are in files or the save has failed."""
         super().__init__(store, commits, pending, checkpoint_root, storage)
         self._trainer = trainer
         self._samplers = samplers
@@ -113,10 +113,10 @@ class Publisher(SaveFlow[SamplerSave]):
     async def publish(
         self, saves: Sequence[SamplerSave], write: StartWrite, compare: Start
     ) -> dict[ModelKey, asyncio.Task[bool]]:
-        """Publish and compare in the background; probe on the trainer, with the same weights.
+        """Publish and compare in the background; score the probe on the trainer, with the same weights.
 
-        `compare` starts what may take as long as samplers are away. Returns what runs until the saves are
-        answered.
+        `compare` starts work that may wait for absent samplers. Returns by model the task that ends when its
+        save is answered.
         """
         publishing = {save.model.key: (save, write(save.row, self.persist(save))) for save in saves}
         names = {key: save.model.model_id for key, (save, _) in publishing.items()}
@@ -127,7 +127,7 @@ class Publisher(SaveFlow[SamplerSave]):
     async def capture(self, requests: Sequence[SamplerSaveRequest]) -> list[SamplerSave | Failure]:
         """Capture all requests' weights in one call; `persist` must follow. Raises TrainerError.
 
-        Without the memory for all of them, each is captured alone.
+        If there is no memory for all of them, each is captured alone.
         """
         durable = {request.model.key: request.body.name is not None for request in requests}
         try:
@@ -147,7 +147,7 @@ class Publisher(SaveFlow[SamplerSave]):
     async def restore(self, row: QueuedRow, model: ModelRow) -> None:
         """Write the files of a published version again if they are gone, as after a reboot.
 
-        The model must be as it was at this save. Raises TrainerError: the ranks are broken.
+        The model must be in its state at this save. Raises TrainerError: the ranks are broken.
         """
         find = partial(sampling_sessions.version_of_save, model_key=model.key, future_id=row.id)
         version = await read_persistently(self._store, find)
@@ -171,7 +171,7 @@ class Publisher(SaveFlow[SamplerSave]):
             announcing: asyncio.Task[None] | None = None
             if self._lends(save):
                 self._samplers.lend(save.version, save.captured)
-                if not save.inflight:  # rollouts must not go on with weights of a save that may yet fail
+                if not save.inflight:  # rollouts must not use weights of a save that may still fail
                     announcing = tasks.create_task(self._samplers.announce(save.version))
             started = time.monotonic()
             succeeded = await super()._answer(save)
@@ -221,7 +221,7 @@ class Publisher(SaveFlow[SamplerSave]):
     async def _write(self, save: SamplerSave) -> int:
         size = await self._trainer.persist_state(save.captured, str(save.directory))
         self._note_here(save)
-        loading = self._samplers.load(save.version)  # which may take long
+        loading = self._samplers.load(save.version)  # may take long
         await (loading if self._lends(save) else asyncio.gather(self._free(save), loading))
         return size
 
@@ -245,7 +245,7 @@ class Publisher(SaveFlow[SamplerSave]):
         return sampling_sessions.was_published(conn, save.version.id)
 
     async def _announce(self, save: SamplerSave) -> None:
-        """Tell the samplers what is sampled next: the new version, or the inflight target moved to it."""
+        """Announce the weights sampled next: the new version, or the inflight target moved to it."""
         if save.inflight:
             await self._samplers.announce(self._samplers.target(save.model.key, save.version))
         elif save.sampled_next:

@@ -1,12 +1,12 @@
-"""The flow that saves of every kind follow.
+"""The flow of every kind of save.
 
 * A name is reserved from before the store is asked for it until the answer is committed.
 * The weights are captured on the trainer, which then trains on; they are written under a hidden name.
 * A checkpoint is in storage, if there is one, before it is recorded.
 * The rows of the checkpoint and the answer are one commit.
 * A save waits while the disk is full, or the storage away. One that fails leaves no files; its name is free.
-* Each try has a directory of its own, and deletes it only where the database does not have it: it may be
-  committed though an error said otherwise, and a server that was taken over may go on writing.
+* Each try has its own directory, and deletes it only if the database does not have it: a commit may have
+  succeeded despite an error, and a server that was taken over may go on writing.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from skyrl_tinker.store.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """A model's weights as they were at the save's turn, to be written to `directory`."""
+    """A model's weights at the save's turn, to be written to `directory`."""
 
     row: QueuedRow
     model: ModelRow
@@ -86,7 +86,7 @@ class SaveFlow(ABC, Generic[S]):
         checkpoint_root: Path,
         storage: Storage = LOCAL_DISK,
     ) -> None:
-        """`pending`: is told when a save needs the ranks no more."""
+        """`pending`: records when a save needs the ranks no more."""
         self._store = store
         self._commits = commits
         self._pending = pending
@@ -99,9 +99,9 @@ class SaveFlow(ABC, Generic[S]):
         return path in self._reserved
 
     async def persist(self, save: S) -> bool:
-        """Write, record and answer; answer a failure as well. Returns whether the save succeeded.
+        """Write, record and answer, also with a failure. Returns whether the save succeeded.
 
-        If a rank dies with the weights it stays unanswered: replay repeats it.
+        If a rank dies with the weights, the save stays unanswered: replay repeats it.
         """
         try:
             return await self._answer(save)
@@ -127,7 +127,7 @@ class SaveFlow(ABC, Generic[S]):
 
     @asynccontextmanager
     async def _reserving(self, path: TinkerPath | None, *, overwrite: bool = False) -> AsyncIterator[None]:
-        """Reserve the name for `persist` to free; it is freed here if the block fails. Raises UserError."""
+        """Reserve the name until `persist` frees it, or here if the block fails. Raises UserError."""
         if path is None:
             yield
             return
@@ -138,7 +138,7 @@ class SaveFlow(ABC, Generic[S]):
             if not overwrite:
                 await self._require_new(path)
             yield
-        except BaseException:  # a cancelled save must leave its name to others, too
+        except BaseException:  # a cancelled save must free its name, too
             self._reserved.discard(path)
             raise
 
@@ -152,7 +152,7 @@ class SaveFlow(ABC, Generic[S]):
             raise UserError(f"checkpoint {path} exists: choose another name or delete it{replacing}")
 
     def _new_directory(self, row: QueuedRow, model: ModelRow, path: TinkerPath) -> Path:
-        """Return a directory never used before. `leftovers` finds those that were not recorded."""
+        """Return a new directory. `leftovers` finds those that were not recorded."""
         name = f"{path.name}~{row.id}.{secrets.token_hex(4)}"
         return self._root / str(model.key) / path.kind / name
 
@@ -173,15 +173,15 @@ class SaveFlow(ABC, Generic[S]):
     async def _write_again(self, save: S) -> int:
         if not await in_disk_thread(save.directory.exists):
             return await self._write(save)
-        with storage_errors("the weights could not be made durable"):  # they were renamed already
+        with storage_errors("the weights could not be made durable"):  # the files are renamed already
             return await in_disk_thread(make_durable, save.directory)
 
     def _note_here(self, save: S) -> None:
-        """Let a recovery of the ranks begin: this save has its files."""
+        """Let a recovery of the ranks begin: this save has its files on this host."""
         self._pending.note_here(save.row.id)
 
     async def _free(self, save: S) -> None:
-        """Free what was captured, if it is in the ranks' memory."""
+        """Free the capture in the ranks' memory, if there is one."""
 
     @abstractmethod
     def _record(self, conn: Connection, save: S, size: int) -> Mapping[str, Any]:

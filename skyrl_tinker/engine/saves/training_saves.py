@@ -28,9 +28,9 @@ class TrainingSave(Save):
 
 
 class Saver(SaveFlow[TrainingSave]):
-    """Saves of training state; from `capture` to the end of `persist` a model may train, not save or load.
+    """Saves of training state. From `capture` to the end of `persist` a model may train, not save or load.
 
-    Its saves therefore end in their order, and one at a time is in host memory. It may be released meanwhile.
+    So its saves end in order, and one at a time is in host memory. It may be released meanwhile.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Saver(SaveFlow[TrainingSave]):
 
     async def _write(self, save: TrainingSave) -> int:
         size = await self._trainer.persist_state(save.captured, str(save.directory))
-        await self._free(save)  # storage may be away for long
+        await self._free(save)  # before storing, as storage may be away for long
         return size
 
     async def _free(self, save: TrainingSave) -> None:

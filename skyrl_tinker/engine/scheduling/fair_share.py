@@ -1,9 +1,9 @@
 """Start-time fair queueing, of trainer time and of samples: over owners, their sessions, and their models.
 
-P. Goyal, H. M. Vin, H. Cheng, "Start-time Fair Queuing", SIGCOMM 1996, in a hierarchy: who waits has a tag,
-the virtual time at which its next work starts, and the lowest tag is served first. What a unit took moves the
-tags of all that were in it. The virtual time of a level is the lowest tag of those that waited there when the
-last unit was chosen.
+P. Goyal, H. M. Vin, H. Cheng, "Start-time Fair Queuing", SIGCOMM 1996, in a hierarchy: each waiting member of
+a level has a tag, the virtual time at which its next work starts, and the lowest tag is served first. The
+cost of a unit advances the tags of all its members. The virtual time of a level is the lowest tag that waited
+there when the last unit was chosen.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from skyrl_tinker.domain.ids import ModelKey, OwnerId, SessionId
 
 
 class Waiter(Protocol):
-    """A request that waits. `model_key`: None where all of its session wait for each other, as samples do."""
+    """A request that waits. `model_key`: None if all requests of its session share a queue, as samples do."""
 
     @property
     def id(self) -> int: ...
@@ -31,10 +31,10 @@ class Waiter(Protocol):
 
 W = TypeVar("W", bound=Waiter)
 Path = tuple[OwnerId | SessionId | ModelKey | None, ...]
-"""An owner, then a session of it, then perhaps a model of that."""
+"""An owner, a session of this owner, and perhaps a model of this session."""
 Cost = Callable[[W], float]
 STALE = 4
-"""Places of a level, beyond twice its members, at which those that no longer hold are dropped."""
+"""Number of places beyond twice a level's members at which stale places are dropped."""
 
 
 def path_of(row: Waiter) -> Path:
@@ -49,20 +49,20 @@ def _whole(rows: Sequence[W]) -> Iterable[W]:
 
 @dataclass(slots=True, eq=False)
 class _Node(Generic[W]):
-    """An owner, session or model in its level: its rows if it is a queue, the level below it if it is not."""
+    """An owner, session or model in its level, with rows if it is a queue, else with the level below it."""
 
     level: "_Node[W] | None" = None
     key: object = None
     depth: int = 0
     tag: float = 0.0
-    place: "_Place[W] | None" = None  # in its level; None: nothing of it waits
+    place: "_Place[W] | None" = None  # in its level; None: nothing waits in it
     rows: Sequence[W] = ()
-    below: "dict[object, _Node[W]]" = field(default_factory=dict)  # who waits, or has had more
-    places: "list[_Place[W]]" = field(default_factory=list)  # a heap; one holds if its node has it still
-    left: "list[tuple[float, int, _Node[W]]]" = field(default_factory=list)  # a heap of who does not wait
+    below: "dict[object, _Node[W]]" = field(default_factory=dict)  # members that wait or are ahead
+    places: "list[_Place[W]]" = field(default_factory=list)  # a heap; a place is valid while its node has it
+    left: "list[tuple[float, int, _Node[W]]]" = field(default_factory=list)  # a heap: members not waiting
     clock: float = 0.0  # virtual time of the level below
-    before: float = 0.0  # the same, a choice earlier
-    choice: int = 0  # for which `clock` holds
+    before: float = 0.0  # `clock` one choice earlier
+    choice: int = 0  # number of the choice of `clock`
 
     def first(self) -> "_Place[W] | None":
         """Return the first place in the level below; None: nothing waits there."""
@@ -72,18 +72,18 @@ class _Node(Generic[W]):
 
 
 _Place = tuple[float, int, int, _Node[W]]
-"""Tag, id of the next row, number of the place, whose it is."""
+"""(tag, id of the next row, number of the place, its node)."""
 
 
 class FairShare(Generic[W]):
-    """Virtual times in what is shared: seconds of the trainer, tokens of the samplers.
+    """Fair shares in virtual time; its unit is that of the costs: trainer seconds or sampler tokens.
 
-    A newcomer starts at the virtual time of its level, and so does who comes back once the others had as much
-    as it had: nobody saves up, and a debt lasts while others wait. A change costs the logarithm of those that
-    wait, and so does each row that is taken from the order. Nodes that change get their places together, when
-    the order is asked for next: between two choices most of them change several times.
-
-    A queue is of rows that wait for each other, in order; a cost is an estimate.
+    - A newcomer starts at the virtual time of its level. So does a member that returns after the others have
+      caught up with it: idle time gives no credit, and a debt lasts while others wait.
+    - A change costs the logarithm of the number of waiting members, and so does each row of the order.
+    - Changed nodes get their places together, at the next call for the order: most of them change several
+      times between two choices.
+    - A queue has rows that wait for each other, in order. A cost is an estimate.
     """
 
     def __init__(self) -> None:
@@ -91,35 +91,35 @@ class FairShare(Generic[W]):
         self._choice = 0
         self._numbers = itertools.count()
         self._charged: dict[_Node[W], float] = {}  # tags before the last charge
-        self._moved: dict[_Node[W], None] = {}  # whose places may have changed
+        self._moved: dict[_Node[W], None] = {}  # nodes whose places may have changed
 
     def clear(self) -> None:
-        """Forget who had what; for when nothing waits."""
+        """Forget all shares; for when nothing waits."""
         self._root, self._charged, self._moved = _Node(), {}, {}
 
     def put(self, path: Path, rows: Sequence[W]) -> None:
-        """Have these rows wait in a queue, in place of those that did; call it again once they change."""
+        """Replace the rows of a queue by these; call it again after each change of them."""
         nodes = self._walk(path)
         nodes[-1].rows = rows
         for node in nodes:
             self._moved[node] = None
 
     def choose(self) -> None:
-        """Begin a choice: the virtual time is that of those that wait now."""
+        """Begin a choice: virtual times are now those of the members that wait."""
         self._set_places()
         self._choice += 1
 
     def order(self, cost: Cost[W], part: Callable[[Sequence[W]], Iterable[W]] = _whole) -> Iterator[W]:
-        """Yield the rows in the order of their virtual start, the older one first where those are equal.
+        """Yield the rows in the order of their virtual start, ties by age.
 
-        `part`: of a queue's rows, those that count. Nothing may be put or charged before the iterator is
+        `part`: selects the rows of a queue that count. Nothing may be put or charged before the iterator is
         dropped.
         """
         self._set_places()
         return _merged(self._root, cost, part)
 
     def first(self, of: Iterable[Path] | None = None) -> W | None:
-        """Return the first row, None if nothing waits. `of`: sessions that wait; no other counts."""
+        """Return the first row, None if nothing waits. `of`: the only sessions to consider; they wait."""
         self._set_places()
         if of is None:
             place = self._root.first()
@@ -134,9 +134,9 @@ class FairShare(Generic[W]):
         return min(((tag, head, _head(node)) for tag, head, node in owners), default=(0.0, 0, None))[2]
 
     def charge(self, costs: Iterable[tuple[W, float]], *, instead: bool = False) -> None:
-        """Count what rows took, `instead` of what was counted last.
+        """Count the costs of rows, `instead` of the last ones counted.
 
-        Rows behind the first of a queue may have another owner, to whom its session was given meanwhile.
+        Rows after the first of a queue may have another owner, if its session was given to one meanwhile.
         """
         last, charged = self._charged if instead else {}, dict[_Node[W], float]()
         for node, tag in last.items():
@@ -150,13 +150,13 @@ class FairShare(Generic[W]):
         self._moved |= dict.fromkeys(last) | dict.fromkeys(charged)
 
     def ahead(self, path: Path) -> float:
-        """Return how much more an owner, session or model had than the one that had least beside it."""
+        """Return how much more an owner, session or model has had than the least served one in its level."""
         if self._moved:
             self._set_places()
         most, level = 0.0, self._root
         for key in path:
             node = level.below[key]
-            if len(level.places) > 1:  # else it is the first itself
+            if len(level.places) > 1:  # else it is the only one
                 first = level.first()
                 assert first is not None, "it waits, and so does the first"
                 most = max(most, node.tag - first[0])
@@ -164,7 +164,7 @@ class FairShare(Generic[W]):
         return most
 
     def _walk(self, path: Path) -> list[_Node[W]]:
-        """Return the nodes of a path, with what they have had as of the last choice."""
+        """Return the nodes of a path, with their tags as of the last choice."""
         level, nodes = self._root, []
         for key in path:
             if level.choice != self._choice:
@@ -179,7 +179,7 @@ class FairShare(Generic[W]):
         return nodes
 
     def _settle(self, level: _Node[W]) -> None:
-        """Bring the virtual time of a level up to the last choice, before anything changes in it."""
+        """Update the virtual time of a level to the last choice, before any change in it."""
         first = level.first()
         clock = level.clock if first is None else max(level.clock, first[0])
         level.before = level.clock if level.choice == self._choice - 1 else clock
@@ -190,13 +190,13 @@ class FairShare(Generic[W]):
                 del level.below[node.key]
 
     def _set_places(self) -> None:
-        """Give the nodes that have moved their places, from the lowest levels up."""
+        """Give changed nodes their places, from the lowest levels up."""
         for node in sorted(self._moved, key=attrgetter("depth"), reverse=True):
             self._set_place(node)
         self._moved.clear()
 
     def _set_place(self, node: _Node[W]) -> None:
-        """Give a node the place that its tag and its next row say."""
+        """Give a node the place of its tag and its next row."""
         level, had = node.level, node.place
         assert level is not None, "only the root has none"
         if node.rows:
@@ -230,7 +230,7 @@ def _head(node: _Node[W]) -> W:
 
 
 def _merged(level: _Node[W], cost: Cost[W], part: Callable[[Sequence[W]], Iterable[W]]) -> Iterator[W]:
-    """Yield the rows below, while nothing changes; of a node nothing is looked at before its place comes."""
+    """Yield the rows below, while nothing changes. A node is not visited before its place is reached."""
     level.first()
     places = level.places
     ahead = [(*place[:2], 0, None, _NOTHING) for place in places[:1]]  # a heap; ids differ, but of a place

@@ -26,7 +26,7 @@ def model_of(row: QueuedRow) -> ModelKey:
 
 @dataclass(frozen=True, slots=True)
 class LaneStatus:
-    """State of a lane with waiting rows. `lowest`: the first seq_id that is here.
+    """State of a lane with waiting rows. `lowest`: the first seq_id that has arrived.
 
     `storage_blocked`: the next row waits until a save is written, or the files of its checkpoint are here.
     """
@@ -39,10 +39,10 @@ class LaneStatus:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Missing numbers of a lane, before its first waiting row.
+    """Missing seq_ids of a lane, before its first waiting row.
 
-    `last_id`: of the newest row that may be of the same call as a missing one, for which it says that the
-    call still goes on: the passes behind the gap, up to a row of another kind.
+    `last_id`: of the newest row that may belong to the same client call as a missing one, and so shows that
+    the call is still in progress: of the passes after the gap, up to a row of another kind.
     """
 
     session_id: SessionId
@@ -55,16 +55,16 @@ class Gap:
 class _Lane:
     next_seq: int = 0  # creation is 0: everything waits for it
     parked: dict[int, QueuedRow] = field(default_factory=dict)
-    refusals: dict[int, str] = field(default_factory=dict)  # seq_id -> what the API found wrong
+    refusals: dict[int, str] = field(default_factory=dict)  # seq_id -> error found by the API
     storage_blocked: bool = False  # a save is being written: no other save and no load begins
     publishing: int = 0  # saves for samplers being written: no load begins, which would become the snapshot
-    writing: set[int] = field(default_factory=set)  # of those, the ids of which the ranks hold the weights
-    loads: dict[int, bool] = field(default_factory=dict)  # id of one next in turn -> its files are here
-    held: int = 0  # how many hold it: nothing begins
+    writing: set[int] = field(default_factory=set)  # ids of saves whose weights the ranks hold
+    loads: dict[int, bool] = field(default_factory=dict)  # id of a load next in turn -> its files are here
+    held: int = 0  # number of holders: while there are any, nothing begins
     window_error: str | None = None  # why the gradients of the current accumulation window are invalid
-    last: int | None = None  # the last seq_id that runs: the model is to be unloaded
-    over: set[int] = field(default_factory=set)  # seq_ids behind rows that were put back
-    apart: dict[int, frozenset[int]] = field(default_factory=dict)  # seq_id -> ids of those it runs with
+    last: int | None = None  # the last seq_id to run before the model is unloaded
+    over: set[int] = field(default_factory=set)  # seq_ids started already, after rows that were put back
+    apart: dict[int, frozenset[int]] = field(default_factory=dict)  # seq_id -> ids of rows to run together
 
 
 class Lanes:
@@ -83,14 +83,14 @@ class Lanes:
         self._changed[model] = None
 
     def close(self, model: ModelKey, failure: Failure) -> list[QueuedRow]:
-        """End a model; returns its pending rows that were waiting. `forget` it once the store has the end."""
+        """End a model; returns its waiting pending rows. Call `forget` once the end is in the store."""
         self._closed[model] = failure
         self._changed[model] = None
         lane = self._open.pop(model, _Lane())
         return [row for row in lane.parked.values() if row.status is FutureStatus.PENDING]
 
     def forget(self, model: ModelKey) -> None:
-        """Forget a closed model: the store says what its requests get."""
+        """Forget a closed model: later requests get their failure from the store."""
         self._closed.pop(model, None)
 
     def knows(self, model: ModelKey) -> bool:
@@ -103,7 +103,7 @@ class Lanes:
         return self._closed.get(model)
 
     def add(self, row: QueuedRow, refusal: str | None = None) -> None:
-        """Park a row, which may come twice. `refusal`: the error with which the API has failed it already."""
+        """Park a row, which may arrive twice. `refusal`: error with which the API has failed it already."""
         model, seq_id = _position(row)
         if seq_id < self._open[model].next_seq or seq_id in self._open[model].over:
             return
@@ -117,13 +117,13 @@ class Lanes:
         lane.last = max(lane.parked, default=lane.next_seq - 1)
 
     def ended(self, row: QueuedRow) -> bool:
-        """Return True for a row that came after the end of its model."""
+        """Return True for a row that arrived after the end of its model."""
         model, seq_id = _position(row)
         last = self._lane(model).last
         return last is not None and seq_id > last
 
     def drained(self, model: ModelKey) -> bool:
-        """Return True once an ending model has run all that came before its end."""
+        """Return True once an ending model has run all rows before its end."""
         lane = self._open.get(model)
         return lane is None or (lane.last is not None and lane.next_seq > lane.last)
 
@@ -148,7 +148,7 @@ class Lanes:
         return {model: _status(lane) for model, lane in self._open.items() if lane.parked}
 
     def gaps(self) -> dict[ModelKey, Gap]:
-        """Return the gap at which each lane stands that has one."""
+        """Return the current gap of each lane that has one."""
         gaps = {model: _gap(lane) for model, lane in self._open.items() if lane.parked}
         return {model: gap for model, gap in gaps.items() if gap is not None}
 
@@ -158,11 +158,11 @@ class Lanes:
         return sum(cost(row) for row in parked if row.kind in PASSES and _pending(row))
 
     def waiting(self, model: ModelKey) -> Collection[QueuedRow]:
-        """Return what waits of a model, in any order."""
+        """Return a model's waiting rows, in any order."""
         return self._lane(model).parked.values()
 
     def take_changed(self) -> list[ModelKey]:
-        """Return the models of which something else may be runnable than at the last call."""
+        """Return the models whose runnable rows may have changed since the last call."""
         changed, self._changed = self._changed, {}
         return list(changed)
 
@@ -176,8 +176,8 @@ class Lanes:
     def skip_refused(self) -> None:
         """Drop requests that the API refused and whose turn has come, except steps.
 
-        A refused forward_backward invalidates its window: not to be called while a step runs, which ends the
-        one before that.
+        A refused forward_backward invalidates its window. Must not be called while a step runs, which ends
+        the window before.
         """
         for model in list(self._with_refused):
             lane = self._changing(model)
@@ -186,7 +186,7 @@ class Lanes:
                 del self._with_refused[model]
 
     def start_fetches(self) -> list[QueuedRow]:
-        """Return the loads that are next in turn and new here: their lanes stand until `fetch_ended`."""
+        """Return the loads that have become next in turn: their lanes wait until `fetch_ended`."""
         self.skip_refused()
         rows = []
         for model in list(self._with_loads):
@@ -208,14 +208,14 @@ class Lanes:
             lane.loads[row.id] = True
 
     def start(self, rows: Sequence[QueuedRow]) -> None:
-        """Remove rows that run now. Rows of one model come in order."""
+        """Remove rows that run now. Rows of one model must be in order."""
         for row in rows:
             model, seq_id = _position(row)
             self._changed[model] = None
             _pop(self._open[model], seq_id)
 
     def put_back(self, row: QueuedRow) -> None:
-        """Take back a row that was started, before those that were not. Closed models take back none."""
+        """Take back a started row, before those that have not started. No effect on a closed model."""
         _, seq_id = _position(row)
         lane = self._park(row)
         if row.kind is RequestKind.LOAD_WEIGHTS:
@@ -225,7 +225,7 @@ class Lanes:
         lane.next_seq = min(lane.next_seq, seq_id)
 
     def put_back_apart(self, rows: Sequence[QueuedRow]) -> None:
-        """Take back rows that were started, to run together and with no others."""
+        """Take back started rows, to run together and with no others."""
         ids = frozenset(row.id for row in rows)
         for row in rows:
             self.put_back(row)
@@ -238,12 +238,12 @@ class Lanes:
         return lane.apart.get(_position(row)[1], frozenset()) if lane.apart else frozenset()
 
     def hold(self, model: ModelKey) -> None:
-        """Begin nothing of this model until each that held it calls `resume`."""
+        """Begin nothing of this model until each holder calls `resume`."""
         self._changing(model).held += 1
 
     def resume(self, model: ModelKey) -> None:
         lane = self._changing(model)
-        lane.held = max(0, lane.held - 1)  # it may be another lane by now, which nobody holds
+        lane.held = max(0, lane.held - 1)  # it may be a new lane by now, without holders
 
     def block_storage(self, model: ModelKey) -> None:
         """Make saves and loads of this model wait until `unblock_storage`; the rest goes on."""
@@ -253,7 +253,7 @@ class Lanes:
         self._changing(model).storage_blocked = False
 
     def publish_began(self, model: ModelKey) -> None:
-        """Make loads of this model wait until `publish_ended`: none of it could be repeated behind a load."""
+        """Make loads of this model wait until `publish_ended`: after a load it could not be repeated."""
         self._changing(model).publishing += 1
 
     def publish_ended(self, model: ModelKey) -> None:
@@ -267,7 +267,7 @@ class Lanes:
         self._changing(model_of(row)).writing.discard(row.id)
 
     def under_way(self, model: ModelKey) -> bool:
-        """Return True while files of this model are written or fetched, or it waits to be tried again."""
+        """Return True while files of this model are written or fetched, or a retry of it waits."""
         lane = self._lane(model)
         fetching = not all(lane.loads.values())
         return lane.storage_blocked or lane.publishing > 0 or lane.held > 0 or fetching
@@ -300,7 +300,7 @@ class Lanes:
         return self._lane(model)
 
     def _lane(self, model: ModelKey) -> _Lane:
-        """Return a model's lane, a throw-away one if it was closed while some of its work runs."""
+        """Return a model's lane; a throw-away one if it was closed while some of its work runs."""
         return self._open.get(model) or _Lane()
 
 
@@ -320,7 +320,7 @@ def _status(lane: _Lane) -> LaneStatus:
 
 
 def _gap(lane: _Lane) -> Gap | None:
-    if lane.next_seq in lane.parked or lane.next_seq == 0:  # a creation is there before what waits for it
+    if lane.next_seq in lane.parked or lane.next_seq == 0:  # a creation arrives before its dependents
         return None
     first, *others = (lane.parked[seq_id] for seq_id in sorted(lane.parked))
     call = itertools.takewhile(lambda row: row.kind in PASSES, others) if first.kind in PASSES else ()
@@ -335,7 +335,7 @@ def _pop(lane: _Lane, seq_id: int) -> None:
     lane.loads.pop(lane.parked.pop(seq_id).id, None)
     lane.apart.pop(seq_id, None)
     lane.next_seq += 1
-    while lane.next_seq in lane.over:  # refused ones, which were skipped while those before them ran
+    while lane.next_seq in lane.over:  # refused rows, skipped while earlier ones ran
         lane.over.remove(lane.next_seq)
         lane.next_seq += 1
 

@@ -1,9 +1,10 @@
 """Choice of the workers' next unit of work, from the runnable rows of all lanes. Pure code.
 
-Who has had least of the trainer decides the kind of work, and all ready work of that kind is batched with it,
-passes within a budget of tokens and, while several sessions train, of time. Sessions with little to do decide
-first, as long as that takes no more than half of the trainer's time: who sends a request when the last one is
-answered waits for the rest of the unit that runs, and shares the next, whatever queues others have.
+- The session with the least trainer time so far decides the kind of work; all ready work of this kind joins.
+- A pass is bounded by a budget of tokens and, while several sessions train, of time.
+- Sessions with little waiting work decide first, until this has taken half of the trainer's time. So a client
+  that sends each request after the answer to the last one waits only for the rest of the running unit, and
+  shares the next, whatever queues others have.
 """
 
 import math
@@ -20,13 +21,13 @@ from skyrl_tinker.store.futures.queue import QueuedRow
 Waiting = Mapping[ModelKey, Sequence[QueuedRow]]
 """Runnable rows of each model, in order; never empty."""
 Seconds = Callable[[QueuedRow], float]
-"""Estimate of the trainer time that a row takes."""
+"""Estimate of a row's trainer time, in seconds."""
 Apart = Callable[[QueuedRow], Collection[int]]
 """Ids of the rows that run together with a row and with no others; none: it may share a pass."""
 MERGING = frozenset({RequestKind.OPTIM_STEP, RequestKind.SAVE_WEIGHTS_FOR_SAMPLER})
 """Barriers that the workers execute for several models at once."""
 SHORT_S, SHORT_ROWS = 1.0, 8
-"""Most work, as estimated, that a session with little to do has waiting."""
+"""Most waiting work, by estimate in seconds and in rows, of a session with little work."""
 ACTIVE_S = 60.0
 """Time after its last request for which a session counts as training."""
 
@@ -35,7 +36,7 @@ ACTIVE_S = 60.0
 class Pass:
     """Forwards and backwards of any tenants; rows of one model in order. `full`: no more would have fit.
 
-    `again`: memory had run out, for these rows or more.
+    `again`: memory ran out in a pass with these rows, and perhaps others.
     """
 
     rows: tuple[QueuedRow, ...]
@@ -63,15 +64,15 @@ class PassBudget:
 
     tokens: int
     seconds: float = math.inf
-    ahead_s: float = 0.5  # that those may have had more than others who wait, who only join it
+    ahead_s: float = 0.5  # most trainer time that joining rows may be ahead of other waiting ones
 
 
 @dataclass(slots=True)
 class _Session:
-    """A session of which something waits, in `models`. `rows`: all of it, None if more than SHORT_ROWS.
+    """A session with waiting rows, of `models`. `rows`: all of them, None if more than SHORT_ROWS.
 
-    `runnable`: paths of the models that have something runnable. `work_s`: what `rows` take, as estimated
-    after `charges` units.
+    `runnable`: paths of the models that have runnable rows. `work_s`: estimated time of `rows`, made after
+    `charges` units.
     """
 
     models: dict[ModelKey, None] = field(default_factory=dict)
@@ -82,30 +83,30 @@ class _Session:
 
 
 class Planner:
-    """Takes unit after unit out of the lanes."""
+    """Takes one unit after another from the lanes."""
 
     def __init__(
         self, lanes: Lanes, budget: PassBudget, seconds: Seconds, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`budget`: its seconds hold while several sessions train."""
+        """`budget`: its seconds apply while several sessions train."""
         self._lanes = lanes
         self._budget = budget
         self._seconds = seconds
         self._clock = clock
         self._waiting: dict[ModelKey, Sequence[QueuedRow]] = {}
         self._sessions: dict[SessionId, _Session] = {}
-        self._runnable: dict[SessionId, _Session] = {}  # those with anything runnable
+        self._runnable: dict[SessionId, _Session] = {}  # sessions with runnable rows
         self._charges = 0
         self._session_of: dict[ModelKey, SessionId] = {}
         self._shares: FairShare[QueuedRow] = FairShare()
-        self._short: SessionId | None = None  # who decided the unit that runs, having little to do
-        self._lead_s = self._lead_before_s = 0.0  # what such sessions had more than the others since
-        self._active: dict[SessionId, float] = {}  # when a session last had something runnable
+        self._short: SessionId | None = None  # session with little work that decided the running unit
+        self._lead_s = self._lead_before_s = 0.0  # trainer time of such sessions beyond that of the others
+        self._active: dict[SessionId, float] = {}  # when a session last had a runnable row
 
     def pop(self, ahead: tuple[QueuedRow, ...] = ()) -> Unit | None:
         """Take the next unit; None when nothing is runnable. It counts as its estimate until `charge`.
 
-        `ahead`: the rows of a full pass ahead, which are taken if the first of them still is the next.
+        `ahead`: rows of a full pass prepared ahead, which are taken if their first row is still the next.
         """
         short, unit = self._plan(ahead)
         self._lead_before_s = self._lead_s
@@ -113,7 +114,7 @@ class Planner:
             self._shares.clear()
             return None
         first, shared = unit.rows[0].session_id, len({row.session_id for row in unit.rows}) > 1
-        # barriers that are run for others as well keep nobody waiting
+        # barriers shared with other sessions delay nobody
         self._short = first if first in short and not (shared and isinstance(unit, Barriers)) else None
         self._lanes.start(unit.rows)
         self._shares.choose()
@@ -121,12 +122,12 @@ class Planner:
         return unit
 
     def charge(self, seconds: Iterable[tuple[QueuedRow, float]]) -> None:
-        """Count what the rows of the last unit took in place of the estimate."""
+        """Count the time of the last unit's rows instead of the estimate."""
         self._charges += 1
         self._charge(list(seconds), instead=True)
 
     def full_pass_ahead(self) -> Pass | None:
-        """Return the next unit, as it is now, if it is a full pass: a smaller one may still grow."""
+        """Return the next unit, as of now, if it is a full pass: a smaller one may still grow."""
         _, unit = self._plan()
         return unit if isinstance(unit, Pass) and unit.full else None
 
@@ -144,9 +145,9 @@ class Planner:
         self._lead_s = max(0.0, self._lead_before_s + lead_s)
 
     def _plan(self, ahead: tuple[QueuedRow, ...] = ()) -> tuple[set[SessionId], Unit | None]:
-        """Return the sessions that decide, as they have little to do, and the next unit.
+        """Return the sessions that decide because they have little work, and the next unit.
 
-        `ahead`: rows of a full pass ahead, which is the next unit if the first of them still is the next.
+        `ahead`: rows of a full pass prepared ahead: the next unit if its first row is still the next one.
         """
         self._lanes.skip_refused()
         self._look()
@@ -161,7 +162,7 @@ class Planner:
         return short, next_unit(first, self._waiting, self._shares, bounds, self._seconds, self._lanes.apart)
 
     def _look(self) -> None:
-        """Look at the lanes that changed."""
+        """Update the sessions from the lanes that changed."""
         changed: dict[SessionId, _Session] = {}
         for model in self._lanes.take_changed():
             if waiting := self._lanes.waiting(model):
@@ -198,9 +199,9 @@ class Planner:
             self._waiting[model] = rows
 
     def _short_sessions(self) -> set[SessionId]:
-        """Return the sessions with least to do, at most half as much as another one has.
+        """Return the sessions with the least work, if another has at least twice as much.
 
-        None while such sessions have had more than the others.
+        Empty while such sessions have had more trainer time than the others.
         """
         if self._lead_s > 0:
             return set()
@@ -212,7 +213,7 @@ class Planner:
         return {each for each, work in small.items() if work == least}
 
     def _works_s(self) -> dict[SessionId, float]:
-        """Return what each session with few rows has to do, as estimated after the last unit."""
+        """Return the work in seconds of each session with few rows, as estimated after the last unit."""
         works_s, charges = {}, self._charges
         for session_id, session in self._runnable.items():
             if session.rows is not None:
@@ -245,7 +246,7 @@ def next_unit(
     seconds: Seconds,
     apart: Apart,
 ) -> Unit:
-    """Return the unit that `first` decides; whoever waits has its place in `shares`."""
+    """Return the unit that `first` decides; all waiting rows have places in `shares`."""
     if first.kind not in PASSES:
         same = [rows[0] for rows in waiting.values() if rows[0].kind is first.kind]
         return Barriers(tuple(sorted(same, key=_age)) if first.kind in MERGING else (first,))
@@ -254,7 +255,7 @@ def next_unit(
         return Pass(tuple(row for rows in models for row in rows if row.id in together), True, True)
 
     def joining(rows: Sequence[QueuedRow]) -> Sequence[QueuedRow]:
-        """Return the rows of a model if its turn has come, too, and not only that of a sibling."""
+        """Return the rows of a model that may join, not being too far ahead of others in its levels."""
         row = rows[0]
         if row.kind not in PASSES or apart(row):
             return ()
@@ -269,7 +270,7 @@ def _age(row: QueuedRow) -> int:
 
 
 def _pass(rows: Iterator[QueuedRow], budget: PassBudget, seconds: Seconds) -> Pass:
-    """Build a pass of the first row, however large, and of those after it that the budget has room for."""
+    """Build a pass of the first row, however large, and of the next ones that fit the budget."""
     batch: list[QueuedRow] = []
     tokens, left = budget.tokens, budget.seconds
     for row in rows:

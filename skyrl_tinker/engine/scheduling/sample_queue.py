@@ -18,7 +18,7 @@ class SampleQueue:
         self._queues: dict[Path, deque[SampleTurn]] = {}
         self._count = 0
         self._shares: FairShare[SampleTurn] = FairShare()
-        self._narrowest = math.inf  # no next turn of a newcomer has fewer sequences
+        self._narrowest = math.inf  # least sequences of any newcomer's next turn, or fewer
 
     def __len__(self) -> int:
         return self._count
@@ -28,7 +28,7 @@ class SampleQueue:
         return len(self._slots)
 
     def add(self, turns: Sequence[SampleTurn]) -> None:
-        """Append turns behind those of their sessions."""
+        """Append turns to the queues of their sessions."""
         for turn in turns:
             path = path_of(turn)
             if path in self._queues:
@@ -40,7 +40,7 @@ class SampleQueue:
         self._count += len(turns)
 
     def take(self, most: int) -> list[SampleTurn]:
-        """Remove and return the next turns that may begin, at most so many; `release` ends each."""
+        """Remove and return the next turns that may begin, at most `most`; `release` ends each."""
         self._shares.choose()
         turns = list(islice(self._beginning(), most))
         for turn in turns:
@@ -51,7 +51,7 @@ class SampleQueue:
         self._count -= len(turns)
         if self._queues:
             self._shares.charge((turn, turn.tokens) for turn in turns)
-        else:  # who had what does not matter once nobody waits
+        else:  # shares do not matter once nothing waits
             self._shares.clear()
         return turns
 
@@ -75,9 +75,9 @@ class SampleQueue:
                 del self._queues[path]
 
     def view(self, away: Collection[int] = ()) -> SamplingView:
-        """Return the queues of the first sessions, the next one first, and how many wait and run.
+        """Return the queues of the first sessions, in order, and the counts of waiting and running turns.
 
-        `away`: turns that are not shown: they had one, so ids after theirs may be of samples that run.
+        `away`: turns to leave out: they have run before, so later ids may belong to running samples.
         """
         stride = max(1, math.ceil(self._count / SHOWN))
         queues: dict[str, QueueView] = {}
@@ -94,13 +94,13 @@ class SampleQueue:
         return SamplingView(queues, stride, None, self._count, self.in_flight())
 
     def _beginning(self) -> Iterator[SampleTurn]:
-        """Yield turns in order while there is room for the next, and then those that the reserve is for."""
+        """Yield turns in order while there is room for the next, then turns of newcomers for the reserve."""
         for turn in self._shares.order(_tokens):
             if not (self._slots.take(turn) or self._slots.take_reserved(turn)):
                 break
             yield turn
         if self._slots.reserve_left() < self._narrowest:
-            return  # as nearly always in a crowd: not all of it is to be looked at for each turn that ends
+            return  # usual under load: avoids a walk over all sessions for each turn that ends
         narrowest = math.inf
         for turn in self._shares.order(_tokens, self._newcomer):
             if self._slots.take_reserved(turn):

@@ -1,4 +1,4 @@
-"""Sequences that the samplers work on, and who may add to them."""
+"""Admission of sequences to the samplers."""
 
 import math
 import time
@@ -11,18 +11,18 @@ from skyrl_tinker.engine.scheduling.fair_share import Path, Waiter, path_of
 from skyrl_tinker.inference.constants import MAX_SEQUENCES, RESERVED_SEQUENCES
 
 ALONE_S = 2.0
-"""Time without a turn of another session after which a session counts as alone."""
+"""Seconds without a turn of another session after which a session counts as alone."""
 
 
 class Concurrency(NamedTuple):
-    """Most sequences in flight per engine core: of several sessions, and of one that is alone."""
+    """Most sequences in flight per engine core: for several sessions, and for a session that is alone."""
 
     shared: int
     alone: int
 
 
 class SampleTurn(Waiter, Protocol):
-    """Request that waits for samplers, or has them. `tokens`: the most that it computes, prompt included."""
+    """Request that waits for samplers, or runs on them. `tokens`: most that it computes, prompt included."""
 
     @property
     def tokens(self) -> int: ...
@@ -31,10 +31,10 @@ class SampleTurn(Waiter, Protocol):
 
 
 class Slots:
-    """Turns in flight, in places that all share, and in a reserve for sessions that have nothing in flight.
+    """Turns in flight, in places that all sessions share, and in a reserve for sessions with none in flight.
 
-    Samples that begin together end together: a newcomer might wait for as long as the longest of them takes.
-    What is in the reserve takes no shared place, so that no stream of newcomers keeps a large turn waiting.
+    Samples that begin together end together: without a reserve, a newcomer might wait for the longest of
+    them. Turns in the reserve take no shared place, so that newcomers cannot delay a large turn forever.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Slots:
         return (*self._shared.turns, *self._reserve.turns)
 
     def take(self, turn: SampleTurn) -> bool:
-        """Begin a turn where it fits; one that is larger than all there is begins without others."""
+        """Begin a turn if it fits; one that is larger than all places begins when none is taken."""
         together = self._are_together(path_of(turn))
         self._shared.sequences = self._concurrency.shared if together else self._concurrency.alone
         fits = self._shared.fits(turn, self._cores()) or not self._shared.turns
@@ -72,7 +72,7 @@ class Slots:
         return fits and self._begin(turn, self._reserve)
 
     def reserve_left(self) -> int:
-        """Count the sequences that fit the reserve beside those that it has."""
+        """Count the free sequences of the reserve."""
         return self._reserve.left(self._cores())
 
     def knows(self, turn: SampleTurn) -> bool:
@@ -80,7 +80,7 @@ class Slots:
         return self._of_session[path_of(turn)] > 0
 
     def release(self, turn_id: int) -> Path | None:
-        """End a turn; one that is not in flight is ignored. Return its path if it was the last of it."""
+        """End a turn; ignored if not in flight. Return its session's path if it was the session's last."""
         turn = self._shared.end(turn_id) or self._reserve.end(turn_id)
         if turn is None:
             return None
@@ -93,7 +93,7 @@ class Slots:
         return path
 
     def _are_together(self, path: Path) -> bool:
-        """Return whether others than this session have turns, or had one within ALONE_S."""
+        """Return whether other sessions have turns, or had one within ALONE_S."""
         now = self._clock()
         lately = self._newest != path and now < self._newest_at + ALONE_S
         if len(self._of_session) > (path in self._of_session):
@@ -111,7 +111,7 @@ class Slots:
 
 @dataclass
 class _Places:
-    """Turns that have places, of which each engine core has `sequences`."""
+    """Turns in places. `sequences`: places per engine core."""
 
     sequences: int
     turns: dict[int, SampleTurn] = field(default_factory=dict)  # by id

@@ -1,4 +1,4 @@
-"""Recent speed of work: for shares of the trainer, and for the estimates that waiting clients get."""
+"""Recent speed of work: for shares of the trainer, and for the estimates shown to waiting clients."""
 
 import time
 from bisect import bisect_left
@@ -17,25 +17,25 @@ ENDS, ENDS_S = 1024, 60.0
 """Most completions that are kept, and for how many seconds."""
 METERED_S = 60
 TOKEN_WORK = {RequestKind.FORWARD: 1, RequestKind.FORWARD_BACKWARD: 3}
-"""Work of a token by kind of pass: a backward pass takes two forward passes more."""
+"""Work of a token by kind of pass: a backward pass costs two forward passes."""
 FIRST_GUESS = 3e-5, 4096.0
-"""Seconds per token of a forward pass, before any was measured, and how many tokens that is worth."""
+"""Seconds per token of a forward pass before any measurement, and the weight of this guess in tokens."""
 LEAST_S = 1e-4
-"""Least time that a row counts for: who sends what takes none must not be served forever."""
+"""Least seconds counted for a row: a stream of rows without cost must not be served forever."""
 
 
 class TrainerPace:
-    """Trainer time of requests: estimated from recent units, and attributed to each once it was taken."""
+    """Trainer time of requests: estimated from recent units, and attributed to requests after a unit."""
 
     def __init__(self) -> None:
         self._passes: deque[tuple[float, float]] = deque(
             [FIRST_GUESS], maxlen=UNITS
         )  # seconds per work, work
         self._pass_s = FIRST_GUESS[0]
-        self._barriers: dict[RequestKind, float] = {}  # seconds of one row, when last measured
+        self._barriers: dict[RequestKind, float] = {}  # seconds of a row, as last measured
 
     def seconds(self, row: QueuedRow) -> float:
-        """Estimate what a row takes."""
+        """Estimate a row's trainer time in seconds."""
         if (per_token := TOKEN_WORK.get(row.kind)) is None:
             return self._barriers.get(row.kind, LEAST_S)
         took_s = per_token * cost(row) * self._pass_s
@@ -44,9 +44,9 @@ class TrainerPace:
     def attribute(
         self, rows: Sequence[QueuedRow], seconds: float, own: Mapping[int, float]
     ) -> list[tuple[QueuedRow, float]]:
-        """Divide the seconds of a unit among its rows; `own`: what some took beyond the common work.
+        """Divide the seconds of a unit among its rows. `own`: seconds by row id beyond the common work.
 
-        Ranks work on `own` at the same time, so that its sum may be more than the unit took.
+        Ranks work on `own` concurrently, so that its sum may exceed the unit's duration.
         """
         beyond = sum(own.values())
         part = min(1.0, seconds / beyond) if beyond else 0.0
@@ -69,14 +69,14 @@ class TrainerPace:
 
 
 def _weighted_median(pairs: Iterable[tuple[float, float]]) -> float:
-    """Return the value that divides the weights in halves: neither warm-ups nor tiny units count for much."""
+    """Return the value that halves the weights: warm-ups and tiny units have little influence."""
     ordered = sorted(pairs)
     reached = list(accumulate(weight for _, weight in ordered))
     return ordered[bisect_left(reached, reached[-1] / 2)][0]
 
 
 def _work(row: QueuedRow) -> float:
-    """Return the weight of a row in its unit: its tokens in a pass, one among barriers."""
+    """Return the weight of a row in its unit: its work in a pass, 1 among barriers."""
     per_token = TOKEN_WORK.get(row.kind)
     return 1.0 if per_token is None else per_token * cost(row)
 
@@ -99,7 +99,7 @@ class UnitTimes:
             self._durations.append(time.monotonic() - self._began)
 
     def running_s(self) -> float | None:
-        """Return how long the unit runs already; None when none does."""
+        """Return the seconds since the running unit began; None if none runs."""
         return time.monotonic() - self._began if self.running else None
 
     def seconds(self) -> float | None:
@@ -136,7 +136,7 @@ class EndRate:
         self._times.append(time.monotonic())
 
     def per_second(self) -> float | None:
-        """Return the recent rate; None when nothing ended."""
+        """Return the recent rate; None if nothing ended."""
         now = time.monotonic()
         recent = [at for at in self._times if at > now - ENDS_S]
         return len(recent) / (now - recent[0]) if recent and now > recent[0] else None

@@ -1,4 +1,4 @@
-"""Spans of the last work, for traces: bounded, in memory, gone with the engine."""
+"""Spans of recent work, for traces: bounded, in memory, lost with the engine."""
 
 import time
 from collections import deque
@@ -16,7 +16,7 @@ SPANS = 10_000
 UNIT_ROWS = 256
 """Most requests that a unit names."""
 UNIT_CALLS = 64
-"""Most calls of a rank that a unit shows: where it was repeated often, the last."""
+"""Most calls of a rank that a unit shows: the last ones, if it was repeated often."""
 
 AnySpan = UnitSpan | SampleSpan | PublishSpan | SyncSpan
 S = TypeVar("S", UnitSpan, SampleSpan, PublishSpan, SyncSpan)
@@ -24,7 +24,7 @@ S = TypeVar("S", UnitSpan, SampleSpan, PublishSpan, SyncSpan)
 
 class ActivityLog:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        """`clock`: of times in rows, beside which spans are shown."""
+        """`clock`: that of the times in rows, which are shown with the spans."""
         self._clock = clock
         self._units: deque[UnitSpan] = deque(maxlen=SPANS)
         self._samples: deque[SampleSpan] = deque(maxlen=SPANS)
@@ -38,7 +38,7 @@ class ActivityLog:
         self._followers.append(follower)
 
     def ranks(self, method: str, replies: Sequence[RankReply]) -> None:
-        """Note a call of all ranks, as a part of the unit that ends next; they have this host's clock."""
+        """Record a call of all ranks, as a part of the unit that ends next. They use this host's clock."""
         skew_s = self._clock() - time.time()
         begun = [reply.began_at + skew_s for reply in replies]
         self._calls.append(
@@ -49,7 +49,7 @@ class ActivityLog:
         )
 
     def unit(self, rows: Sequence[QueuedRow], began_at: float) -> None:
-        """Note a unit that has just ended."""
+        """Record a unit that has just ended."""
         calls = tuple(chain.from_iterable(self._calls))
         self._calls.clear()
         tokens = sum(cost(row) for row in rows if row.kind in PASSES)
@@ -57,21 +57,21 @@ class ActivityLog:
         self._note(self._units, UnitSpan(rows[0].kind, began_at, self._clock(), tokens, ids, calls))
 
     def sample(self, future_id: int, began_at: float, replicas: Iterable[str] = ()) -> None:
-        """Note a sample that has just ended."""
+        """Record a sample that has just ended."""
         self._note(self._samples, SampleSpan(future_id, began_at, self._clock(), tuple(replicas)))
 
     def publish(self, weights: str, future_id: int, seconds: float) -> None:
-        """Note weights that have just been published."""
+        """Record weights that have just been published."""
         now = self._clock()
         self._note(self._publishes, PublishSpan(weights, future_id, now - seconds, now))
 
     def sync(self, version: str, seconds: float, paused_s: float) -> None:
-        """Note a sync of full parameters that has just ended."""
+        """Record a sync of full parameters that has just ended."""
         now = self._clock()
         self._note(self._syncs, SyncSpan(version, now - seconds, now - paused_s, now))
 
     def since(self, at: float) -> Activity:
-        """Return what ended at `at` or later."""
+        """Return the spans that ended at `at` or later."""
         return Activity(
             tuple(span for span in self._units if span.ended_at >= at),
             tuple(span for span in self._samples if span.ended_at >= at),

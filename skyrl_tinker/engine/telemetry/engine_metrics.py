@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: one object, made in the composition root and handed to the parts."""
+"""Metrics for Prometheus: one object, made in the composition root and passed to the parts."""
 
 import math
 import time
@@ -32,7 +32,7 @@ class Metrics:
     """Counters, gauges and histograms. Labels are bounded: kinds, outcomes and a few owners, never models."""
 
     def __init__(self, owner_name: OwnerName | None = None, clock: Callable[[], float] = time.time) -> None:
-        """`owner_name`: for counters by owner; without it there are none. `clock`: of times in rows."""
+        """`owner_name`: for counters by owner; None: no such counters. `clock`: that of the times in rows."""
         self._clock = clock
         self._registry = CollectorRegistry()
         self._pending: dict[int, QueuedRow] = {}  # by future id
@@ -98,7 +98,7 @@ class Metrics:
     # Requests of the journal
 
     def arrived(self, rows: Iterable[QueuedRow]) -> None:
-        """Count arrivals. A row may come twice, and one that an earlier engine counted once more."""
+        """Count arrivals. A row may arrive twice, or have been counted by an earlier engine."""
         for row in rows:
             if row.status is FutureStatus.PENDING:
                 self._pending[row.id] = row
@@ -118,14 +118,14 @@ class Metrics:
         return iter(self._pending.values())
 
     def counted(self, kind: str, outcome: OutcomeLabel, owner: OwnerId | None) -> None:
-        """Count one request, also of those that do not go through the journal."""
+        """Count one request, of the journal or not."""
         self._requests.labels(kind, outcome).inc()
         self.owners.answered(owner, kind)
 
     # Work
 
     def began(self, rows: Iterable[QueuedRow], at: float) -> None:
-        """Note the start of work at a time of the clock. Work that is repeated began the first time."""
+        """Record the start of work at a time of the clock. Repeated work counts from its first start."""
         for row in rows:
             if row.id in self._pending and row.id not in self._begun:
                 self._begun.add(row.id)
@@ -135,7 +135,7 @@ class Metrics:
         self._waits.labels(kind).observe(max(0.0, seconds))
 
     def unit(self, rows: Sequence[QueuedRow], began_at: float, worked_s: float) -> None:
-        """Note a unit that has just ended, on which the trainer worked for `worked_s`."""
+        """Record a unit that has just ended, on which the trainer worked for `worked_s`."""
         kind = PASS if rows[0].kind in PASSES else rows[0].kind
         self._unit_seconds.labels(kind).observe(worked_s)
         self.activity.unit(rows, began_at)
@@ -167,13 +167,13 @@ class Metrics:
         self.activity.sync(version, seconds, paused_s)
 
     def published(self, weights: Literal["lora", "full"], future_id: int, seconds: float) -> None:
-        """Count weights that have come to the samplers; `future_id`: of the save."""
+        """Count weights that have been loaded by the samplers; `future_id`: of the save."""
         self._publish.labels(weights).observe(seconds)
         self.activity.publish(weights, future_id, seconds)
 
     def compared(self, gap: float) -> None:
         self._gap.set(gap)
-        if not math.isnan(gap):  # or the sum would never be a number again
+        if not math.isnan(gap):  # NaN would make the sum NaN for good
             self._gaps.observe(gap)
         if math.isnan(gap) or gap > self._largest_gap:
             self._largest_gap = gap
@@ -190,7 +190,7 @@ class Metrics:
 
 
 class Occupancy:
-    """Splits the time in which there is work into time that the workers worked and time that they waited.
+    """Splits the time with work into time in which the workers were busy and time in which they waited.
 
     busy / (busy + waiting) is the trainer's busy fraction; time without work counts as neither.
     """
@@ -208,7 +208,7 @@ class Occupancy:
         self._since = None
 
     def unit_done(self, worked_s: float) -> None:
-        """Count one unit, in which the workers themselves were busy for `worked_s`."""
+        """Count one unit, in which the workers were busy for `worked_s`."""
         now = time.monotonic()
         passed = now - (now if self._since is None else self._since)
         self._busy.inc(worked_s)

@@ -1,8 +1,8 @@
 """Traces of finished requests, units and syncs to an OpenTelemetry collector, by OTLP over HTTP.
 
-Requests come from the journal, and what ran when from the activity log: the facts of the trace page. The
-trace id of a request is its request id. The journal is the queue, too: its cursor stays while no collector
-answers. The collector is spoken to in a thread of its own.
+Requests come from the journal, and the times of their work from the activity log, as on the trace page. The
+trace id of a request is its request id. The journal is also the queue: its cursor stays while no collector
+answers. A separate thread sends to the collector.
 """
 
 import asyncio
@@ -36,15 +36,15 @@ from skyrl_tinker.store.store import Store
 
 ROUND_S = 2.0
 SETTLE_S = 5.0
-"""Time from a request's end to its export: a unit is noted only after what it answered is committed."""
-TIMEOUT_S = 5.0  # of one export, with its repetitions
-LAST_S = 2.0  # for what is left when the engine ends
+"""Seconds from a request's end to its export: units are recorded only after their answers are committed."""
+TIMEOUT_S = 5.0  # of one export, with its retries
+LAST_S = 2.0  # for the last export when the engine ends
 KEEP_S = 600.0
-"""Age from which finished requests are not kept for a collector that does not answer."""
+"""Age in seconds from which finished requests are not kept for a collector that does not answer."""
 PAGE = 256
 """Most requests, and most units, in one export."""
 MOST = 50_000
-"""Requests whose parts, and units and syncs, that wait for their export."""
+"""Most requests with parts, and most units and syncs, that wait for their export."""
 _PATH = "/v1/traces"
 _SCOPE = InstrumentationScope("skyrl_tinker", __version__)
 _IDS = RandomIdGenerator()
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 
 class _TracePart(NamedTuple):
-    """Span of a request; `unit`: the trace of the unit, if the trainer did it."""
+    """Span of a request; `unit`: trace of the trainer's unit, if it was one."""
 
     span: AnySpan
     unit: SpanContext | None = None
@@ -66,7 +66,7 @@ class _WorkTrace(NamedTuple):
 
 class SpanExport:
     def __init__(self, store: Store, activity: ActivityLog, endpoint: str, home: Path) -> None:
-        """`endpoint`: of the collector, to which the path of traces is added; `home` names this server."""
+        """`endpoint`: of the collector, without the path of traces; `home` names this server."""
         self._store = store
         self._collector = urlsplit(endpoint).netloc.rpartition("@")[2]
         url = endpoint.rstrip("/").removesuffix(_PATH) + _PATH
@@ -80,7 +80,7 @@ class SpanExport:
                 "service.instance.id": str(uuid5(NAMESPACE_URL, f"file://{socket.gethostname()}{home}")),
             }
         )
-        self._cursor: int | None = None  # behind the last request exported
+        self._cursor: int | None = None  # after the last request exported
         self._parts: dict[int, list[_TracePart]] = {}  # by future id
         self._work: dict[int, _WorkTrace] = {}  # by span id
         self._problem: str | None = None
@@ -98,7 +98,7 @@ class SpanExport:
         _bound(self._parts)
 
     async def run(self) -> None:
-        """Export what finishes from now on, indefinitely."""
+        """Export all work that finishes from now on, indefinitely."""
         self._cursor = await read_persistently(self._store, last_result_id)
         logging.getLogger(trace_exporter.__name__).addFilter(self._reasons)
         while True:
@@ -106,7 +106,7 @@ class SpanExport:
             await self._export(SETTLE_S)
 
     async def close(self) -> None:
-        """Export what has finished so far, if the collector is quick, and end."""
+        """Export finished work, if the collector answers quickly, and end."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_S):
                 await self._export(0.0)
@@ -148,7 +148,7 @@ class SpanExport:
         parts: Mapping[int, Sequence[_TracePart]],
         work: Sequence[_WorkTrace],
     ) -> str | None:
-        """Send spans; return why the collector did not take them, None if it did."""
+        """Send spans; return why the collector did not accept them, None if it did."""
         spans = [span for each in work for span in _work_spans(each.span, each.context, self._resource)]
         for request in requests:
             spans.extend(_request_spans(request, parts[request.id], self._resource))
@@ -167,7 +167,7 @@ class SpanExport:
 
 
 class _Reasons(logging.Filter):
-    """Keeper of the first message of an export: the exporter tells why it failed to its log only."""
+    """Keeper of the first message of an export: the exporter reports a failure only in its log."""
 
     first: str | None = None
 
@@ -216,7 +216,7 @@ def _work_spans(
 def _request_spans(
     request: FinishedRequest, parts: Sequence[_TracePart], resource: Resource
 ) -> Iterator[ReadableSpan]:
-    """Yield a request's span, then those below it: its wait, what ran, and the way of its answer."""
+    """Yield a request's span, then its children: its wait, its work, and the delivery of its answer."""
     root = _context(int(request.request_id, 16), int(request.request_id[16:], 16))
     failed = request.category is not None
     yield ReadableSpan(
@@ -248,7 +248,7 @@ def _request_spans(
 def _slices(
     request: FinishedRequest, parts: Sequence[_TracePart]
 ) -> Iterator[tuple[str, float, float, _TracePart | None]]:
-    """Yield names and times until the answer: a unit and a publication are noted a little after it."""
+    """Yield names and times until the answer: units and publications are recorded a little after it."""
     parts = [part for part in parts if part.span.began_at < request.finished_at]
     for part in parts:
         name = "publish" if isinstance(part.span, PublishSpan) else "run"
@@ -291,7 +291,7 @@ def _part_attributes(part: _TracePart | None) -> dict[str, str | int]:
 
 
 def _named(attributes: Mapping[str, str | int | None]) -> dict[str, str | int]:
-    """Return those that are known, under our prefix."""
+    """Return the known attributes, under our prefix."""
     return {f"skyrl_tinker.{name}": value for name, value in attributes.items() if value is not None}
 
 

@@ -8,19 +8,19 @@ from skyrl_tinker.domain.ids import OwnerId
 
 MOST = 20
 OTHERS = "(other)"
-"""Label of owners beyond the first MOST; no key has such a name."""
+"""Label of owners beyond the first MOST; no key can have this name."""
 OwnerName = Callable[[OwnerId | None], Awaitable[str | None]]
-"""Function that returns the name of an owner, None while the store cannot say."""
+"""Function that returns the name of an owner, None while the store fails."""
 
 
 class OwnerMetrics:
-    """Counters with the names of keys as labels, of the first MOST owners since the engine started.
+    """Counters with the names of keys as labels, for the first MOST owners since the engine started.
 
-    Each owner costs a series per kind of request, and Prometheus keeps those of keys that are long gone.
+    Each owner costs a series per kind of request, and Prometheus keeps the series of deleted keys.
     """
 
     def __init__(self, registry: CollectorRegistry, name: OwnerName | None) -> None:
-        """Count nothing without `name`: names and activities of owners are not for everybody."""
+        """Count nothing if `name` is None: names and activities of owners are not public."""
         self._name = name
         self._labels: dict[OwnerId | None, str] = {}
         self._requests = Counter(
@@ -43,7 +43,7 @@ class OwnerMetrics:
         )
 
     async def know(self, owners: Iterable[OwnerId | None]) -> None:
-        """Give owners their labels, before anything of theirs is counted."""
+        """Give owners their labels, before any of their requests is counted."""
         for owner in owners:
             if self._name is None or owner in self._labels or len(self._labels) == MOST:
                 continue

@@ -25,12 +25,12 @@ from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 
 Write = Coroutine[Any, Any, object]
-"""Part of a save that needs no trainer and may run while the model trains."""
+"""Part of a save that needs no turn of the trainer and may run while the model trains."""
 
 
 @dataclass(frozen=True, slots=True)
 class BarrierResult:
-    """Result of a barrier: `finished` if it is answered now, `write` if it is once that has run."""
+    """Result of a barrier. `finished`: its answer; `write`: work that ends with its answer."""
 
     finished: Finished | None = None
     write: Write | None = None
@@ -52,10 +52,10 @@ class ModelBarriers:
         self._creation = creation
         self._saver = saver
         self._exporter = exporter
-        self._loads: dict[QueuedRow, LoadFiles | Failure] = {}  # that have not begun
+        self._loads: dict[QueuedRow, LoadFiles | Failure] = {}  # loads that have not begun
 
     async def fetch(self, row: QueuedRow) -> None:
-        """Do all of a load that needs no trainer, beside units of work; `execute` reports its failure."""
+        """Do the part of a load that needs no trainer, during units; `execute` reports its failure."""
         model, body = await self._models.row(model_of(row)), await self._read(row)
         if body is None:  # it has just expired
             return
@@ -66,14 +66,14 @@ class ModelBarriers:
             self._loads[row] = failure_of(error)
 
     async def drop_expired(self) -> None:
-        """Drop what was fetched for loads that will not run: they wait no more. Call it between units."""
+        """Drop fetched files of loads that do not wait any more. Call it between units."""
         for row in [row for row in self._loads if not self._lanes.waits(row)]:
             await self._discard(row)
 
     async def execute(self, row: QueuedRow) -> BarrierResult:
         """Run a request.
 
-        Raises TrainerError: the ranks are broken, StorageAwayError: nothing was done, and may be tried again.
+        Raises TrainerError if the ranks are broken, StorageAwayError if nothing was done: try again.
         """
         model, body = await self._models.row(model_of(row)), await self._read(row)
         if body is None:  # it expired before it started

@@ -32,7 +32,7 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 ANY = "*"
-"""Directory of a checkpoint that is looked up."""
+"""Stands for the directory of a checkpoint that is being looked up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class LoadFiles:
-    """Checkpoint to be loaded, whose files are here, and what keeps them for a later replay."""
+    """Checkpoint to be loaded, with its files here, and the snapshot that keeps them for a later replay."""
 
     checkpoint: CheckpointRow
     kept: SnapshotRow
@@ -75,16 +75,16 @@ class ModelCreation:
         self._loading: Counter[str] = Counter()  # directories
 
     def is_loading(self, directory: str) -> bool:
-        """Return True while a checkpoint is loaded from this directory, or looked up, which may be it."""
+        """Return True while a load uses this directory, or looks up a checkpoint, which may be there."""
         return directory in self._loading or ANY in self._loading
 
     async def fetch(
         self, model: ModelRow, seq_id: int, body: CreateViaLoadBody | LoadWeightsBody
     ) -> LoadFiles:
-        """Bring here a checkpoint that fits and that the owner of `model` may read; needs no rank.
+        """Fetch a checkpoint that fits and that the owner of `model` may read; needs no rank.
 
         Until `loaded` or `discard` its directory stays, even if it is replaced or deleted meanwhile. Waits
-        while a disk is full, or storage away.
+        while a disk is full or storage is away.
         """
         if isinstance(body, CreateViaLoadBody):
             self._require_served(body.base_model)
@@ -103,16 +103,16 @@ class ModelCreation:
 
         try:
             return LoadFiles(checkpoint, await when_possible(take))
-        except BaseException:  # cancelled or failed: nobody else lets go of it
+        except BaseException:  # cancelled or failed: nothing else releases it
             self._let_go(checkpoint.directory)
             raise
 
     def loaded(self, files: LoadFiles) -> None:
-        """Let go of a checkpoint that was loaded."""
+        """Release a checkpoint that was loaded."""
         self._let_go(files.checkpoint.directory)
 
     async def discard(self, files: LoadFiles) -> None:
-        """Let go of one that will not be loaded."""
+        """Release a checkpoint that will not be loaded."""
         self._let_go(files.checkpoint.directory)
         await self._snapshots.discard(files.kept)
 
@@ -120,7 +120,7 @@ class ModelCreation:
         self._loading -= Counter([directory])  # drops zeros
 
     async def create(self, model: ModelRow) -> Finished:
-        self._require_served(model.base_model)  # another may be served than when it was accepted
+        self._require_served(model.base_model)  # the base model may have changed since it was accepted
         await self._trainer.create_model(model.key, model.spec, optimizer_family(model.optimizer_config))
         answer = json_answer({"model_id": model.model_id, "type": "create_model"})
         return Finished(answer, (_set_ready(model),))
@@ -132,7 +132,7 @@ class ModelCreation:
         await self._trainer.create_model(model.key, checkpoint.spec, optimizer_family(config))
         try:
             keep = await self._load(model.key, files)
-        except Exception:  # whatever it was: without its weights the new model is of no use
+        except Exception:  # of any kind: without its weights the new model is useless
             await self._trainer.release(model.key)
             raise
         ready = (_set_spec(model, checkpoint, config), _set_ready(model), keep)
@@ -144,7 +144,7 @@ class ModelCreation:
         return Finished(_loaded(model, body.path), (keep,), Effect.LOADED)
 
     async def _load(self, model: ModelKey, files: LoadFiles) -> Op[Any]:
-        """Load a checkpoint; the op returned makes what was kept of it the model's snapshot."""
+        """Load a checkpoint; the returned op makes the kept copy the model's snapshot."""
         kept = files.kept
         await self._trainer.load_state(model, files.checkpoint.directory, optimizer=kept.optimizer)
         return self._snapshots.loaded(model, kept)
@@ -157,7 +157,7 @@ class ModelCreation:
             checkpoint = checkpoint_records.find(conn, owner, parsed.model_id, parsed.kind, parsed.name)
             return checkpoint, model_records.find(conn, owner, parsed.model_id) is not None
 
-        persisting = self._saver.persisting(parsed)  # as the store is asked: then it may end
+        persisting = self._saver.persisting(parsed)  # together with the query, as the save may end after it
         checkpoint, owned = await read_persistently(self._store, find)
         if checkpoint is None and owned and persisting:
             raise UserError(f"{path} is still being written: load it when its save is answered")

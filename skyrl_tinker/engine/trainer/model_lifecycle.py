@@ -1,7 +1,7 @@
 """Life of the models in training: opened, created, parked, released or unloaded.
 
-A model that ends leaves the ranks at once. Its end is committed behind the units that it ran, and before any
-later replay; what was kept of it is removed after that, beside training.
+A model that ends leaves the ranks immediately. Its end is committed after the units that it ran, and before
+any later replay; its files are removed after that, during training.
 """
 
 import asyncio
@@ -57,13 +57,13 @@ class ModelLifecycle:
         self._snapshots = snapshots
         self._outbox = outbox
         self._commits = commits
-        self._releasing: set[ModelKey] = set()  # their sessions are over
+        self._releasing: set[ModelKey] = set()  # models whose sessions are over
         self._unloading: dict[ModelKey, QueuedRow] = {}  # by model, its unload_model request
 
     async def open_ready(self) -> int:
         """Open the lanes of the models that an earlier engine had in training, each where it stopped.
 
-        Returns the id after which the journal has all that must run.
+        Returns the future id after which the journal has all requests to run.
         """
         states = await persistently(lambda: self._store.fetch(_resumed))
         for model, (next_seq, window_error) in states.items():
@@ -75,10 +75,10 @@ class ModelLifecycle:
         return await read_persistently(self._store, lambda conn: _row(conn, model))
 
     async def closed(self, models: Collection[ModelKey]) -> dict[ModelKey, Failure]:
-        """Return why nothing can run of those that have ended; those new to this engine get their lanes."""
+        """Return the failures of the models that have ended; open lanes for those new to this engine."""
         ended: dict[ModelKey, Failure] = {}
         while new := [model for model in models if model not in ended and not self._lanes.knows(model)]:
-            for model in new:  # first: what ends one while the store answers closes its lane
+            for model in new:  # first, so that a model's end during the query closes its lane
                 self._lanes.open(model)
             for row in await read_persistently(self._store, partial(_rows, models=new)):
                 if row.state is not ModelState.CREATING:
@@ -89,7 +89,7 @@ class ModelLifecycle:
         return ended | {model: failure for model, failure in closed.items() if failure is not None}
 
     async def fail_creation(self, row: QueuedRow, model: ModelRow, failure: Failure) -> bool:
-        """Fail a creation and every request that waits for it; returns False if it has ended just now."""
+        """Fail a creation and every request that waits for it; returns False if the model has just ended."""
         creating = (ModelState.CREATING,)
         if failed := await self._fail(model.key, creating, failure.message, [(row.id, failure)]):
             waiting = Failure(f"model {model.model_id} was not created: {failure.message}", failure.category)
@@ -98,9 +98,9 @@ class ModelLifecycle:
         return failed
 
     async def give_up(self, failures: Mapping[ModelKey, Failure]) -> None:
-        """End these models, and fail all their requests, those that wait and those to come.
+        """End these models, and fail all their requests, waiting and future ones.
 
-        One that was parked just now stays so, and one that has ended.
+        A model that has just been parked or has ended stays so.
         """
         training = (ModelState.CREATING, ModelState.READY)
         for model, failure in failures.items():
@@ -122,25 +122,25 @@ class ModelLifecycle:
             nonlocal failed
             failed = model_records.set_state(conn, model, ModelState.FAILED, reason, was=was)
 
-        self._lanes.hold(model)  # it may be ready meanwhile
+        self._lanes.hold(model)  # it may become ready meanwhile
         await self._outbox.send(outcomes, op)
         if not failed:
             self._lanes.resume(model)
         return failed
 
     def unload(self, row: QueuedRow) -> None:
-        """Release a model, as its client asked, once all requests before this one have run."""
+        """Release a model at its client's request, once all requests before this one have run."""
         self._unloading[model_of(row)] = row
         self._lanes.end(model_of(row))
 
     def release(self, model: ModelKey) -> None:
-        """Release a model whose session is over, once it has nothing left that can run."""
+        """Release a model whose session is over, once it has no runnable requests left."""
         self._releasing.add(model)
 
     async def retire(self, start: Start) -> None:
-        """Release the models that are to go and have nothing left that can run.
+        """Release the models that are due and have no runnable requests left.
 
-        `start`: starts what the trainer need not wait for.
+        `start`: starts work in the background.
         """
         over = {model: SESSION_OVER for model in self._releasing if not self._lanes.runnable(model, 1)}
         unloaded = {model: UNLOADED for model in self._unloading if self._lanes.drained(model)}
@@ -149,7 +149,7 @@ class ModelLifecycle:
                 start(self._remove(model, await self._release(model, failure)))
 
     async def park(self, causes: Mapping[ModelKey, str]) -> None:
-        """Close models that cannot be brought back now. What could bring them back is kept."""
+        """Close models that cannot be brought back now. The files for a later recovery are kept."""
         for model, cause in causes.items():
             _log.error("model %s cannot be brought back: %s", model, cause)
             again = "it is tried again when the server is started again"
@@ -165,12 +165,12 @@ class ModelLifecycle:
         failure = Failure(reason, "server")
         self._close(model, failure)
         pending = await read_persistently(self._store, lambda conn: queue.pending_of(conn, model))
-        failures = [(future_id, failure) for future_id in pending]  # saves that had begun, too
+        failures = [(future_id, failure) for future_id in pending]  # including saves that had begun
         await self._outbox.send(failures, _set_state(model, ModelState.PARKED, reason))
         self._lanes.forget(model)
 
     async def _release(self, model: ModelKey, failure: Failure) -> "asyncio.Future[None]":
-        """Release a model; returns what is done once that is committed."""
+        """Release a model; returns a future that is done once this is committed."""
         self._releasing.discard(model)
         failure = self._lanes.closed_by(model) or failure
         await self._trainer.release(model)
@@ -186,7 +186,7 @@ class ModelLifecycle:
         return self._commits.add(UnitEnd(dict(outcomes), (_set_state(model, state, reason),)))
 
     async def _remove(self, model: ModelKey, committed: "asyncio.Future[None]") -> None:
-        """Remove what was kept of a model, once its end is committed."""
+        """Remove a model's files and records, once its end is committed."""
         await committed
         self._lanes.forget(model)
         await self._drift_monitor.forget(model)
@@ -224,6 +224,6 @@ def _set_state(model: ModelKey, state: ModelState, reason: str) -> Op[Any]:
 
 
 def _failure_of(model: ModelRow) -> Failure:
-    """Return what requests of a model that cannot be trained any more get."""
+    """Return the failure for requests of a model that cannot be trained any more."""
     reason = model.state_reason or f"model {model.model_id} is {model.state}"
     return Failure(reason, "server" if model.state in (ModelState.PARKED, ModelState.LOST) else "user")

@@ -20,7 +20,7 @@ from skyrl_tinker.training.trainer_group import TrainerGroup
 class StepsResult:
     """Outcomes of the steps that are not answered yet, effects by future id, and the steps `taken`.
 
-    A step for which there was no memory has no effect: its window goes on, with the gradients that it has.
+    A step for which memory ran out has no effect: its window goes on, with its gradients.
     """
 
     outcomes: Mapping[int, FutureOutcome]
@@ -36,7 +36,7 @@ class OptimSteps:
         lanes: Lanes,
         more_metrics: Callable[[ModelKey], Mapping[str, float]],
     ) -> None:
-        """`more_metrics`: those to report with a model's next step, beside the trainer's."""
+        """`more_metrics`: metrics to report with a model's next step, in addition to the trainer's."""
         self._store = store
         self._trainer = trainer
         self._lanes = lanes
@@ -81,7 +81,7 @@ class OptimSteps:
 
 
 def step_item(row: QueuedRow, body: bytes) -> StepItem:
-    """Return the item for the ranks, of a step with this stored body."""
+    """Return the ranks' item for a step with this stored body."""
     return StepItem(row.request_id, model_of(row), OptimStepBody.from_bytes(body).params)
 
 

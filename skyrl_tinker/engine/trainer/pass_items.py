@@ -1,4 +1,4 @@
-"""Requests of a pass in the workers' form: read from their bodies, with the records and losses they refer to.
+"""Requests of a pass in the workers' format: read from their bodies, with referenced records and losses.
 
 An error in one request is the Failure of that request only.
 """
@@ -41,7 +41,7 @@ class ReadRow:
 
     @classmethod
     def read(cls, row: QueuedRow, bodies: Mapping[int, bytes], *, router_replay: bool) -> "ReadRow":
-        """Read the body of a row. `bodies`: by row id. Raises what reading the body raises."""
+        """Read the body of a row. `bodies`: by row id. Raises the errors of reading it."""
         if row.id not in bodies:
             raise UserError("the request expired before it started")
         return cls(
@@ -50,14 +50,14 @@ class ReadRow:
 
     @property
     def sequences(self) -> set[str]:
-        """Ids of the sequences whose records it needs."""
+        """Ids of the sequences whose records the request needs."""
         return {
             span.sequence_id for datum in self.request.data for span in (*datum.spans, *datum.input_spans)
         }
 
     @property
     def has_references(self) -> bool:
-        """True if it refers to something beyond its body."""
+        """True if the request refers to stored objects."""
         return self.request.loss_id is not None or bool(self.sequences)
 
 
@@ -77,7 +77,7 @@ class References:
         return cls(records, {key: loss for key, loss in losses.items() if loss is not None})
 
     def item(self, read: ReadRow) -> PassItem:
-        """Return the item for the workers. Raises UserError that names an unknown reference."""
+        """Return the item for the workers. Raises UserError, naming an unknown reference."""
         request, row = read.request, read.row
         assert row.seq_id is not None, "training requests are numbered"
         return PassItem(

@@ -27,13 +27,13 @@ ReadBodies = Callable[[Connection, Sequence[int]], Mapping[int, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class ReadyPass:
-    """Pass with the batch of those of its rows that can run."""
+    """Pass with the batch of its runnable rows."""
 
     rows: tuple[QueuedRow, ...]
-    requests: Mapping[int, ForwardBackward]  # those that could be read, by row id
+    requests: Mapping[int, ForwardBackward]  # requests that could be read, by row id
     refused: Mapping[int, Failure]  # failures of the other rows, by row id
     batch: PreparedPass | None  # None: no row can run
-    sequences: frozenset[str]  # ids of those whose records it uses
+    sequences: frozenset[str]  # ids of sequences whose records it uses
     again: bool  # memory had run out
     replayed: Mapping[int, int]  # tokens with replayed experts, by row id; empty without router replay
 
@@ -45,7 +45,7 @@ class PassCoordinator:
         self._router_replay = router_replay
 
     async def prepare(self, unit: Pass, read_bodies: ReadBodies = queue.read_bodies) -> ReadyPass:
-        """Make the batch; needs no rank, so it may run while they are busy with the previous unit."""
+        """Make the batch; needs no rank, so it may run during the previous unit."""
         ids = [row.id for row in unit.rows]
         bodies = await self._fetch(lambda conn: read_bodies(conn, ids))
         size = sum(map(len, bodies.values()))
@@ -59,7 +59,7 @@ class PassCoordinator:
         return ReadyPass(unit.rows, requests, unread | refused, batch, sequences, unit.again, replayed)
 
     async def execute(self, ready: ReadyPass, row_budget: int | None = None) -> PassResult:
-        """Return one output per row, in order. Raises TrainerError when the ranks are broken."""
+        """Return one output per row, in order. Raises TrainerError if the ranks are broken."""
         if ready.batch is None:
             return PassResult([ready.refused[row.id] for row in ready.rows], 0)
         result = await self._trainer.run_pass(ready.batch, row_budget)
@@ -99,12 +99,12 @@ class PassCoordinator:
         return batch, refused | unfit, replayed
 
     def _batch(self, items: Mapping[int, PassItem]) -> tuple[PreparedPass | None, dict[int, Failure]]:
-        """Make the batch of all items or, if that fails, of those that fit into a batch of their own."""
+        """Make the batch of all items or, if that fails, of those that form a batch alone."""
         if not items:
             return None, {}
         try:
             return self._trainer.prepare(list(items.values())), {}
-        except Exception as error:  # becomes the result of those that do not fit, or of all
+        except Exception as error:  # becomes the result of the items at fault, or of all
             alone = {
                 row_id: attempt(partial(self._trainer.prepare, [item])) for row_id, item in items.items()
             }
@@ -120,7 +120,7 @@ def _replayed_tokens(item: PassItem) -> int:
 
 
 def _counted(output: PassOutput | Failure, row: QueuedRow, ready: ReadyPass) -> PassOutput | Failure:
-    """Add the metric of router replay, also a zero: the SDK drops those that some requests do not have."""
+    """Add the metric of router replay, even if 0: the SDK drops metrics that some requests lack."""
     if isinstance(output, Failure) or row.id not in ready.replayed:
         return output
     return replace(output, metrics={**output.metrics, REPLAYED: float(ready.replayed[row.id])})

@@ -26,7 +26,7 @@ _WITHOUT_RECORD: Mapping[FutureStatus | None, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Records of the sequences that were looked up; `fates`: status of the requests of those without one."""
+    """Records of the sequences that were looked up; `fates`: for missing records, status of the request."""
 
     by_key: Mapping[Key, SequenceRecord] = field(default_factory=dict)
     fates: Mapping[Key, FutureStatus] = field(default_factory=dict)
@@ -39,12 +39,12 @@ class Records:
 
     @property
     def nbytes(self) -> int:
-        """Size of what they hold of experts, which is most."""
+        """Bytes of the recorded experts, the largest part."""
         routings = (record.routing for record in self.by_key.values())
         return sum(routing.experts.nbytes for routing in routings if routing is not None)
 
     def get(self, session: SessionId, span: ProvenanceSpan, where: str) -> SequenceRecord:
-        """Return a span's record; one of another session counts as unknown. `where` names the span."""
+        """Return a span's record; another session's record counts as unknown. `where` names the span."""
         record = self.by_key.get((session, span.sequence_id))
         if record is None:
             why = _WITHOUT_RECORD[self.fates.get((session, span.sequence_id))]
@@ -53,9 +53,9 @@ class Records:
 
 
 def with_records(datum: Datum, where: str, session: SessionId, records: Records) -> Datum:
-    """Add `sampling_logprobs` and `sampled` (1.0, of the prompt 0.0) for every target, both float32 [N].
+    """Add `sampling_logprobs` and `sampled` (1.0; prompt: 0.0) for every target, both float32 [N].
 
-    Raises UserError that names datum (`where`), span and sequence.
+    Raises UserError, naming datum (`where`), span and sequence.
     """
     logprobs = np.zeros(len(datum.target_tokens), np.float32)
     sampled = np.zeros(len(datum.target_tokens), np.float32)
@@ -87,10 +87,10 @@ def _check_bounds(span: ProvenanceSpan, record: SequenceRecord, where: str) -> N
 
 
 def with_experts(datum: Datum, where: str, session: SessionId, records: Records) -> Datum:
-    """Add the experts that are recorded of its tokens, if there are any.
+    """Add the recorded experts of its tokens, if there are any.
 
-    Spans of sequences without such a record are passed over. Raises UserError that names datum (`where`),
-    span and sequence.
+    Spans of sequences without such a record are skipped. Raises UserError, naming datum (`where`), span and
+    sequence.
     """
     parts: list[tuple[int, RoutedExperts]] = []
     field_name, start = f"{where}: model_input_spans", 0
@@ -110,7 +110,7 @@ def with_experts(datum: Datum, where: str, session: SessionId, records: Records)
 def _experts(
     found: Int32, where: str, start: int, span: ProvenanceSpan, record: SequenceRecord, routing: RoutingRecord
 ) -> RoutedExperts:
-    """Return those of the span's tokens: the last sampled one of a sequence has none."""
+    """Return the experts of the span's tokens: the last sampled token of a sequence has none."""
     _check_bounds(span, record, where)
     tokens = record.tokens if span.sampled else routing.prompt
     _check_tokens(found, f"{where}: model_input", start, span, tokens)
@@ -130,7 +130,7 @@ def _replayed(length: int, parts: Sequence[tuple[int, RoutedExperts]]) -> Replay
 def _check_tokens(
     found: Int32 | Int64, field_name: str, start: int, span: ProvenanceSpan, recorded: Int32
 ) -> None:
-    """Require the tokens found, from `start` on in the field, to be those recorded."""
+    """Require the tokens found, from `start` on in the field, to equal the recorded ones."""
     tokens = _covered(recorded, span)
     if (differing := np.flatnonzero(found != tokens)).size:
         first = int(differing[0])

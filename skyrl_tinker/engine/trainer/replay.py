@@ -1,10 +1,11 @@
 """Replay: brings every model back on fresh ranks, from its snapshot and the units that it ran since.
 
-One that ran nothing since sleeps: it comes back before its next unit, or while the trainer has nothing to do.
+A model without units since its snapshot sleeps: it comes back before its next unit, or while the trainer is
+idle.
 
-It repeats what was committed, in rows of the same size, through the ordinary passes and steps, of many models
-at once; outcomes are dropped, since their clients have them. On one CPU rank the models are then the same to
-the last bit; elsewhere sums are taken in other orders, and they are close.
+Replay repeats committed units, in rows of the same size, through the ordinary passes and steps, many models
+at a time; outcomes are dropped, since the clients have them. On one CPU rank the models are then the same to
+the last bit; elsewhere they are close, as sums are taken in other orders.
 """
 
 import asyncio
@@ -57,32 +58,32 @@ from skyrl_tinker.training.trainer_group import PassResult, TrainerGroup
 from skyrl_tinker.training.trainer_spec import retry_budget
 
 ATTEMPTS = 3
-"""Times that a request may kill the ranks when replayed: first as it ran, then alone in smaller rows."""
+"""Most deaths of the ranks by the replay of one request: first as it ran, then alone in smaller rows."""
 TRIES = 4
-"""Times that something is tried for which a disk or memory fails: either may for some seconds."""
+"""Most tries of work for which a disk or memory fails, as either may for some seconds."""
 Lack = Literal["memory", "disk"]
 BEGUN_AT_ONCE = 8
 WAKES = 2
-"""Times on end that the ranks may die while a model that slept comes back."""
+"""Most consecutive deaths of the ranks while a sleeping model comes back."""
 REPORT_S = 0.5
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.03}
-"""Mean difference of a pass's logprobs from those delivered, from which its model says so; by trainer dtype.
+"""Largest mean difference between a replayed pass's logprobs and the delivered ones, by trainer dtype.
 
-The bounds of scripts/gpu-check after some steps: bfloat16 enlarges what weights differ by in a last bit.
+The bounds of scripts/gpu-check after some steps: bfloat16 enlarges differences in a last bit of weights.
 """
 _log = logging.getLogger(__name__)
 
 RepeatSaves = Callable[[Sequence[QueuedRow]], Awaitable[None]]
-"""Run saves again that had been captured when the ranks died, and were not answered."""
+"""Repeat saves that had been captured, but not answered, when the ranks died."""
 Progress = Callable[[int, int], Awaitable[None]]
-"""Called with the units done and all units."""
+"""(units done, all units): called to report progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedModels:
-    """Models that there were, units replayed for them, and why some could not be brought back.
+    """Number of models, units replayed for them, and by model why it could not be brought back.
 
-    `asleep`: how many of them come back when they are asked for.
+    `asleep`: number of models that come back on demand.
     """
 
     models: int
@@ -104,7 +105,7 @@ class ReplayedModels:
 class _History:
     model: ModelRow
     snapshot: SnapshotRow | None
-    rows: Sequence[RanRow]  # that ran after it, in order
+    rows: Sequence[RanRow]  # run after the snapshot, in order
 
     @classmethod
     def read(cls, conn: Connection, model: ModelRow) -> "_History":
@@ -113,16 +114,16 @@ class _History:
         return cls(model, snapshot, unit_records.ran_after(conn, model.key, after))
 
     def can_sleep(self, *, stored: bool) -> bool:
-        """Return whether it comes back by a load alone, of files that there are: call it in a thread.
+        """Return whether the model needs only a load of available files: call it in a thread.
 
-        Not full parameters: room for them must not go to a newcomer meanwhile. `stored`: snapshots are in a
-        storage, too.
+        False for full parameters: a new model must not take their memory meanwhile. `stored`: snapshots are
+        in a storage, too.
         """
         if self.rows or self.model.spec.rank == 0:
             return False
         try:
             return stored or self.is_here()
-        except OSError:  # of a disk that fails: it is loaded at once, with some patience
+        except OSError:  # the disk fails: load it now, with retries
             return False
 
     def is_here(self) -> bool:
@@ -148,22 +149,22 @@ class Replay:
         self._drift_monitor = drift_monitor
         self._pass_tokens = pass_tokens
         self._asleep: dict[ModelKey, _History] = {}
-        self._tries = Counter[ModelKey]()  # that failed, on end, without a death
-        self._in_vain = set[Lack]()  # for what models have waited, and none had it since
-        self._deadly = Counter[ModelKey]()  # deaths of the ranks, on end, while one that slept came back
+        self._tries = Counter[ModelKey]()  # consecutive failed tries without a death
+        self._in_vain = set[Lack]()  # resources waited for in vain, and not available since
+        self._deadly = Counter[ModelKey]()  # consecutive deaths of the ranks while a sleeping model came back
         self._failed: dict[ModelKey, str] = {}
         self._together = True  # False: the ranks died while units were replayed
-        self._deaths = Counter[int]()  # of the ranks while a request was replayed, by the id of its future
+        self._deaths = Counter[int]()  # of the ranks during the replay of a request, by future id
         self.units = 0  # replayed so far
-        self.differences = 0  # passes whose logprobs were not those delivered
+        self.differences = 0  # passes whose logprobs differ from those delivered
 
     async def run(
         self, repeat_saves: RepeatSaves, progress: Progress, wanted: Collection[ModelKey] = ()
     ) -> ReplayedModels:
-        """Bring back all models that are ready and do not sleep, as none of `wanted` does, on empty ranks.
+        """Bring back all ready models on empty ranks, except those that can sleep and are not `wanted`.
 
-        Those of requests that kill the ranks each time are not, either.
-        Raises TrainerError when the ranks die meanwhile: call it again on fresh ones.
+        Models with a request that kills the ranks each time are not brought back.
+        Raises TrainerError if the ranks die meanwhile: call it again on fresh ones.
         """
         began = time.monotonic()
         self._failed = {}
@@ -180,7 +181,7 @@ class Replay:
         histories = [history for history in found if history.model.key in left]
         begun = time.monotonic()
         await self._begin_all(histories)
-        if all(history.model.spec.rank for history in histories):  # not whole models, as large as they are
+        if all(history.model.spec.rank for history in histories):  # full parameters would distort the mean
             self._snapshots.of_model.note(time.monotonic() - begun, len(histories))
         self._together = self._together and not self._deaths
         if histories and not self._together:
@@ -194,7 +195,7 @@ class Replay:
     async def _repeat(
         self, histories: Sequence[_History], repeat_saves: RepeatSaves, progress: Progress
     ) -> int:
-        """Repeat what these models ran; return the number of units that it ran in."""
+        """Repeat the requests that these models ran; return the number of their units."""
         rows = [row for history in histories for row in history.rows]
         left, reported = Counter(row.unit for row in rows), -math.inf
         began, busy_s = time.monotonic(), self._trainer.busy_s
@@ -214,31 +215,31 @@ class Replay:
         return model in self._asleep
 
     def asleep(self) -> list[ModelKey]:
-        """Return the models that sleep, the newest first."""
+        """Return the sleeping models, the newest first."""
         return list(self._asleep)
 
     def forget(self, model: ModelKey) -> None:
-        """Forget a model that slept, and has ended."""
+        """Forget a sleeping model that has ended."""
         self._asleep.pop(model)
         del self._tries[model], self._deadly[model]
 
     async def is_here(self, model: ModelKey) -> bool:
-        """Return whether the files of a model that sleeps are on this host, or cannot be looked for."""
-        with suppress(OSError):  # waking it says which
+        """Return whether a sleeping model's files are on this host; also True if the disk fails."""
+        with suppress(OSError):  # waking it reports the error
             return await in_disk_thread(self._asleep[model].is_here)
         return True
 
     async def fetch(self, model: ModelKey) -> None:
-        """Fetch the files of a model that sleeps. Raises StorageError, and StorageAwayError for a while."""
+        """Fetch a sleeping model's files. Raises StorageError; StorageAwayError if a later try may help."""
         history = self._asleep.get(model)
         if history is not None and history.snapshot is not None:
             await self._snapshots.fetch(history.snapshot)
 
     async def wake(self, model: ModelKey) -> str | None:
-        """Bring back a model that sleeps; return why it cannot be brought back.
+        """Bring back a sleeping model; return why it cannot be brought back, None on success.
 
-        Raises StorageError or ExhaustedError if it may work later, and TrainerError when the ranks die: then
-        it still sleeps.
+        Raises StorageError or ExhaustedError if it may work later, and TrainerError if the ranks die; the
+        model then still sleeps.
         """
         history = self._asleep.pop(model)
         try:
@@ -252,7 +253,7 @@ class Replay:
         except SkyrlTinkerError as error:
             away = isinstance(error, DiskFullError | StorageAwayError)
             if away or (isinstance(error, StorageError | ExhaustedError) and self._may_help(model)):
-                self._asleep[model] = history  # behind the others
+                self._asleep[model] = history  # after the others
                 raise
             del self._tries[model], self._deadly[model]
             return _cause(str(error))
@@ -260,12 +261,12 @@ class Replay:
         return None
 
     def _may_help(self, model: ModelKey) -> bool:
-        """Count a try that failed; return whether another may help."""
+        """Count a failed try; return whether another may help."""
         self._tries[model] += 1
         return self._tries[model] < TRIES
 
     async def _begin_all(self, histories: Sequence[_History]) -> None:
-        """Begin several at once: files are fetched and checked while the ranks create and load others."""
+        """Begin several concurrently: files are fetched and checked while the ranks load other models."""
         places = asyncio.Semaphore(BEGUN_AT_ONCE)
 
         async def begin(history: _History) -> None:
@@ -280,7 +281,7 @@ class Replay:
             raise next((each for each in group.exceptions if isinstance(each, TrainerError)), group) from None
 
     async def _begin(self, history: _History) -> None:
-        """Make the model as it was created, or as its snapshot has it."""
+        """Create the model, and load its snapshot if it has one."""
         model, snapshot = history.model, history.snapshot
         try:
             await self._patiently(model.key, partial(self._create, model))
@@ -297,7 +298,7 @@ class Replay:
         await self._trainer.create_model(model.key, model.spec, optimizer_family(model.optimizer_config))
 
     async def _patiently(self, model: ModelKey, work: Callable[[], Awaitable[None]]) -> None:
-        """Do it. Waits while storage or another host is away, and TRIES times for a disk or for memory."""
+        """Do `work`. Waits while storage or another host is away, and TRIES times for a disk or memory."""
         while True:
             try:
                 await when_possible(work)
@@ -309,9 +310,9 @@ class Replay:
                 return self._worked(model)
 
     async def _wait(self, models: Sequence[ModelKey], short: Lack, why: str) -> list[ModelKey]:
-        """Wait for those for which another try may help, and return them.
+        """Wait if another try may help some of these models, and return them.
 
-        None does, as all wait for it, once one was waited for in vain and nothing has worked since.
+        None once a model has waited for `short` in vain and nothing has worked since: all need it.
         """
         again = [model for model in models if self._may_help(model)] if short not in self._in_vain else []
         if not again:
@@ -322,7 +323,7 @@ class Replay:
         return again
 
     def _worked(self, model: ModelKey) -> None:
-        """Note that there was a disk, or memory."""
+        """Record that disk and memory were available."""
         del self._tries[model]
         self._in_vain.clear()
 
@@ -331,7 +332,7 @@ class Replay:
         await self._trainer.load_state(model, snapshot.directory, optimizer=snapshot.optimizer)
 
     async def _prove_ranks(self, model: ModelKey) -> None:
-        """Run a trivial pass: if ranks die of that, too, it is not the request. Raises TrainerError."""
+        """Run a trivial pass: if the ranks die in it, too, no request is to blame. Raises TrainerError."""
         await trainer_logprobs(self._trainer, [model], (0, 0))
         self._trainer.note_work()
 
@@ -391,7 +392,7 @@ class Replay:
         await self._compare(passed)
 
     async def _replay_exhausted(self, rows: Sequence[RanRow], result: PassResult) -> None:
-        """Replay each request alone, once more if there may be memory for it later."""
+        """Replay each request alone, and again if there may be memory for it later."""
         if len(rows) > 1:
             for row in rows:
                 await self._replay_pass([row], apart=True)
@@ -404,7 +405,7 @@ class Replay:
             self._failed[model_of(row.row)] = _unrepeated(row.row, output.message)
 
     async def _compare(self, passed: Sequence[tuple[QueuedRow, PassOutput]]) -> None:
-        """Compare the logprobs with those that were delivered, where these are still stored."""
+        """Compare the logprobs with the delivered ones, if these are still stored."""
         ids = [row.request_id for row, _ in passed]
         read = partial(outcomes.find_many, request_ids=ids)
         found = await persistently(lambda: self._store.fetch(read))
@@ -447,7 +448,7 @@ class Replay:
 
 
 def _gap(output: PassOutput, body: bytes) -> float:
-    """Return the mean difference of a pass's logprobs from those in a result."""
+    """Return the mean absolute difference of a pass's logprobs from those in a result."""
     delivered = pass_results.all_logprobs(body)
     known = np.isfinite(delivered)
     found = np.concatenate([array.ravel() for array in output.logprobs])[known]
@@ -459,12 +460,12 @@ def _unrepeated(row: QueuedRow, why: str) -> str:
 
 
 def _cause(why: str) -> str:
-    """Return a failure's text without what is advice for a request alone."""
+    """Return a failure's text without the advice to send the request again."""
     return why.replace(SEND_AGAIN, "")
 
 
 def _sleepers(histories: Sequence[_History], stored: bool) -> dict[ModelKey, _History]:
-    """Return those that can sleep, the newest first."""
+    """Return the models that can sleep, the newest first."""
     return {each.model.key: each for each in reversed(histories) if each.can_sleep(stored=stored)}
 
 

@@ -1,4 +1,4 @@
-"""Models that replay left asleep: they come back before their next unit, or while there is nothing to do."""
+"""Models that replay left asleep: they come back before their next unit, or while the trainer is idle."""
 
 import logging
 from collections.abc import Sequence
@@ -31,10 +31,10 @@ class SleepingModels:
         self._models = models
         self._execution = execution
         self._placement = placement
-        self._fetched: set[ModelKey] = set()  # or tried
+        self._fetched: set[ModelKey] = set()  # fetched, or tried
 
     def left(self) -> list[ModelKey]:
-        """Return the models that sleep; forget those that have ended meanwhile."""
+        """Return the sleeping models; forget those that have ended meanwhile."""
         for model in [model for model in self._replay.asleep() if not self._lanes.is_open(model)]:
             self._replay.forget(model)
         left = self._replay.asleep()
@@ -42,23 +42,23 @@ class SleepingModels:
         return left
 
     async def wake_for(self, rows: Sequence[QueuedRow]) -> bool:
-        """Bring back the models of a unit; return False if one of them is not. Raises TrainerError."""
+        """Bring back the models of a unit; return False if one did not come back. Raises TrainerError."""
         for model in {model: None for model in map(model_of, rows) if self._replay.sleeps(model)}:
             if not await self._wake(model):
                 return False
         return True
 
     async def wake_idle(self) -> bool:
-        """Bring back the newest of them without work, if there is one, and tell so. Raises TrainerError."""
+        """Bring back the newest sleeping model, if any; return whether there was one. Raises TrainerError."""
         waiting = [model for model in self.left() if not self._lanes.under_way(model)]
         if waiting:
             await self._wake(waiting[0])
         return bool(waiting)
 
     async def _wake(self, model: ModelKey) -> bool:
-        """Bring back a model; return False if it is not: it is parked, or tried again later.
+        """Bring back a model; return False if it is parked or must be tried again later.
 
-        Files that are elsewhere are fetched first, while others train.
+        Files on other hosts are fetched first, while other models train.
         """
         if model in self._fetched:
             self._fetched.discard(model)
@@ -77,12 +77,12 @@ class SleepingModels:
         return cause is None
 
     async def _fetch(self, model: ModelKey) -> None:
-        """Fetch its files, however long storage is away, as long as the model is open."""
+        """Fetch a model's files, however long storage is away, while the model is open."""
 
         async def attempt() -> None:
             if self._lanes.is_open(model):
                 await self._replay.fetch(model)
 
-        with suppress(SkyrlTinkerError):  # waking it says why
+        with suppress(SkyrlTinkerError):  # waking it reports the error
             await when_possible(attempt)
         self._fetched.add(model)

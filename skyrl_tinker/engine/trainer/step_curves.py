@@ -1,7 +1,7 @@
 """Points of training curves: sums over each accumulation window, stored in the commit of its step.
 
-A diagnostic: what goes wrong here leaves a point without values, and everything else as it is. The sums are
-computed beside the encoding of answers, which the commit waits for anyway.
+A diagnostic: an error here leaves a point without values, and nothing else changes. The sums are computed
+during the encoding of answers, which the commit waits for anyway.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 ENDED = 64
-"""Windows, beyond twice those of models that train, at which those of models that have ended are dropped."""
+"""Windows beyond twice those of training models at which the windows of ended models are dropped."""
 _log = logging.getLogger(__name__)
 
 
@@ -55,7 +55,7 @@ _NAMES = tuple(field.name for field in fields(PassSums))
 
 @dataclass(frozen=True, slots=True)
 class TakenStep:
-    """Step that was taken: what it reported, and with which learning rate."""
+    """Completed step: its metrics and its learning rate."""
 
     row: QueuedRow
     metrics: Mapping[str, float]
@@ -64,7 +64,7 @@ class TakenStep:
 
 @dataclass(slots=True)
 class _Window:
-    """Requests since the last step. `since`: when the first arrived. `compute_s`: of units, up to now."""
+    """Requests since the last step. `since`: arrival of the first. `compute_s`: of their units so far."""
 
     since: float
     compute_s: float
@@ -73,7 +73,7 @@ class _Window:
 
 class StepCurves:
     def __init__(self, trains: Callable[[ModelKey], bool], clock: Callable[[], float] = time.time) -> None:
-        """`trains`: whether a model has not ended. `clock`: of times in rows."""
+        """`trains`: whether a model has not ended. `clock`: that of the times in rows."""
         self._trains = trains
         self._clock = clock
         self._windows: dict[ModelKey, _Window] = {}
@@ -86,7 +86,7 @@ class StepCurves:
         outputs: Sequence[PassOutput | Failure],
         seconds: float,
     ) -> None:
-        """Add what a pass of so many seconds trained to the windows of its models. `requests`: by row id."""
+        """Add a pass, which took `seconds`, to the windows of its models. `requests`: by row id."""
         mine: dict[ModelKey, list[tuple[QueuedRow, PassOutput]]] = {}
         for row, output in zip(rows, outputs, strict=True):
             if row.kind is RequestKind.FORWARD_BACKWARD and isinstance(output, PassOutput):
@@ -98,13 +98,13 @@ class StepCurves:
             window.sums = asyncio.ensure_future(_added(window.sums, pairs))
 
     def drop(self, model: ModelKey) -> None:
-        """Forget the window of a model whose gradients are gone."""
+        """Forget the window of a model whose gradients are dropped."""
         self._windows.pop(model, None)
 
     def stepped(
         self, rows: Sequence[QueuedRow], taken: Sequence[TakenStep], seconds: float
     ) -> "EndedWindows":
-        """End the windows of all `rows`, of which steps were `taken` in so many seconds."""
+        """End the windows of all `rows`; the steps `taken` among them took `seconds`."""
         steps = [(step, self._windows.get(model_of(step.row)) or _fresh(step.row)) for step in taken]
         for row in rows:
             self.drop(model_of(row))
@@ -121,14 +121,14 @@ class StepCurves:
 
 @dataclass(frozen=True, slots=True)
 class EndedWindows:
-    """Steps with their windows. `seconds`: what the steps took, up to `at`."""
+    """Steps with their windows. `seconds`: duration of the steps, which ended at `at`."""
 
     steps: Sequence[tuple[TakenStep, _Window]]
     seconds: float
     at: float
 
     async def ops(self) -> tuple[Op[None], ...]:
-        """Return what stores their points."""
+        """Return the ops that store their points."""
         return tuple([self._op(step, window, await window.sums) for step, window in self.steps])
 
     def _op(self, step: TakenStep, window: _Window, sums: PassSums) -> Op[None]:
@@ -191,7 +191,7 @@ def _sums(pairs: Sequence[tuple[ForwardBackward, PassOutput]]) -> PassSums:
 
 
 def sums_of(request: ForwardBackward, output: PassOutput) -> PassSums:
-    """Sum over the trained positions of one request: those with an advantage, else a weight, else all."""
+    """Sum over the trained positions of a request: those with an advantage, else with a weight, else all."""
     logprobs = _flat(output.logprobs)
     weights, advantages, sampled = (_joined(request, name) for name in ("weights", "advantages", "logprobs"))
     trained = advantages if advantages is not None else weights
@@ -215,7 +215,7 @@ def sums_of(request: ForwardBackward, output: PassOutput) -> PassSums:
 
 
 def _joined(request: ForwardBackward, name: str) -> Float32 | None:
-    """Return one input of all datums, end to end; None unless each has it at each of its targets."""
+    """Return one input of all datums, end to end; None unless each datum has it for all its targets."""
     if name not in request.data[0].inputs:
         return None
     parts = [datum.inputs.get(name) for datum in request.data]

@@ -1,4 +1,4 @@
-"""Training: plans units of work, has the ranks run them one after another, and brings models back."""
+"""Training: plans units of work, runs them on the ranks one after another, and brings models back."""
 
 import asyncio
 import logging
@@ -35,21 +35,21 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 IDLE_S, IDLE_PACE_S = 3.0, 0.5
-"""Time without work after which what models ran is kept in snapshots, and from one of those to the next."""
+"""Seconds without work before an idle snapshot, and between two of them."""
 TOGETHER, ALONE = 2, 2
-"""Times that a unit is tried as it is; if it kills the ranks each time, that its requests are tried alone."""
+"""Tries of a unit as a whole; then, if it kills the ranks each time, tries of each request alone."""
 SHOWN_MODELS = 16
 _log = logging.getLogger(__name__)
 
 
 class Report(Protocol):
     async def __call__(self, detail: str, *, done: bool = False) -> None:
-        """Tell how far a rebuild of the models is. `done`: all that do not sleep are there."""
+        """Report the progress of a rebuild of the models. `done`: all that do not sleep are back."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """Errors with which the API has failed rows, by id, and failures of the models that have ended."""
+    """Errors with which the API has failed rows, by row id, and failures of the models that have ended."""
 
     refusals: Mapping[int, str]
     closed: Mapping[ModelKey, Failure]
@@ -73,7 +73,7 @@ class TrainerDriver:
         placement: Placement,
         woken: asyncio.Event,
     ) -> None:
-        """`woken`: set when there may be something to do."""
+        """`woken`: set when there may be work."""
         self._store = store
         self._trainer = trainer
         self._lanes = lanes
@@ -88,16 +88,16 @@ class TrainerDriver:
         self._metrics = metrics
         self._placement = placement
         self._woken = woken
-        self._ahead: ReadyPass | None = None  # prepared; nothing is taken for it
+        self._ahead: ReadyPass | None = None  # prepared, but not taken from the lanes
         self._unit_times = UnitTimes()
-        self._worked_s = 0.0  # on the current unit, in the trainer's turns
+        self._worked_s = 0.0  # seconds on the current unit, in the trainer's phases
         self._incidents: deque[Incident] = deque(maxlen=INCIDENTS)
         self._told_asleep = False
         self._wanted: frozenset[ModelKey] = frozenset()  # the models of the unit that runs
-        self._taken = 0  # snapshots, at the last idle look
+        self._taken = 0  # snapshots at the last idle check
 
     async def look_up(self, rows: Sequence[QueuedRow]) -> LookedUp:
-        """Return what `submit` must know of these rows; call it at once, as models may end meanwhile."""
+        """Return the data that `submit` needs; call that immediately, as models may end meanwhile."""
         failed = [row for row in rows if row.status is FutureStatus.FAILED]
         refusals = await self._store.read(partial(_refusals, rows=failed)) if failed else {}
         return LookedUp(refusals, await self._models.closed({model_of(row) for row in rows}))
@@ -124,7 +124,7 @@ class TrainerDriver:
         return self._lanes.backlog()
 
     def view(self) -> TrainingView:
-        """Return what waits and how fast it goes."""
+        """Return the waiting work and its recent speed."""
         lanes = {
             int(model): LaneView(lane.next_seq, lane.lowest, lane.storage_blocked, lane.session_id)
             for model, lane in self._lanes.statuses().items()
@@ -146,19 +146,19 @@ class TrainerDriver:
         )
 
     def lane_statuses(self) -> dict[ModelKey, LaneStatus]:
-        """Return the lanes in which something waits."""
+        """Return the lanes with waiting rows."""
         return self._lanes.statuses()
 
     def gaps(self) -> dict[ModelKey, Gap]:
-        """Return the gaps at which lanes stand."""
+        """Return the current gaps of lanes."""
         return self._lanes.gaps()
 
     async def expire(self, late: Sequence[tuple[QueuedRow, Failure]]) -> None:
-        """Fail requests that waited too long; those behind them go on, as behind any failed request."""
+        """Fail requests that waited too long; later ones go on, as after any failed request."""
         for row, failure in late:
             if row.seq_id:
                 self._lanes.expire(row, failure.message)
-        begun = {row.id for row, _ in late if not self._lanes.waits(row)}  # and may have taken effect
+        begun = {row.id for row, _ in late if not self._lanes.waits(row)}  # these may have taken effect
         await self._outbox.send(
             ((row.id, failure) for row, failure in late if row.seq_id != 0), replayed=begun
         )
@@ -166,27 +166,27 @@ class TrainerDriver:
             if row.seq_id == 0:
                 model = await self._models.row(model_of(row))
                 if await self._models.fail_creation(row, model, failure):
-                    self._models.release(model.key)  # it may have begun: the ranks have it by the next unit
+                    self._models.release(model.key)  # its creation may have begun: release it later
         self._woken.set()
 
     async def give_up(self, failures: Mapping[ModelKey, Failure]) -> None:
-        """Fail all requests of these models, those that wait and those to come."""
+        """Fail all requests of these models, waiting and future ones."""
         await self._models.give_up(failures)
         self._woken.set()
 
     def release(self, model: ModelKey) -> None:
-        """Release a model whose session is over, once it has nothing left that can run."""
+        """Release a model whose session is over, once it has no runnable requests left."""
         self._models.release(model)
         self._woken.set()
 
     def wake(self) -> None:
-        """Have the driver look at the ranks: they may be broken."""
+        """Make the driver check the ranks: they may be broken."""
         self._woken.set()
 
     async def resume(self) -> int:
-        """Take up where an earlier engine stopped, before `run`.
+        """Continue where an earlier engine stopped. Call it before `run`.
 
-        Returns the id after which the journal has all requests that must run.
+        Returns the future id after which the journal has all requests to run.
         """
         await self._snapshots.sweep()
         return await self._models.open_ready()
@@ -194,7 +194,7 @@ class TrainerDriver:
     async def run(self, report: Report) -> None:
         """Bring back the models of an earlier engine, then run units of work.
 
-        Raises TrainerLostError: the ranks die again and again, and only a new engine helps.
+        Raises TrainerLostError if the ranks die again and again: only a new engine helps.
         """
         async with self._execution:
             await self._rebuild(report)
@@ -217,9 +217,9 @@ class TrainerDriver:
                 self._trainer.note_work()
 
     async def _next_unit(self, report: Report) -> Unit | ReadyPass:
-        if self._trainer.broken is not None:  # before anything that relies on what is repeated then
+        if self._trainer.broken is not None:  # first: all later steps rely on its replay
             await self._rebuild(report)
-        self._woken.clear()  # before it looks: what comes meanwhile is not lost
+        self._woken.clear()  # before the search for work, so that no later event is lost
         await self._execution.fetch_loads()
         await self._models.retire(self._execution.start)
         ready, self._ahead = self._ahead, None
@@ -240,9 +240,9 @@ class TrainerDriver:
         return ready if ready is not None and ready.rows == unit.rows else unit
 
     async def _use_idle_time(self, report: Report) -> bool:
-        """Bring a model back, or take a snapshot; return True if there may soon be another."""
+        """Bring a model back, or take a snapshot; return True if more such work may follow soon."""
         woke = True
-        with suppress(TrainerError):  # the ranks are broken, which the next look at them shows
+        with suppress(TrainerError):  # broken ranks show in the next check
             woke = await self._sleeping.wake_idle()
         await self._tell_awake(report)
         if woke or not self._snapshots.would_help:
@@ -259,7 +259,7 @@ class TrainerDriver:
             await report("", done=True)
 
     async def _awake(self, rows: Sequence[QueuedRow], report: Report) -> bool:
-        """Have the models of a unit on the ranks; return False if one cannot be: its rows wait once more."""
+        """Bring the models of a unit onto the ranks; return False if one is not: the rows then wait again."""
         try:
             if await self._sleeping.wake_for(rows):
                 await self._tell_awake(report)
@@ -271,7 +271,7 @@ class TrainerDriver:
         return False
 
     async def _run(self, unit: Unit | ReadyPass, report: Report) -> None:
-        """Run a unit, a pass while the next one is prepared."""
+        """Run a unit; during a pass, prepare the next one."""
         if isinstance(unit, Barriers):
             await self._run_unit(unit, report)
             return
@@ -281,7 +281,7 @@ class TrainerDriver:
             await self._run_unit(ready, report)
 
     async def _run_unit(self, unit: Barriers | ReadyPass, report: Report) -> None:
-        """Run a unit; if the ranks die of it, again on fresh ones, then each of its requests alone."""
+        """Run a unit; if it kills the ranks, retry it on fresh ones, then each of its requests alone."""
         for _ in range(TOGETHER):
             if await self._try(self._execution.run(unit), report) is None:
                 return
@@ -303,20 +303,20 @@ class TrainerDriver:
                 return
         assert error is not None
         while self._is_left(row) and await self._try(self._execution.fail(row, error), report) is not None:
-            pass  # the ranks died again, of something else
+            pass  # the ranks died again, for another reason
 
     def _is_left(self, row: QueuedRow) -> bool:
-        """Return whether a request is to run: not if its model was parked after a death, which failed it."""
+        """Return whether a request is still to run: not if its model was parked after a death."""
         return self._lanes.knows(model_of(row))
 
     async def _prepare_ahead(self) -> None:
-        """Prepare the next pass while one runs, if it is full; in vain if others turn out to come first."""
+        """Prepare the next pass while one runs, if it is full; wasted if other work then goes first."""
         unit = self._planner.full_pass_ahead()
         if unit is not None:
             self._ahead = await self._execution.prepare(unit)
 
     async def _try(self, work: Coroutine[Any, Any, None], report: Report) -> TrainerError | None:
-        """Run a unit's work; if the ranks break, bring everything else back, and return the cause."""
+        """Run a unit's work; if the ranks break, bring all models back, and return the cause."""
         try:
             async with self._placement.training():
                 busy_s, began = self._trainer.busy_s, time.monotonic()
@@ -334,20 +334,20 @@ class TrainerDriver:
         return None
 
     async def _keep(self, take: Callable[[], Awaitable[None]]) -> None:
-        """Take a snapshot, perhaps. Broken ranks show in the next unit."""
+        """Take a snapshot if `take` finds it due. Broken ranks show in the next unit."""
         with suppress(TrainerError):
             await take()
 
     async def _rebuild(self, report: Report) -> None:
-        """Bring back every model that is ready, on fresh ranks, as it was after the last unit committed.
+        """Bring back every ready model, on fresh ranks, in its state after the last committed unit.
 
-        All that ran before the ranks broke is committed first, so nothing runs twice. No model of the unit
-        that runs may sleep: it is tried again, and then each of its requests alone.
+        All units that ran before the ranks broke are committed first, so nothing runs twice. The models of
+        the current unit must not sleep: it is tried again, and then each of its requests alone.
         """
         replayed: ReplayedModels | None = None
         while replayed is None:
             await self._execution.settle()
-            with suppress(TrainerError):  # they died again: TrainerLostError if that goes on
+            with suppress(TrainerError):  # they died again: TrainerLostError if this continues
                 async with self._placement.training():
                     if self._trainer.broken is not None:
                         cause = f"the trainer was lost: {self._trainer.broken}"
@@ -359,7 +359,7 @@ class TrainerDriver:
                         self._execution.repeat_saves, partial(_progress, report), self._wanted
                     )
         if replayed.models > replayed.asleep:
-            self._trainer.note_work()  # they did: what killed them before is not the ranks
+            self._trainer.note_work()  # the replay worked, so the ranks themselves are sound
         await self._models.park(replayed.failed)
         if replayed.models:
             _log.info("%s", replayed)

@@ -1,4 +1,4 @@
-"""Execution of units of work on the ranks, and what follows from each: effects, commits, writes to disk."""
+"""Execution of units of work on the ranks, with their effects, commits and writes to disk."""
 
 import asyncio
 import itertools
@@ -45,7 +45,7 @@ class Executors:
 
 
 class UnitExecution:
-    """Units run one after another. Use it as a context, in which its background work is done."""
+    """Runs units one after another. Use it as a context, within which its background work runs."""
 
     def __init__(
         self,
@@ -75,10 +75,10 @@ class UnitExecution:
         self._units = itertools.count()
         self._curves = StepCurves(lanes.is_open, store.now)
         self._own_s: Counter[int] = Counter()
-        self._for_room: list[QueuedRow] = []  # saves that host memory had no room for, oldest first
+        self._for_room: list[QueuedRow] = []  # saves that wait for host memory, oldest first
 
     def take_own_seconds(self) -> Mapping[int, float]:
-        """Return what custom losses took since the last call, by row id."""
+        """Return the seconds of custom losses since the last call, by row id."""
         own_s, self._own_s = self._own_s, Counter()
         return own_s
 
@@ -91,9 +91,9 @@ class UnitExecution:
         await self._background.__aexit__(*error)
 
     async def settle(self) -> None:
-        """Wait until all that ran so far is committed, and no save needs the ranks.
+        """Wait until all units so far are committed, and no save needs the ranks.
 
-        What is still stored or brought to the samplers may take as long as these are away.
+        Does not wait for uploads to storage or loads on samplers, which may be away for long.
         """
         await self._pending.settle()
         await self._snapshots.settle()
@@ -104,7 +104,7 @@ class UnitExecution:
         self._background.create_task(work)
 
     async def fetch_loads(self) -> None:
-        """Begin to fetch, beside units of work, what the next loads read. Call it between units."""
+        """Begin to fetch the files of the next loads, during units of work. Call it between units."""
         await self._executors.model_barriers.drop_expired()
         for row in self._lanes.start_fetches():
             self._background.create_task(self._fetch(row))
@@ -119,9 +119,9 @@ class UnitExecution:
         return await self._executors.passes.prepare(unit)
 
     async def run(self, unit: Barriers | ReadyPass) -> None:
-        """Run a unit. Nothing has been recorded of one that raises TrainerError: the ranks are broken.
+        """Run a unit. If it raises TrainerError, the ranks are broken and nothing of it is recorded.
 
-        Requests for which there is no memory, or no room on another host, wait in their lanes once more.
+        Requests for which there is no memory, or no room on another host, wait in their lanes again.
         """
         match unit:
             case ReadyPass():
@@ -147,7 +147,7 @@ class UnitExecution:
             await self.run(Barriers((row,)))
 
     async def fail(self, row: QueuedRow, error: TrainerError) -> None:
-        """Fail a request that kills the ranks, also when it is run alone."""
+        """Fail a request that kills the ranks even when it runs alone."""
         failure = Failure(_why_deadly(row, error, self._trainer.spec.token_budget), "server")
         _log.error("request %s: %s", row.request_id, failure.message)
         if row.kind is RequestKind.OPTIM_STEP:
@@ -162,7 +162,7 @@ class UnitExecution:
             self._end([row], {}, {row.id: failure})
 
     async def repeat_saves(self, rows: Sequence[QueuedRow]) -> None:
-        """Repeat saves that were captured and not answered, and restore published weights that are gone."""
+        """Repeat saves that were captured but not answered, and restore lost files of published weights."""
         for row in rows:
             if self._pending.is_here(row.id):
                 continue
@@ -178,7 +178,7 @@ class UnitExecution:
     async def _run_pass(self, ready: ReadyPass) -> None:
         """Run a pass; if memory runs out, its rows wait to run again in smaller rows, then each alone.
 
-        Others may run in between, and only those fail that are too large themselves.
+        Other units may run in between, and only requests that are too large alone fail.
         """
         busy_s = self._trainer.busy_s
         budget = self._trainer.spec.token_budget
@@ -260,19 +260,19 @@ class UnitExecution:
         self._commits.add(end if windows is None else _with_points(end, windows))
 
     def hold(self, model: ModelKey, until: Coroutine[Any, Any, object] | None = None) -> None:
-        """Have all of a model wait until this has ended, or for a while."""
+        """Make all requests of a model wait until `until` has ended, by default for AWAY_S."""
         self._lanes.hold(model)
         self._background.create_task(self._resume(model, until or asyncio.sleep(AWAY_S)))
 
     def put_back(self, rows: Sequence[QueuedRow]) -> None:
-        """Have the rows of a unit that did not begin wait once more."""
+        """Make the rows of a unit that did not begin wait again."""
         for row in self._still_open(rows):
             self._lanes.put_back(row)
 
     def with_room(self, unit: Unit | ReadyPass) -> Unit | ReadyPass | None:
-        """Return what may run now: of saves those that fit into host memory beside what is captured.
+        """Return the part of a unit that may run now: of saves, those that fit into free host memory.
 
-        The others are put back, and their lanes stand until something is freed. None passes one that was
+        The others are put back, and their lanes wait until a capture is freed. No save overtakes one that was
         put back before it, unless there is room for both, or nothing is captured.
         """
         if not isinstance(unit, Barriers) or unit.kind not in SAVES:
@@ -290,14 +290,14 @@ class UnitExecution:
         return Barriers(run) if run else None
 
     def _postpone(self, row: QueuedRow, error: StorageAwayError) -> None:
-        """Try a request again in a while, before all others of its model."""
+        """Retry a request after AWAY_S, before all others of its model."""
         for open_row in self._still_open([row]):
             _log.warning("request %s waits: %s", row.request_id, error)
             self._lanes.put_back(open_row)
             self.hold(model_of(row))
 
     def _still_open(self, rows: Sequence[QueuedRow]) -> list[QueuedRow]:
-        """Fail those rows whose models were given up while they ran; returns the others."""
+        """Fail the rows whose models were given up while they ran; returns the others."""
         closed = {row.id: failure for row in rows if (failure := self._lanes.closed_by(model_of(row)))}
         if closed:
             self._end([row for row in rows if row.id in closed], {}, closed)

@@ -26,7 +26,7 @@ from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.store import Store
 
 COMMIT_S = 60.0
-"""Longest time from the moment that a row names to the commit from which others see it."""
+"""Longest time from the time stamp in a row to the commit that makes it visible."""
 
 
 class Cleanup:
@@ -48,7 +48,7 @@ class Cleanup:
         self._storage = storage
         self._timeout_s, self._parked_s = settings.session_timeout_s, settings.history_ttl_s
         self._listening_since = store.now()
-        self._ended_until = 0.0  # of sessions that were finished before then no samples are left
+        self._ended_until = 0.0  # no samples are left of sessions finished before this
         self._suspends = Suspends(store.now)
         purge = Purge(store, settings)
         self._steps = (
@@ -61,7 +61,7 @@ class Cleanup:
         )
 
     async def run(self) -> None:
-        """Sweep indefinitely. No step waits for another: each may be slow, or fail again and again."""
+        """Sweep indefinitely. No step waits for another: each may be slow, or fail repeatedly."""
         async with asyncio.TaskGroup() as tasks:
             for step in self._steps:
                 tasks.create_task(step.repeat())
@@ -96,7 +96,7 @@ class Cleanup:
             self._trainer.release(model.key)
 
     async def _end_samples(self) -> None:
-        """Stop samples of finished sessions, for which nobody asks: they may take minutes."""
+        """Stop samples of finished sessions: nobody waits for them, and they may take minutes."""
         now, since = self._store.now(), self._ended_until - COMMIT_S
         reasons = await self._store.fetch(lambda conn: session_records.finish_reasons(conn, since))
         if reasons:
@@ -110,10 +110,10 @@ class Cleanup:
                 await Step(f"checkpoint {row.name}", partial(self._remove, row)).tried()
 
     async def _remove(self, row: CheckpointRow) -> None:
-        """Remove the row before the directory here: a save may take its name as soon as it is free."""
+        """Remove the row before the directory on this host: a save may take its name once it is free."""
         version = await self._version(row)
         if version is None or await self._versions.retire(version):
-            await in_transfer_thread(self._storage.remove, Path(row.directory))  # tried again if it fails
+            await in_transfer_thread(self._storage.remove, Path(row.directory))  # the next sweep retries it
             await self._store.write(lambda conn: checkpoint_records.mark_removed(conn, row.id))
             await in_disk_thread(_remove_directory, Path(row.directory), row.id)
 
@@ -125,7 +125,7 @@ class Cleanup:
 
 
 def _remove_directory(directory: Path, number: int) -> None:
-    """Rename it first, in one step: an engine that dies here leaves what the next one sweeps."""
+    """Remove a directory after an atomic rename: if this engine dies here, the next one sweeps the rest."""
     doomed = directory.with_name(f".{directory.name}.{number}.tmp")
     with suppress(FileNotFoundError):  # it was removed by hand
         directory.rename(doomed)

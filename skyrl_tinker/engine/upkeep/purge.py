@@ -19,7 +19,7 @@ COUNTED_AT_ONCE = 500  # results per transaction
 
 
 class Purge:
-    """Rules by which rows go, in their order: usage is counted first, since results have it."""
+    """Rules for the deletion of rows, in order: usage is counted first, from the results."""
 
     def __init__(self, store: Store, settings: Settings) -> None:
         self._store = store
@@ -51,21 +51,21 @@ class Purge:
         }
 
     async def run_now(self) -> bool:
-        """Delete all that is too old now; return False if a rule failed, which stops no other."""
+        """Delete all expired rows now; return False if a rule failed, which does not stop the others."""
         now = self._store.now()
         counted, *others = (Step(name, partial(rule, now)) for name, rule in self._rules.items())
-        # What is not counted yet must not go with the results of its session.
+        # Usage that is not counted yet must not be deleted with the results of its session.
         return await counted.tried() and all([await step.tried() for step in others])
 
     async def run(self, now: float) -> None:
-        """Delete all that is too old at a time, UTC seconds. Raises what makes a rule fail."""
+        """Delete all rows that are expired at `now`, UTC seconds. Raises the error of a rule."""
         for rule in self._rules.values():
             await rule(now)
 
     def _older(
         self, take: Callable[..., bool], before: str, ttl_s: float
     ) -> Callable[[float], Awaitable[None]]:
-        """Return the rule that rows go after `ttl_s`; `before`: the argument that is their newest time."""
+        """Return a rule that deletes rows after `ttl_s`; `before`: the argument that is their newest time."""
         return lambda now: self._all(partial(take, **{before: now - ttl_s}))
 
     async def _purge_training(self, finished_before: float) -> None:

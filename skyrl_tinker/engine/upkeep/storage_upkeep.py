@@ -1,4 +1,4 @@
-"""Upkeep of object storage: its cache on this host, and what dead hosts left there."""
+"""Upkeep of object storage: its cache on this host, and leftovers of dead hosts in it."""
 
 import math
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from skyrl_tinker.store.store import Store
 EVICT_S = 300.0
 DISCARD_S = 86_400.0
 CHECKPOINTS = "[0-9]*/*/*"
-"""Their directories: of a model, of a kind, of one save."""
+"""Pattern of their directories: model, kind, save."""
 
 
 class StorageUpkeep:
     def __init__(self, store: Store, storage: Storage, cache_gb: float | None, in_use: InUse) -> None:
-        """`cache_gb`: what the cache may take, but for what is `in_use`; None: no bound."""
+        """`cache_gb`: limit of the cache, without checkpoints that are `in_use`; None: no limit."""
         self._store = store
         self._storage = storage
         self._in_use = in_use
@@ -35,7 +35,7 @@ class StorageUpkeep:
         await in_transfer_thread(self._storage.evict, self._cache_bytes, self._in_use)
 
     async def _discard_left(self) -> None:
-        """Remove what dead hosts left half stored, and what they stored and did not record."""
+        """Remove directories that dead hosts stored in part, or did not record."""
         saves = leftovers.saves_of(await in_transfer_thread(self._storage.listed, CHECKPOINTS))
         abandoned = await self._store.write(partial(leftovers.list_abandoned, saves=saves)) if saves else ()
         await in_transfer_thread(self._storage.discard_old, CHECKPOINTS, abandoned)

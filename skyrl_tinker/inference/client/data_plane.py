@@ -17,9 +17,9 @@ from skyrl_tinker.inference.client.sampling_port import Dialect, Json
 from skyrl_tinker.inference.constants import MAX_SEQUENCES, REPLICA
 
 MOST_LISTED = 4096
-"""Tokens of a prompt's top k that are parsed on the event loop; for more, others would wait."""
+"""Most tokens of a prompt's top k that are parsed on the event loop; more would block it for too long."""
 PAUSED_S = 0.2
-"""Between the tries of a call that a paused server refuses."""
+"""Seconds between the tries of a call that a paused server refuses."""
 T = TypeVar("T")
 Headers = Mapping[str, str]
 StreamPath = Literal["/inference/v1/generate", "/v1/completions", "/v1/chat/completions"]
@@ -27,11 +27,11 @@ StreamPath = Literal["/inference/v1/generate", "/v1/completions", "/v1/chat/comp
 
 @dataclass
 class DataPlane:
-    """`proxy_url`: the router, or the server itself when there is one only.
+    """`proxy_url`: the router, or the server itself if there is only one.
 
-    `straight`: the servers to which samples go without a router, each key to one of them.
-    Bodies and answers of `generate` are those of the engine's HTTP API. NotFoundError: no such model;
-    UserError: the sampler refused the request; SamplerError: it could not be served.
+    `straight`: the servers to which samples go without a router, each session key to one of them. Bodies and
+    answers of `generate` are those of the engine's HTTP API. Raises NotFoundError for an unknown model,
+    UserError if the sampler refused the request, SamplerError if it could not be served.
     """
 
     dialect: Dialect
@@ -40,7 +40,7 @@ class DataPlane:
     http: JsonHttp = field(default_factory=JsonHttp)
     in_flight: InFlight = field(default_factory=InFlight)
     most_sequences: int = MAX_SEQUENCES
-    """Sequences of one request."""
+    """Most sequences of one request."""
 
     async def sample(
         self,
@@ -58,10 +58,10 @@ class DataPlane:
         """Make one request, for at most `most_sequences` samples (sample_parts.split).
 
         `eos` ends sequences unless request.params.stop is (); `context` bounds max_tokens None. The lowest
-        `priority` goes first (Priorities). `fields`: others of the request. Sequences come back as `abort`
-        when samplers are paused, or SamplerControl.abort(tag) is called, in the middle; those that are
-        `interruptible` also when SamplerControl.interrupt(model) is.
-        NotFoundError: no such adapter (load it again).
+        `priority` goes first (Priorities). `fields`: further fields of the request. Unfinished sequences come
+        back as `abort` when samplers are paused or SamplerControl.abort(tag) is called; `interruptible` ones
+        also at SamplerControl.interrupt(model).
+        Raises NotFoundError if the adapter is not loaded (load it again).
         """
         body = self.dialect.body(model, request, eos=eos, context=context)
         with self.in_flight.attempt(tag, model if interruptible else None) as attempt:
@@ -90,7 +90,7 @@ class DataPlane:
         return await self._post("/v1/chat/completions", body, headers)
 
     async def tokenize(self, text: Json) -> list[int]:
-        """Turn {"prompt"} or {"messages"}, with options, into tokens."""
+        """Tokenize {"prompt"} or {"messages"}, with options."""
         return await self.dialect.tokenize(self._post, text)
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
@@ -100,9 +100,9 @@ class DataPlane:
     async def stream(
         self, path: StreamPath, body: Json, *, headers: Headers | None = None
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Yield server-sent events as they come, in pieces of any length. `body` has `"stream": true`.
+        """Yield server-sent events as they arrive, in pieces of any length. `body` has `"stream": true`.
 
-        Raises on entering, before anything was yielded. Leaving it early aborts the request.
+        Errors are raised on entering, before any event. Leaving the context early aborts the request.
         """
         async with AsyncExitStack() as stack:
             url = self.proxy_url + path
@@ -114,7 +114,7 @@ class DataPlane:
         return (await self._answer(path, body, headers)).content
 
     def _server_of(self, key: str) -> str:
-        """Choose a server by rendezvous hashing: when another one comes or goes, most keys keep theirs.
+        """Choose a server by rendezvous hashing: when a server joins or leaves, most keys keep their server.
 
         D. Thaler, C. Ravishankar, "Using Name-Based Mappings to Increase Hit Rates", IEEE/ACM ToN 6(1), 1998.
         """
@@ -127,7 +127,7 @@ class DataPlane:
         return await self._once_resumed(lambda: self.http.request("POST", url, json=body, headers=headers))
 
     async def _once_resumed(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Make the call, again and again while the server refuses it for being paused."""
+        """Make the call, and repeat it while the server refuses it because it is paused."""
         while True:
             try:
                 return await call()

@@ -1,4 +1,4 @@
-"""Calls to all replicas at once, never through the router: all or none, undone, with every failure named."""
+"""Concurrent calls to all replicas, past the router: all or none succeed; errors name every failure."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ Messages = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """One message for all replicas, or one for each."""
 Params = Mapping[str, str] | Sequence[tuple[str, str]]
 Locate = Callable[[str, str], Awaitable[str]]
-"""What the replica at a URL knows a directory of this host by."""
+"""(URL of a replica, directory of this host) -> path or URL by which the replica reads it."""
 Call = Callable[[str], Awaitable[Any]]
 """A call to the replica at this URL."""
 T = TypeVar("T", bool, str)
@@ -25,19 +25,19 @@ _log = logging.getLogger(__name__)
 
 
 async def same_path(_: str, directory: str) -> str:
-    """Locate a directory of replicas that are all on this host."""
+    """Locate a directory for replicas that are all on this host."""
     return directory
 
 
 @dataclass
 class FanOut(ABC):
-    """`server_urls` are all replicas. A call that one of them cannot do raises SamplerError."""
+    """`server_urls`: all replicas. A call that fails on one of them raises SamplerError."""
 
     server_urls: tuple[str, ...]
     http: JsonHttp = field(default_factory=JsonHttp)
     in_flight: InFlight = field(default_factory=InFlight)
     patience_s: float = 60.0
-    """Limit for an answer to a call that needs no time."""
+    """Limit for the answer to a short call."""
     locate: Locate = same_path
 
     def replica(self, url: str) -> Self:
@@ -53,7 +53,7 @@ class FanOut(ABC):
         return sum(await self.world_sizes())
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load it on every replica or none. A name stands for one version, so a second load is harmless."""
+        """Load an adapter on all replicas or none. A name has one version, so a second load is harmless."""
         results = await self._gather(lambda url: self._load(url, name, path))
         if any(isinstance(result, BaseException) for result in results.values()):
             touched = [url for url, result in results.items() if result is not False]
@@ -61,7 +61,7 @@ class FanOut(ABC):
             require_all(results)
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload it everywhere; harmless where it is not loaded."""
+        """Unload an adapter on all replicas; harmless where it is not loaded."""
         require_all(await self._gather(lambda url: self._unload(url, name)))
 
     async def adapters(self) -> list[str]:
@@ -70,7 +70,7 @@ class FanOut(ABC):
         return sorted({model["id"] for answer in answers for model in answer["data"] if model.get("parent")})
 
     async def max_model_len(self) -> int:
-        """Return the most tokens of a sequence that every replica takes."""
+        """Return the longest sequence, in tokens, that every replica takes."""
         answers = await self._call_all("GET", "/v1/models")
         return min(
             int(model["max_model_len"])
@@ -92,9 +92,9 @@ class FanOut(ABC):
         """Unload it from one replica; harmless where it is not loaded."""
 
     async def abort(self, tag: str) -> None:
-        """Interrupt the tag's requests that are under way (DataPlane.sample); their callers resume them.
+        """Interrupt the tag's requests in progress (DataPlane.sample); their callers resume them.
 
-        Returns when all of them ended, on whatever replica. Those that begin meanwhile are left alone.
+        Returns when all of them have ended, on any replica. Requests that begin meanwhile are left alone.
         """
         await self._end(self.in_flight.switch(tag))
 
@@ -109,7 +109,7 @@ class FanOut(ABC):
             await asyncio.sleep(ABORT_POLL_S)
 
     async def abort_tagged(self) -> None:
-        """Interrupt the requests of all tags, also those that begin meanwhile; return when all ended."""
+        """Interrupt the requests of all tags, also those that begin meanwhile; return when all have ended."""
         while tags := self.in_flight.tags():
             await asyncio.gather(*map(self.abort, tags))
 
@@ -118,9 +118,9 @@ class FanOut(ABC):
         """End these requests, given by Attempt.id, where the replica has them."""
 
     async def _messages(self, path: str, info: Messages, key: str | None = None) -> None:
-        """Send one message to all replicas, or one to each of `server_urls` in their order; never twice.
+        """Send one message to all replicas, or one to each of `server_urls` in order; never retried.
 
-        `key`: of the message in the body; None: it is the body.
+        `key`: the message's key in the body; None: the message is the body.
         """
         urls = self.server_urls
         messages = [info] * len(urls) if isinstance(info, Mapping) else list(info)
@@ -146,21 +146,21 @@ class FanOut(ABC):
     async def _call_all(
         self, method: str, path: str, json: Mapping[str, Any] | None = None, **options: Any
     ) -> list[Any]:
-        """Make the same call to every replica at once; SamplerError unless all of them did it."""
+        """Make the same call to all replicas concurrently. Raises SamplerError unless all succeed."""
         results = await self._gather(lambda url: self._call(url, method, path, json, **options))
         require_all(results)
         return list(results.values())
 
     async def _each(self, call: Call) -> dict[str, Any]:
-        """Make a call to every replica at once; SamplerError unless all of them did it."""
+        """Make a call to all replicas concurrently. Raises SamplerError unless all succeed."""
         results = await self._gather(call)
         require_all(results)
         return results
 
     async def _all_or_none(self, call: Call, *, undo: Call) -> None:
-        """Make a call to all replicas; where one fails, undo it on all, as only the answer may be lost.
+        """Make a call to all replicas. If one fails, undo it on all, as perhaps only the answer was lost.
 
-        SamplerError then.
+        Raises SamplerError then.
         """
         results = await self._gather(call)
         if any(isinstance(result, BaseException) for result in results.values()):
@@ -173,7 +173,7 @@ class FanOut(ABC):
                 _log.warning("%s could not take back what other replicas failed at: %s", url, result)
 
     async def _gather(self, call: Call, urls: Iterable[str] | None = None) -> dict[str, Any]:
-        """Return answers or SamplerErrors by replica. All calls run to their end: none acts later."""
+        """Return answers or SamplerErrors by replica. All calls run to their end: none takes effect later."""
         targets = list(self.server_urls if urls is None else urls)
         if not targets and urls is None:
             raise SamplerError("no sampler is running")
@@ -194,7 +194,7 @@ class FanOut(ABC):
         repeatable: bool = True,
         long: bool = False,
     ) -> Any:
-        """Call one replica and return its answer. SamplerError that names the replica and the call."""
+        """Call one replica and return its answer. Raises SamplerError, naming the replica and the call."""
         try:
             async with asyncio.timeout(None if long else self.patience_s):
                 answer = await self.http.request(

@@ -1,4 +1,4 @@
-"""Sequences as a sampler left them: resumed where they were aborted, joined to Tinker's output. Pure."""
+"""Sequences as a sampler returned them: resumed where they were aborted, joined to Tinker's output. Pure."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,17 +20,17 @@ from skyrl_tinker.errors import SamplerError, UserError
 from skyrl_tinker.inference.client.sample_parts import stop_strings
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""How the tokenizer writes the first bytes of a character whose others are missing."""
+"""Text of the first bytes of a character whose other bytes are missing."""
 LONGEST_INCOMPLETE = 3  # bytes, and so tokens at most
 BYTES = LONGEST_INCOMPLETE + 1
 CONTEXT_TOKENS = 8
-"""Tokens before others that are detokenized with them: some tokenizers write a first token differently."""
+"""Preceding tokens that are detokenized along: some tokenizers write a first token differently."""
 TextOf = Callable[[tuple[int, ...]], Awaitable[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedSequence:
-    """One sequence as a sampler left it; `abort`: it was interrupted and has to be resumed."""
+    """One sequence as a sampler returned it; `abort`: it was interrupted and has to be resumed."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -40,7 +40,7 @@ class GeneratedSequence:
     experts: RoutedExperts | None = None  # of the prompt and of all tokens but the last, when asked for
 
     def first(self, count: int) -> "GeneratedSequence":
-        """Return the first tokens only, still aborted."""
+        """Return the first `count` tokens as an aborted sequence."""
         return GeneratedSequence(
             self.tokens[:count],
             self.logprobs[:count],
@@ -71,7 +71,7 @@ def _joined(
 
 
 def _resumed(kept: RoutedExperts | None, resumed: RoutedExperts | None) -> RoutedExperts | None:
-    """Return the experts under which the kept tokens were sampled, and those of the rest after them."""
+    """Return the experts of the kept tokens as first sampled, followed by those of the rest."""
     if kept is None or resumed is None:
         return resumed if kept is None else kept
     return np.concatenate([kept, resumed[len(kept) :]])
@@ -90,7 +90,7 @@ class SamplerResponse:
     """One response of a sampler. `scored`: the prompt's scores are there, or none were requested.
 
     `switched`: the request's tag was aborted, so aborted sequences go on under other weights. `replica`: the
-    address of the server that answered; None of one that others started.
+    address of the server that answered; None for a server that we did not start.
     """
 
     sequences: tuple[GeneratedSequence, ...]
@@ -111,7 +111,7 @@ def diverged() -> UserError:
 
 
 def refused(status: int, message: str) -> UserError | SamplerError:
-    """Return the error that a status means for all engines alike."""
+    """Return the error for a status that has the same meaning in all engines."""
     if status in (400, 422):
         return UserError(message)
     return SamplerError(f"the sampler answered {status}: {message}")
@@ -123,15 +123,14 @@ def refused(status: int, message: str) -> UserError | SamplerError:
 async def resumable(
     request: SampleRequest, aborted: GeneratedSequence, *, switched: bool, text_of: TextOf
 ) -> GeneratedSequence:
-    """Return the part of an aborted sequence that is kept: it goes on after that, with the logprobs it has.
+    """Return the part of an aborted sequence that is kept, with its logprobs; sampling continues after it.
 
-    * A seeded sequence cannot take up its random numbers in the middle. When nothing but a pause aborted it,
-      it starts over and comes out as if never interrupted. When its policy was switched
-      (SamplerControl.abort), there is nothing to reproduce, and starting over at each switch it might never
-      end: it continues, its further random numbers drawn from a seed made of its own seed and the number of
-      tokens it has.
+    * A seeded sequence cannot resume its random numbers in the middle. If only a pause aborted it, it starts
+      over and ends as if never interrupted. If its policy was switched (SamplerControl.abort), there is
+      nothing to reproduce, and starting over at each switch it might never end: it continues, with a seed
+      made of its own seed and the number of its tokens.
     * Stop strings are looked for in the text of one request only. So the tokens kept are the longest prefix
-      whose text does not end in the beginning of a stop string; what follows is sampled again.
+      whose text does not end in the beginning of a stop string; the tokens after it are sampled again.
     """
     if request.params.seed is not None and not switched:
         return aborted.first(0)
@@ -147,8 +146,8 @@ async def resumable(
 
 
 async def _ending(before: tuple[int, ...], tokens: tuple[int, ...], most: int, text_of: TextOf) -> str:
-    """Return the text of `tokens`, which follow `before`, or of a long one its last `most` characters."""
-    characters = most + CONTEXT_TOKENS  # where it is cut, they may differ
+    """Return the text of `tokens`, which follow `before`; at least its last `most` characters."""
+    characters = most + CONTEXT_TOKENS  # the text may differ at the cut
     count = BYTES * characters
     while True:
         behind = min(count, len(tokens))
@@ -156,7 +155,7 @@ async def _ending(before: tuple[int, ...], tokens: tuple[int, ...], most: int, t
         text = (await text_of(tail))[len(await text_of(tail[:-behind])) :]
         if len(text) >= characters or behind == len(tokens):
             return text
-        count *= BYTES  # there are tokens without text
+        count *= BYTES  # some tokens have no text
 
 
 def _ends_in_stop(generated: str, stops: tuple[str, ...]) -> bool:

@@ -13,11 +13,11 @@ from skyrl_tinker.inference.packed import PACKED, unpack
 
 CONNECT_TIMEOUT_S = 10.0
 RETRY_DELAYS_S = (0.05, 0.5)
-"""Before the second and third try of a call that may be repeated."""
+"""Seconds before the second and third try of a call that may be repeated."""
 
 
 class HttpStatusError(Exception):
-    """An error status of the server. Never leaves this package."""
+    """An error status of the server. Not raised beyond this package."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"{status}: {message}")
@@ -36,7 +36,7 @@ class JsonHttp:
     """HTTP client for JSON. Picklable: a copy makes its own connections."""
 
     def __init__(self, token: str = "") -> None:
-        """`token`: that every request bears; none where it is empty."""
+        """`token`: sent with every request; empty: none."""
         self._token = token
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -56,7 +56,7 @@ class JsonHttp:
     ) -> HttpAnswer:
         """Return the answer.
 
-        A repeatable call is tried three times when the connection fails. SamplerError when it stays so,
+        A repeatable call is tried three times if the connection fails. Raises SamplerError if it still fails,
         HttpStatusError for any status from 400.
         """
         delays = RETRY_DELAYS_S if repeatable else ()
@@ -73,7 +73,7 @@ class JsonHttp:
         raise AssertionError("the last try returns or raises")
 
     async def text(self, url: str) -> str:
-        """GET a text, in one try. SamplerError when the connection fails, HttpStatusError from status 400."""
+        """GET a text, in one try. SamplerError if the connection fails, HttpStatusError from status 400."""
         try:
             async with self._pool().get(url) as response:
                 content = await response.read()
@@ -87,9 +87,9 @@ class JsonHttp:
     async def stream(
         self, url: str, *, json: Mapping[str, Any], headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """POST and yield the pieces of the answer as they come. Not tried again.
+        """POST and yield the pieces of the answer as they arrive. Not retried.
 
-        SamplerError when the connection fails, HttpStatusError on entering for any status from 400.
+        Raises SamplerError if the connection fails, HttpStatusError on entering for any status from 400.
         """
         sent = {"Content-Type": "application/json", **(headers or {})}
         try:
@@ -122,7 +122,7 @@ class JsonHttp:
 
 
 def bearer(token: str) -> dict[str, str]:
-    """Return the header that bears the token; none where it is empty."""
+    """Return the authorization header; none for an empty token."""
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 

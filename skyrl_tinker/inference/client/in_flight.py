@@ -1,4 +1,4 @@
-"""Requests under way, so that those of one tag or one model can be aborted."""
+"""Requests in progress, so that those of one tag or one model can be aborted."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from uuid import uuid4
 class Attempt:
     """One HTTP request. `switched`: its tag was aborted, so that it goes on under other weights.
 
-    `model`: of one that may be interrupted for others at any time.
+    `model`: given if it may be interrupted for other requests at any time.
     """
 
     tag: str | None = None
@@ -38,20 +38,20 @@ class InFlight:
             del self._attempts[attempt.id]
 
     def tags(self) -> list[str]:
-        """List the tags with requests under way."""
+        """List the tags with requests in progress."""
         return list(dict.fromkeys(each.tag for each in self._attempts.values() if each.tag is not None))
 
     def switch(self, tag: str) -> list[Attempt]:
-        """Mark all that are under way with this tag as switched and return them."""
+        """Mark all requests in progress with this tag as switched, and return them."""
         attempts = [each for each in self._attempts.values() if each.tag == tag]
         for attempt in attempts:
             attempt.switched = True
         return attempts
 
     def interruptible(self, model: str) -> list[Attempt]:
-        """Return those of this model that may be interrupted."""
+        """Return the requests of this model that may be interrupted."""
         return [each for each in self._attempts.values() if each.model == model]
 
     def still(self, attempts: list[Attempt]) -> list[Attempt]:
-        """Return those of them that have not ended."""
+        """Return the attempts that have not ended."""
         return [attempt for attempt in attempts if attempt.id in self._attempts]

@@ -1,4 +1,4 @@
-"""The one client of the samplers: a routed data plane and a control plane that reaches every replica."""
+"""Client of the samplers: a routed data plane and a control plane that reaches every replica."""
 
 from dataclasses import dataclass, field
 
@@ -13,8 +13,8 @@ from skyrl_tinker.inference.client.sampling_port import Dialect, SamplerControl
 class RemoteInferenceClient:
     """Picklable. `data` reaches any replica by `proxy_url`, `control` all of `server_urls`.
 
-    `token`: what the servers ask for, if they do. `locate`: by what those on other hosts know a directory.
-    `past_proxy`: samples go straight to the servers. `dialect`: of their engine.
+    `token`: required by the servers; empty: none. `locate`: names a directory for replicas on other hosts.
+    `past_proxy`: samples go to the servers without the router. `dialect`: of their engine.
     """
 
     proxy_url: str
@@ -32,7 +32,7 @@ class RemoteInferenceClient:
         self.control = self.dialect.control(self.server_urls, http, in_flight, locate=self.locate)
 
     def retarget(self, proxy_url: str, server_urls: tuple[str, ...]) -> None:
-        """Go on with other addresses: members left or came."""
+        """Replace the addresses, after members joined or left."""
         self.proxy_url = self.data.proxy_url = proxy_url
         self.server_urls = self.control.server_urls = server_urls
         self.data.straight = self._straight()

@@ -1,4 +1,4 @@
-"""The sampling engine's own metrics, of all replicas as one text."""
+"""The sampling engine's own metrics, those of all replicas in one text."""
 
 import asyncio
 from collections.abc import Iterable, Mapping
@@ -59,7 +59,7 @@ def _families(text: str, dialect: Dialect) -> list[Metric]:
 
 
 async def _read(http: JsonHttp, url: str) -> str:
-    """Return the text of a replica; nothing when it does not answer."""
+    """Return the text of a replica; empty if it does not answer."""
     try:
         async with asyncio.timeout(WITHIN_S):
             return await http.text(f"{url}/metrics")

@@ -22,11 +22,11 @@ Int32 = npt.NDArray[np.int32]
 def split(request: SampleRequest, *, context: int, most: int = MAX_SEQUENCES) -> list[SampleRequest]:
     """Split into requests that a sampler can serve, with consecutive seeds: at `most` and where seeds wrap.
 
-    And at PART_TOKENS: a part takes KV cache as a whole, and while vLLM builds its answer, it answers nobody
-    else, not even that it is alive. The experts of the prompt come with each sequence.
+    Also at PART_TOKENS: a part holds its KV cache until all of it has ended, and while vLLM builds the answer
+    it answers nothing else, not even health checks. The experts of the prompt come with each sequence.
 
-    At temperature 0 all samples are the same, so one is requested. The first part alone scores the prompt,
-    with one sample: it would be scored again for each.
+    At temperature 0 all samples are the same, so one is requested. Only the first part scores the prompt,
+    with a single sample: the prompt would be scored again for each further one.
     """
     count = request.sequences
     listed = max_tokens(request, context) + (len(request.prompt) if request.routed_experts else 0)
@@ -46,7 +46,7 @@ def split(request: SampleRequest, *, context: int, most: int = MAX_SEQUENCES) ->
 def remainder(
     request: SampleRequest, index: int, kept: tuple[int, ...], *, context: int
 ) -> SampleRequest | None:
-    """Make the request for what follows the kept tokens of sample `index`; None when nothing is to follow."""
+    """Make the request for the tokens after the kept ones of sample `index`; None if it is complete."""
     left = max_tokens(request, context) - len(kept)
     if left < 1:
         return None
@@ -74,7 +74,7 @@ def _seed(params: SamplingParams, index: int) -> int | None:
 
 
 def _resumed_seed(params: SamplingParams, index: int, position: int) -> int | None:
-    """Return the seed of sample `index` from its token `position` on; a resumed part draws new numbers."""
+    """Return the seed of sample `index` from its token `position` on; resumed parts draw new numbers."""
     seed = _seed(params, index)
     if seed is None or position == 0:
         return seed

@@ -1,4 +1,4 @@
-"""Port of a sampling engine, as far as engines differ: requests to its servers, and control of them."""
+"""Port of a sampling engine: the requests to its servers and the control of them, which differ by engine."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from skyrl_tinker.inference.client.in_flight import InFlight
 PauseMode = Literal["abort", "wait", "keep"]
 Json = Mapping[str, Any]
 Post = Callable[[str, Json], Awaitable[Any]]
-"""A call of a route with a body, which returns the answer."""
+"""(route, body) -> answer."""
 
 
 class SamplerControl(Protocol):
-    """Control plane: calls that reach every replica at once. What each does is said in vllm_control."""
+    """Control plane: calls that reach all replicas concurrently. `vllm_control` describes each call."""
 
     server_urls: tuple[str, ...]
     http: JsonHttp
@@ -54,7 +54,7 @@ class SamplerControl(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Arguments of a server that is to have each of these; `{}` stands for the value."""
+    """Arguments that give a server each of these; `{}` stands for the value."""
 
     routes: str
     pull: str
@@ -66,13 +66,13 @@ class Advice:
 class Dialect(Protocol):
     """Requests for samples, their answers, and the control plane. Frozen and picklable.
 
-    `path`: the route of samples, `most_sequences`: of one request. `core_path`: a route that the engine core
-    answers, between two steps. `trial`: body of a sample whose answer tells what the server was started with:
-    `logprobs_mode` (None where the weights give no numbers) and `lists_experts`. `advice`: how a server
-    of others is started that lacks it. `pull_probe`: a path that answers 204 where a server on another
-    host gets weights; None: none does. `metrics_prefix`: of its own metrics' names; others are of its process
-    and of its web server. `unbounded_metrics`: those with the names of adapters as labels, which are new with
-    each version. `reasoning_field`: of its chat messages.
+    `path`: the route of samples. `most_sequences`: of one request. `core_path`: a route that the engine core
+    answers, between two steps. `trial`: body of a sample whose answer shows the server's arguments:
+    `logprobs_mode` (None if the weights give no finite numbers) and `lists_experts`. `advice`: arguments to
+    recommend for an external server. `pull_probe`: a path that answers 204 if a server on another host can
+    get weights; None: none can. `metrics_prefix`: of the engine's metrics; the others are of its process and
+    web server. `unbounded_metrics`: metrics labelled with adapter names, which are new with each version.
+    `reasoning_field`: of its chat messages.
     """
 
     @property
@@ -97,20 +97,20 @@ class Dialect(Protocol):
     def lists_experts(self, payload: Json) -> bool: ...
 
     def body(self, model: str, request: SampleRequest, *, eos: Sequence[int], context: int) -> dict[str, Any]:
-        """Make the body of a request. UserError when the prompt leaves no room for a token."""
+        """Make the body of a request. Raises UserError if the prompt leaves no room for a token."""
         ...
 
     def call(
         self, request: SampleRequest, attempt: str, priority: int, *, straight: bool
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return further fields of its body, and its headers.
+        """Return further fields of the request's body, and its headers.
 
-        SamplerControl ends it by `attempt`; the lowest `priority` goes first; `straight`: past the router.
+        SamplerControl ends it by its id `attempt`; the lowest `priority` goes first; `straight`: no router.
         """
         ...
 
     def openai_fields(self, model: str, priority: int) -> dict[str, Any]:
-        """Return fields of an OpenAI request that only its `stop` and `stop_token_ids` end."""
+        """Return fields for an OpenAI request that nothing but `stop` and `stop_token_ids` may end."""
         ...
 
     def parse(
@@ -118,13 +118,13 @@ class Dialect(Protocol):
     ) -> SamplerResponse:
         """Read an answer.
 
-        SamplerError when a prompt was not scored although nothing was aborted; UserError for weights that
-        give no numbers.
+        Raises SamplerError if a prompt was not scored although nothing was aborted, UserError for weights
+        that give no finite numbers.
         """
         ...
 
     def refusal(self, status: int, message: str) -> UserError | SamplerError:
-        """Return the error that an error status means."""
+        """Return the error for an error status and its message."""
         ...
 
     async def tokenize(self, post: Post, text: Json) -> list[int]: ...

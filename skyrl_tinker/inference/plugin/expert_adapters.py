@@ -1,7 +1,7 @@
 """Routed experts with adapters on a CPU, in plain torch: stock vLLM has them in Triton only.
 
-vLLM's FusedMoEWithLoRA stays: it holds the adapters by slot and gives them to the experts' kernel, which here
-is PlainExperts. The weights stay as they were loaded: stock vLLM packs them for its CPU kernel when a model
+vLLM's FusedMoEWithLoRA stays: it holds the adapters by slot and gives them to the experts' kernel, here
+PlainExperts. The weights stay as they were loaded: stock vLLM packs them for its CPU kernel when a model
 starts, but not when its weights are loaded again.
 """
 
@@ -27,14 +27,14 @@ _ALPHA, _LIMIT = 1.702, 7.0
 
 
 def apply() -> None:
-    """Have vLLM compute routed experts with PlainExperts, with or without adapters."""
+    """Make vLLM compute routed experts with PlainExperts, with or without adapters."""
     setattr(method, select_unquantized_moe_backend.__name__, _select)
 
 
 def _select(moe_config: FusedMoEConfig) -> tuple[UnquantizedMoeBackend, type[FusedMoEExperts]]:
-    """Replace vLLM's choice of a kernel; NotImplementedError for experts of another kind.
+    """Replace vLLM's choice of a kernel. Raises NotImplementedError for experts of another kind.
 
-    Also for rows of several ranks, which come without the slots of their adapters.
+    Also for data-parallel ranks with adapters: rows of other ranks come without their adapters' slots.
     """
     if moe_config.is_lora_enabled and moe_config.moe_parallel_config.dp_size > 1:
         raise NotImplementedError("adapters of experts that data-parallel ranks share")
@@ -49,7 +49,7 @@ def _select(moe_config: FusedMoEConfig) -> tuple[UnquantizedMoeBackend, type[Fus
 class PlainExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
     """Gated experts: down(activation(gate(x), up(x))), each with the adapter of the row.
 
-    The adapter of gpt-oss has one pair for gate and up, whose outputs take turns there.
+    The adapter of gpt-oss has one pair for gate and up, whose outputs are interleaved.
     """
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -69,7 +69,7 @@ class PlainExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         apply_router_weight_on_input: bool,
         **_: Any,
     ) -> None:
-        """Set `output` to the sum over each row's experts. `expert_map`: the number of each here, or -1."""
+        """Set `output` to the sum over each row's experts. `expert_map`: each expert's local number or -1."""
         slots = self._slots(len(hidden_states))
         chosen = topk_ids if expert_map is None else expert_map[topk_ids]
         shares = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
@@ -89,7 +89,7 @@ class PlainExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         input: torch.Tensor,  # noqa: A002 - vLLM's name
         **options: Any,
     ) -> None:
-        """Set `output`; vLLM has the activation of gpt-oss on a CPU within its own experts' kernel only."""
+        """Set `output`; on a CPU vLLM has gpt-oss's activation only within its own experts' kernel."""
         if activation is MoEActivation.SWIGLUOAI:
             gate, up = input[..., ::2].clamp(max=_LIMIT), input[..., 1::2].clamp(-_LIMIT, _LIMIT)
             output.copy_((up + 1) * gate * torch.sigmoid(_ALPHA * gate))

@@ -8,7 +8,7 @@ Tensors = torch.Tensor | list[torch.Tensor]
 
 
 def apply() -> None:
-    """Give vLLM's communicator of CPUs the collectives by which ranks exchange unequal numbers of rows."""
+    """Add collectives for unequal numbers of rows per rank to vLLM's communicator for CPUs."""
     communicator: type = CpuCommunicator
     communicator.all_gatherv, communicator.reduce_scatterv = _all_gatherv, _reduce_scatterv  # type: ignore[attr-defined]
 
@@ -16,7 +16,7 @@ def apply() -> None:
 def _all_gatherv(
     self: CpuCommunicator, given: Tensors, dim: int = 0, sizes: list[int] | None = None
 ) -> Tensors:
-    """Return the rows of all ranks, in their order. `sizes`: of each, by default as many as this one's."""
+    """Return the rows of all ranks, in their order. `sizes`: rows by rank; None: as many as this rank's."""
     if isinstance(given, list):
         return [_all_gatherv(self, each, dim, sizes) for each in given]  # type: ignore[misc]
     sizes = sizes or [len(given)] * self.world_size

@@ -1,4 +1,4 @@
-"""Packed answers of vLLM's generate route, past FastAPI and without a JSON object per token."""
+"""Packed answers of vLLM's generate route, without FastAPI and without a JSON object per token."""
 
 from collections.abc import AsyncGenerator
 from copy import copy
@@ -26,7 +26,7 @@ PATH = "/inference/v1/generate"
 
 
 class PackedAnswers:
-    """ASGI middleware, behind the guard, that answers requests for samples which accept PACKED."""
+    """ASGI middleware, after the guard, that answers requests for samples which accept PACKED."""
 
     def __init__(self, app: Application) -> None:
         self._app = app
@@ -40,7 +40,7 @@ class PackedAnswers:
             asked = GenerateRequest.model_validate_json(content)
             packable = not asked.stream and asked.sampling_params.logprobs == 0
             packable &= asked.sampling_params.prompt_logprobs is None and asked.output_mode == "tokens"
-        except ValueError:  # vLLM's own route says which field
+        except ValueError:  # vLLM's own route names the field
             packable = False
         if not packable:
             await self._app(*with_body(scope, receive, content), send)
@@ -79,7 +79,7 @@ class _PackedTokens(ServingTokens):
         request_metadata: Any,
         **_: Any,  # of 0.33, for other forms of answers
     ) -> bytes:
-        """Return what vLLM's method does, packed; no logprobs but those of the tokens were asked for."""
+        """Return the packed answer of vLLM's method. The only logprobs requested are those of the tokens."""
         async for output in result_generator:
             final = output
         choices = []

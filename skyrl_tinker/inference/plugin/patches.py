@@ -1,7 +1,7 @@
 """Patches of stock vLLM in our vLLM processes. Runs inside vLLM only.
 
-Each patch says which fault it fixes, and names the functions that it replaces or repeats. Where their source
-is that of no known release, the patch is refused: vLLM may have mended the fault, or moved the code.
+Each patch states the fault that it fixes, and names the functions that it replaces or repeats. If their
+source matches no known release, the patch is refused: vLLM may have fixed the fault, or moved the code.
 """
 
 import importlib
@@ -43,8 +43,8 @@ STAGED = ("skyrl_staged", "skyrl_tinker.weight_sync.vllm_receiver", "StagedEngin
 class Patch:
     """A patch, and the functions of vLLM that it relies on, as vllm_targets names them.
 
-    `needs`: what makes it necessary; `gate`: a function that vLLM calls at start where it is. Without both it
-    always is.
+    `needs`: the condition under which it is necessary; `gate`: a function that vLLM calls at start under this
+    condition. Without both it is always necessary.
     """
 
     apply: Callable[[], None]
@@ -58,7 +58,7 @@ class Patch:
 
 
 def apply() -> None:
-    """Apply all patches once per process; RuntimeError in a release for which they were not written."""
+    """Apply all patches once per process. Raises RuntimeError in a release that they are not written for."""
     if not vllm_version.startswith(vllm_targets.SUPPORTED):
         raise RuntimeError(f"skyrl-tinker's patches are for {_releases()}, found {vllm_version}")
     if STAGED[0] in WeightTransferEngineFactory._registry:
@@ -88,7 +88,7 @@ def _known() -> str:
 
 
 def _refusal(patch: Patch) -> str:
-    """Return why a patch may not be applied to this vLLM; nothing where it may."""
+    """Return the reason not to apply a patch to this vLLM; empty if it may be applied."""
     found = vllm_targets.unknown(Path(vllm.__path__[0]), patch.targets)
     if not found:
         return ""
@@ -99,7 +99,7 @@ def _refusal(patch: Patch) -> str:
 
 
 def _refuse_at(gate: str, reason: str) -> None:
-    """Have a function of vLLM, which is called where a patch is needed, raise RuntimeError."""
+    """Make a function of vLLM, which is called where a patch is needed, raise RuntimeError."""
     module, _, qualified = gate.partition(":")
     owner: Any = importlib.import_module(f"vllm.{module}")
     *outer, name = qualified.split(".")
@@ -113,7 +113,7 @@ def _refuse_at(gate: str, reason: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """End the engine process with its API server, which would leave it behind when killed."""
+    """End the engine process with its API server: it would survive a killed one."""
     end = partial(die_with_parent, signal.SIGKILL)
     os.register_at_fork(after_in_child=end)
     if multiprocessing.parent_process() is not None:
@@ -121,9 +121,9 @@ def _end_with_parent() -> None:
 
 
 def _close_meeting_ports() -> None:
-    """Close gloo's ports, which ask for no token, once the members have met.
+    """Close gloo's ports, which require no token, once the members have met.
 
-    Those of NCCL stay: it makes some of its connections later.
+    NCCL's ports stay: it makes some of its connections later.
     """
     meet = distributed_c10d._new_process_group_helper
 
@@ -152,7 +152,7 @@ def _fork_workers() -> None:
 
 
 def _adapt_every_head() -> None:
-    """Take adapters of lm_head for every model.
+    """Accept adapters of lm_head for every model.
 
     Stock vLLM refuses them for classes that do not list the layer, among them Qwen2, Mistral and Gemma 3.
     """
@@ -169,9 +169,9 @@ def _adapt_every_head() -> None:
 
 
 def _adapt_large_heads() -> None:
-    """Take adapters of lm_head for more than 258,048 tokens, as Gemma 3 has.
+    """Accept adapters of lm_head for vocabularies of more than 258,048 tokens, as Gemma 3 has.
 
-    Stock vLLM refuses them for kernels that it no longer has: those of 0.32 and 0.33 take any size.
+    Stock vLLM refuses them because of kernels that it no longer has: those of 0.32 and 0.33 take any size.
     """
     from vllm.lora.layers import LogitsProcessorWithLoRA
 
@@ -191,7 +191,7 @@ def _adapt_large_heads() -> None:
 
 
 def _load_adapted_experts() -> None:
-    """Load experts by their names in checkpoints, as before the layer that adapts them was put around them.
+    """Load experts by their names in checkpoints, also after the LoRA layer has been put around them.
 
     Stock vLLM then expects `base_layer` in these names, and keeps the old weights without an error.
     """
@@ -208,9 +208,9 @@ def _load_adapted_experts() -> None:
 
 
 def _divide_rank_among_experts() -> None:
-    """Give the slots of experts the rank that ours have, which divide it by the number chosen per token.
+    """Give experts' slots the rank of our adapters for experts: divided by the experts chosen per token.
 
-    Stock vLLM gives those of each expert the whole rank. ValueError for an adapter that has more.
+    Stock vLLM gives each expert's slots the whole rank. Raises ValueError for an adapter of a higher rank.
     """
     from vllm.lora.layers import FusedMoEWithLoRA
 
@@ -234,9 +234,9 @@ def _divide_rank_among_experts() -> None:
 
 
 def _keep_experts_as_loaded() -> None:
-    """Leave out the kernel of Blackwell GPUs that wants experts in a layout of its own.
+    """Leave out the kernel of Blackwell GPUs that needs experts in a special layout.
 
-    Stock vLLM lays them out when it starts, but not when weights are loaded again under adapters.
+    Stock vLLM makes this layout when it starts, but not when weights are loaded again under adapters.
     """
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
@@ -245,9 +245,9 @@ def _keep_experts_as_loaded() -> None:
 
 
 def _count_cached_prompts_once() -> None:
-    """Report the smallest count of n sequences, that of the first to be prefilled.
+    """Report the smallest count of cached tokens among n sequences, that of the first to be prefilled.
 
-    Stock vLLM reports that of the last to end, which counts what its siblings cached.
+    Stock vLLM reports the count of the last to end, which includes tokens cached by its siblings.
     """
     from vllm.v1.engine.output_processor import RequestState
 
@@ -265,9 +265,9 @@ def _count_cached_prompts_once() -> None:
 
 
 def _keep_request_ids() -> None:
-    """Name requests as their bodies do, so that they can be aborted by that name.
+    """Take the id of a request from its body, so that it can be aborted by this id.
 
-    Stock vLLM prefers the header, in which a router that disaggregates sends a name of its own.
+    Stock vLLM prefers the header, in which a router with disaggregation sends another id.
     """
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 
@@ -302,8 +302,8 @@ def _adapt_experts() -> None:
 def _draw_for_whole_prompts_only() -> None:
     """Keep the generator of a seeded request out of steps that take only a part of its prompt.
 
-    Stock vLLM draws a token there, throws it away and resets the generator by CUDA's means, of which the
-    engine dies on CPU. So a sample does not depend on how the prompt was cut.
+    Stock vLLM draws a token there, discards it and resets the generator by a CUDA function, which ends the
+    engine on CPU. With the patch a sample does not depend on how the prompt was cut.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -323,7 +323,7 @@ def _draw_for_whole_prompts_only() -> None:
 
 
 def _zero_reused_blocks() -> None:
-    """Zero blocks of the KV cache before they are reused, where a diverged model may have left NaN.
+    """Zero blocks of the KV cache before they are reused, as a diverged model may have left NaN there.
 
     Attention multiplies masked values by zero, and zero times NaN is NaN: other models' samples would be
     garbage.

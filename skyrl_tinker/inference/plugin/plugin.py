@@ -1,4 +1,4 @@
-"""Entry point of vLLM's general plugins. Acts only where the environment variable ENABLED_BY is 1."""
+"""Entry point of vLLM's general plugins. No effect unless the environment variable ENABLED_BY is 1."""
 
 import os
 

@@ -1,10 +1,10 @@
-"""The logits of prompts, which have a row per token: the adapter of lm_head in them, and how many at once.
+"""The logits of prompts, with a row per token: the right adapter of lm_head, and a bound on their memory.
 
-Stock vLLM looks that adapter up by a map with a row per request. So prompts are scored with the adapters of
-the requests that have these rows: another's, or none. Where a prompt has fewer rows than there are requests,
-a CPU refuses unequal sizes, and CUDA's kernels read and write beyond the logits. And it takes the logits of
-all tokens of a step at once, twice: 10 GB for 8,192 tokens of a vocabulary of 152,000 in float32, which it
-has not counted when it planned its memory.
+Stock vLLM looks the adapter up in a map with a row per request. So prompts are scored with the adapters of
+the requests at these rows: a wrong one, or none. If a prompt has fewer rows than there are requests, a CPU
+refuses unequal sizes, and CUDA's kernels read and write beyond the logits. And it holds the logits of all
+tokens of a step, twice: 10 GB for 8,192 tokens and a vocabulary of 152,000 in float32, which it did not count
+when it planned its memory.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 LOGIT_ROWS = 128
-"""Rows of logits of a prompt that are held at once."""
+"""Most rows of a prompt's logits in memory at one time."""
 
 
 def apply() -> None:
-    """Have vLLM score prompts one request at a time, each with its own adapter, and by LOGIT_ROWS tokens."""
+    """Make vLLM score prompts request by request, each with its adapter, LOGIT_ROWS tokens at a time."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     score = GPUModelRunner._get_prompt_logprobs_dict
@@ -47,9 +47,9 @@ def apply() -> None:
 
 @contextmanager
 def _prompt_as_tensor(state: Any) -> Iterator[None]:
-    """Context in which a request's prompt is a tensor on the host, or vLLM would make one for each slice."""
+    """Context in which a request's prompt is a host tensor; otherwise vLLM would make one for each slice."""
     tokens = state.prompt_token_ids
-    if tokens is not None:  # else there are embeddings, which are not scored
+    if tokens is not None:  # None: a prompt of embeddings, which is not scored
         state.prompt_token_ids = torch.tensor(tokens)
     try:
         yield
@@ -59,7 +59,7 @@ def _prompt_as_tensor(state: Any) -> Iterator[None]:
 
 @contextmanager
 def _computed(state: Any, more: int) -> Iterator[None]:
-    """Context in which so many more tokens of a request were computed by earlier steps."""
+    """Context in which `more` further tokens of a request count as computed by earlier steps."""
     state.num_computed_tokens += more
     try:
         yield
@@ -69,7 +69,7 @@ def _computed(state: Any, more: int) -> Iterator[None]:
 
 @contextmanager
 def adapter_of(runner: Any, request: str) -> Iterator[None]:
-    """Context in which lm_head has the request's adapter, or none, in all rows, however many are computed."""
+    """Context in which lm_head uses the request's adapter, or none, for any number of rows."""
     from vllm.lora.layers import LogitsProcessorWithLoRA
 
     processors = (module for module in runner.model.modules() if isinstance(module, LogitsProcessorWithLoRA))

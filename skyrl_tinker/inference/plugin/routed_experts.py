@@ -1,7 +1,7 @@
 """The experts that each token was routed to, in vLLM's answers (`--enable-return-routed-experts`).
 
-Stock vLLM captures, stores and returns them for its second model runner only. Here the first one, which runs
-LoRA and the CPU, does with vLLM's own connector what the second does.
+Stock vLLM captures, stores and returns them in its second model runner only. Here the first one, which runs
+LoRA and the CPU, does so too, by vLLM's own connector.
 """
 
 from collections.abc import Callable
@@ -84,7 +84,7 @@ def _delivering(sample: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pending(runner: Any) -> PendingAuxOutput | None:
-    """Start the copy of this step's experts to the host, before sampling: its own copies are waited for."""
+    """Start the copy of this step's experts to the host, before sampling, which waits for its own copies."""
     if runner.aux_output_connector is None or runner.execute_model_state is None:
         return None
     batch, count = runner.input_batch, runner.input_batch.num_reqs

@@ -1,6 +1,6 @@
 """Logprobs of given tokens, and draws, for prompts: the vLLM side of inference.vllm.vllm_requests.
 
-vLLM carries such scores from the model runner to the HTTP answer (`prompt_token_id_logprobs`), but only its
+vLLM passes such scores from the model runner to the HTTP answer (`prompt_token_id_logprobs`), but only its
 second model runner computes them, and no draws; the first one, which runs LoRA and the CPU, refuses. Here the
 first one computes both, from the hidden states of the prefill, whole or in chunks.
 """
@@ -66,13 +66,13 @@ def _score_step(
             _fill(runner, request, count, hidden_states, progress)
         state = runner.requests[request]
         if state.num_computed_tokens + count >= len(state.prompt_token_ids):
-            progress.done = True  # not again when it is preempted while it generates
+            progress.done = True  # not again after a preemption while it generates
             finished[request] = progress.matrix.cpu()
     return finished
 
 
 def _progress_of(runner: Any, request: str) -> _Progress | None:
-    """Return the request's progress, an attribute of its state; None when there is nothing to score."""
+    """Return the request's progress, an attribute of its state; None if there is nothing to score."""
     state = runner.requests[request]
     packed = ((state.sampling_params and state.sampling_params.extra_args) or {}).get(SCORES_KEY)
     if packed is None:
@@ -107,7 +107,7 @@ def scores(
 ) -> torch.Tensor:
     """Return [rows, columns] from logits [rows, vocabulary]. Draws are made at the temperature.
 
-    Logprobs are raw; those of draws are at the temperature, too, where vLLM's own samples are (`processed`).
+    Logprobs are raw; with `processed`, as vLLM's own, those of draws are at the temperature too.
     """
     logprobs = torch.log_softmax(logits, -1, dtype=torch.float32)
     targets = torch.from_numpy(work.targets[rows].astype(np.int64)).to(logits.device)

@@ -1,7 +1,7 @@
 """Pickles that processes of one engine send each other through torch.distributed, signed by its token.
 
-Gloo asks for no token: while a group meets, another user of the machine could take a member's place and send
-pickles, which run what they name.
+Gloo requires no token: while a group meets, another user of the machine could take a member's place and send
+pickles, which can run any code.
 """
 
 import hmac
@@ -15,7 +15,7 @@ _DIGEST_BYTES = 32
 
 
 def apply(token: str) -> None:
-    """Sign what object collectives of this process send, and load only what the token's holders have sent."""
+    """Sign the pickles of this process's object collectives, and load only those signed with the token."""
     key = token.encode()
 
     class Pickler:
@@ -31,7 +31,7 @@ def apply(token: str) -> None:
             self._file = file
 
         def load(self) -> Any:
-            """Return the value. Raises pickle.UnpicklingError when a stranger has sent it."""
+            """Return the value. Raises pickle.UnpicklingError if the signature is wrong."""
             signature, content = self._file.read(_DIGEST_BYTES), self._file.read()
             if not hmac.compare_digest(signature, hmac.digest(key, content, _DIGEST)):
                 raise pickle.UnpicklingError("a stranger has taken the place of a worker")

@@ -1,7 +1,7 @@
 """Products of rows with the adapters in their slots, on a CPU.
 
-Stock vLLM copies a matrix for every row, at 20 times the cost of the product. And to it slot -1 of base-model
-rows is the *last* adapter when they share a batch with adapters.
+Stock vLLM copies a matrix for every row, at 20 times the cost of the product. It also takes slot -1, of
+base-model rows, for the *last* adapter when they share a batch with adapters.
 """
 
 import torch
@@ -42,7 +42,7 @@ def bgmv_expand(
     slots: torch.Tensor,
     add_inputs: bool = True,
 ) -> None:
-    """Call bgmv_expand_slice on as many columns as both sides have: they may be padded differently."""
+    """Call bgmv_expand_slice on the columns that both sides have: they may be padded differently."""
     width = min(weights.shape[-2], output.shape[1])
     bgmv_expand_slice(inputs, weights[..., :width, :], output, slots, 0, width, add_inputs)
 

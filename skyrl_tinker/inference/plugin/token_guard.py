@@ -1,4 +1,4 @@
-"""Access to a vLLM server of ours: its routes replace weights and call methods of its workers."""
+"""Access control of our vLLM servers, whose routes replace weights and call methods of their workers."""
 
 import os
 import secrets
@@ -7,13 +7,13 @@ from skyrl_tinker.inference.constants import REPLICA, TOKEN
 from skyrl_tinker.inference.plugin.asgi import Application, Message, Receive, Send
 
 OPEN_PATH = "/health"
-"""Needs no token: the router, too, asks for it."""
+"""Route without a token, as the router requests it too."""
 
 
 class TokenGuard:
     """ASGI middleware that answers 401 to requests without the token in the environment variable TOKEN.
 
-    Other users of the machine reach loopback as well. Answers to others say who gave them (REPLICA).
+    Other users of the machine can reach loopback. Admitted answers have the server's address (REPLICA).
     """
 
     def __init__(self, app: Application) -> None:

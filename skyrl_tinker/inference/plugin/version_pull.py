@@ -12,10 +12,10 @@ _UPDATE, _BEGIN, _FINISH = "/update_weights", "/start_weight_update", "/finish_w
 
 
 class VersionPull:
-    """ASGI middleware that puts the path of a copy in the place of a URL of a VersionServer.
+    """ASGI middleware that replaces a URL of a VersionServer by the path of a local copy.
 
-    An adapter's copy is held until it is unloaded, one of full parameters until the next update begins or
-    this one is finished: vLLM maps the files until then.
+    An adapter's copy is held until it is unloaded; a copy of full parameters until the next update begins or
+    this one is finished, as vLLM maps the files until then.
     """
 
     def __init__(self, app: Application) -> None:

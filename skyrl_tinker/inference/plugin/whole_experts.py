@@ -1,7 +1,7 @@
 """Weights of gpt-oss, whose experts are one tensor in files, loaded again into a running server.
 
-Stock vLLM copies them, and the sinks, into its parameters past the loaders that a reload waits for, and finds
-no layer that has adapters: the old weights stay, without an error.
+Stock vLLM copies them, and the sinks, into its parameters without the loaders that a reload waits for, and
+does not find layers that have adapters: the old weights stay, without an error.
 """
 
 from collections.abc import Callable, Iterable
@@ -46,7 +46,7 @@ def _load(model: GptOssModel, weights: Weights) -> set[str]:
 
 
 def _parts(name: str, tensor: torch.Tensor) -> tuple[str, list[tuple[torch.Tensor, dict[str, Any]]]]:
-    """Return the name of the parameter, and what of the tensor its loader takes, with which options."""
+    """Return the parameter's name, and the parts of the tensor with the options for its loader."""
     if ".mlp.experts." in name:
         own = name.replace(".mlp.experts.", ".mlp.experts.routed_experts.")
         shard = "gpt_oss_w13" if ".w13_" in name else "gpt_oss_w2"
@@ -59,6 +59,6 @@ def _parts(name: str, tensor: torch.Tensor) -> tuple[str, list[tuple[torch.Tenso
 
 
 def _load_own_heads(parameter: torch.Tensor, sinks: torch.Tensor) -> None:
-    """Load those of this rank, as the loader of vLLM 0.33 does; the sinks of 0.32 have none."""
+    """Load the sinks of this rank's heads, as the loader of vLLM 0.33 does; in 0.32 they have no loader."""
     heads = sinks.chunk(get_tensor_model_parallel_world_size())
     default_weight_loader(parameter, heads[get_tensor_model_parallel_rank()])

@@ -1,5 +1,5 @@
 """Sampling servers and their router as child processes: started, checked, replaced, ended.
 
-In: a `SamplerSpec`. Out: URLs that serve, and reports of those that died or hang. Imports `inference.client`
+In: a `SamplerSpec`. Out: URLs of servers, and reports of those that died or hang. Imports `inference.client`
 and `processes`.
 """

@@ -1,4 +1,4 @@
-"""Samplers that are started and ended outside: servers by URL, with our plugin and flags."""
+"""Samplers that others start and end: servers by URL, with our plugin and flags."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ TRY_S = 5.0
 
 
 class ExternalServers:
-    """Counterpart of ServerGroup that waits for dead servers. Those of this host see our files."""
+    """Counterpart of ServerGroup that waits for dead servers to return. Those on this host see our files."""
 
     token = ""
 
@@ -33,7 +33,7 @@ class ExternalServers:
         *,
         dialect: Dialect,
     ) -> None:
-        """URLs as http://host:port, given by `setting`. `startup_s`: how long `ready` waits for them."""
+        """URLs as http://host:port, given by `setting`. `startup_s`: limit for `ready`, per server."""
         self._setting = setting
         self._urls = tuple(url.rstrip("/") for url in urls)
         self._startup_s = startup_s
@@ -45,7 +45,7 @@ class ExternalServers:
         self._suspicion = Suspicion()
 
     async def ready(self) -> None:
-        """Return when all of them answer. SamplerError when one does not, or does not fit."""
+        """Return when all servers answer. Raises SamplerError if one does not, or does not fit."""
         for url in self._urls:
             try:
                 await asyncio.wait_for(_healthy(url), self._startup_s)
@@ -60,12 +60,12 @@ class ExternalServers:
         return self._urls
 
     async def wait_lost(self, index: int) -> Loss:
-        """Return once it serves no more: it refuses connections, or gives no answer for `hang_s`."""
+        """Return once the server is lost: it refuses connections, or gives no answer for `hang_s`."""
         watch = HealthWatch(self._urls[index], self._hang_s, self._suspicion, _running, len(self._urls))
         return await watch.wait_lost(index)
 
     def suspect(self) -> None:
-        """Have all of them checked now: a request failed."""
+        """Check all servers now, because a request failed."""
         self._suspicion.ring()
 
     async def end(self, index: int) -> bool:
@@ -73,7 +73,7 @@ class ExternalServers:
         return False
 
     async def replace(self, index: int) -> str:
-        """Return its URL once it is healthy again; it may have an earlier server's adapters and weights."""
+        """Return the URL once the server is healthy again; it may hold earlier adapters and weights."""
         await _healthy(self._urls[index])
         await self._require_fit(self._urls[index])
         return self._urls[index]
@@ -82,7 +82,7 @@ class ExternalServers:
         """Do nothing: these servers keep running."""
 
     async def _require_fit(self, url: str) -> None:
-        """Raise a SamplerError that says what the server was started without."""
+        """Raise a SamplerError that names the arguments which the server lacks."""
         advice, probe = self._dialect.advice, self._dialect.pull_probe
         if await _is_elsewhere(url) and not (probe and await _pulls(url + probe)):
             raise SamplerError(
@@ -136,13 +136,13 @@ async def _healthy(url: str) -> None:
 async def _prepare(url: str, setting: str, dialect: Dialect) -> tuple[int, Json]:
     """Unload old adapters, whose names may recur; return the server's context and its answer to the trial.
 
-    SamplerError when it does not serve what is needed.
+    Raises SamplerError if it lacks a route or an adapter function that we need.
     """
     client = RemoteInferenceClient(url, (url,), dialect=dialect)
     control = client.control
     try:
         await control.weight_version()
-        await control.resume()  # a pause that reached it too late, when it hung, would hold all requests
+        await control.resume()  # a pause that arrived after it hung would hold all requests
         for name in await control.adapters():
             await control.unload_adapter(name)
         await control.reset_prefix_cache()  # it knows adapters by name and path only

@@ -1,4 +1,4 @@
-"""Health of a server: its own answers, and how long it may give none."""
+"""Health of a server: its answers to checks, and the longest silence that is tolerated."""
 
 import asyncio
 import time
@@ -11,9 +11,10 @@ from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
 
 POLL_S, POLLS_PER_S = 1.0, 16
-"""Pause of each replica's checks, and most checks of all: a failed request has all checked at once."""
+"""Seconds between a replica's checks, and most checks of all replicas per second: a failed request has all
+of them checked immediately."""
 CORE_POLL_S = 4.0
-"""Less than vLLM keeps an idle connection open (5 s): a new one costs more than the check itself."""
+"""Less than the 5 s for which vLLM keeps an idle connection: a new one costs more than the check itself."""
 SILENT_TRIES = 4
 """Consecutive checks without an answer after which a server counts as hung."""
 REFUSED_PAUSE_S = 0.3
@@ -22,7 +23,7 @@ ExitReason = Callable[[], Awaitable[str | None]]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A replica that serves no more. `silent`: it may hold on to requests until it is ended."""
+    """A replica that no longer serves. `silent`: it may hold requests until it is ended."""
 
     index: int
     url: str
@@ -31,9 +32,9 @@ class Loss:
 
 
 class CoreWatch:
-    """Repeated calls through an engine core, of which GET /health knows only whether its process lives.
+    """Repeated calls through an engine core: GET /health only shows whether its process lives.
 
-    The core answers between two steps: at once when it is idle, and when its step has ended if it is busy.
+    The core answers between two steps: immediately if it is idle, else at the end of its step.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class CoreWatch:
     ) -> None:
         """Watch for silence of `step_s`, while the core is not `excused` by work that takes longer.
 
-        `route`: one that asks the core (Dialect.core_path).
+        `route`: answered by the core (Dialect.core_path).
         """
         self._url = url
         self._route = route
@@ -50,7 +51,7 @@ class CoreWatch:
         self._excused = excused
 
     async def wait_stuck(self, index: int) -> Loss:
-        """Return once it is stuck. Checks count, not seconds, as in HealthWatch."""
+        """Return once the core is stuck. Counts checks, not seconds, as HealthWatch does."""
         silent = 0
         while silent < SILENT_TRIES:
             silent = 0 if await self._answers() or self._excused() else silent + 1
@@ -60,7 +61,7 @@ class CoreWatch:
         return Loss(index, self._url, reason, silent=True)
 
     async def _answers(self) -> bool:
-        """Return False for silence alone: HealthWatch sees servers that refuse."""
+        """Return False only for silence: HealthWatch notices servers that refuse."""
         try:
             async with asyncio.timeout(self._try_s):
                 await self._http.text(self._url + self._route)
@@ -72,7 +73,7 @@ class CoreWatch:
 
 
 class Suspicion:
-    """Signal of a failed request, on which all servers are checked at once."""
+    """Signal of a failed request, after which all servers are checked immediately."""
 
     def __init__(self) -> None:
         self._raised = asyncio.Event()
@@ -82,7 +83,7 @@ class Suspicion:
         self._raised = asyncio.Event()
 
     async def sleep(self, seconds: float) -> None:
-        """Sleep so long, or until a request fails."""
+        """Sleep for `seconds`, or until a request fails."""
         try:
             await asyncio.wait_for(self._raised.wait(), seconds)
         except TimeoutError:
@@ -95,7 +96,7 @@ class HealthWatch:
     def __init__(
         self, url: str, hang_s: float, suspicion: Suspicion, ended: ExitReason, replicas: int
     ) -> None:
-        """`hang_s`: silence that counts as death. `ended`: why its process ended, None while it runs.
+        """`hang_s`: silence that counts as death. `ended`: returns why its process ended, None while it runs.
 
         `replicas`: number of servers that are watched.
         """
@@ -106,7 +107,7 @@ class HealthWatch:
         self._ended = ended
 
     async def wait_lost(self, index: int) -> Loss:
-        """Return once it is lost. Checks count, not seconds, as this process itself may have stood still."""
+        """Return once the server is lost. Counts checks, not seconds: this process itself may be stopped."""
         silent = 0
         async with aiohttp.ClientSession() as http:
             while silent < SILENT_TRIES:
@@ -123,7 +124,7 @@ class HealthWatch:
     async def _reason(self) -> str | None:
         try:
             return await asyncio.wait_for(self._ended(), self._try_s)
-        except TimeoutError:  # the actor that owns the process does not answer: only the server itself counts
+        except TimeoutError:  # the actor that owns the process hangs: only the server counts
             return None
 
     async def _pause(self, silent: int, tried_s: float) -> None:
@@ -134,7 +135,7 @@ class HealthWatch:
 
 
 async def health(http: aiohttp.ClientSession, url: str, timeout_s: float) -> int | None:
-    """Return the HTTP status of GET /health; None when there was no answer."""
+    """Return the HTTP status of GET /health; None if there was no answer."""
     try:
         async with http.get(f"{url}/health", timeout=aiohttp.ClientTimeout(timeout_s)) as response:
             return response.status

@@ -1,4 +1,4 @@
-"""HTTP server that says whether a request bears our token; vllm-router asks it about its clients."""
+"""HTTP server that checks a request for our token; vllm-router asks it about its clients."""
 
 import secrets
 
@@ -9,7 +9,7 @@ from skyrl_tinker.inference.servers.ports import LOOPBACK
 
 
 class KeyCheck:
-    """Answers GET with 200 or 401. The router remembers good tokens, and asks again about others."""
+    """Answers GET with 200 or 401. The router caches good tokens, and asks again about others."""
 
     def __init__(self, token: str) -> None:
         self._expected = bearer(token)["Authorization"].encode()
@@ -18,7 +18,7 @@ class KeyCheck:
         self._runner = web.AppRunner(app, access_log=None)
 
     async def start(self) -> None:
-        """Listen on a free port of loopback; harmless when it does already."""
+        """Listen on a free port of loopback. Idempotent."""
         if self._runner.server is None:
             await self._runner.setup()
             await web.TCPSite(self._runner, LOOPBACK, 0).start()

@@ -1,4 +1,4 @@
-"""Places of the replicas in the Ray cluster: spread over its hosts, each replica whole on one."""
+"""Places of the replicas in the Ray cluster: spread over its hosts, each replica on a single host."""
 
 from typing import Any
 
@@ -9,19 +9,19 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 
 _OPTIONS = {"GPU": "num_gpus", "memory": "memory"}
-"""Ray's options of actors by resource."""
+"""Ray's actor options by resource."""
 
 
 class ReplicaPlacement:
-    """Reserved places, one for each replica; one whose host is lost is reserved again on another.
+    """Reserved places, one for each replica; if a host is lost, its places are reserved again on another.
 
-    Replicas that share the trainer's GPUs have theirs beside the ranks, which own the GPUs.
+    Replicas that share the trainer's GPUs have places beside the ranks, which own the GPUs.
     """
 
     def __init__(self, spec: SamplerSpec) -> None:
         """Ask for the places; actors wait for them."""
         self._spec = spec
-        # On a CPU they are nice and take what the ranks leave: a byte, since a place must have something.
+        # On a CPU they run at low priority, on the ranks' cores: a byte, as a place must reserve something.
         self._needed = {"GPU": spec.workers} if spec.device == "cuda" else {"memory": 1}
         self._group: PlacementGroup | None = None
         if not spec.shared_gpus:
@@ -38,7 +38,7 @@ class ReplicaPlacement:
         return {"num_cpus": 0, **counts, "scheduling_strategy": place}
 
     def describe(self) -> str:
-        """Describe what a replica needs, and what the nodes of the cluster have."""
+        """Describe the resources that a replica needs, and those of the cluster's nodes."""
         ((kind, each),) = self._needed.items()
         nodes = sorted(
             (node["NodeManagerAddress"], int(node["Resources"].get(kind, 0)))

@@ -1,4 +1,4 @@
-"""Specification of a sampler replica, and the port by which its engine's process is started."""
+"""Specification of a sampler replica, and the port for its engine's process."""
 
 import json
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ if TYPE_CHECKING:  # `serve` itself does without an HTTP client
     from skyrl_tinker.inference.client.sampling_port import Dialect
 
 Arguments = Mapping[str, Any]
-"""Name without dashes before it -> JSON value. true is a switch, a list several values, an object JSON."""
+"""Name without leading dashes -> JSON value: true is a switch, a list several values, an object JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelToServe:
-    """Base model and how it is to be served. `config`: its config.json. `adapters`: beside it."""
+    """Base model and the manner of serving it. `config`: its config.json. `adapters`: whether it has any."""
 
     facts: BaseModelFacts
     config: Mapping[str, Any]
@@ -30,9 +30,9 @@ class ModelToServe:
 class EngineProcess(Protocol):
     """Server process of a sampling engine. Frozen and picklable.
 
-    `title`: its name in messages, and in lower case of files. `leftovers`: beginnings of the paths of shared
-    memory that killed processes leave. `cores`: over which it spreads the requests of a replica.
-    `torch_groups`: it takes full weights in groups of torch.distributed, not by a transfer of its own.
+    `title`: its name in messages and, in lower case, in file names. `leftovers`: path prefixes of shared
+    memory that killed processes leave. `cores`: engine cores over which a replica spreads its requests.
+    `torch_groups`: it takes full weights in groups of torch.distributed, not by its own weight transfer.
     """
 
     @property
@@ -71,18 +71,18 @@ class SamplerSpec:
     engine: EngineProcess = field(kw_only=True)
     replicas: int = 1
     tensor_parallel_size: int = 1  # of each replica
-    hang_s: float = 10.0  # without an answer for so long, a replica counts as dead
+    hang_s: float = 10.0  # silence after which a replica counts as dead
     sampled_logprobs: Literal["raw", "processed"] = "raw"
     router_replay: bool = False  # answers list the experts of each token
     reasoning_parser: str | None = None  # of its chats
     tool_parser: str | None = None  # likewise
-    weight_backend: str = "skyrl_staged"  # of its weight transfer: that one, gloo, nccl or ipc
-    keeps_cache: bool = False  # requests go on with keys and values of weights that are replaced
+    weight_backend: str = "skyrl_staged"  # of its weight transfer: skyrl_staged, gloo, nccl or ipc
+    keeps_cache: bool = False  # running requests keep keys and values of old weights
     gpu_memory_utilization: float = 0.85
-    shared_gpus: tuple[Gpu, ...] = ()  # of the trainer's ranks, in the replicas' order; (): Ray gives others
-    token: str = field(default="", repr=False)  # that every request must bear; empty: none
-    network_interface: str | None = None  # of weights from the trainer; None: that of the host's address
-    vllm_args: Arguments = field(default_factory=dict)  # of the setting of that name
+    shared_gpus: tuple[Gpu, ...] = ()  # of the trainer's ranks, in the replicas' order; (): from Ray
+    token: str = field(default="", repr=False)  # required in every request; empty: none
+    network_interface: str | None = None  # for weights from the trainer; None: of the host's address
+    vllm_args: Arguments = field(default_factory=dict)  # the setting of this name
 
     @property
     def workers(self) -> int:

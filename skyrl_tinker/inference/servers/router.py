@@ -1,4 +1,4 @@
-"""vllm-router as a child process: one address for several replicas, the same one for the same session."""
+"""vllm-router as a child process: one address for several replicas; a session stays on one replica."""
 
 import asyncio
 import os
@@ -27,48 +27,48 @@ POLICY = "consistent_hash"
 """Routing by X-Session-ID. Two policies of 0.1.17 were tried, before plain HTTP workers:
 
 consistent_hash: no state, so a restart loses nothing; 105:95 over 200 sessions, 8:4 over
-12; a worker that comes back gets its share at once. sticky_least_loaded: exactly even, but it counts sessions
-indefinitely: a worker that comes back gets every new session until its count equals that of the others, which
-then idle.
+12; a worker that comes back gets its share immediately. sticky_least_loaded: exactly even, but it counts
+sessions indefinitely: a worker that comes back gets every new session until its count equals the others',
+while they idle.
 
-Under both, requests for a dead worker fail at once until it is removed, which is the fleet's work. So the
-router's own retries and circuit breaker, which would shut out a healthy replica for the faults of single
-requests, are off.
+Under both, requests for a dead worker fail immediately until the fleet removes it. So the router's own
+retries and circuit breaker, which would exclude a healthy replica for the faults of single requests, are
+off.
 """
 MODULE = "skyrl_tinker.inference.servers.router_process"
 NOWHERE = "127.255.255.255"
-"""Loopback's broadcast address, to which nobody can connect: for metrics, which ask for no token."""
+"""Loopback's broadcast address, to which nobody can connect: for metrics, which require no token."""
 START_S = 30.0
 POLL_S = 0.05
 WATCH_S = 0.25
 TRY_S = 2.5
-ADD_S = 5  # for a replica to answer the router's first /health; it has answered ours already
+ADD_S = 5  # for a replica to answer the router's first /health, after ours
 LONGEST_REQUEST_S = 7 * 86400
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
     log_dir: str
-    token: str = field(repr=False)  # that requests to it must bear, and the servers behind it ask for
+    token: str = field(repr=False)  # required by it and by the servers behind it
     policy: str = POLICY
-    prefill_urls: tuple[str, ...] = ()  # workers that compute prompts for all others, if there are such
+    prefill_urls: tuple[str, ...] = ()  # workers that compute prompts for all others, if any
 
 
 class Router:
-    """The router's process. Use it from one event loop on the main thread, with which the kernel ends it."""
+    """The router's process. Use it from one event loop on the main thread: the kernel ends both together."""
 
     def __init__(self, spec: RouterSpec) -> None:
         self._spec = spec
         self._log = Path(spec.log_dir) / "router.log"
         self._guards = (reserve_port(), reserve_port(NOWHERE))  # the second one for metrics
         self._key_check = KeyCheck(spec.token)
-        self._workers: dict[str, None] = {}  # in the order they came
+        self._workers: dict[str, None] = {}  # in order of arrival
         self._process: subprocess.Popen[bytes] | None = None
         self._starting = asyncio.Lock()
 
     @property
     def url(self) -> str:
-        """The router's address, the same also after `start` was called again."""
+        """The router's address, the same after a restart."""
         return f"http://{LOOPBACK}:{_port(self._guards[0])}"
 
     @property
@@ -77,16 +77,16 @@ class Router:
 
     @property
     def disaggregates(self) -> bool:
-        """True if it has prompts computed by other workers than their continuations."""
+        """True if some workers compute prompts and others their continuations."""
         return bool(self._spec.prefill_urls)
 
     def enough(self, urls: Sequence[str]) -> bool:
-        """Return whether it can route with these workers alone: of each kind it needs one."""
+        """Return whether it can route with only these workers: it needs one of each kind."""
         prefill = sum(url in self._spec.prefill_urls for url in urls)
         return not self.disaggregates or 0 < prefill < len(urls)
 
     async def start(self, urls: Sequence[str] = ()) -> None:
-        """Start it, or start it again with the same workers. SamplerError if it does not come up."""
+        """Start it, or restart it with the same workers. Raises SamplerError if it does not come up."""
         self._workers.update(dict.fromkeys(urls))
         async with self._starting:
             self._end()
@@ -100,7 +100,7 @@ class Router:
                 await self._adjust(http, set(given))
 
     async def _adjust(self, http: aiohttp.ClientSession, added: set[str]) -> None:
-        """Add and remove workers, which may change meanwhile, until it has those that it should have."""
+        """Add and remove workers until it has the intended ones, which may change meanwhile."""
         while missing := self._workers.keys() - added:
             await asyncio.gather(*(self._add(http, url) for url in missing))
             added |= missing
@@ -108,9 +108,9 @@ class Router:
             await self._post(http, "/remove_worker", url)
 
     async def add(self, url: str) -> None:
-        """Add a worker. SamplerError when the router does not reach it.
+        """Add a worker. Raises SamplerError if the router does not reach it.
 
-        With disaggregation it starts again, as 0.1.17 then takes workers by its arguments only.
+        With disaggregation the router restarts, as 0.1.17 then takes workers only by its arguments.
         """
         self._workers[url] = None
         try:
@@ -123,14 +123,14 @@ class Router:
             raise
 
     async def remove(self, url: str) -> None:
-        """Remove a worker; what it is answering goes on. Harmless when it is unknown."""
+        """Remove a worker; its requests in progress go on. Harmless if it is unknown."""
         self._workers.pop(url, None)
-        with suppress(SamplerError):  # a router that does not answer is started again, without it
+        with suppress(SamplerError):  # a router that does not answer is restarted, without it
             async with self._session() as http:
                 await self._post(http, "/remove_worker", url)
 
     async def wait_died(self) -> str:
-        """Return the reason once it has ended or hangs, unless it is being started."""
+        """Wait until the router has ended or hangs, except during a start; return the reason."""
         silent = 0
         async with self._session() as http:
             while silent < SILENT_TRIES:
@@ -152,14 +152,14 @@ class Router:
             guard.close()
 
     def _launch(self, workers: Sequence[str]) -> None:
-        """Launch it. `workers`: of disaggregation."""
+        """Launch the process. `workers`: with disaggregation only."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", MODULE, *self._flags(), *self._kinds(workers)],
                 env={
                     **os.environ,
-                    "RUST_LOG": "warn",  # or three lines per request
+                    "RUST_LOG": "warn",  # else three lines per request
                     TOKEN: self._spec.token,
                     KEY_CHECK: self._key_check.url,
                 },
@@ -188,7 +188,7 @@ class Router:
         return [*pairs, "--disable-retries", "--disable-circuit-breaker"]
 
     def _kinds(self, workers: Sequence[str]) -> list[str]:
-        """Return the flags of workers of two kinds."""
+        """Return the flags for the workers of both kinds."""
         kinds = ("--prefill" if url in self._spec.prefill_urls else "--decode" for url in workers)
         pairs = [text for kind, url in zip(kinds, workers, strict=True) for text in (kind, url)]
         return ["--vllm-pd-disaggregation", *pairs] if pairs else []
@@ -225,7 +225,7 @@ class Router:
             raise SamplerError(f"the router failed at {path} of {url}: {error!r}") from error
 
     async def _status(self, http: aiohttp.ClientSession) -> int | None:
-        """Return the HTTP status of /liveness; None when it does not answer."""
+        """Return the HTTP status of /liveness; None if it does not answer."""
         try:
             async with http.get(f"{self.url}/liveness", timeout=aiohttp.ClientTimeout(TRY_S)) as response:
                 return response.status

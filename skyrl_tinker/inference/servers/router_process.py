@@ -1,6 +1,6 @@
-"""Process of vllm-router, with the one setting that its command line lacks: who may use it.
+"""Process of vllm-router, with the one setting that its command line lacks: the check of clients' tokens.
 
-`python -m skyrl_tinker.inference.servers.router_process FLAG...`. TOKEN is in the environment: everybody can
+`python -m skyrl_tinker.inference.servers.router_process FLAG...`. TOKEN is in the environment: all users can
 read the arguments of a process.
 """
 
@@ -14,7 +14,7 @@ from skyrl_tinker.inference.constants import KEY_CHECK, TOKEN
 
 def main() -> None:
     args = parse_router_args(sys.argv[1:])
-    args.api_key = os.environ[TOKEN]  # that it shows to the servers, on all routes
+    args.api_key = os.environ[TOKEN]  # sent to the servers, on all routes
     args.api_key_validation_urls = [os.environ[KEY_CHECK]]
     launch_router(args)
 

@@ -1,4 +1,4 @@
-"""Memory that replicas on a CPU take."""
+"""Memory of replicas on a CPU."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 
 SMALLEST_KV_BYTES = 64 * MiB
 KV_CONTEXTS = 4  # whole contexts that fit the KV cache at once
-PROCESS_BYTES = 1536 * MiB  # measured after hours: what the two processes need beside weights and KV cache
+PROCESS_BYTES = 1536 * MiB  # of both processes, beside weights and KV cache; measured after hours
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -22,7 +22,7 @@ def kv_bytes(spec: SamplerSpec) -> int:
 
 
 def require_memory(spec: SamplerSpec, replicas: int = 1, available: int | None = None) -> None:
-    """Raise SamplerError with the numbers when CPU replicas do not fit `available` bytes (default: the free).
+    """Raise SamplerError with the numbers if CPU replicas do not fit `available` bytes (None: free memory).
 
     Weights count twice: once as loaded, once as packed for the CPU's kernels.
     """

@@ -21,7 +21,7 @@ from skyrl_tinker.processes import die_with_parent
 STOP_GRACE_S = 5.0
 TAIL_BYTES = 4000
 NICENESS = {"cpu": 10, "cuda": 0}
-"""Where cores are few, many samples must not delay trainer, engine and API. A GPU would wait for it."""
+"""With few cores, samples must not delay trainer, engine and API. A GPU would wait for a nice process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class ServerStatus:
 
 
 class SamplerServer:
-    """Ray actor; every method is quick, waiting is the group's work.
+    """Ray actor; its methods do not wait, the group does.
 
-    Methods run on the actor's main thread, which runs as long as the actor: the kernel ends the server when
-    the thread that started it ends.
+    Methods run on the actor's main thread, which lives as long as the actor: the kernel ends the server with
+    the thread that started it.
     """
 
     def __init__(self, spec: SamplerSpec, replica: int) -> None:
@@ -46,14 +46,14 @@ class SamplerServer:
         self._log = Path(spec.log_dir) / f"{name}-{replica}.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._port_guard: socket.socket | None = None
-        self._scratch = tempfile.TemporaryDirectory(prefix=f"{name}-")  # its sockets, which it leaves behind
+        self._scratch = tempfile.TemporaryDirectory(prefix=f"{name}-")  # for sockets, which it leaves
         self._url = ""
         self._log_start = 0
 
     def start(self) -> ServerStatus:
         """Start the process; it is ready when GET <url>/health answers 200.
 
-        SamplerError when it does not fit this host's memory.
+        Raises SamplerError if it does not fit this host's memory.
         """
         engine = self._spec.engine
         engine.require_memory(self._spec)
@@ -84,7 +84,7 @@ class SamplerServer:
         """Return the end of this process's log."""
         with self._log.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
-            start = self._log_start if self._log_start <= size else 0  # 0: it was emptied meanwhile
+            start = self._log_start if self._log_start <= size else 0  # 0: the log was truncated meanwhile
             log.seek(max(start, size - TAIL_BYTES))
             return log.read().decode(errors="replace")
 
@@ -93,12 +93,12 @@ class SamplerServer:
         process = self._started()
         leftovers = _shared_memory(process.pid, self._spec.engine.leftovers)
         process.terminate()
-        with suppress(subprocess.TimeoutExpired):  # it is killed with its children below
+        with suppress(subprocess.TimeoutExpired):  # killed with its children below
             process.wait(STOP_GRACE_S)
         self._kill(leftovers)
 
     def kill(self) -> None:
-        """Send SIGKILL to the whole process group; harmless when it is gone."""
+        """Send SIGKILL to the whole process group; harmless if it has ended."""
         self._kill(_shared_memory(self._started().pid, self._spec.engine.leftovers))
 
     def _kill(self, leftovers: set[Path]) -> None:
@@ -119,7 +119,7 @@ class SamplerServer:
 
 
 def _shared_memory(pid: int, leftovers: tuple[str, ...]) -> set[Path]:
-    """List its descendants' files of shared memory, which they leave when they are killed."""
+    """List the shared-memory files of a process's descendants, which they leave when killed."""
     files = set()
     with suppress(psutil.NoSuchProcess):  # gone already
         for process in psutil.Process(pid).children(recursive=True):

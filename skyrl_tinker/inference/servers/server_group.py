@@ -37,44 +37,44 @@ class ServerGroup:
 
     @classmethod
     def launch(cls, spec: SamplerSpec) -> "ServerGroup":
-        """Start the actors and their servers; returns at once, other failures show in `ready`.
+        """Start the actors and their servers without waiting; `ready` raises later failures.
 
-        SamplerError when those of this host, if all are to be on it, do not fit the memory together.
+        Raises SamplerError if all replicas are to be on this host and do not fit its memory together.
         """
         if len(_living_nodes()) == 1:
             spec.engine.require_memory(spec, spec.replicas)
         return cls(spec)
 
     async def ready(self) -> None:
-        """Return when every server answers. SamplerError with the log's tail when one does not come up."""
+        """Return when every server answers. SamplerError with the log's tail if one does not come up."""
         async with aiohttp.ClientSession() as http:
             await asyncio.gather(*(replica.ready(http) for replica in self._replicas))
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Base URLs, known once `ready` returned; a replacement has another one."""
+        """Base URLs, known once `ready` has returned; a replacement has a new one."""
         return tuple(replica.url for replica in self._replicas)
 
     async def wait_lost(self, index: int) -> Loss:
-        """Return once this replica serves no more: a process died (noticed in seconds), or it hangs."""
+        """Return once this replica is lost: a process died (noticed in seconds), or it hangs."""
         replica = self._replicas[index]
         ended, count = replica.exit_reason, len(self._replicas)
         watch = HealthWatch(replica.url, self._spec.hang_s, self._suspicion, ended, count)
         return await watch.wait_lost(index)
 
     def suspect(self) -> None:
-        """Have all of them checked now: a request failed."""
+        """Check all servers now, because a request failed."""
         self._suspicion.ring()
 
     async def end(self, index: int) -> bool:
-        """Kill its processes, so that no request waits for it any more; return True: that could be done."""
+        """Kill a replica's processes, so that no request waits for it any more; return True."""
         await self._replicas[index].kill()
         return True
 
     async def replace(self, index: int) -> str:
         """Start another server in its place, without adapters and with the base weights; return its URL.
 
-        SamplerError when it does not come up: try again.
+        Raises SamplerError if it does not come up: try again.
         """
         await self._replicas[index].kill()
         self._replicas[index] = replica = self._start(index)
@@ -83,13 +83,13 @@ class ServerGroup:
         return replica.url
 
     async def shutdown(self) -> None:
-        """End every server and its actor, whatever state they are in."""
+        """End every server and its actor, in any state."""
         await asyncio.gather(*(replica.stop() for replica in self._replicas))
         self._placement.remove()
 
     @property
     def token(self) -> str:
-        """The token that requests to them must bear."""
+        """The token that the servers require."""
         return self._spec.token
 
     def pids(self) -> list[int]:
@@ -143,7 +143,7 @@ class _Replica:
         return cast(str, await _answer(self._actor.log_tail.remote()))
 
     async def exit_reason(self) -> str | None:
-        """Return why it runs no more; None while it runs."""
+        """Return why the server has ended; None while it runs."""
         try:
             code = (await self.status()).exit_code
         except SamplerError as error:
@@ -151,12 +151,12 @@ class _Replica:
         return None if code is None else f"{self._title} ended with code {code}"
 
     async def stop(self) -> None:
-        """Stop it; it gets time to clean up before the actor is killed, and the server with it."""
+        """Stop the server; it gets time to clean up before it is killed with its actor."""
         if not self._ended:
             await self._end(self._actor.stop.remote(), STOP_TIMEOUT_S)
 
     async def kill(self) -> None:
-        """Kill it at once, also when it hangs; harmless when it has ended."""
+        """Kill the server immediately, even if it hangs; harmless if it has ended."""
         if not self._ended:
             await self._end(self._actor.kill.remote(), KILL_TIMEOUT_S)
 
@@ -172,7 +172,7 @@ def _living_nodes() -> list[Any]:
 
 
 async def _answer(reference: Awaitable[T]) -> T:
-    """Await the actor's answer. SamplerError when it is dead or never ran; its own errors pass unchanged."""
+    """Await the actor's answer. SamplerError if it is dead or never ran; its own errors pass unchanged."""
     try:
         return await reference
     except RayTaskError as error:

@@ -16,13 +16,13 @@ SHUTDOWN_S = 1.0
 
 
 class VersionServer:
-    """Server of the directories that `locate` has named, each by a URL that nobody can guess.
+    """Server of the directories that `locate` has named, each by a URL that cannot be guessed.
 
-    It listens on the addresses of this host that others reach, once the first of them is named a directory.
+    It listens on this host's addresses towards other hosts, from the first call of `locate` for each.
     """
 
     def __init__(self, base_model: str) -> None:
-        """`base_model`: its directory lies at the same path on every host, and is never sent."""
+        """`base_model`: its directory has the same path on every host, and is never sent."""
         self._base_model = base_model
         self._key = secrets.token_bytes(32)
         self._ports: dict[str, int] = {}  # by address
@@ -30,9 +30,9 @@ class VersionServer:
         self._runner: web.AppRunner | None = None
 
     async def locate(self, replica: str, directory: str) -> str:
-        """Return what a replica, given by its URL, knows `directory` by: itself on this host, else a URL.
+        """Return the name of `directory` for a replica, given by its URL: the path on this host, else a URL.
 
-        Raises OSError when its host's name is unknown.
+        Raises OSError if the replica's host name is unknown.
         """
         if directory == self._base_model:
             return directory
@@ -78,7 +78,7 @@ class VersionServer:
 
 
 def _files(directory: Path) -> dict[str, int]:
-    """Return the sizes of a version's files; of none where it is gone."""
+    """Return the bytes of a version's files by name. Raises HTTPNotFound if the directory is gone."""
     if not directory.is_dir():
         raise web.HTTPNotFound
     return {file.name: file.stat().st_size for file in directory.iterdir() if file.is_file()}

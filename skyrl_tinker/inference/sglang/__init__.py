@@ -1,5 +1,5 @@
 """SGLang behind the ports of a sampling engine: its dialect, its control plane, its server's process.
 
-In: what `inference.client` and `inference.servers` ask of an engine. Out: SGLang's requests, answers read,
-its command line and environment. Imports those two; SGLang runs in an environment of its own.
+In: calls of the ports in `inference.client` and `inference.servers`. Out: SGLang's requests, parsed answers,
+its command line and environment. Imports those two; SGLang runs in a separate environment.
 """

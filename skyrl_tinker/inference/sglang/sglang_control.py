@@ -19,9 +19,9 @@ class SglangControl(FanOut):
         return tuple(int(answer["tp_size"]) for answer in answers)
 
     async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
-        """Pause as the port says; requests that come meanwhile wait before the engine.
+        """Pause as the port says; requests that arrive meanwhile wait before the engine.
 
-        What stands still keeps its keys and values only if `clear_cache` is False: else it is retracted.
+        Paused requests keep their keys and values only if `clear_cache` is False; else they are retracted.
         """
         await self._all_or_none(lambda url: self._pause(url, mode, clear_cache), undo=self._continue)
 
@@ -62,7 +62,7 @@ class SglangControl(FanOut):
             await asyncio.gather(
                 *(self._call(url, "POST", "/abort_request", {"rid": attempt}) for attempt in attempts)
             )
-        except UnreachableError:  # what it ran ends with it
+        except UnreachableError:  # its requests have ended with it
             return
 
     async def sleep(self, level: int = 1, mode: PauseMode = "keep") -> None:
@@ -75,7 +75,7 @@ class SglangControl(FanOut):
         return False
 
     async def reset_prefix_cache(self) -> None:
-        """Empty it; what runs is retracted, and computed again."""
+        """Empty the cache; running requests are retracted, and computed again."""
         await self._each(self._reset)
 
     async def _reset(self, url: str) -> None:

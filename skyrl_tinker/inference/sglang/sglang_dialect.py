@@ -1,6 +1,6 @@
 """SGLang 0.5.23 behind the port: requests of POST /generate and their answers. Pure.
 
-A request is one sequence: of several, SGLang draws the names anew, and none of them could be aborted.
+A request is one sequence: SGLang would rename several, so that they could not be aborted.
 """
 
 import math
@@ -40,11 +40,11 @@ TRIAL: Json = {
 }
 """Body of a request in which processed logprobs would all be the same."""
 LEAST_LOGPROB = -1e38
-"""Logprobs below it stand for zero probability: SGLang writes the lowest float32, or null."""
+"""Logprobs below it mean zero probability: SGLang writes the lowest float32, or null."""
 SAME = 1e-4
 NOT_LOADED = ("has never been loaded", "adapters are not loaded", "Failed to implicitly load")
 Rows = Sequence[Sequence[Any] | None]
-"""Of [logprob, token, null], or lists of such, by position; null where there is none."""
+"""By position, [logprob, token, null] or a list of these; null for a position without."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class SglangDialect:
         if scores_prompt(request):  # the first row has no logprob
             body["logprob_start_len"] = _first_row(request) - 1
         if targets := _targets(request):
-            body["token_ids_logprob"] = targets  # at every position, also of what is sampled
+            body["token_ids_logprob"] = targets  # at every position, sampled tokens included
         return body if model == BASE_MODEL else body | {"lora_path": model}
 
     def call(
@@ -136,7 +136,7 @@ class SglangDialect:
 
     def refusal(self, status: int, message: str) -> UserError | SamplerError:
         if any(words in message for words in NOT_LOADED):
-            return NotFoundError("the sampler has not loaded this adapter")  # it lists all others
+            return NotFoundError("the sampler has not loaded this adapter")  # its message lists all others
         return refused(status, message)
 
     async def tokenize(self, post: Post, text: Json) -> list[int]:
@@ -148,7 +148,7 @@ class SglangDialect:
 
 
 def _stop(stop: tuple[str, ...] | tuple[int, ...] | None, eos: Sequence[int]) -> dict[str, Any]:
-    """List what ends a sequence. `ignore_eos` would switch listed tokens off as well."""
+    """List the tokens and texts that end a sequence. `ignore_eos` would switch listed tokens off as well."""
     if stop == ():
         return {"ignore_eos": True}
     ids = [item for item in stop or () if isinstance(item, int)]
@@ -177,21 +177,21 @@ def _targets(request: SampleRequest) -> list[int]:
 
 
 def _first_row(request: SampleRequest) -> int:
-    """Return the first prompt position that is scored: targets are so everywhere."""
+    """Return the first prompt position that is scored: targets are scored at all positions."""
     return 1 if _targets(request) else first_scored(request)
 
 
 def _scores(rows: Sequence[Sequence[Sequence[Any]] | None], request: SampleRequest) -> PromptScores | None:
-    """Read the logprobs of all targets at each position, of which a position asked for some."""
+    """Read the requested logprobs; SGLang lists those of all targets at each position."""
     if not (targets := _targets(request)):
         return None
     each = np.array([[*_finite(row or ())] for row in rows[1:]], np.float32)
-    columns = np.searchsorted(targets, target_table(request))  # of none: any
+    columns = np.searchsorted(targets, target_table(request))  # for an empty cell: any column
     return PromptScores(target_scores(request, np.take_along_axis(each, columns, 1)))
 
 
 def _finite(rows: Rows) -> Iterable[float]:
-    """Yield the logprobs; UserError where one is no number."""
+    """Yield the logprobs. Raises UserError if one is not a finite number."""
     for row in rows:
         if row is None or row[0] is None or not row[0] > LEAST_LOGPROB:
             raise diverged()
@@ -199,14 +199,14 @@ def _finite(rows: Rows) -> Iterable[float]:
 
 
 def _best(row: Sequence[Sequence[Any]], k: int) -> TopkRow:
-    """Return the k most likely (token, logprob), best first; of equal ones the lower token first."""
+    """Return the k most likely (token, logprob), best first; ties by the lower token."""
     listed = ((int(token), value) for value, token, _ in row if value is not None)
     likely = (each for each in listed if each[1] > LEAST_LOGPROB)
     return tuple(sorted(likely, key=lambda each: (-each[1], each[0]))[:k])
 
 
 def _versions(meta: Json, model: str, count: int) -> tuple[VersionSpan, ...]:
-    """Return spans of tokens by weight version: the adapter's name, or as SGLang reports them."""
+    """Return spans of tokens by weight version: the adapter's name, or the version that SGLang reports."""
     if count == 0:
         return ()
     if model != BASE_MODEL:

@@ -1,4 +1,4 @@
-"""Flags and environment of a replica's SGLang process, and what it is not asked for."""
+"""Flags, environment and limits of a replica's SGLang process."""
 
 import json
 import os
@@ -23,15 +23,15 @@ ENTRY = (
     f"sys.argv[1:] += ['--api-key', os.environ['{TOKEN}']] if os.environ['{TOKEN}'] else []; "
     "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
 )
-"""Starts the server with a key that others do not read in the list of processes."""
+"""Starts the server with a key that is not visible in the list of processes."""
 VERSION = "0.5.23"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 ARCHITECTURES = frozenset({"Qwen3ForCausalLM"})
-"""Those that have been sampled with the trainer's logprobs."""
+"""Architectures that have been tested against the trainer's logprobs."""
 
 
 def require_model(served: ModelToServe) -> None:
-    """Raise StartupError for a model that has not been tried, or whose sequences would end elsewhere."""
+    """Raise StartupError for an untested model, or one whose sequences would end at other tokens."""
     facts = served.facts
     if facts.architecture not in ARCHITECTURES:
         raise StartupError(f"sampler_engine: found {facts.architecture}, expected {', '.join(ARCHITECTURES)}")
@@ -43,7 +43,7 @@ def require_model(served: ModelToServe) -> None:
 
 
 def _ends(served: ModelToServe) -> set[int]:
-    """Return the end-of-sequence tokens of config.json and of the tokenizer, where these name any."""
+    """Return the end-of-sequence tokens of config.json and of the tokenizer, if they name any."""
     given: Any = served.config.get("eos_token_id")
     ends = set(given if isinstance(given, list) else [] if given is None else [given])
     directory = Path(served.facts.directory)
@@ -76,7 +76,7 @@ def flags(spec: SamplerSpec, port: int, host: str) -> list[str]:
         "max-loras-per-batch": spec.max_loras + 1,  # the base counts as one
         "max-loaded-loras": max(spec.max_cpu_loras, spec.max_loras + 1),
     }
-    # A pause that retracts nothing would leave a step under way, whose weights change.
+    # A pause that retracts nothing would leave a step running while its weights change.
     gpu = {
         "mem-fraction-static": spec.gpu_memory_utilization,
         **({"disable-overlap-schedule": True} if spec.keeps_cache else {}),
@@ -97,7 +97,7 @@ def flags(spec: SamplerSpec, port: int, host: str) -> list[str]:
         "enable-metrics": True,
         "enable-priority-scheduling": True,
         "schedule-low-priority-values-first": True,
-        "disable-priority-preemption": True,  # it would compute again what runs
+        "disable-priority-preemption": True,  # it would compute running requests again
         **(adapters if spec.max_lora_rank else {}),
         **(cpu if spec.device == "cpu" else gpu),
     }
@@ -114,9 +114,9 @@ class SglangProcess:
     torch_groups = True
     abilities = SamplerAbilities(
         "SGLang",
-        lowest_temperature=1e-6,  # it would be greedy instead
+        lowest_temperature=1e-6,  # below, SGLang samples greedily
         most_stop_strings=32,
-        most_target_scores=1 << 18,  # as text and all at once
+        most_target_scores=1 << 18,  # the whole answer is one text
         seed=False,
         prompt_alt_tokens_k=False,
         router_replay=False,
@@ -138,7 +138,7 @@ class SglangProcess:
         return SGLANG
 
     def check(self, given: Arguments) -> None:
-        """Refuse vLLM's arguments, and an interpreter without the release of SGLang that this speaks to."""
+        """Refuse vLLM's arguments, and an interpreter without the supported release of SGLang."""
         if given:
             raise StartupError(f"vllm_args: found {', '.join(given)}, expected none with SGLang")
         python = str(self.python or sys.executable)

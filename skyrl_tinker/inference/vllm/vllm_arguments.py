@@ -1,6 +1,6 @@
-"""Arguments of vLLM's API server by name: which of them users may give, and how they are written.
+"""Arguments of vLLM's API server by name: those that users may give, and their format.
 
-vLLM itself refuses unknown names and values: its parser takes seconds to import.
+Unknown names and values are left to vLLM itself: its parser takes seconds to import.
 """
 
 import re
@@ -45,7 +45,7 @@ _NAME = re.compile(r"[a-z][a-z0-9-]*(\.[\w.-]+)?")
 
 
 def check(given: Arguments) -> None:
-    """Raise StartupError for an argument that users may not give, or that is none."""
+    """Raise StartupError for an argument that users may not give, or that is malformed."""
     for name, value in given.items():
         if not _NAME.fullmatch(name) or value is None:
             raise StartupError(
@@ -56,9 +56,9 @@ def check(given: Arguments) -> None:
 
 
 def merged(ours: Arguments, given: Arguments) -> dict[str, Any]:
-    """Return ours, replaced by those given; a switch of ours that is given as false is left out.
+    """Return our arguments, overridden by the given ones. A switch of ours given as false is left out.
 
-    Of an object, the entries that are given take the place of ours.
+    Objects are merged entry by entry.
     """
     one_way = {*ONE_WAY, *(name for name, value in ours.items() if value is True)}
     both = {**ours, **given}
@@ -69,7 +69,7 @@ def merged(ours: Arguments, given: Arguments) -> dict[str, Any]:
 
 
 def workers(arguments: Arguments, tensor_parallel_size: int) -> int:
-    """Count the worker processes of a replica, each with a GPU of its own."""
+    """Count the worker processes of a replica, each with its own GPU."""
     others = (arguments.get(f"{kind}-parallel-size", 1) for kind in ("data", "pipeline", "prefill-context"))
     count = tensor_parallel_size
     for size in others:

@@ -33,8 +33,8 @@ class VllmControl(FanOut):
     async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
         """Pause all replicas or none.
 
-        abort: running sequences end as aborted; wait: they finish first; keep: they stand still.
-        clear_cache False keeps KV entries of the old weights: only right when weights do not change.
+        abort: running sequences end as aborted; wait: they finish first; keep: they are suspended.
+        clear_cache False keeps KV entries of the old weights: only right if weights do not change.
         """
         params = {"mode": mode, "clear_cache": "true" if clear_cache else "false"}
         await self._all_or_none(
@@ -43,24 +43,24 @@ class VllmControl(FanOut):
         )
 
     async def resume(self) -> None:
-        """Resume all replicas, also those that are not paused; all that can, also when one fails."""
+        """Resume all replicas, paused or not. One failure does not stop the others."""
         await self._call_all("POST", "/resume")
 
     async def is_paused(self) -> bool:
-        """Return whether all are; SamplerError when some are and some are not."""
+        """Return whether all replicas are paused. Raises SamplerError if only some are."""
         return common([bool(answer["is_paused"]) for answer in await self._call_all("GET", "/is_paused")])
 
     async def _abort(self, url: str, attempts: list[str]) -> None:
         ids = [abort_id(attempt) for attempt in attempts]
         try:
             await self._call(url, "POST", "/inference/v1/abort_requests", {"request_ids": ids})
-        except UnreachableError:  # what it ran ends with it
+        except UnreachableError:  # its requests have ended with it
             return
 
     async def sleep(self, level: int = 1, mode: PauseMode = "keep") -> None:
-        """Pause as `pause` does, without the cache, and free GPU memory: all replicas or none.
+        """Pause as `pause` does, drop the cache, and free GPU memory: all replicas or none.
 
-        Level 1 takes the weights to host memory, 2 drops them; 0 frees nothing. On CPU none does.
+        Level 1 moves the weights to host memory, 2 drops them; 0 frees nothing. On CPU no level frees memory.
         """
         params = {"level": str(level), "mode": mode}
         await self._all_or_none(
@@ -69,29 +69,29 @@ class VllmControl(FanOut):
         )
 
     async def wake_up(self, tags: Sequence[Literal["weights", "kv_cache"]] = ()) -> None:
-        """Take these back into GPU memory, or all; requests go on as soon as all is there."""
+        """Move these, or all, back into GPU memory; requests go on when all of it is there."""
         await self._call_all("POST", "/wake_up", params=[("tags", tag) for tag in tags], long=True)
 
     async def is_sleeping(self) -> bool:
-        """Return whether all are; SamplerError when some are and some are not."""
+        """Return whether all replicas are asleep. Raises SamplerError if only some are."""
         return common([bool(answer["is_sleeping"]) for answer in await self._call_all("GET", "/is_sleeping")])
 
     async def reset_prefix_cache(self) -> None:
-        """Empty it on all replicas, with what is offloaded of it; running sequences are computed again."""
+        """Empty the cache on all replicas, offloaded parts included; running sequences are computed again."""
         require_all(await self._gather(self._reset_prefix_cache))
 
     async def init_weight_transfer_engine(self, info: Messages) -> None:
         await self._messages("/init_weight_transfer_engine", info, "init_info")
 
     async def shutdown_weight_transfer_engine(self) -> None:
-        """Leave the trainer's group and free what it takes; harmless without one."""
+        """Leave the trainer's group and free its memory; harmless without a group."""
         await self._call_all("POST", "/shutdown_weight_transfer_engine", long=True)
 
     async def start_weight_update(self) -> None:
         await self._call_all("POST", "/start_weight_update", repeatable=False, long=True)
 
     async def update_weights(self, info: Messages) -> None:
-        """Send them a part of the weights; a `directory` in it is one of this host."""
+        """Send the replicas a part of the weights; a `directory` in it is on this host."""
         await self._messages("/update_weights", info, "update_info")
 
     async def finish_weight_update(self, version: str) -> None:
@@ -109,7 +109,7 @@ class VllmControl(FanOut):
         await self._call_all("POST", "/update_weight_version", {"new_version": version})
 
     async def _reset_prefix_cache(self, url: str) -> None:
-        """Try until blocks on their way to host memory, or to a decode server, are there."""
+        """Try until no block is in transfer to host memory or to a decode server."""
         deadline = time.monotonic() + self.patience_s
         while not await self._try_reset(url):
             if time.monotonic() > deadline:
@@ -127,7 +127,7 @@ class VllmControl(FanOut):
         return bool(answer["success"])
 
     async def _load(self, url: str, name: str, path: str) -> bool:
-        """Load it on one replica; False when it was there already."""
+        """Load an adapter on one replica; returns False if it was loaded already."""
         try:
             message = {"lora_name": name, "lora_path": await self._located(url, path)}
             await self._call(url, "POST", "/v1/load_lora_adapter", message)

@@ -42,7 +42,7 @@ class VllmDialect:
         # vLLM prefers the header, which a router may set.
         headers = {"X-Request-Id": attempt}
         if straight and not vllm_requests.lists_logprobs(request):
-            headers["Accept"] = PACKED  # servers of others answer JSON
+            headers["Accept"] = PACKED  # servers without our plugin answer JSON
         return {"request_id": attempt, "priority": priority}, headers
 
     def parse(
@@ -50,7 +50,7 @@ class VllmDialect:
     ) -> SamplerResponse:
         return vllm_responses.parse(
             payload, request, switched=switched, replica=replica
-        )  # it names the model
+        )  # the answer names the model
 
     def openai_fields(self, model: str, priority: int) -> dict[str, Any]:
         return {"model": model, "priority": priority, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""Base models that vLLM 0.32 would not serve as they are, or not with these settings, and the reasons."""
+"""Base models that vLLM 0.32 would serve wrongly, or not with these settings, and the reasons."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,11 +17,11 @@ _GPT_OSS: Mapping[str, Any] = {
     "tie_word_embeddings": False,
 }
 _FIXED: Mapping[str, Mapping[str, Any]] = {"GptOssForCausalLM": _GPT_OSS}
-"""Entries of config.json that it does not read: other values than its own are refused."""
+"""Entries of config.json that vLLM does not read: values other than its own are refused."""
 
 
 def require_model(served: ModelToServe) -> None:
-    """Raise StartupError with what to change."""
+    """Raise StartupError with the necessary change."""
     facts = served.facts
     if reason := _reason(facts.architecture, served.config):
         raise StartupError(f"{facts.architecture}: {reason}")
@@ -52,7 +52,7 @@ def _check_router_replay(arguments: Mapping[str, Any]) -> None:
 
 
 def _reason(architecture: str, config: Mapping[str, Any]) -> str | None:
-    """Return what of config.json the samplers would not have. Without an entry it is their own."""
+    """Return the entry of config.json that the samplers would ignore. A missing entry has their default."""
     for name, value in _FIXED.get(architecture, {}).items():
         if config.get(name, value) != value:
             return f"{name}: expected {value}, found {config[name]!r}"

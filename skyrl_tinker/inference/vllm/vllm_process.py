@@ -37,7 +37,7 @@ def flags(spec: SamplerSpec, port: int, host: str = LOOPBACK) -> list[str]:
 
 
 def _fixed(spec: SamplerSpec, port: int, host: str) -> Arguments:
-    """Return what `vllm_args` may not give."""
+    """Return the arguments that `vllm_args` may not give."""
     names = [BASE_MODEL, *(name for name in spec.model.names if name != BASE_MODEL)]
     common: Arguments = {
         "model": spec.model.directory,
@@ -57,7 +57,7 @@ def _fixed(spec: SamplerSpec, port: int, host: str) -> Arguments:
         "served-model-name": names,
         "enable-scale-out": True,
         "enable-prompt-tokens-details": True,
-        "scheduling-policy": "priority",  # those of engine.scheduling.priorities
+        "scheduling-policy": "priority",  # priorities of engine.scheduling.priorities
     }
     adapters: Arguments = {
         "enable-lora": True,
@@ -81,7 +81,7 @@ def _defaults(spec: SamplerSpec) -> Arguments:
     common: Arguments = {
         "max-num-seqs": MAX_SEQUENCES + RESERVED_SEQUENCES,
         "disable-uvicorn-access-log": True,
-        # A dead engine core fails all requests with one exception; its traceback grows by each that logs it.
+        # A dead engine core fails all requests with one exception, whose traceback grows with each log.
         "log-error-stack": False,
     }
     # Counting takes a few percent of a tiny model's time.
@@ -94,7 +94,7 @@ def _defaults(spec: SamplerSpec) -> Arguments:
 def visible_gpus(spec: SamplerSpec, replica: int) -> dict[str, str]:
     """Return the environment of a replica that shares GPUs with the trainer, as if Ray had assigned them.
 
-    vLLM's sleeping allocator refuses PyTorch's expandable segments, which a trainer may well want.
+    vLLM's sleeping allocator refuses PyTorch's expandable segments, which the trainer may use.
     """
     shared = spec.gpus_of(replica)
     if not shared:
@@ -118,7 +118,7 @@ def environment(
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_MAX_STOP_STRINGS": "1024",  # of its OpenAI routes, beyond our own limit; the default is 4
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # context + 1: the last token is sampled, never fed
-        "GLOO_SOCKET_IFNAME": "lo",  # for workers, which are on one host; or what its name points to
+        "GLOO_SOCKET_IFNAME": "lo",  # for workers on one host; else the address of its host name
         "NCCL_SOCKET_IFNAME": spec.network_interface or interface,
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",  # the default 5 s races with pooled connections
     }
@@ -129,7 +129,7 @@ def environment(
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCH_COMPILE_DISABLE": "1",  # the first prompt logprobs would wait many seconds for a C++ compiler
     }
-    # Handles of GPU memory come pickled, in requests that bear the token.
+    # Handles of GPU memory arrive pickled, in requests with the token.
     ipc = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if spec.weight_backend == "ipc" else {}
     return {**inherited, **common, **ipc, TOKEN: spec.token, **(cpu if spec.device == "cpu" else {})}
 
@@ -138,10 +138,8 @@ def environment(
 class VllmProcess:
     title = "vLLM"
     torch_groups = False
-    abilities = SamplerAbilities(
-        "vLLM", lowest_temperature=0.01
-    )  # it would silently sample at this one instead
-    leftovers = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")  # of tensor-parallel workers
+    abilities = SamplerAbilities("vLLM", lowest_temperature=0.01)  # below, vLLM silently samples at this one
+    leftovers = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")  # left by tensor-parallel workers
     check = staticmethod(vllm_arguments.check)
     require_model = staticmethod(vllm_models.require_model)
     slot_rank = staticmethod(vllm_slots.slot_rank)

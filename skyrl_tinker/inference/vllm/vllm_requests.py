@@ -8,7 +8,7 @@ puts them into SamplingParams.extra_args; the plugin (inference.plugin.score_ext
 Why draws are not one-token generations: those would be one request per prompt position, each with a prefill;
 here a position costs one cumulative sum. And a dict of tokens, as vLLM lists logprobs, cannot hold a token
 twice. The random numbers are made for all positions from the seed alone, so they do not depend on how vLLM
-cuts the prefill or what shares the batch.
+cuts the prefill or on the rest of the batch.
 """
 
 import base64
@@ -33,7 +33,7 @@ SCORES_KEY = "skyrl_tinker_scores"
 
 
 def body(model: str, request: SampleRequest, *, eos: Sequence[int], context: int) -> dict[str, Any]:
-    """Make the JSON of POST /inference/v1/generate. UserError when the prompt leaves no room for a token."""
+    """Make the JSON of POST /inference/v1/generate. UserError if the prompt leaves no room for a token."""
     params = request.params
     sampling = {
         "n": request.num_samples,
@@ -70,7 +70,7 @@ def _stop(stop: tuple[str, ...] | tuple[int, ...] | None, eos: Sequence[int]) ->
 
 
 def abort_id(attempt: str) -> str:
-    """Return the name by which /inference/v1/abort_requests ends a request, with all of its n sequences."""
+    """Return the id by which /inference/v1/abort_requests ends a request, with all of its n sequences."""
     return f"generate-tokens-{attempt}"
 
 

@@ -33,13 +33,13 @@ from skyrl_tinker.inference.client.sample_parts import (
 from skyrl_tinker.inference.constants import BASE_MODEL, START_VERSION
 
 VLLM_LEAST_LOGPROB = -9999.0
-"""vLLM's replacement for what is less, or no number."""
+"""vLLM's replacement for lower logprobs and NaN."""
 TRIAL = {
     "model": BASE_MODEL,
     "token_ids": [0, 0],  # of one token, vLLM's ExampleConnector dies
     "sampling_params": {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 2},
 }
-"""Body of a request whose answer tells what the server was started with."""
+"""Body of a request whose answer shows the server's arguments."""
 Rows = Sequence[Mapping[str, Any] | None]
 
 
@@ -48,8 +48,8 @@ def parse(
 ) -> SamplerResponse:
     """Parse vLLM's JSON.
 
-    SamplerError when a prompt was not scored although nothing was aborted; UserError for weights that give no
-    numbers.
+    Raises SamplerError if a prompt was not scored although nothing was aborted, UserError for weights that
+    give no finite numbers.
     """
     choices = sorted(payload["choices"], key=lambda choice: int(choice["index"]))
     details = payload["usage"].get("prompt_tokens_details") or {}
@@ -104,7 +104,7 @@ def _generated(choice: Mapping[str, Any], model: str | None, request: SampleRequ
 
 
 def _experts(choice: Mapping[str, Any], length: int) -> RoutedExperts:
-    """Read base64 of a .npy file. SamplerError unless it has the experts of so many tokens."""
+    """Read base64 of a .npy file. Raises SamplerError unless it has the experts of `length` tokens."""
     encoded = choice.get("routed_experts")
     experts: RoutedExperts = np.empty(0, np.uint8) if encoded is None else _array(encoded)
     if len(experts) != length:
@@ -120,18 +120,18 @@ def _array(encoded: str) -> Any:
 
 
 def _topk_sampled(position: Mapping[str, Any], k: int) -> TopkRow:
-    """Return the k most likely, less where top_k or top_p left fewer and logprobs are processed ones."""
+    """Return the k most likely; fewer if logprobs are processed and top_k or top_p left fewer."""
     listed = ((int(entry["token_id"]), float(entry["logprob"])) for entry in position["top_logprobs"])
     return _best((candidate for candidate in listed if candidate[1] > VLLM_LEAST_LOGPROB), k)
 
 
 def _best(candidates: Iterable[tuple[int, float]], k: int) -> TopkRow:
-    """Return the k most likely (token, logprob), best first; of equal ones the lower token first."""
+    """Return the k most likely (token, logprob), best first; ties by the lower token."""
     return tuple(sorted(candidates, key=lambda candidate: (-candidate[1], candidate[0]))[:k])
 
 
 def _versions(choice: Mapping[str, Any], model: str | None, count: int) -> tuple[VersionSpan, ...]:
-    """Return spans of tokens by weight version: the adapter's name; for full weights as vLLM reports them."""
+    """Return spans of tokens by weight version: the adapter's name; for full weights, vLLM's report."""
     if count == 0:
         return ()
     if model is not None and model != BASE_MODEL:
@@ -146,7 +146,7 @@ def _version_name(name: str) -> str:
 
 
 def _prompt_logprobs(rows: Rows, request: SampleRequest) -> tuple[float, ...]:
-    """Return [len(prompt)]; NaN for the first, which has no predecessor, and for those before the last n."""
+    """Return [len(prompt)]; NaN for the first, which has no predecessor, and for tokens before the last n."""
     first = first_scored(request)
     return tuple(
         float(row[str(token)]["logprob"]) if row is not None and index >= first else math.nan
@@ -184,9 +184,9 @@ def _alt_tokens(columns: Float32, draws: int) -> AltTokens:
 
 
 def logprobs_mode(payload: Mapping[str, Any]) -> Literal["raw", "processed"] | None:
-    """Tell --logprobs-mode by the answer to TRIAL.
+    """Find --logprobs-mode from the answer to TRIAL.
 
-    top_k excludes the second token, which only processed logprobs show. None where the weights give no
+    top_k excludes the second token, which only processed logprobs show. None if the weights give no finite
     numbers.
     """
     (position,) = payload["choices"][0]["logprobs"]["content"]
@@ -197,5 +197,5 @@ def logprobs_mode(payload: Mapping[str, Any]) -> Literal["raw", "processed"] | N
 
 
 def lists_experts(payload: Mapping[str, Any]) -> bool:
-    """Tell --enable-return-routed-experts by the answer to TRIAL."""
+    """Find --enable-return-routed-experts from the answer to TRIAL."""
     return payload["choices"][0].get("routed_experts") is not None

@@ -13,9 +13,9 @@ LISTED = Path(__file__).with_name("vllm_targets.json")
 
 
 def digest(root: Path, target: str) -> str | None:
-    """Return the SHA-256 of a target's source, read without an import; None where there is none.
+    """Return the SHA-256 of a target's source, read without an import; None if it does not exist.
 
-    `root`: of vLLM's package. `target`: its module there and its qualified name, as "v1.outputs:Class.name".
+    `root`: directory of vLLM's package. `target`: module and qualified name, as "v1.outputs:Class.name".
     """
     module, _, qualified = target.partition(":")
     file = root.joinpath(*module.split(".")).with_suffix(".py")
@@ -35,7 +35,7 @@ def digest(root: Path, target: str) -> str | None:
 
 
 def unknown(root: Path, targets: Iterable[str]) -> list[str]:
-    """List the targets whose source is that of no release in the table."""
+    """List the targets whose source matches no release in the table."""
     table = json.loads(LISTED.read_text())
     return [target for target in targets if digest(root, target) not in table.get(target, {}).values()]
 

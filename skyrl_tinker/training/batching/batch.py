@@ -52,7 +52,7 @@ class TrainingInputBatch:
 
     tokens: Int32  # [T]
     targets: Int64  # [C]
-    inputs: Mapping[str, Float32]  # each [C], all that any loss of the pass reads; zero where it does not
+    inputs: Mapping[str, Float32]  # by name, each [C]; zero for requests whose loss does not read it
     custom_inputs: Mapping[int, Mapping[str, Number]]  # by segment: inputs of a custom loss, as sent
     cu_seqlens: Int64  # [S + 1]
     cu_cells: Int64  # [S + 1]
@@ -61,7 +61,7 @@ class TrainingInputBatch:
     request: Int64  # [S], index into requests
     datum: Int64  # [S], index into the request's data
     requests: tuple[RequestInfo, ...]  # R, in the order they were given
-    replayed: Mapping[int, ReplayedExperts] = field(default_factory=dict)  # by segment, of some
+    replayed: Mapping[int, ReplayedExperts] = field(default_factory=dict)  # by segment, if recorded
 
     @property
     def lengths(self) -> Int64:
@@ -78,7 +78,7 @@ class TrainingInputBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One packed row for one rank. No segments: the rank only takes part in its peers' collectives."""
+    """One packed row for one rank. Without segments the rank only joins its peers' collectives."""
 
     network: ModelKey | None  # None: the shared frozen base under LoRA; else a full-parameter model's own
     backward: bool
@@ -122,8 +122,8 @@ def micro_batches(
 ) -> list[list[MicroBatch]]:
     """Return the micro-batches of the requests in `alive`: one list per rank, all of equal length.
 
-    `cost_of`: (network, whether there is a backward pass) -> cost that the ranks get an even share of. None:
-    contiguous shares; one rank's rows then cut a request in the same places whatever else is in the pass.
+    `cost_of`: (network, whether there is a backward pass) -> cost of a sequence; ranks get even total costs.
+    None: contiguous shares; on a single rank a request is then cut in the same places in every pass.
     """
     plans: list[list[MicroBatch]] = [[] for _ in range(world)]
     for (network, backward), segments in _groups(batch, alive, network_of, forward_only):
@@ -206,7 +206,7 @@ def _pack(batch: TrainingInputBatch, segments: list[int], budget: int) -> list[t
     """Pack rows of at most `budget` tokens (a longer segment gets a row of its own).
 
     Rows are filled from pieces that are cut per request first, so that the partial sums of a request's
-    gradients do not depend on what else is in the pass.
+    gradients do not depend on the other requests of the pass.
     """
     pieces = [
         piece

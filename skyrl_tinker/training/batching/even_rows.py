@@ -1,6 +1,6 @@
 """Rows of even cost for ranks that run them in step: for GPUs. Plain Python, the same on all ranks.
 
-What shares a row depends on the whole pass, and so does the rounding of a request's gradients.
+The segments of a row depend on the whole pass, and so does the rounding of a request's gradients.
 """
 
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ def even_rows(
 ) -> list[list[tuple[int, ...]]]:
     """Return the rows of each rank; `lengths`: tokens by segment.
 
-    Longest processing time first deals them out: ranks differ by one segment's cost at most. First-fit
-    decreasing packs those of a rank into few rows of `budget` tokens (a longer segment has one to itself).
-    The k-th rows of all ranks run together, so each rank has its costliest first.
+    Segments go to ranks by longest processing time first: the ranks' costs differ by one segment at most.
+    First-fit decreasing packs a rank's segments into rows of `budget` tokens (a longer one has its own row).
+    The k-th rows of all ranks run together, so each rank starts with its costliest row.
     """
     loads = [(0, rank) for rank in range(world)]  # a heap
     rows: list[list[list[int]]] = [[] for _ in loads]

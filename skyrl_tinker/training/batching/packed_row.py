@@ -65,8 +65,8 @@ class Row:
     inputs: Mapping[str, torch.Tensor]  # each [C] float32
     segments: Segments
     models: tuple[Span, ...]  # of tokens, by request; owner: ModelKey
-    requests: tuple[Span, ...]  # of cells, for the same; owner: request index
-    dense: tuple[bool, ...]  # for the same: most cells have a weight or advantage, so a gradient
+    requests: tuple[Span, ...]  # of cells, in the same order; owner: request index
+    dense: tuple[bool, ...]  # in the same order: most cells have a gradient
     datums: tuple[Span, ...]  # of cells; owner: segment index in the batch
     replayed: Replayed | None = None
 
@@ -120,7 +120,7 @@ def _replayed(
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy to the device; to a GPU from pinned memory, which does not wait for what is queued there."""
+    """Copy to the device; to a GPU from pinned memory, so that the host does not wait for queued work."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
         tensor = tensor.pin_memory()

@@ -18,7 +18,7 @@ from skyrl_tinker.training.models.trainable_model import Part, TrainableModel
 from skyrl_tinker.training.shortage import Shortage
 
 Read = Callable[[str, slice], torch.Tensor]
-"""Return rows of the tensor of a key. The files are open: deleting the checkpoint meanwhile does no harm."""
+"""(key, rows) -> these rows of the tensor. The files are open, so the checkpoint may be deleted meanwhile."""
 
 
 def load(model: TrainableModel, directory: Path, *, optimizer: bool, ranks: Ranks) -> None:
@@ -42,7 +42,7 @@ def load(model: TrainableModel, directory: Path, *, optimizer: bool, ranks: Rank
 def verify(directory: Path, rank: int, ranks: int) -> None:
     """Check one rank's share of the files. Raises UserError for a damaged checkpoint, and StorageError.
 
-    No collective: a disk may be slower than a rank's peers wait for it.
+    No collective: with a slow disk the other ranks would time out.
     """
     with _read_errors(directory):
         manifest = read_manifest(directory)
@@ -104,7 +104,7 @@ def _open_files(directory: Path, names: Iterable[str], files: ExitStack) -> dict
 def _require_shapes(
     directory: Path, model: TrainableModel, parts: tuple[Part, ...], opened: Mapping[str, Any], spec: LoraSpec
 ) -> None:
-    """`spec`: of the checkpoint, as the reason of other shapes may be that it adapts other layers."""
+    """`spec`: of the checkpoint; if it adapts other layers, the error names these rather than a shape."""
     expected = {key_of(part, name): shape for part in parts for name, shape in model.shapes().items()}
     found = {key: tuple(file.get_slice(key).get_shape()) for key, file in opened.items()}
     for key in sorted(expected.keys() | found.keys()):
@@ -119,7 +119,7 @@ def _require_shapes(
 
 
 def _require_memory(model: TrainableModel, parts: tuple[Part, ...]) -> None:
-    """Create missing moments, and raise ExhaustedError without the memory to read the largest share."""
+    """Create missing moments. Raises ExhaustedError without memory for them or to read the largest share."""
     shortage = Shortage()
     if len(parts) > 1:
         shortage.survive(model.make_moments)
@@ -129,7 +129,7 @@ def _require_memory(model: TrainableModel, parts: tuple[Part, ...]) -> None:
 
 
 def _moments(model: TrainableModel, manifest: Manifest) -> tuple[Part, ...]:
-    """Return the optimizer's parts in the checkpoint: before the first step they are zeros without a file."""
+    """Return the optimizer's parts in the checkpoint: none before the first step, when all are zero."""
     return model.moments if manifest.step else ()
 
 

@@ -33,9 +33,9 @@ Tensors = dict[str, torch.Tensor]  # by key in the file
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """One rank's share of a checkpoint: `files`, copies in host memory.
+    """One rank's share of a checkpoint. `files`: by file name, tensors in host memory.
 
-    Alike on all ranks: `contents`, and `dealt`, the shapes of the weights of each rank that writes.
+    The same on all ranks: `contents`, and `dealt`, by rank the shapes of the weights that it writes.
     """
 
     files: Mapping[str, Tensors]
@@ -46,9 +46,9 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Layout of weights in files. `shard_bytes`: about the size of each; with None every rank writes one.
+    """Layout of weights in files. `shard_bytes`: approximate size of a file; None: one file per writing rank.
 
-    `checked`: a manifest has the checksums of the files. `pinned`: copies of a GPU's tensors are.
+    `checked`: write a manifest with the files' checksums. `pinned`: copy a GPU's tensors to pinned memory.
     """
 
     dtype: torch.dtype = torch.float32
@@ -83,8 +83,8 @@ def capture(
 ) -> Captured:
     """Copy the model as it is now. Every rank must call it: gathering is collective.
 
-    Each rank keeps only what it will write; one whole tensor at a time is on the device. Raises
-    ExhaustedError, by `agree`, where memory runs out.
+    Each rank keeps only the tensors that it will write; one whole tensor at a time is on the device. If
+    memory runs out, `agree` raises ExhaustedError.
     """
     shortage = Shortage()
     shapes = model.shapes()
@@ -110,7 +110,7 @@ def capture(
 
 
 def persist(captured: Captured, scratch: Path) -> dict[str, FileEntry]:
-    """Write this rank's files durably; no collective. Returns what a manifest lists. Raises OSError."""
+    """Write this rank's files durably; no collective. Returns their manifest entries. Raises OSError."""
     scratch.mkdir(parents=True, exist_ok=True)
     for name, tensors in captured.files.items():
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}

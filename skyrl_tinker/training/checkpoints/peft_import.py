@@ -140,7 +140,7 @@ def _require_plain(config: Mapping[str, Any], patterns: Mapping[str, Any]) -> No
             f"{ADAPTER_CONFIG_FILE}: init_lora_weights is {config['init_lora_weights']!r}, which changes the "
             "base as well: have PEFT convert it when it is saved (path_initial_model_for_weight_conversion)"
         )
-    # Patterns come last: of a kind of adapter that is not converted they do not say which.
+    # Patterns come last: they do not name the kind of adapter that is not converted.
     for key in sorted(config.keys() - _HARMLESS, key=lambda key: (key.endswith("_pattern"), key)):
         value, neutral = config[key], patterns.get(key, _NEUTRAL.get(key))
         if value and value != neutral:
@@ -149,7 +149,7 @@ def _require_plain(config: Mapping[str, Any], patterns: Mapping[str, Any]) -> No
 
 
 def _stated_rank(config: Mapping[str, Any], rank: int) -> int:
-    """Return the rank of the experts' pairs by the patterns, as their tensors have those of all experts."""
+    """Return the rank of one expert's pair, from rank_pattern: the tensors stack the pairs of all experts."""
     ranks = {value for key, value in (config.get("rank_pattern") or {}).items() if "experts" in key}
     return int(ranks.pop()) if len(ranks) == 1 else rank
 
@@ -170,7 +170,7 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _checked(key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as float32. Raises UserError for another kind of number or values not finite."""
+    """Return the tensor as float32. Raises UserError for a dtype not in _DTYPES or values not finite."""
     if tensor.dtype not in _DTYPES:
         expected = ", ".join(map(str, _DTYPES))
         raise UserError(f"{ADAPTER_FILE}: {key} has dtype {tensor.dtype}, expected one of {expected}")

@@ -14,10 +14,10 @@ _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def deal(sizes: Mapping[str, int], shares: int) -> list[list[str]]:
-    """Return the names of each share, about equal in size and in the order of the layers.
+    """Split the names into shares of about equal size, in the order of the layers.
 
-    Layers stay whole but at the borders: samplers hold the parts of one until the last has come. There are
-    fewer shares than asked for when names are too few.
+    Only layers at a border between shares are split: samplers hold the parts of a layer until the last has
+    arrived. There are fewer shares than asked for if there are too few names.
     """
     dealt: list[list[str]] = [[] for _ in range(min(shares, len(sizes)))]
     total, before, share = sum(sizes.values()), 0, 0

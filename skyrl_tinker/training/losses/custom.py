@@ -16,8 +16,8 @@ from skyrl_tinker.training.losses.custom_graph import Program, read
 def custom(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
     """Evaluate the client's function, summed over datums: loss = sum over d of f(logprobs_d, inputs_d).
 
-    It is run as data, on the CPU, datum by datum, each with its gradient before the next begins, so that the
-    memory of one is freed before the next. `values` are float32 [D], metrics float64.
+    The function is interpreted on the CPU. Each datum's gradient is computed, and its memory freed, before
+    the next datum. `values` are float32 [D], metrics float64.
     Raises UserError when the function fails or exceeds its limits (custom_bounds).
     """
     loss = context.custom
@@ -72,7 +72,7 @@ class _Known(torch.autograd.Function):
 
 
 def _arguments(loss: CustomLoss, logprobs: torch.Tensor, inputs: Inputs) -> list[torch.Tensor]:
-    """Order the inputs as the function takes them. Raises UserError for a missing one or another rank."""
+    """Put the inputs in the function's order. Raises UserError for one that is missing or of another rank."""
     given = {name: values.cpu() for name, values in inputs.items()} | {"logprobs": logprobs}
     for name, rank in loss.inputs:
         if name not in given:

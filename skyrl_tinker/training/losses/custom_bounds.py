@@ -24,7 +24,7 @@ ROW_SECONDS = 2 * SECONDS
 
 
 def seconds_left(spent: float, spent_on_row: float) -> float:
-    """Return a request's time in a row: at most half of what is left there, so that some is always left."""
+    """Return the seconds that a request may take in a row: at most half of the row's remaining seconds."""
     return min(SECONDS - spent, (ROW_SECONDS - spent_on_row) / 2)
 
 
@@ -102,7 +102,7 @@ def _broadcast(shapes: Iterable[Iterable[int]]) -> int:
 def _product(value: Value) -> int:
     """Multiply sizes, given singly or in tuples; anything else counts as 1.
 
-    Raises UserError for tensors, which torch takes for sizes, too.
+    Raises UserError for tensors, which torch would also accept as sizes.
     """
     if isinstance(value, torch.Tensor):
         raise UserError("found a tensor for a size, expected integers")

@@ -123,7 +123,7 @@ def _result(call: Call, values: Values, budget: Budget) -> Value:
 
 
 def _check_type(result: Value) -> None:
-    """Check that an operation returned only what other operations may be given."""
+    """Check that an operation returned only values that other operations accept."""
     if isinstance(result, tuple):
         for item in result:
             _check_type(item)

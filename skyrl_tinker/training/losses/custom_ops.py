@@ -41,7 +41,7 @@ class Operation:
     call: Callable[..., Value]
 
     def check(self, args: Arguments, kwargs: Keywords) -> None:
-        """Raise UserError for arguments that torch would take, but must not get."""
+        """Raise UserError for arguments that torch would accept, but that are not safe."""
         if self.name != "to" and any(isinstance(arg, torch.dtype) for arg in args):
             # `view` would read the bytes of one type as another
             raise UserError("found a dtype among the positional arguments, expected it as a keyword")

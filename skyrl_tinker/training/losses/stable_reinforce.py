@@ -22,7 +22,7 @@ def stable_reinforce(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
     q, advantages = context.inputs["sampling_logprobs"], context.inputs["advantages"]
     sampled = context.inputs["sampled"] != 0
     ratio = (logprobs.detach() - q).exp()
-    # Defined by the outside, so that a NaN is not masked.
+    # Tests for the outside of the range, so that a NaN is not masked.
     outside = (ratio < context.config["mask_low"]) | (ratio > context.config["mask_high"])
     kept = sampled & ~outside
     weight = ratio.clamp(max=context.config["ratio_cap"])

@@ -1,4 +1,4 @@
-"""Memory that the activations of a row take until its backward pass, and the rows that cannot afford it."""
+"""Memory of a row's activations until its backward pass; rows that need too much recompute them."""
 
 from dataclasses import dataclass
 
@@ -27,9 +27,9 @@ _FLOAT32 = 4  # bytes
 
 @dataclass(frozen=True, slots=True)
 class ActivationMemory:
-    """`kept`: bytes per token that all layers together keep for backward, unless they are run again there.
+    """`kept`: bytes per token that all layers together keep for backward, unless they are recomputed.
 
-    They are for an adapter of rank _RANK; `per_rank`: bytes per token for each rank more.
+    Measured with an adapter of rank _RANK; `per_rank`: bytes per token for each further rank.
     `gathered`: bytes of whole weights that FSDP gathers from several ranks and holds at one time.
     """
 
@@ -38,7 +38,7 @@ class ActivationMemory:
     gathered: int
     layers: int
     vocab: int
-    choice: bool | None  # None: as the memory demands
+    choice: bool | None  # None: recompute where memory is short
     ranks: Ranks
 
     @classmethod
@@ -54,9 +54,9 @@ class ActivationMemory:
         )
 
     def row_bytes(self, tokens: int, rank: int = _RANK) -> float:
-        """Estimate the most bytes that a row takes: kept ones, a layer's gradients, a chunk of logits.
+        """Estimate a row's peak in bytes: kept activations, a layer's gradients, a chunk of logits.
 
-        `rank`: of its adapters, of which a GPU keeps all columns for each token.
+        `rank`: adapter columns per token; on a GPU those of all adapters of the row.
         """
         kept = self.kept + self.per_rank * max(0, rank - _RANK)
         head = 3 * _FLOAT32 * min(chunk_tokens(self.ranks.device), tokens) * self.vocab
@@ -70,7 +70,7 @@ class ActivationMemory:
 
 
 def gathered_bytes(base: Network) -> int:
-    """Count the bytes of two layers, of which one is read ahead, and of all that lies outside of layers."""
+    """Count the bytes of two layers, one of them prefetched, and of all weights outside the layers."""
     whole, layer = (
         sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
         for module in (base, base.layers[0])

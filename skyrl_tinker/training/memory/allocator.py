@@ -22,7 +22,7 @@ def keep_freed() -> None:
 
 
 def give_back() -> None:
-    """Free what only cycles hold (a network under FSDP does), and return it to the system."""
+    """Free reference cycles (a network under FSDP is in some), and return the memory to the system."""
     gc.collect()
     empty_cuda_cache()
     with suppress(AttributeError):

@@ -12,7 +12,7 @@ class DeviceCache:
     """Cache of one rank. Full-parameter models always stay on the device."""
 
     def __init__(self, models: Mapping[ModelKey, TrainableModel], limit: int) -> None:
-        """Cache `models`, the worker's own table, which changes meanwhile; limit 0 = unlimited."""
+        """`models`: the worker's table, which it goes on changing. `limit`: LoRA models; 0 = unlimited."""
         self._models = models
         self._limit = limit
         self._buffers: dict[ModelKey, OffloadBuffer] = {}

@@ -11,14 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 Workspace = Callable[..., int]
-"""(the operation's arguments) -> bytes that its kernel takes and gives back before it returns."""
+"""(the operation's arguments) -> bytes that its kernel allocates and frees before it returns."""
 
 
 class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counter within its context, of real tensors and of fake ones.
 
     A storage counts from the operation that returns it, or from `hold`, until nothing refers to it. Memory
-    inside of one operation is not seen, but for that of `workspaces`. Under FakeTensorMode, to be entered
+    within one operation is not counted, except that of `workspaces`. Under FakeTensorMode, to be entered
     first, a value that the host reads is 1 or true.
     """
 
@@ -47,7 +47,7 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._update(storage)
             return result
 
-        # FSDP frees and allocates whole weights so, and it is not dispatched.
+        # FSDP frees and allocates whole weights by it, and it is not dispatched.
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

@@ -22,7 +22,7 @@ def bytes_held(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def bytes_reserved(models: Iterable[TrainableModel], ranks: Ranks) -> float:
-    """Count the bytes that full-parameter models will still need here, as gradients and moments are lazy."""
+    """Count this rank's bytes of gradients and moments that full-parameter models have yet to allocate."""
     full = [model for model in models if isinstance(model, FullModel)]
     sizes = [sum(parameter.numel() for parameter in model.network.parameters()) for model in full]
     return sum(

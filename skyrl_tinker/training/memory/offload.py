@@ -27,7 +27,7 @@ class OffloadBuffer:
     def offload(self, tensors: Iterable[torch.Tensor], blanks: Iterable[torch.Tensor] = ()) -> None:
         """Offload the tensors, reusing copies that are still valid, and wait for the device.
 
-        `blanks`: those of the tensors that are zero, which cost nothing on the host.
+        `blanks`: tensors among these that are all zero; they take no host memory.
         """
         if not self._copies:
             zero = {storage._cdata for storage in storages(blanks)}
@@ -48,7 +48,7 @@ class OffloadBuffer:
                     _bytes(copy.storage).zero_()
                 else:
                     _bytes(copy.storage).copy_(copy.host, non_blocking=True)
-        except BaseException:  # whatever it is: what is restored in part must not pass for the whole
+        except BaseException:  # of any kind: a partial restore must not look complete
             for copy in self._copies:
                 copy.storage.resize_(0)
             raise

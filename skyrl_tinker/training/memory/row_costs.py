@@ -1,8 +1,8 @@
 """Memory of a base model's training by tokens of a row, from profiles of two and three layers.
 
-The peak is the largest of several sums, each of which grows evenly with layers and with tokens. In layers, it
-grows by what each keeps for backward or by each one's gradients, whichever is more, since these come as those
-go. In tokens it is convex: the line between a short row and the longest one lies above it and meets it there.
+The peak is the largest of several sums, each linear in layers and in tokens. A layer adds its activations or
+its gradients, whichever take more, as backward frees the former while it makes the latter. In tokens the peak
+is convex: the line through a short row and the longest one is an upper bound between them.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from skyrl_tinker.training.memory.row_profile import FakeTrainer, RowProfile, Tr
 from skyrl_tinker.training.models.logprobs import GPU_CHUNK
 
 _FEW = 2  # layers
-_SHORT = GPU_CHUNK  # tokens; of fewer, those of the head's logits still grow
+_SHORT = GPU_CHUNK  # tokens; in shorter rows, the chunk of logits is not full
 _STATE = 16  # bytes for each parameter of an adapter: weight, gradient and two moments, float32
 
 
@@ -57,8 +57,8 @@ class _Profiles:
 def measure_costs(training: Training, tokens: int, ranks: Ranks) -> MemoryCosts:
     """Measure one model of `training` on one of `ranks`, with and without recomputation.
 
-    `tokens`: of the longest row that is of interest. Raises StartupError for a base model that the trainer
-    does not support.
+    `tokens`: length of the longest row. Raises StartupError for a base model that the trainer does not
+    support.
     """
     training = replace(training, tenants=1)
     kept, recomputed = (

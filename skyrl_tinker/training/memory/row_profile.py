@@ -1,6 +1,6 @@
 """Costs of one packed row, forward and backward: operations, waits of the host, and memory.
 
-A network of fake tensors costs what the real one does, but takes neither its memory nor its time.
+A network of fake tensors has the same costs as the real one, without taking its memory or time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ class Training:
     """One rank's training, whose rows are measured. `config`: the content of the model's config.json."""
 
     config: Mapping[str, Any]
-    device: str  # cpu | cuda: by it the kernel of attention
+    device: str  # cpu | cuda; decides the attention kernel
     dtype: str  # float32 | bfloat16
     lora: LoraSpec = _FULL  # of each tenant; rank 0: full parameters
     tenants: int = 1
@@ -68,8 +68,8 @@ class RowProfile:
     reads: int  # of values by the host, which waits for them
     weights: int  # of the network, sharded
     state: int  # all else that stays between passes: gradients, moments, adapters
-    saved: int  # more than that, after the forward pass
-    peak: int  # more than that, at most
+    saved: int  # in addition to weights and state, after the forward pass
+    peak: int  # in addition to weights and state, at most
 
 
 @contextmanager
@@ -173,7 +173,7 @@ def measure_row(
     *,
     recompute: bool,
 ) -> RowProfile:
-    """Run the row as a pass does that adds to gradients of earlier ones, and count, real or fake."""
+    """Run the row, real or fake, as in a pass that adds to existing gradients, and count its costs."""
     for model in models.values():
         model.has_gradients = True
         for part in model.moments:

@@ -51,10 +51,10 @@ def register(device: str, dtype: torch.dtype, config: PreTrainedConfig) -> None:
 
 
 def register_planned(device: str, dtype: torch.dtype) -> None:
-    """Make a kernel for fake tensors, which are on no device, that keeps what the chosen one would keep.
+    """Register a kernel for fake tensors that keeps the same tensors for backward as the chosen kernel.
 
-    On CUDA that is torch's varlen_attn, which has shapes for fake tensors; flash_attn keeps the same: q, k,
-    v, the output and its log-sum-exp.
+    For flash_attn it is torch's varlen_attn, which supports fake tensors; both keep q, k, v, the output and
+    its log-sum-exp.
     """
     name, kernel = choose(device, dtype)
     if name == _FLASH:
@@ -115,7 +115,7 @@ def _find(module: str, name: str) -> Callable[..., Any] | None:
 
 
 def _grouped_queries(varlen_attn: Callable[..., Any]) -> dict[str, bool]:
-    """Return what allows several query heads per key head; torch 2.11 allows them without."""
+    """Return the keyword arguments that allow several query heads per key head; torch 2.11 needs none."""
     return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 

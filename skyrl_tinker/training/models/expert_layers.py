@@ -1,8 +1,8 @@
 """Experts of a mixture with adapters: tokens sorted by expert, results weighted and summed up per token.
 
 On a GPU all tokens of a row go through one grouped product per tensor, whatever the number of tenants. A CPU
-multiplies the tokens of one sequence and one expert at a time, so that a sequence gets, to the last bit, what
-it would get alone, and adds to gradients sequence by sequence.
+multiplies the tokens of one sequence and one expert at a time, and adds to gradients sequence by sequence, so
+that a sequence's results equal, to the last bit, those it would have alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -120,9 +120,9 @@ class _AtOnce:
 def grouped_product(
     x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, chosen: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply x [N, in] by each token's expert of weight [E, out, in]; `chosen` [E]: those that have tokens.
+    """Multiply x [N, in] by each token's expert of weight [E, out, in]; `chosen` bool [E]: it has tokens.
 
-    The others' gradients are 0: some GPUs return memory as they found it (pytorch issue 172439).
+    The other experts' gradients are set to 0: some GPUs leave them uninitialised (pytorch issue 172439).
     """
     transposed = weight.mT
     if transposed.requires_grad:
@@ -201,7 +201,7 @@ class _Apart:
         self._models = active.models
         lengths = [length for count, length in active.runs for _ in range(count)]
         sequences, requests = _repeat(lengths), _repeat(active.sizes)
-        if isinstance(chosen, FakeTensor):  # without values: all experts get as much
+        if isinstance(chosen, FakeTensor):  # no values: an equal share for each expert
             numbers = (np.arange(chosen.numel()) % experts).reshape(chosen.shape)
         else:
             numbers = chosen.numpy()

@@ -1,6 +1,6 @@
-"""State that FSDP2 keeps between the hooks of one iteration, and its collectives in one.
+"""State that FSDP2 keeps during one iteration, and the iteration's collectives.
 
-They are counted, so that a rank which gave an iteration up can make the rest of them for its peers.
+Collectives are counted, so that a rank which aborted an iteration can join its peers in the remaining ones.
 """
 
 from collections.abc import Iterator
@@ -27,14 +27,14 @@ def reset(root: nn.Module) -> None:
         _reset_iter_state(root)
     for group in _groups(root):
         for parameter in group.fsdp_params:
-            if hasattr(parameter, "_unsharded_param"):  # torch leaves what this layer's backward got so far
+            if hasattr(parameter, "_unsharded_param"):  # torch leaves the gradient of an aborted backward
                 parameter._unsharded_param.grad = None
 
 
 def _finish_collectives(root: FSDPModule) -> None:
     """Wait on the host until no collective reads or writes memory that is about to be freed.
 
-    For returning expandable segments, CUDA's allocator waits only for the streams that allocated in them.
+    Before it returns expandable segments, CUDA's allocator waits only for the streams that allocated in them.
     """
     state = root._get_fsdp_state()
     if state._device.type == "cuda":
@@ -64,9 +64,9 @@ def _drop(parameter: torch.Tensor) -> None:
 
 
 def _reset_iter_state(root: FSDPModule) -> None:
-    """Do what torch 2.13 does, after `_finish_collectives`, so that there are no events to wait for.
+    """Reset the state as torch 2.13 does. After `_finish_collectives` there are no events to wait for.
 
-    Hooks would take the next forward for the second one of a checkpoint, and finish no backward.
+    Otherwise hooks would take the next forward for a checkpoint's second one, and not finish a backward.
     """
     state = root._get_fsdp_state()
     idle = type(state._training_state).IDLE
@@ -108,7 +108,7 @@ class RowCollectives:
         self._made = self._skipped = 0
 
     def begin_again(self) -> None:
-        """Begin the row once more, without the collectives that have been made: peers have left them."""
+        """Begin the row again, skipping the collectives already made, which the peers do not repeat."""
         self._made, self._skipped = 0, self._made
 
     def next_is_due(self) -> bool:

@@ -25,7 +25,7 @@ _PREFIX = "causal_lm."
 class FullModel(TrainableModel):
     """A full copy of the base. Tensors are this rank's shards; a tied head exists once, as the embedding.
 
-    Experts are sharded whole: of the matrix of one, a rank's share is all of it or nothing.
+    Experts are sharded whole: a rank's share of an expert's matrix is all of it or nothing.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class FullModel(TrainableModel):
         return Kind.MATRIX if parameter.dim() == 2 else Kind.VECTOR
 
     def share(self, part: Part, name: str) -> torch.Tensor:
-        if part is Part.WEIGHT:  # without making the list of all, for each of them
+        if part is Part.WEIGHT:  # not via `local`, which would list all weights for each name
             piece = self._pieces.get(name)
             if piece is None:
                 return _local(self._parameters[name].detach())

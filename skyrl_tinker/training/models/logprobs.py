@@ -74,8 +74,7 @@ def token_logprobs(
 def frozen_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Score one target of each token, differentiable in hidden only and without logits in backward.
 
-    What backward needs of them is made in forward, at the price of a product that is wasted where no gradient
-    comes.
+    Forward computes d logprob / d hidden already; this product is wasted where no gradient arrives.
     """
     result: torch.Tensor = _FrozenLogprobs.apply(hidden, weight, targets)  # type: ignore[no-untyped-call]
     return result
@@ -150,8 +149,8 @@ class _TokenLogprobs(torch.autograd.Function):
 class _FrozenLogprobs(torch.autograd.Function):
     """Logprobs with d logp / d hidden = (onehot(target) - p) @ weight; keeps that, [T, D].
 
-    The difference is taken in float32, before the product: of a confident token weight[target] and p @ weight
-    are nearly the same, and in bfloat16 nothing would be left of theirs.
+    The difference is taken in float32, before the product: for a confident token, weight[target] and
+    p @ weight are nearly equal, and in bfloat16 their difference would vanish.
     """
 
     @staticmethod

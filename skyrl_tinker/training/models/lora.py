@@ -100,7 +100,7 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Place of a tensor in the flat buffer. `order`: of its dimensions, where it is laid out in another."""
+    """Place of a tensor in the flat buffer. `order`: permutation of its dimensions, None if in order."""
 
     offset: int
     shape: tuple[int, ...]
@@ -151,7 +151,7 @@ class LoraModel(TrainableModel):
 
     @property
     def expert_rank(self) -> int:
-        """Rank of the experts' pairs, that of the adapter without such pairs."""
+        """Rank of the experts' pairs; the adapter's rank if there are none."""
         ranks = (target.rank(self.spec.rank) for target in self.targets if target.experts)
         return next(ranks, self.spec.rank)
 
@@ -229,7 +229,7 @@ class LoraModel(TrainableModel):
 
 
 def find_targets(causal_lm: nn.Module, head: nn.Module) -> tuple[AdaptedLayer, ...]:
-    """List the linear layers. Raises StartupError for weights of a model that no adapter here would reach."""
+    """List the linear layers. Raises StartupError for a model with weights that no adapter would reach."""
     linear = {name: module for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear)}
     known = {
         name
@@ -263,7 +263,7 @@ def _of_experts(name: str, mixture: nn.Module, chosen: int) -> Iterator[AdaptedL
 
 
 def require_matrices(targets: Sequence[AdaptedLayer], optimizer: OptimizerFamily) -> None:
-    """Raise UserError for Dimuon where tensors have many matrices, of which it would make one."""
+    """Raise UserError for Dimuon if a tensor stacks several matrices: it would treat them as one."""
     if optimizer == "dimuon" and any(target.whole for target in targets):
         raise UserError("optimizer dimuon: expected adamw for this base model, whose experts are one tensor")
 
@@ -275,7 +275,7 @@ def _key(module: str, side: str) -> str:
 def _layout(
     targets: Sequence[AdaptedLayer], rank: int
 ) -> tuple[dict[str, tuple[_Slot, _Slot]], dict[str, _Slot]]:
-    """Return the slots of A and B of each layer, of experts together, and those of each tensor by its key."""
+    """Return the slots of A and B by layer (all experts in one slot), and the slots of tensors by key."""
     pairs: dict[str, tuple[_Slot, _Slot]] = {}
     slots: dict[str, _Slot] = {}
     offset = 0
@@ -293,7 +293,7 @@ def _layout(
 
 
 def _together(target: AdaptedLayer, side: str, offset: int, shape: tuple[int, int]) -> _Slot:
-    """Return the slot of A or B of a layer, `shape` that of one expert's."""
+    """Return the slot of A or B of a layer; `shape`: of one expert's matrix."""
     if not target.experts:
         return _Slot(offset, shape)
     if target.whole and side == "B":

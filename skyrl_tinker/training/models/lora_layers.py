@@ -1,7 +1,7 @@
 """Linear layers of the base with adapters: one autograd node each, however many requests share the row.
 
-On a CPU each request adds one addend to a gradient, whatever else of its model is in the row: so the sums do
-not depend, to the last bit, on how requests were grouped into rows and passes.
+On a CPU each request adds one term to a gradient, even next to other requests of its model, so that the sums
+do not depend, to the last bit, on how requests were grouped into rows and passes.
 """
 
 from collections.abc import Iterator, Sequence

@@ -2,7 +2,7 @@
 
 The factors of all models lie side by side, as those of one adapter of the sum of their ranks, and a mask
 leaves each token the columns of its own model (the zeros of the others add nothing). A CPU runs each request
-by itself instead, whose sums then are, to the last bit, the same as without the others.
+separately instead, so that its sums equal, to the last bit, those without the others.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from skyrl_tinker.training.models.products import wide_product
 
 
 class Members(NamedTuple):
-    """Models that adapt a layer: a leaf of one, the factors of all, and which columns are each token's."""
+    """Models that adapt a layer: a leaf of one, the factors of all, and the columns of each token."""
 
     anchor: torch.Tensor
     factors: tuple[Factors, ...]
@@ -60,7 +60,7 @@ class MergedAdapters:
         return y
 
     def of(self, name: str, dtype: torch.dtype) -> "Members | None":
-        """Return the models that adapt a layer, None if no one does."""
+        """Return the models that adapt a layer, None if there are none."""
         numbers = [number for number, model in enumerate(self._models) if name in model.factors]
         if not numbers:
             return None
@@ -84,7 +84,7 @@ class MergedAdapters:
 def _to_device(values: Sequence[float], device: torch.device) -> torch.Tensor:
     tensor = torch.tensor(values)
     if device.type == "cuda":
-        tensor = tensor.pin_memory()  # the copy then does not wait for what is queued
+        tensor = tensor.pin_memory()  # so that the copy does not wait for queued work
     return tensor.to(device, non_blocking=True)
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts in a network: matrices of all experts in one tensor, in files often each by itself."""
+"""Mixtures of experts in a network: one tensor has the matrices of all experts, in files often one each."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ def layout_of(mixture: nn.Module) -> ExpertLayout:
 
 
 def find_pieces(causal_lm: nn.Module) -> dict[str, tuple[Piece, ...]]:
-    """Return the matrices of experts that files have each by itself, by the parameter that holds them."""
+    """Return, by parameter, the experts' matrices that are separate tensors in files."""
     return {
         f"{name}.{matrix}": tuple(_pieces(f"{name}.{matrix}", getattr(module, matrix).shape, layers))
         for name, module in find_mixtures(causal_lm).items()

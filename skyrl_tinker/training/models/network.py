@@ -77,7 +77,7 @@ class Network(nn.Module):
             fsdp_state.reset(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._has_run = True  # before FSDP's hooks, which set up what `reset` clears
+        self._has_run = True  # before FSDP's hooks set up the state that `reset` clears
         logprobs: torch.Tensor = super().__call__(*args, **kwargs)
         return logprobs
 
@@ -114,7 +114,7 @@ class Network(nn.Module):
         on_gpu = device_type(hidden) == "cuda"
         groups = self._heads(adapters) if on_gpu else self._groups(adapters, shared_tokens(len(weight)))
         parts, logits = [], 0
-        # Backward starts with what was made last: so gradients add up in the order of the row.
+        # Backward starts with the part made last, so that gradients add up in the order of the row.
         for group in reversed(groups):
             first, last = group[0], group[-1]
             start = adapters[first][0].start
@@ -196,7 +196,7 @@ def trainable_network(spec: TrainerSpec, mesh: DeviceMesh) -> Network:
 
 
 def _loaded(network: Network, spec: TrainerSpec) -> Network:
-    """Choose what computes its layers, and load its weights."""
+    """Choose the kernels of its layers, and load its weights."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
     fused_layers.log_choice(spec.device, dtype, network.causal_lm.config, network.fused)
     weight_loading.load(network.causal_lm, network, spec.directory, torch.device(spec.device))

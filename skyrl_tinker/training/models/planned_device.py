@@ -1,6 +1,6 @@
-"""Type of device that is computed on: the tensor's own, or the one that fake tensors stand for.
+"""Type of the device to compute on: the tensor's own, or the one that fake tensors represent.
 
-Code that differs by device asks here, so that a profile of fake tensors takes the same way.
+Code that differs by device asks here, so that a profile of fake tensors takes the same code path.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def device_type(of: torch.Tensor | torch.device) -> str:
 
 @contextmanager
 def planning(device: str) -> Iterator[None]:
-    """Take all devices for that type."""
+    """Treat all devices as this type ("cpu" or "cuda") in the context."""
     token = _planned.set(device)
     try:
         yield

@@ -43,9 +43,9 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """Copying to host memory; the cast is the device's work. `pinned`: pinned memory for what is on a GPU.
+    """Copying to host memory, after a cast on the device. `pinned`: copy a GPU's tensors to pinned memory.
 
-    A copy in pinned memory is complete when the current stream is. Freed, such memory stays the process's.
+    A copy in pinned memory is complete when the current stream is. The process keeps freed pinned memory.
     """
 
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class HostCopy:
 
 
 def l2_norm(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the L2 norm, float64 scalar. Some entries at a time: torch copies what it converts."""
+    """Return the L2 norm, float64 scalar. Works in chunks, as torch makes a converted copy of its input."""
     parts = tensor.flatten().split(_CHUNK)  # type: ignore[no-untyped-call]
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
     norm: torch.Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
@@ -145,9 +145,9 @@ class TrainableModel(ABC):
         self.has_gradients = True
 
     def gradient_sum(self) -> torch.Tensor:
-        """Sum up all entries of this rank's gradients, within a pass; without any zero.
+        """Sum up all entries of this rank's gradients, within a pass; zero if there are none.
 
-        Entries that are not finite make the sum so. It may also overflow by itself: `gradients_finite`.
+        The sum is not finite if an entry is not, but also if it overflows: `gradients_finite` decides.
         """
         sums = [gradient.sum() for gradient in self._local_gradients()]
         return torch.stack(sums).sum() if sums else torch.zeros(())
@@ -173,7 +173,7 @@ class TrainableModel(ABC):
 
     @abstractmethod
     def _keep_gradients(self) -> None:
-        """Keep the gradients for `_restore_gradients`. Whatever is raised here, they are unchanged."""
+        """Keep the gradients for `_restore_gradients`. An error leaves them unchanged."""
 
     @abstractmethod
     def _restore_gradients(self) -> None: ...
@@ -205,7 +205,7 @@ class TrainableModel(ABC):
 
     @abstractmethod
     def gather(self, name: str, share: torch.Tensor) -> torch.Tensor:
-        """Return the whole of which each rank has a share. Every rank must call it, in the same order."""
+        """Return the whole tensor from the ranks' shares. Every rank must call it, in the same order."""
 
     @abstractmethod
     def shard(self, name: str, whole: torch.Tensor) -> torch.Tensor:

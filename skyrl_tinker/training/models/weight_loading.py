@@ -36,7 +36,7 @@ def load(causal_lm: Any, root: nn.Module, directory: str, device: torch.device) 
     for module in causal_lm.modules():
         if module._non_persistent_buffers_set:  # in no file: rotary frequencies, the scale of embeddings
             for parameter in module.parameters(recurse=False):
-                parameter._is_hf_initialized = True  # or _init_weights draws it, to be read over at once
+                parameter._is_hf_initialized = True  # else _init_weights draws values, soon overwritten
             causal_lm._init_weights(module)
     with ExitStack() as stack, torch.no_grad():
         tensors, pieces = dict(_stored(Path(directory), stack)), mixtures.find_pieces(causal_lm)

@@ -13,7 +13,7 @@ matrix, whose sign has a Frobenius norm of about sqrt(r). The hosted one also pr
 and corrects the learning rate for ranks other than 32; how is not published, and neither is done here.
 
 Full-parameter training follows the same rule, with each parameter taken as the linear map that it is
-(arXiv:2410.21265 dualises layers by what they do): an embedding is one row per token, any vector is one row,
+(arXiv:2410.21265 dualises layers by their role): an embedding is one row per token, any vector is one row,
 and the sign of a row is that row at unit length. So all entries of the model move by about
 learning_rate / sqrt(features). Embedding rows without gradient in a step stay, as in torch.optim.SparseAdam.
 An untied head is a matrix.
@@ -37,13 +37,13 @@ _TINY = 1e-12
 _LONGEST = 2.0
 """No entry of a direction is larger: its singular values are at most 1.3."""
 _BATCH = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Most entries of matrices that are multiplied at once, unless one has more: what a CPU's cache holds."""
+"""Most entries of matrices that are multiplied at once, to fit a CPU's cache; a single one may have more."""
 
 
 def reserve(model: TrainableModel, ranks: Ranks) -> None:
-    """Allocate, for a moment, what the largest batch of a step takes: where it lacks, nothing has begun.
+    """Allocate and free the memory of a step's largest batch, so that a shortage shows before the step.
 
-    That are the matrices, four tensors of at most their size in `matrix_sign`, and the signs of all ranks.
+    It holds the matrices, four tensors of at most their size in `matrix_sign`, and the signs of all ranks.
     """
     shapes = {name: shape for name, shape in model.shapes().items() if model.kind(name) is Kind.MATRIX}
     dealt = 0 if model.network_key is None else ranks.world

@@ -1,6 +1,6 @@
 """Range of float32, which weights and moments must not leave: a moment at infinity freezes a weight for ever.
 
-Bounds on the host, by the global norm of the gradients, show it for nearly every step without a look at any
+Bounds on the host, from the global norm of the gradients, prove it for nearly every step without reading a
 tensor.
 """
 

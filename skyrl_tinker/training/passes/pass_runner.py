@@ -65,7 +65,7 @@ class _Attempt:
             self.unread.append((request, scored, report))
 
     def read(self, models: Sequence[TrainableModel], device: torch.device) -> None:
-        """Read at once what the host must know of the device: failed losses, metrics, overflows, logprobs."""
+        """Read all results from the device together: failed losses, metrics, overflows, logprobs."""
         sums = [model.gradient_sum() for model in models]
         losses = [
             value for _, scored, _ in self.unread for value in (scored.finite, *scored.metrics.values())
@@ -92,7 +92,7 @@ class _Attempt:
 
 @dataclass(frozen=True, slots=True)
 class PassRunner:
-    """Executor of passes on one rank. `models` is the worker's own table, which changes meanwhile."""
+    """Executor of passes on one rank. `models` is the worker's table, which it changes between passes."""
 
     base: Network
     models: Mapping[ModelKey, TrainableModel]
@@ -103,11 +103,10 @@ class PassRunner:
     def execute_pass(self, batch: TrainingInputBatch, budget: int) -> RankOutput:
         """Execute a pass in rows of `budget` tokens; a request without finite loss and gradient fails alone.
 
-        The pass is then undone and run again without it, so that the other requests get, to the last bit,
-        what they would have got without it. Failures are rare; a pass without failures has no extra cost.
-        Whatever is raised here, every model has the gradients that it had before. Raises ExhaustedError, on
-        all ranks, when memory runs out on one: it goes through the other rows with its peers, computing
-        nothing.
+        The pass is then undone and run again without it, so that the others' results equal, to the last bit,
+        those of a pass without it. Failures are rare; a pass without failures has no extra cost. After an
+        error every model has the gradients that it had before. Raises ExhaustedError, on all ranks, when
+        memory runs out on one, which joins its peers' collectives for the remaining rows without computing.
         """
         failures = self._without_state(batch)
         excluded = set(failures)
@@ -159,7 +158,7 @@ class PassRunner:
             attempt = self._attempt(batch, alive, budget)
             failed = self._agree(attempt, range(len(batch.requests)), attempt.failures.__contains__)
             bad = set(failed) or self._overflown(attempt, alive, budget)
-        except BaseException:  # whatever it is: earlier gradients must survive
+        except BaseException:  # of any kind: earlier gradients must survive
             self._rollback(batch, alive)
             raise
         return attempt, bad
@@ -179,9 +178,9 @@ class PassRunner:
         return overflown
 
     def _culprits(self, batch: TrainingInputBatch, suspects: Sequence[int], budget: int) -> set[int]:
-        """Return the requests that overflow alone; of several, there may be none that does.
+        """Return the requests that overflow when run alone; of several suspects there may be none.
 
-        Some are only of models that shared a row with a culprit's on a GPU: zero times infinity is no zero.
+        A suspect's model may only have shared a row with a culprit's on a GPU: zero times infinity is NaN.
         """
         culprits = set()
         for index in suspects if len(suspects) > 1 else ():
@@ -201,7 +200,7 @@ class PassRunner:
         )
 
     def _attempt(self, batch: TrainingInputBatch, alive: frozenset[int], budget: int) -> _Attempt:
-        """Run the micro-batches. Where memory runs out, the results are void, and peers have not heard."""
+        """Run the micro-batches. If memory runs out, the results are invalid, which peers do not know yet."""
         attempt = _Attempt(batch)
         models = self._training(batch, alive)
         for model in models:
@@ -270,7 +269,7 @@ class PassRunner:
             return row, network(row, adapters, whole_backward=whole, recompute=recompute)
 
     def _rank(self, adapters: Adapters) -> int:
-        """Return the columns of adapters that a token has: on a GPU those of all, else those of its own."""
+        """Return the adapter columns per token: on a GPU those of all adapters, else of the largest one."""
         ranks = [model.spec.rank for model in {model for _, model in adapters}]
         return sum(ranks) if device_type(self.ranks.device) == "cuda" else max(ranks, default=0)
 

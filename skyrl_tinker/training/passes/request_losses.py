@@ -1,6 +1,6 @@
 """Loss of one request over some or all of its datums: value, metrics, and gradients of the logprobs.
 
-All of it stays on the device: a read by the host would wait for what is queued there.
+All of it stays on the device: a read by the host would wait for the work queued there.
 """
 
 import math

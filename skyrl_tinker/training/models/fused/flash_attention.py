@@ -38,10 +38,10 @@ class HeadShape(NamedTuple):
 
 
 def activate(kernel: _Kernel, device: str, shape: HeadShape) -> str | None:
-    """Let torch run the first that is installed, is for this GPU and agrees with FlashAttention 2 here.
+    """Make torch use the first package that is installed, fits this GPU and agrees with FlashAttention 2.
 
-    `kernel`: that of attention which runs torch's, for a model of this shape. Return the name, or None:
-    FlashAttention 2 stays.
+    `kernel`: attention by torch's varlen_attn, for a model of this shape. Returns the package's name, or None
+    if FlashAttention 2 stays.
     """
     major, _ = torch.cuda.get_device_capability()
     known: list[str] = getattr(attention, "list_flash_attention_impls", list)()  # torch 2.11 has fewer

@@ -1,4 +1,4 @@
-"""Layers of a transformers model, told by their code, which on CUDA run fused kernels."""
+"""Layers of a transformers model, recognised by their code, that run fused kernels on CUDA."""
 
 import logging
 from collections import Counter
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 def install(causal_lm: nn.Module) -> Mapping[str, int]:
-    """Wrap what has the code of Llama, Olmo 3 or Gemma 3, no other; return how many of each kind."""
+    """Wrap the layers whose code equals that of Llama, Olmo 3 or Gemma 3; return the count of each kind."""
     counts: Counter[str] = Counter()
     for module in causal_lm.modules():
         for kind, fuse in _KINDS.items():
@@ -38,7 +38,7 @@ def install(causal_lm: nn.Module) -> Mapping[str, int]:
 
 
 def log_choice(device: str, dtype: torch.dtype, config: PreTrainedConfig, counts: Mapping[str, int]) -> None:
-    """Try out, on CUDA, what would compute the layers of a model; log what does."""
+    """Log the kernels that compute a model's layers on CUDA, after a trial of those of liger-kernel."""
     if device == "cuda":
         ours = {kind for kind, works in _BY_LIGER.items() if counts[kind] and works(config, dtype, device)}
         names = {kind: liger.name() if kind in ours else "torch" for kind in _KINDS}
@@ -89,7 +89,7 @@ _KINDS = {"norms": _norm, "MLPs": _mlp, "rotary embeddings": _rotary}
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Compare what two functions do, whatever their variables are called."""
+    """Compare the code of two functions, ignoring the names of variables."""
     return _content(one) == _content(other)
 
 

@@ -1,8 +1,8 @@
-"""Kernels of liger-kernel (Triton, for CUDA), where it is installed, and what stands for them elsewhere.
+"""Kernels of liger-kernel (Triton, for CUDA), where it is installed, and stand-ins for them elsewhere.
 
-On a GPU each is tried out with the shapes of a model before it computes for it; what fails there is left to
-torch's operations. The stand-ins compute the same, take and write the same memory, and count as one operation
-each: fake tensors run through them, and a CPU that is told to take the way of CUDA.
+On a GPU each kernel is first tried with the shapes of the model; if it fails, torch's operations replace it.
+A stand-in computes the same, takes and writes the same memory, and counts as one operation. Stand-ins are for
+fake tensors, and for a CPU on the code path of CUDA (`planned_device`).
 """
 
 import logging

@@ -45,7 +45,7 @@ def rms_norm_one_plus(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torc
 
 
 class _OnePlus(torch.autograd.Function):
-    """Norm in float32, of which x is kept as it came: rounded to bfloat16, 1 + weight would lose digits."""
+    """Norm in float32 that keeps x in its own dtype: rounded to bfloat16, 1 + weight would lose digits."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -70,7 +70,7 @@ class _OnePlus(torch.autograd.Function):
         return dx.to(x.dtype), dw.to(weight.dtype) if trains else None, None
 
 
-# What stands for CUDA's kernels on fake tensors, and on a CPU that is told to take their way
+# Stand-ins for CUDA's kernels: for fake tensors, and for a CPU on the code path of CUDA
 
 
 @torch.library.custom_op("skyrl_tinker::rms_norm", mutates_args=())
@@ -89,7 +89,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, 
 def _rms_norm_backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, trains: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of x and, if it trains, of the weight, else nothing: [0]."""
+    """Return the gradients of x and of the weight; the latter is [0] if the weight does not train."""
     normalized = x.float() * inverse
     scaled = dy.float() * weight.float()
     dx = (scaled - normalized * (scaled * normalized).mean(-1, keepdim=True)) * inverse
