@@ -11,15 +11,16 @@ from skyrl_tinker import __version__
 from skyrl_tinker.api import error_responses
 from skyrl_tinker.api.api_metrics import ApiMetrics
 from skyrl_tinker.api.loop_watch import LoopWatch
+from skyrl_tinker.api.middleware.admission import AdmissionMiddleware
 from skyrl_tinker.api.middleware.arrivals import Arrivals, ArrivalsMiddleware
 from skyrl_tinker.api.middleware.authentication import AuthMiddleware
 from skyrl_tinker.api.middleware.body_limits import BodyLimitMiddleware, BodyLimits
-from skyrl_tinker.api.middleware.disk_room import DiskRoom, DiskRoomMiddleware
+from skyrl_tinker.api.middleware.disk_room import DiskRoom
 from skyrl_tinker.api.middleware.fast_routes import FastPaths
 from skyrl_tinker.api.middleware.own_hosts import OwnHostsMiddleware
 from skyrl_tinker.api.middleware.parse_gate import Gate
 from skyrl_tinker.api.middleware.request_metrics import RequestMetricsMiddleware
-from skyrl_tinker.api.middleware.request_rate import RequestRateMiddleware, RequestRates
+from skyrl_tinker.api.middleware.request_rate import RequestRates
 from skyrl_tinker.api.openapi.documents import ERRORS, Documented
 from skyrl_tinker.api.process_table import ProcessTable
 from skyrl_tinker.api.routes import (
@@ -198,8 +199,7 @@ def make_app(settings: Settings) -> FastAPI:
         limits=_body_limits(settings),
         spool=Directories(settings).run_dir,
     )
-    app.add_middleware(DiskRoomMiddleware)
-    app.add_middleware(RequestRateMiddleware)
+    app.add_middleware(AdmissionMiddleware)
     app.add_middleware(ArrivalsMiddleware)
     app.add_middleware(AuthMiddleware, metrics_key=settings.metrics_key)
     app.add_middleware(OwnHostsMiddleware, host=settings.host, allowed=settings.allowed_hosts)

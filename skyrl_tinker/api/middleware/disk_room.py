@@ -1,4 +1,4 @@
-"""Refusal of new work while the disk is nearly full, before its body is read.
+"""Room on the disks. New work is refused while one is nearly full.
 
 Accepted requests need the rest: results, checkpoints, snapshots. The SDK tries a 503 again by itself.
 """
@@ -12,11 +12,6 @@ from contextlib import suppress
 from itertools import starmap
 from pathlib import Path
 
-from fastapi import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from skyrl_tinker.api import error_responses
-from skyrl_tinker.api.middleware.route_traits import Trait, has
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.errors import NoRoomError
 
@@ -37,6 +32,11 @@ class DiskRoom:
         self._shortage: str | None = None
         self.free_bytes = math.inf
         """Free on the disk with the least room, as of the last look."""
+
+    async def require(self) -> None:
+        """Raise NoRoomError while a disk has too little room."""
+        if why := await self.shortage():
+            raise NoRoomError(why, RETRY_S)
 
     async def shortage(self) -> str | None:
         """Return which disk has too little room, with the numbers; None: all have enough.
@@ -70,19 +70,3 @@ class DiskRoom:
 def _free_bytes(directory: Path) -> int:
     there = next(path for path in (directory, *directory.parents) if path.exists())
     return shutil.disk_usage(there).free
-
-
-class DiskRoomMiddleware:
-    """ASGI layer that answers new work with 503 while there is too little room."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if has(scope, Trait.NEW_WORK):
-            room: DiskRoom = scope["app"].state.services.room
-            if why := await room.shortage():
-                answer = error_responses.refusal(Request(scope), NoRoomError(why, RETRY_S))
-                await answer(scope, receive, send)
-                return
-        await self._app(scope, receive, send)

@@ -10,11 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sqlalchemy.exc import OperationalError
-from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from skyrl_tinker.api.error_responses import refusal
-from skyrl_tinker.api.middleware.route_traits import Trait, has
 from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import OverloadedError
@@ -98,21 +94,3 @@ class RequestRates:
 
 def _most(rate: float) -> float:
     return max(1.0, rate * BURST_S)
-
-
-class RequestRateMiddleware:
-    """ASGI layer behind authentication that answers 429 before the body is read."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        caller: Caller | None = scope.get("caller")
-        if caller is not None and not has(scope, Trait.WAITING):
-            rates: RequestRates = scope["app"].state.services.rates
-            try:
-                await rates.admit(caller)
-            except OverloadedError as error:
-                await refusal(Request(scope), error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)

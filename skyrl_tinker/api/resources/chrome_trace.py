@@ -5,20 +5,21 @@ Each model and each sampler is a process. Requests overlap, so each one is a pai
 with an id.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
 from skyrl_tinker.domain.ids import SessionId
+from skyrl_tinker.store.console import traced_requests
+from skyrl_tinker.store.console.traced_requests import TracedRequest, Track
 from skyrl_tinker.store.database.rows import PAGE
-from skyrl_tinker.store.reports import timeline
-from skyrl_tinker.store.reports.timeline import Slice, Track
 from skyrl_tinker.store.store import Store
 
 Event = dict[str, Any]
+T = TypeVar("T", Track, TracedRequest)
 
 
 async def chrome_trace(store: Store, session: SessionId) -> AsyncIterator[bytes]:
@@ -34,31 +35,23 @@ async def chrome_trace(store: Store, session: SessionId) -> AsyncIterator[bytes]
 
 
 async def _pages(store: Store, session: SessionId) -> AsyncIterator[list[Event]]:
+    """Yield the events of models, then of samplers, each in order of creation."""
     process_ids = count(1)
-    async for track in _tracks(store, session):
-        pid = next(process_ids)
-        yield [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": track.label}}]
-        async for slices in _slices(store, track):
-            yield [event for request in slices for event in _events(request, pid)]
+    for query in (traced_requests.list_models, traced_requests.list_samplers):
+        async for tracks in _rows(store, partial(query, session=session)):
+            for track in tracks:
+                pid = next(process_ids)
+                yield [process_name(pid, track.label)]
+                async for requests in _rows(
+                    store, partial(traced_requests.requests_after, track=track.requests)
+                ):
+                    yield [event for request in requests for event in request_events(request, pid)]
 
 
-async def _tracks(store: Store, session: SessionId) -> AsyncIterator[Track]:
-    """Yield models, then samplers, each in order of creation."""
-    for query in (timeline.list_models, timeline.list_samplers):
-        after = -1
-        while True:
-            page = await store.fetch(partial(query, session=session, after=after, limit=PAGE))
-            for _, track in page:
-                yield track
-            if len(page) < PAGE:
-                break
-            after = page[-1][0]
-
-
-async def _slices(store: Store, track: Track) -> AsyncIterator[list[Slice]]:
-    after = -1
+async def _rows(store: Store, query: Callable[..., list[T]]) -> AsyncIterator[list[T]]:
+    after: int | None = -1
     while True:
-        page = await store.fetch(partial(timeline.list_slices, track=track, after=after, limit=PAGE))
+        page = await store.fetch(partial(query, after=after, limit=PAGE))
         if page:
             yield page
             after = page[-1].seq_id
@@ -66,7 +59,11 @@ async def _slices(store: Store, track: Track) -> AsyncIterator[list[Slice]]:
             break
 
 
-def _events(request: Slice, pid: int) -> list[Event]:
+def process_name(pid: int, name: str) -> Event:
+    return {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
+
+
+def request_events(request: TracedRequest, pid: int) -> list[Event]:
     """Return begin and end; a pending request has no end, and Perfetto draws it to the end of the trace."""
     common = {"cat": "request", "id": request.id, "pid": pid, "tid": 0, "name": request.kind}
     args = {"seq_id": request.seq_id, "status": request.status, "request_id": request.request_id}

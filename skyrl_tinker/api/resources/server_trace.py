@@ -13,12 +13,11 @@ from typing import Any
 
 import orjson
 
-from skyrl_tinker.api.resources.chrome_trace import microseconds
+from skyrl_tinker.api.resources.chrome_trace import Event, microseconds, process_name, request_events
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.protocol.activity import Activity, PublishSpan, SampleSpan, SyncSpan, UnitSpan
-from skyrl_tinker.store.console.recent_requests import RecentRequest
+from skyrl_tinker.store.console.traced_requests import TracedRequest
 
-Event = dict[str, Any]
 TRAINER, WEIGHTS, QUEUES, FIRST = 1, 2, 3, 4
 """Process ids; those of runs and samplers begin at FIRST."""
 UNITS, RANKS = 0, 1
@@ -26,13 +25,14 @@ UNITS, RANKS = 0, 1
 _FIXED = {TRAINER: "trainer", WEIGHTS: "weights to the samplers", QUEUES: "requests not finished"}
 
 
-def trace_of(requests: Sequence[RecentRequest], activity: Activity) -> bytes:
+def trace_of(requests: Sequence[TracedRequest], activity: Activity) -> bytes:
     """Return the JSON. Units show how many requests were in them, and name only those of `requests`."""
     tracks = {name: pid for pid, name in enumerate(dict.fromkeys(map(_track, requests)), FIRST)}
     spans = _spans(activity)
     seen = {request.id for request in requests}
     events = chain(
-        (_name(pid, name) for pid, name in [*_FIXED.items(), *((pid, name) for name, pid in tracks.items())]),
+        (process_name(pid, name) for pid, name in _FIXED.items()),
+        (process_name(pid, name) for name, pid in tracks.items()),
         _threads(activity.units),
         chain.from_iterable(_unit(unit, seen) for unit in activity.units),
         chain.from_iterable(_publish(number, span) for number, span in enumerate(activity.publishes)),
@@ -45,7 +45,7 @@ def trace_of(requests: Sequence[RecentRequest], activity: Activity) -> bytes:
     return orjson.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"})
 
 
-def _track(request: RecentRequest) -> str:
+def _track(request: TracedRequest) -> str:
     return f"run {request.run}" if request.run else f"sampler {request.sampler or 'of none'}"
 
 
@@ -53,10 +53,6 @@ def _spans(activity: Activity) -> dict[int, UnitSpan | SampleSpan]:
     """Return the work that ran requests, by future id."""
     trained = {each: unit for unit in activity.units for each in unit.future_ids}
     return {**trained, **{span.future_id: span for span in activity.samples}}
-
-
-def _name(pid: int, name: str) -> Event:
-    return {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
 
 
 def _threads(units: Iterable[UnitSpan]) -> Iterator[Event]:
@@ -92,20 +88,18 @@ def _publish(number: int, span: PublishSpan) -> list[Event]:
     return _slice(common, span.began_at, span.ended_at, {})
 
 
-def _request(request: RecentRequest, pid: int, span: UnitSpan | SampleSpan | None) -> Iterator[Event]:
-    """Yield a request and its parts; one without an end is drawn to the end of the trace."""
-    common = {"cat": "request", "id": request.id, "pid": pid, "tid": 0}
-    args = {"request_id": request.request_id, "seq_id": request.seq_id, "status": request.status}
-    whole = {**common, "name": request.kind}
-    yield {**whole, "ph": "b", "ts": microseconds(request.created_at), "args": args}
+def _request(request: TracedRequest, pid: int, span: UnitSpan | SampleSpan | None) -> Iterator[Event]:
+    """Yield a request with its parts in it."""
+    begin, *end = request_events(request, pid)
+    yield begin
     if span is not None:
+        common = {"cat": "request", "id": request.id, "pid": pid, "tid": 0}
         ran = {"replicas": span.replicas} if isinstance(span, SampleSpan) else {}
         yield from _slice({**common, "name": "wait"}, request.created_at, span.began_at, {})
         yield from _slice({**common, "name": "run"}, span.began_at, span.ended_at, ran)
         if request.finished_at is not None and request.finished_at > span.ended_at:
             yield from _slice({**common, "name": "answer"}, span.ended_at, request.finished_at, {})
-    if request.finished_at is not None:
-        yield {**whole, "ph": "e", "ts": microseconds(request.finished_at)}
+    yield from end
 
 
 def _slice(
@@ -118,7 +112,7 @@ def _slice(
     ]
 
 
-def _counters(requests: Iterable[RecentRequest]) -> Iterator[Event]:
+def _counters(requests: Iterable[TracedRequest]) -> Iterator[Event]:
     """Yield how many requests were accepted and not finished, at each change."""
     changes = [(request.created_at, 1, request.kind) for request in requests]
     changes += [(each.finished_at, -1, each.kind) for each in requests if each.finished_at is not None]

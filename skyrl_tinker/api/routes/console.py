@@ -34,7 +34,7 @@ from skyrl_tinker.protocol.schemas.runs import Paging
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.console.readable_requests import readable_requests, stored_tokens
-from skyrl_tinker.store.console.recent_requests import recent_requests
+from skyrl_tinker.store.console.traced_requests import recent_requests
 from skyrl_tinker.store.reports import training_runs
 
 CSV = "text/csv"

@@ -30,7 +30,7 @@ from skyrl_tinker import __version__
 from skyrl_tinker.engine.outbox import read_persistently
 from skyrl_tinker.engine.telemetry.activity_log import ActivityLog, AnySpan
 from skyrl_tinker.protocol.activity import PublishSpan, SampleSpan, SyncSpan, UnitSpan
-from skyrl_tinker.store.console.finished_requests import FinishedRequest, finished_requests
+from skyrl_tinker.store.console.traced_requests import FinishedRequest, finished_requests
 from skyrl_tinker.store.futures.outcomes import last_result_id
 from skyrl_tinker.store.store import Store
 

@@ -7,7 +7,7 @@ from sqlalchemy import Connection, func, select
 from skyrl_tinker.domain.ids import FutureStatus, OwnerId, RequestKind
 from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.console import ReadableSummary
-from skyrl_tinker.store.console.recent_requests import MOST
+from skyrl_tinker.store.console.traced_requests import MOST
 from skyrl_tinker.store.database.tables import Future, Model, Request, Result, Session
 from skyrl_tinker.store.owners import owned_by
 

@@ -13,7 +13,7 @@ from skyrl_tinker.domain.ids import FutureStatus, RequestKind
 from skyrl_tinker.engine.telemetry import activity_log
 from skyrl_tinker.engine.telemetry.activity_log import ActivityLog
 from skyrl_tinker.protocol.activity import Activity, RankSpan, SampleSpan, SyncSpan, UnitSpan
-from skyrl_tinker.store.console.recent_requests import RecentRequest
+from skyrl_tinker.store.console.traced_requests import TracedRequest
 from skyrl_tinker.training.actors import RankReply
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.waiting import Waiting, ready_model, submit, waiting
@@ -100,7 +100,7 @@ def test_ranks_are_threads_of_the_trainer_and_samples_name_their_replicas() -> N
         (),
         (SyncSpan("v1", 3.0, 3.5, 4.0),),
     )
-    request = RecentRequest(8, "r", RequestKind.SAMPLE, 0, FutureStatus.DONE, 0.0, 2.0, None, "s")
+    request = TracedRequest(8, "r", RequestKind.SAMPLE, 0, FutureStatus.DONE, 0.0, 2.0, None, "s")
     found = orjson.loads(trace_of([request], activity))["traceEvents"]
     assert [each["args"]["name"] for each in found if each.get("name") == "thread_name"] == [
         "units",

@@ -11,7 +11,6 @@ import torch
 from tests.inference.support.cuda_adapters import Batch, hidden_states, score, weights
 from tests.inference.support.samplers import prompt_of
 
-
 pytestmark = pytest.mark.long  # one batch takes half a minute
 
 

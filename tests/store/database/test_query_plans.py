@@ -16,14 +16,13 @@ from skyrl_tinker.store import (
     usage_records,
 )
 from skyrl_tinker.store.console import step_points
-from skyrl_tinker.store.console.finished_requests import finished_requests
 from skyrl_tinker.store.console.pending import pending_groups
+from skyrl_tinker.store.console.traced_requests import finished_requests, requests_after
 from skyrl_tinker.store.database import sqlite
-from skyrl_tinker.store.database.tables import Base
+from skyrl_tinker.store.database.tables import Base, Future
 from skyrl_tinker.store.futures import cancellation, completions, finish, outcomes, queue
 from skyrl_tinker.store.replay import unit_records
-from skyrl_tinker.store.reports import holdings, timeline
-from skyrl_tinker.store.reports.timeline import Track
+from skyrl_tinker.store.reports import holdings
 from skyrl_tinker.store.retention import row_purges, session_purges
 from skyrl_tinker.store.store import Store
 from tests.store.support.databases import on_sqlite
@@ -46,8 +45,8 @@ QUERIES: dict[str, Query] = {
     "place": lambda conn: cancellation.queue_position(conn, RequestId("r")),
     "completions, near": lambda conn: completions.finished_since(conn, SAMPLER, 0, 0),
     "completions, far": lambda conn: completions.finished_since(conn, SAMPLER, 0, -completions.NEAR - 1),
-    "slices of a model": lambda conn: timeline.list_slices(conn, Track("", model_key=1), 0, 10),
-    "slices of a sampler": lambda conn: timeline.list_slices(conn, Track("", sampling_session_id="s"), 0, 10),
+    "slices of a model": lambda conn: requests_after(conn, Future.model_key == 1, 0, 10),
+    "slices of a sampler": lambda conn: requests_after(conn, Future.sampling_session_id == "s", 0, 10),
     "usage": lambda conn: usage_records.hourly_between(conn, OWNER, 0, 10),
     "roll-up": lambda conn: usage_records.roll_up(conn, 10),
     "pending requests by session": pending_groups,
