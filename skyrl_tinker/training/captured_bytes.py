@@ -70,7 +70,7 @@ class CapturedBytes:
             self._freed = asyncio.Event()
 
     def until_freed(self) -> Coroutine[Any, Any, object]:
-        """Return a coroutine that waits for the first `free` after this call; not if nothing is captured."""
+        """Return a coroutine that ends at the next `free`, or immediately if nothing is captured."""
         freed = self._freed if self._held else asyncio.Event()
         if not self._held:
             freed.set()

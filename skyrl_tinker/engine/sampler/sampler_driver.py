@@ -153,7 +153,7 @@ class SamplerDriver:
     async def end(self, failures: Mapping[int, Failure], also: Mapping[int, FutureOutcome] = EMPTY) -> None:
         """Fail these samples, by future id: samplers abort those in flight and never get the others.
 
-        Finished samples stay as they are. The outcomes `also` are sent in the same commit.
+        Finished samples stay as they are. The outcomes `also` are sent with these failures.
         """
         self._queued.discard(failures)
         self._starting.difference_update(failures)

@@ -1,10 +1,11 @@
 """Choice of the workers' next unit of work, from the runnable rows of all lanes. Pure code.
 
-- The session with the least trainer time so far decides the kind of work; all ready work of this kind joins.
+- The owner, session and model with the least trainer time so far decide the kind of work; all ready work of
+  this kind joins.
 - A pass is bounded by a budget of tokens and, while several sessions train, of time.
-- Sessions with little waiting work decide first, until this has taken half of the trainer's time. So a client
-  that sends each request after the answer to the last one waits only for the rest of the running unit, and
-  shares the next, whatever queues others have.
+- Sessions with little waiting work decide first, as long as that takes at most half of the trainer's time. So
+  a client that sends each request after the answer to the last one waits only for the rest of the running
+  unit, and shares the next, whatever queues others have.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Priorities of requests in progress, by which a sampler divides its KV cache among tenants."""
+"""Priorities of requests in progress, by which a sampler divides its KV cache among owners."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from skyrl_tinker.domain.ids import OwnerId, SessionId
 
 Share = OwnerId | SessionId | None
-"""Tenant of a request: the owner, without keys the session; None: the engine itself."""
+"""Key under which a request counts: its owner, without keys its session; None: the engine itself."""
 KEPT = 64
 
 

@@ -19,7 +19,7 @@ CHECKPOINTS = "[0-9]*/*/*"
 
 class StorageUpkeep:
     def __init__(self, store: Store, storage: Storage, cache_gb: float | None, in_use: InUse) -> None:
-        """`cache_gb`: limit of the cache, without checkpoints that are `in_use`; None: no limit."""
+        """`cache_gb`: limit of the cache; directories `in_use` are not evicted. None: no limit."""
         self._store = store
         self._storage = storage
         self._in_use = in_use

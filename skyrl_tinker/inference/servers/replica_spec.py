@@ -17,7 +17,7 @@ Arguments = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ModelToServe:
-    """Base model and the manner of serving it. `config`: its config.json. `adapters`: whether it has any."""
+    """Base model and the way to serve it. `config`: its config.json. `adapters`: whether any are served."""
 
     facts: BaseModelFacts
     config: Mapping[str, Any]
