@@ -17,6 +17,7 @@ from itertools import chain, islice
 from skyrl_tinker.domain.ids import ModelKey, RequestKind, SessionId
 from skyrl_tinker.engine.scheduling.fair_share import FairShare, Path, path_of
 from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, cost, model_of
+from skyrl_tinker.engine.scheduling.throughput import Work, work_of
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 Waiting = Mapping[ModelKey, Sequence[QueuedRow]]
@@ -70,15 +71,15 @@ class PassBudget:
 
 @dataclass(slots=True)
 class _Session:
-    """A session with waiting rows, of `models`. `rows`: all of them, None if more than SHORT_ROWS.
+    """A session with waiting rows, of `models`. `works`: that of all rows, None if more than SHORT_ROWS.
 
-    `runnable`: paths of the models that have runnable rows. `work_s`: estimated time of `rows`, made after
+    `runnable`: paths of the models that have runnable rows. `work_s`: estimated time of `works`, made after
     `charges` units.
     """
 
     models: dict[ModelKey, None] = field(default_factory=dict)
     runnable: dict[ModelKey, Path] = field(default_factory=dict)
-    rows: tuple[QueuedRow, ...] | None = None
+    works: tuple[Work, ...] | None = None
     work_s: float = 0.0
     charges: int = -1
 
@@ -87,12 +88,16 @@ class Planner:
     """Takes one unit after another from the lanes."""
 
     def __init__(
-        self, lanes: Lanes, budget: PassBudget, seconds: Seconds, clock: Callable[[], float] = time.monotonic
+        self,
+        lanes: Lanes,
+        budget: PassBudget,
+        estimate: Callable[[Work], float],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`budget`: its seconds apply while several sessions train."""
+        """`budget`: its seconds apply while several sessions train. `estimate`: seconds of a row's work."""
         self._lanes = lanes
         self._budget = budget
-        self._seconds = seconds
+        self._estimate = estimate
         self._clock = clock
         self._waiting: dict[ModelKey, Sequence[QueuedRow]] = {}
         self._sessions: dict[SessionId, _Session] = {}
@@ -137,6 +142,9 @@ class Planner:
         self._look()
         return tuple(self._shares.order(self._seconds, lambda rows: rows[:1]))
 
+    def _seconds(self, row: QueuedRow) -> float:
+        return self._estimate(work_of(row))
+
     def _charge(self, taken: list[tuple[QueuedRow, float]], *, instead: bool) -> None:
         self._shares.charge(taken, instead=instead)
         if self._short is None:
@@ -180,8 +188,8 @@ class Planner:
                 del session.models[model], self._session_of[model]
         for session_id, session in changed.items():
             of_models = map(self._lanes.waiting, session.models)
-            rows = tuple(islice(chain.from_iterable(of_models), SHORT_ROWS + 1))
-            session.rows, session.charges = (rows if len(rows) <= SHORT_ROWS else None), -1
+            works = tuple(map(work_of, islice(chain.from_iterable(of_models), SHORT_ROWS + 1)))
+            session.works, session.charges = (works if len(works) <= SHORT_ROWS else None), -1
             if not session.models:
                 del self._sessions[session_id]
             if session.runnable:
@@ -217,9 +225,9 @@ class Planner:
         """Return the work in seconds of each session with few rows, as estimated after the last unit."""
         works_s, charges = {}, self._charges
         for session_id, session in self._runnable.items():
-            if session.rows is not None:
+            if session.works is not None:
                 if session.charges != charges:
-                    session.work_s, session.charges = sum(map(self._seconds, session.rows)), charges
+                    session.work_s, session.charges = sum(map(self._estimate, session.works)), charges
                 works_s[session_id] = session.work_s
         return works_s
 

@@ -22,6 +22,13 @@ FIRST_GUESS = 3e-5, 4096.0
 """Seconds per token of a forward pass before any measurement, and the weight of this guess in tokens."""
 LEAST_S = 1e-4
 """Least seconds counted for a row: a stream of rows without cost must not be served forever."""
+Work = int | RequestKind
+"""Tokens of a pass, weighted by its kind, or the kind of a barrier: all that an estimate depends on."""
+
+
+def work_of(row: QueuedRow) -> Work:
+    per_token = TOKEN_WORK.get(row.kind)
+    return row.kind if per_token is None else per_token * cost(row)
 
 
 class TrainerPace:
@@ -34,11 +41,11 @@ class TrainerPace:
         self._pass_s = FIRST_GUESS[0]
         self._barriers: dict[RequestKind, float] = {}  # seconds of a row, as last measured
 
-    def seconds(self, row: QueuedRow) -> float:
-        """Estimate a row's trainer time in seconds."""
-        if (per_token := TOKEN_WORK.get(row.kind)) is None:
-            return self._barriers.get(row.kind, LEAST_S)
-        took_s = per_token * cost(row) * self._pass_s
+    def seconds(self, work: Work) -> float:
+        """Estimate the trainer time of a row in seconds."""
+        if not isinstance(work, int):
+            return self._barriers.get(work, LEAST_S)
+        took_s = work * self._pass_s
         return took_s if took_s > LEAST_S else LEAST_S
 
     def attribute(
@@ -51,7 +58,7 @@ class TrainerPace:
         beyond = sum(own.values())
         part = min(1.0, seconds / beyond) if beyond else 0.0
         common = seconds - part * beyond
-        works = list(map(_work, rows))
+        works = [work if isinstance(work, int) else 1 for work in map(work_of, rows)]
         total = sum(works)
         if common > 0:
             self._learn(rows, total, common)
@@ -73,12 +80,6 @@ def _weighted_median(pairs: Iterable[tuple[float, float]]) -> float:
     ordered = sorted(pairs)
     reached = list(accumulate(weight for _, weight in ordered))
     return ordered[bisect_left(reached, reached[-1] / 2)][0]
-
-
-def _work(row: QueuedRow) -> float:
-    """Return the weight of a row in its unit: its work in a pass, 1 among barriers."""
-    per_token = TOKEN_WORK.get(row.kind)
-    return 1.0 if per_token is None else per_token * cost(row)
 
 
 class UnitTimes:

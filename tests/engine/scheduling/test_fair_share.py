@@ -68,7 +68,7 @@ class Engine:
         return self.answers[number]
 
     async def run(self) -> None:
-        planner = Planner(self.lanes, PassBudget(BUDGET, UNIT_S), lambda row: UNIT_S / 10, now)
+        planner = Planner(self.lanes, PassBudget(BUDGET, UNIT_S), lambda _: UNIT_S / 10, now)
         ahead: Pass | None = None
         while True:
             unit = planner.pop(ahead.rows if ahead else ())

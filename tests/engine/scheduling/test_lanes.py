@@ -147,7 +147,7 @@ def test_looking_at_the_lanes_skips_nothing() -> None:
     """Else a look while a step runs would note the refusal in the window that the step is about to end."""
     lanes = created(row(1, STEP), refused(2), row(3, STEP))
     lanes.start(lanes.runnable(MODEL, BUDGET))
-    assert Planner(lanes, PassBudget(BUDGET), lambda row: 1.0).in_turn() == ()
+    assert Planner(lanes, PassBudget(BUDGET), lambda _: 1.0).in_turn() == ()
     lanes.reset_window(MODEL)
     assert [each.seq_id for each in heads(lanes)[MODEL]] == [3]
     assert lanes.window_error(MODEL) is not None

@@ -21,6 +21,7 @@ from skyrl_tinker.engine.scheduling.planner import (
     Unit,
     next_unit,
 )
+from skyrl_tinker.engine.scheduling.throughput import Work, work_of
 from skyrl_tinker.store.futures.queue import QueuedRow
 from tests.engine.support.rows import queued
 
@@ -94,9 +95,13 @@ class Shares(FairShare[QueuedRow]):
         return unit
 
 
+def estimate(work: Work) -> float:
+    """A thousand tokens forward and backward take a second, a barrier a tenth."""
+    return work / 3000 if isinstance(work, int) else 0.1
+
+
 def seconds(each: QueuedRow) -> float:
-    """A thousand tokens take a second, a barrier a tenth."""
-    return each.body_bytes / 16_000 if each.kind in PASSES else 0.1
+    return estimate(work_of(each))
 
 
 def run_all(rows: Sequence[QueuedRow], budget: int = 100) -> list[Pass]:
@@ -287,7 +292,7 @@ def waiting_lanes(*rows: QueuedRow) -> Lanes:
 def test_the_backlog_of_a_session_is_that_of_all_its_models(models: int, decides: bool) -> None:
     older = [row(A, SAVE) for _ in range(SHORT_ROWS + 1)]
     newer = [row(ModelKey(100 + number), SAVE, session="many") for number in range(models)]
-    planner = Planner(waiting_lanes(*older, *newer), PassBudget(100), seconds)
+    planner = Planner(waiting_lanes(*older, *newer), PassBudget(100), estimate)
     assert planner.pop() == Barriers((newer[0] if decides else older[0],))
 
 
@@ -296,13 +301,13 @@ def test_who_has_no_more_than_half_of_what_another_has_to_do_decides_first(
     others: int, decides: bool
 ) -> None:
     older, newer = [row(A, SAVE) for _ in range(others)], [row(B, SAVE) for _ in range(2)]
-    planner = Planner(waiting_lanes(*older, *newer), PassBudget(100), seconds)
+    planner = Planner(waiting_lanes(*older, *newer), PassBudget(100), estimate)
     assert planner.pop() == Barriers((newer[0] if decides else older[0],))
 
 
 def test_who_always_comes_back_with_little_to_do_decides_for_half_of_the_time() -> None:
     waiting = waiting_lanes(*(row(A, SAVE) for _ in range(20)), row(B, SAVE))
-    planner, ran = Planner(waiting, PassBudget(100), seconds), list[ModelKey]()
+    planner, ran = Planner(waiting, PassBudget(100), estimate), list[ModelKey]()
     while len(ran) < 8:
         unit = planner.pop()
         assert unit is not None
@@ -316,7 +321,7 @@ def test_who_always_comes_back_with_little_to_do_decides_for_half_of_the_time() 
 def test_a_unit_counts_as_what_it_took_and_not_as_its_estimate_besides() -> None:
     mine = [row(A, SAVE) for _ in range(20)]
     other = [row(B, SAVE) for _ in range(20)]
-    planner = Planner(waiting_lanes(*mine, *other), PassBudget(100), seconds)
+    planner = Planner(waiting_lanes(*mine, *other), PassBudget(100), estimate)
     ran = []
     for _ in range(8):
         unit = planner.pop()
@@ -327,9 +332,9 @@ def test_a_unit_counts_as_what_it_took_and_not_as_its_estimate_besides() -> None
 
 
 def test_what_a_session_has_to_do_is_estimated_again_after_each_unit() -> None:
-    estimates = {SAVE: 0.1, STEP: 0.1}
+    estimates: dict[Work, float] = {SAVE: 0.1, STEP: 0.1}
     older, newer = [row(A, STEP) for _ in range(3)], [row(B, SAVE) for _ in range(3)]
-    planner = Planner(waiting_lanes(*older, *newer), PassBudget(100), lambda each: estimates[each.kind])
+    planner = Planner(waiting_lanes(*older, *newer), PassBudget(100), estimates.__getitem__)
     assert planner.pop() == Barriers((older[0],))
     planner.charge([(older[0], 5.0)])
     estimates[SAVE] = 10.0
@@ -338,7 +343,7 @@ def test_what_a_session_has_to_do_is_estimated_again_after_each_unit() -> None:
 
 def test_a_session_may_change_its_owner_while_its_requests_wait() -> None:
     adopted = row(A), replace(row(A), owner_id=OwnerId(7))
-    planner = Planner(waiting_lanes(*adopted), PassBudget(100), seconds)
+    planner = Planner(waiting_lanes(*adopted), PassBudget(100), estimate)
     assert planner.pop() == Pass(adopted, full=False)
     planner.charge([(each, 1.0) for each in adopted])
 
@@ -346,7 +351,7 @@ def test_a_session_may_change_its_owner_while_its_requests_wait() -> None:
 def test_a_pass_that_was_prepared_waits_for_its_turn() -> None:
     flood, small = [row(A, tokens=50) for _ in range(6)], row(B, SAVE)
     waiting = waiting_lanes(*flood)
-    planner = Planner(waiting, PassBudget(100), seconds)
+    planner = Planner(waiting, PassBudget(100), estimate)
     planner.pop()
     ahead = planner.full_pass_ahead()
     assert ahead == Pass(tuple(flood[2:4]), full=True)
@@ -358,7 +363,7 @@ def test_a_pass_that_was_prepared_waits_for_its_turn() -> None:
 def test_of_a_prepared_pass_a_model_that_has_gone_leaves_the_others_theirs() -> None:
     mine, gone = [row(A, tokens=50) for _ in range(2)], [row(B, tokens=50) for _ in range(2)]
     waiting = waiting_lanes(*mine, *gone)
-    planner = Planner(waiting, PassBudget(100), seconds)
+    planner = Planner(waiting, PassBudget(100), estimate)
     ahead = planner.full_pass_ahead()
     assert ahead == Pass((mine[0], gone[0]), full=True)
     waiting.close(B, Failure("lost", "server"))
