@@ -36,6 +36,7 @@ from tests.simulation.client import PROTOBUF, Client, error_of, loss_of, model_b
 from tests.simulation.faults import (
     AWAY,
     COMPARED,
+    FOR_MINUTES,
     OF_SAVES,
     OF_STORAGE,
     OF_SYNCS,
@@ -357,8 +358,8 @@ class History:
         return model
 
     async def _start_again(self, models: list[_Model]) -> None:
-        """Start the server again if a model is parked, and go on with these models."""
-        if any(request.is_parked for model in models for request in model.requests):
+        """Start the server again if a model may be parked, and go on with these models."""
+        if self.faults.hit[UNREAD] or self.faults.hit[FOR_MINUTES[UNREAD]]:
             self._server.serve(self._facts)
             await asyncio.gather(*(self._continue(model, "pass", "step") for model in models))
 

@@ -17,9 +17,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy.random  # noqa: F401 (it draws while it is imported)
 import pytest
 from sqlalchemy import URL, Connection, Engine, NullPool, create_engine
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.sql import selectable
 
 from skyrl_tinker import directories
 from skyrl_tinker.api import loop_watch
@@ -280,6 +282,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     """Have everything that runs on a VirtualLoop pass through here; the rest is as it was."""
     for name in ("time", "monotonic"):
         patch.setattr(time, name, _clock(getattr(time, name), wall=name == "time"))
+    # It names parts of statements so, which a process keeps: draws would depend on earlier histories.
+    patch.setattr(selectable, "os", SimpleNamespace(urandom=os.urandom))
     for module, name in ((os, "urandom"), (random, "_urandom")):
         patch.setattr(module, name, _random_bytes(getattr(module, name)))
     patch.setattr(os, "fsync", _at(_syncing(os.fsync), "an fsync"))

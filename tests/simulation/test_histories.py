@@ -40,10 +40,11 @@ def test_so_they_are_whatever_comes_about(database: tuple[str, ...], histories: 
     assert set(report["points"]) == {*POINTS, *OF_STORAGE, *OF_SYNCS}, "every fault comes about"
 
 
-def test_a_seed_is_one_history_on_either_database() -> None:
-    arguments = ("--seed", "11", "--histories", "10", "--jobs", "1")
+def test_a_seed_is_one_history_on_either_database_and_behind_any_other() -> None:
+    seeds = [*map(str, range(11, 21))]
     other = ("--postgres",) if programs() else ()
-    assert simulate(*arguments, hashes="1") == simulate(*arguments, *other, hashes="2")
+    ran = simulate("--jobs", "1", "--only", *seeds, hashes="1")
+    assert ran == simulate("--jobs", "1", *other, "--only", *reversed(seeds), hashes="2")
 
 
 def simulate(*arguments: str, hashes: str = "random") -> dict[str, Any]:
