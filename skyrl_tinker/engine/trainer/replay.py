@@ -17,14 +17,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import SAVES, Effect, FutureStatus, ModelKey, ModelState
 from skyrl_tinker.domain.values import Failure, PassOutput
-from skyrl_tinker.engine.outbox import AWAY_S, persistently, when_possible
+from skyrl_tinker.engine.outbox import AWAY_S, persistently
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.parity.probe import trainer_logprobs
 from skyrl_tinker.engine.recovery.replay_order import as_they_ran, merged
@@ -60,10 +59,10 @@ ATTEMPTS = 3
 """Times that a request may kill the ranks when replayed: first as it ran, then alone in smaller rows."""
 TRIES = 4
 """Times that something is tried for which a disk or memory fails: either may for some seconds."""
-Lack = Literal["memory", "disk"]
-BEGUN_AT_ONCE = 8
+AT_ONCE = 8
+"""Models that come back at once: files of some are fetched and checked while the ranks load others."""
 WAKES = 2
-"""Times on end that the ranks may die while a model that slept comes back."""
+"""Times on end that the ranks may die while a model that slept comes back: first among others, then alone."""
 REPORT_S = 0.5
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.03}
 """Mean difference of a pass's logprobs from those delivered, from which its model says so; by trainer dtype.
@@ -101,6 +100,14 @@ class ReplayedModels:
 
 
 @dataclass(frozen=True, slots=True)
+class Returns:
+    """Models that did not come back: those that cannot, with the reasons, and those to try again later."""
+
+    failed: Mapping[ModelKey, str]
+    later: Mapping[ModelKey, SkyrlTinkerError]
+
+
+@dataclass(frozen=True, slots=True)
 class _History:
     model: ModelRow
     snapshot: SnapshotRow | None
@@ -129,6 +136,12 @@ class _History:
         """Return whether its files are on this host: call it in a thread. Raises OSError."""
         return self.snapshot is None or Path(self.snapshot.directory).exists()
 
+    def may_be_here(self) -> bool:
+        """Return whether its files are on this host, or cannot be looked for: call it in a thread."""
+        with suppress(OSError):  # a load says which
+            return self.is_here()
+        return True
+
 
 class Replay:
     def __init__(
@@ -149,8 +162,8 @@ class Replay:
         self._pass_tokens = pass_tokens
         self._asleep: dict[ModelKey, _History] = {}
         self._tries = Counter[ModelKey]()  # that failed, on end, without a death
-        self._in_vain = set[Lack]()  # for what models have waited, and none had it since
-        self._deadly = Counter[ModelKey]()  # deaths of the ranks, on end, while one that slept came back
+        self._in_vain = False  # models have waited for memory, and nothing had it since
+        self._deadly = Counter[ModelKey]()  # deaths of the ranks, on end, while it came back
         self._failed: dict[ModelKey, str] = {}
         self._together = True  # False: the ranks died while units were replayed
         self._deaths = Counter[int]()  # of the ranks while a request was replayed, by the id of its future
@@ -168,18 +181,20 @@ class Replay:
         began = time.monotonic()
         self._failed = {}
         self._tries.clear()
-        self._in_vain.clear()
+        self._in_vain = False
         self._snapshots.reset()
         found = await persistently(lambda: self._store.fetch(_histories))
+        for model in self._deadly.keys() - {history.model.key for history in found}:  # parked, or ended
+            del self._deadly[model]
         idle = [history for history in found if history.model.key not in wanted]
         self._asleep = await in_disk_thread(_sleepers, idle, self._snapshots.stored)
         for model in [model for model in self._asleep if self._deadly[model] >= WAKES]:
-            del self._asleep[model], self._deadly[model]
+            del self._asleep[model]
             self._failed[model] = "the trainer's processes die each time that it is brought back"
         left = {history.model.key for history in found} - self._asleep.keys() - self._failed.keys()
         histories = [history for history in found if history.model.key in left]
         begun = time.monotonic()
-        await self._begin_all(histories)
+        await self._bring_all(histories)
         if all(history.model.spec.rank for history in histories):  # not whole models, as large as they are
             self._snapshots.of_model.note(time.monotonic() - begun, len(histories))
         self._together = self._together and not self._deaths
@@ -222,11 +237,10 @@ class Replay:
         self._asleep.pop(model)
         del self._tries[model], self._deadly[model]
 
-    async def is_here(self, model: ModelKey) -> bool:
-        """Return whether the files of a model that sleeps are on this host, or cannot be looked for."""
-        with suppress(OSError):  # waking it says which
-            return await in_disk_thread(self._asleep[model].is_here)
-        return True
+    async def elsewhere(self, models: Sequence[ModelKey]) -> list[ModelKey]:
+        """Return those that sleep while their files are not on this host."""
+        sleepers = [self._asleep[model] for model in models]
+        return await in_disk_thread(lambda: [each.model.key for each in sleepers if not each.may_be_here()])
 
     async def fetch(self, model: ModelKey) -> None:
         """Fetch the files of a model that sleeps. Raises StorageError, and StorageAwayError for a while."""
@@ -234,101 +248,103 @@ class Replay:
         if history is not None and history.snapshot is not None:
             await self._snapshots.fetch(history.snapshot)
 
-    async def wake(self, model: ModelKey) -> str | None:
-        """Bring back a model that sleeps; return why it cannot be brought back.
-
-        Raises StorageError or ExhaustedError if it may work later, and TrainerError when the ranks die: then
-        it still sleeps.
-        """
-        history = self._asleep.pop(model)
-        try:
-            await self._trainer.release(model)  # of an earlier try
-            await self._create(history.model)
-            if history.snapshot is not None:
-                await self._read(model, history.snapshot)
-        except TrainerError:
-            self._deadly[model] += 1
-            raise
-        except SkyrlTinkerError as error:
-            away = isinstance(error, DiskFullError | StorageAwayError)
-            if away or (isinstance(error, StorageError | ExhaustedError) and self._may_help(model)):
+    async def wake(self, models: Sequence[ModelKey]) -> Returns:
+        """Bring back models that sleep. Raises TrainerError when the ranks die: then they still sleep."""
+        returns = await self._bring_back([self._asleep[model] for model in models])
+        for model in models:
+            history = self._asleep.pop(model)
+            if model in returns.later:
                 self._asleep[model] = history  # behind the others
-                raise
-            del self._tries[model], self._deadly[model]
-            return _cause(str(error))
-        del self._tries[model], self._deadly[model]
-        return None
+        return returns
+
+    async def _bring_all(self, histories: Sequence[_History]) -> None:
+        """Bring back all that can be, as long as that takes. Raises TrainerError."""
+        left = histories
+        while left:
+            returns = await self._bring_back(left)
+            self._failed |= returns.failed
+            left = [history for history in left if history.model.key in returns.later]
+            if left:
+                why = next(iter(returns.later.values()))
+                _log.warning("%d models are tried again in %.0f s: %s", len(left), AWAY_S, why)
+                await asyncio.sleep(AWAY_S)
+
+    async def _bring_back(self, histories: Sequence[_History]) -> Returns:
+        """Make models as they were created, or as their snapshots have them, several at once.
+
+        Those during whose return the ranks died come before the others, one by one. Raises TrainerError when
+        they die.
+        """
+        failed, later = dict[ModelKey, str](), dict[ModelKey, SkyrlTinkerError]()
+        places, begun = asyncio.Semaphore(AT_ONCE), set[ModelKey]()
+
+        async def bring_back(history: _History) -> None:
+            model = history.model.key
+            async with places:
+                begun.add(model)
+                try:
+                    await self._make(history)
+                except TrainerError:
+                    raise
+                except SkyrlTinkerError as error:
+                    await self._trainer.release(model)
+                    if self._may_work_later(model, error):
+                        later[model] = error
+                    else:
+                        failed[model] = _cause(str(error))
+                begun.remove(model)
+                if model not in later:
+                    del self._tries[model], self._deadly[model]
+
+        suspects = [history for history in histories if self._deadly[history.model.key]]
+        others = [history for history in histories if history not in suspects]
+        for together in *([history] for history in suspects), others:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for history in together:
+                        tasks.create_task(bring_back(history))
+            except ExceptionGroup as group:
+                self._deadly.update(begun)
+                _, defects = group.split(TrainerError)
+                raise defects or group.exceptions[0] from None
+        return Returns(failed, later)
+
+    async def _make(self, history: _History) -> None:
+        model, snapshot = history.model, history.snapshot
+        if snapshot is not None:  # first: it takes no memory while it waits
+            await self._snapshots.fetch(snapshot)
+        await self._trainer.create_model(model.key, model.spec, optimizer_family(model.optimizer_config))
+        if snapshot is not None:
+            await self._trainer.load_state(model.key, snapshot.directory, optimizer=snapshot.optimizer)
+
+    def _may_work_later(self, model: ModelKey, error: SkyrlTinkerError) -> bool:
+        """Return whether it may come back later: while storage or room is away, and after TRIES - 1 tries."""
+        if isinstance(error, DiskFullError | StorageAwayError):
+            return True
+        return isinstance(error, StorageError | ExhaustedError) and self._may_help(model)
 
     def _may_help(self, model: ModelKey) -> bool:
         """Count a try that failed; return whether another may help."""
         self._tries[model] += 1
         return self._tries[model] < TRIES
 
-    async def _begin_all(self, histories: Sequence[_History]) -> None:
-        """Begin several at once: files are fetched and checked while the ranks create and load others."""
-        places = asyncio.Semaphore(BEGUN_AT_ONCE)
-
-        async def begin(history: _History) -> None:
-            async with places:
-                await self._begin(history)
-
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for history in histories:
-                    tasks.create_task(begin(history))
-        except ExceptionGroup as group:
-            raise next((each for each in group.exceptions if isinstance(each, TrainerError)), group) from None
-
-    async def _begin(self, history: _History) -> None:
-        """Make the model as it was created, or as its snapshot has it."""
-        model, snapshot = history.model, history.snapshot
-        try:
-            await self._patiently(model.key, partial(self._create, model))
-            if snapshot is not None:
-                await self._patiently(model.key, partial(self._read, model.key, snapshot))
-        except TrainerError:
-            raise
-        except SkyrlTinkerError as error:
-            self._failed[model.key] = _cause(str(error))
-        else:
-            del self._deadly[model.key]
-
-    async def _create(self, model: ModelRow) -> None:
-        await self._trainer.create_model(model.key, model.spec, optimizer_family(model.optimizer_config))
-
-    async def _patiently(self, model: ModelKey, work: Callable[[], Awaitable[None]]) -> None:
-        """Do it. Waits while storage or another host is away, and TRIES times for a disk or for memory."""
-        while True:
-            try:
-                await when_possible(work)
-            except (StorageError, ExhaustedError) as error:
-                short: Lack = "memory" if isinstance(error, ExhaustedError) else "disk"
-                if not await self._wait([model], short, str(error)):
-                    raise
-            else:
-                return self._worked(model)
-
-    async def _wait(self, models: Sequence[ModelKey], short: Lack, why: str) -> list[ModelKey]:
-        """Wait for those for which another try may help, and return them.
+    async def _wait(self, models: Sequence[ModelKey], why: str) -> list[ModelKey]:
+        """Wait for memory for those for which another try may help, and return them.
 
         None does, as all wait for it, once one was waited for in vain and nothing has worked since.
         """
-        again = [model for model in models if self._may_help(model)] if short not in self._in_vain else []
+        again = [model for model in models if not self._in_vain and self._may_help(model)]
         if not again:
-            self._in_vain.add(short)
+            self._in_vain = True
         else:
             _log.warning("tried again in %.0f s: %s", AWAY_S, why)
             await asyncio.sleep(AWAY_S)
         return again
 
     def _worked(self, model: ModelKey) -> None:
-        """Note that there was a disk, or memory."""
+        """Note that there was memory."""
         del self._tries[model]
-        self._in_vain.clear()
-
-    async def _read(self, model: ModelKey, snapshot: SnapshotRow) -> None:
-        await self._snapshots.fetch(snapshot)
-        await self._trainer.load_state(model, snapshot.directory, optimizer=snapshot.optimizer)
+        self._in_vain = False
 
     async def _prove_ranks(self, model: ModelKey) -> None:
         """Run a trivial pass: if ranks die of that, too, it is not the request. Raises TrainerError."""
@@ -398,7 +414,7 @@ class Replay:
             return
         (row,), (output,) = rows, result.outputs
         assert isinstance(output, Failure), "an exhausted pass has no other results"
-        if await self._wait([model_of(row.row)], "memory", output.message):
+        if await self._wait([model_of(row.row)], output.message):
             await self._replay_pass(rows, apart=True)
         else:
             self._failed[model_of(row.row)] = _unrepeated(row.row, output.message)
@@ -440,7 +456,7 @@ class Replay:
                 self._failed[model] = _unrepeated(row, output.error)
                 if output.exhausted:
                     short[model] = output.error
-            again = await self._wait(list(short), "memory", next(iter(short.values()))) if short else []
+            again = await self._wait(list(short), next(iter(short.values()))) if short else []
             left = {model: left[model] for model in again}
             for model in again:
                 del self._failed[model]

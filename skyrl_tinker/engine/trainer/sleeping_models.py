@@ -11,7 +11,7 @@ from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
 from skyrl_tinker.engine.trainer.replay import Replay
 from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
-from skyrl_tinker.errors import ExhaustedError, SkyrlTinkerError, StorageError
+from skyrl_tinker.errors import SkyrlTinkerError
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 _log = logging.getLogger(__name__)
@@ -43,38 +43,35 @@ class SleepingModels:
 
     async def wake_for(self, rows: Sequence[QueuedRow]) -> bool:
         """Bring back the models of a unit; return False if one of them is not. Raises TrainerError."""
-        for model in {model: None for model in map(model_of, rows) if self._replay.sleeps(model)}:
-            if not await self._wake(model):
-                return False
-        return True
+        models = [model for model in dict.fromkeys(map(model_of, rows)) if self._replay.sleeps(model)]
+        return not models or await self._wake(models)
 
     async def wake_idle(self) -> bool:
         """Bring back the newest of them without work, if there is one, and tell so. Raises TrainerError."""
         waiting = [model for model in self.left() if not self._lanes.under_way(model)]
         if waiting:
-            await self._wake(waiting[0])
+            await self._wake(waiting[:1])  # what comes meanwhile waits for one at most
         return bool(waiting)
 
-    async def _wake(self, model: ModelKey) -> bool:
-        """Bring back a model; return False if it is not: it is parked, or tried again later.
+    async def _wake(self, models: Sequence[ModelKey]) -> bool:
+        """Bring back models, several at once; return False if one is not: it is parked, or tried again later.
 
         Files that are elsewhere are fetched first, while others train.
         """
-        if model in self._fetched:
-            self._fetched.discard(model)
-        elif not await self._replay.is_here(model):
+        elsewhere = await self._replay.elsewhere([model for model in models if model not in self._fetched])
+        for model in elsewhere:
             self._execution.hold(model, self._fetch(model))
+        here = [model for model in models if model not in elsewhere]
+        self._fetched.difference_update(here)
+        if not here:
             return False
-        try:
-            async with self._placement.training():
-                cause = await self._replay.wake(model)
-        except (StorageError, ExhaustedError) as error:
+        async with self._placement.training():
+            returns = await self._replay.wake(here)
+        for model, error in returns.later.items():
             _log.warning("model %s is brought back later: %s", model, error)
             self._execution.hold(model)
-            return False
-        if cause is not None:
-            await self._models.park({model: cause})
-        return cause is None
+        await self._models.park(returns.failed)
+        return not (elsewhere or returns.later or returns.failed)
 
     async def _fetch(self, model: ModelKey) -> None:
         """Fetch its files, however long storage is away, as long as the model is open."""

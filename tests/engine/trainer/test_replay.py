@@ -947,20 +947,35 @@ async def test_who_shared_a_unit_with_a_deadly_request_is_there_when_it_runs_alo
     assert await steps_of(after, models[1]) == [*expected(1, 2), [7]]
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "with others"])
 async def test_a_model_whose_return_kills_the_ranks_is_parked_alone(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
-    """Whether it is asked for or not; meanwhile the ranks have worked for nobody."""
-    (deadly, _), (other, _) = [await with_snapshot(world, monkeypatch) for _ in range(2)]
+    """Asked for alone or with others, which then come back one by one; the ranks have worked for nobody."""
+    deadly, *others = [(await with_snapshot(world, monkeypatch))[0] for _ in range(4)]
     world.running.cancel()
-    lost = await journal.submit_pass(world.store, deadly, 7)
+    asked = others if together else []
+    lost, *fine = [await journal.submit_pass(world.store, model, 7) for model in (deadly, *asked)]
     after = new_engine(world)
     load, key, worked = after.workers.load_state, await journal.key_of(world.store, deadly), list[int]()
+    loading, beside, all_load = set[ModelKey](), list[int](), asyncio.Event()
 
     async def deadly_load(model: ModelKey, directory: str, *, optimizer: bool) -> None:
-        if model == key:
-            raise after.workers._break("rank 0 died in load_state")
-        await load(model, directory, optimizer=optimizer)
+        loading.add(model)
+        if len(loading) == 1 + len(asked):
+            all_load.set()
+        await all_load.wait()
+        try:
+            if model == key:
+                beside.append(len(loading) - 1)
+                for _ in range(20):  # in which who comes back beside it gets here
+                    await asyncio.sleep(0)
+                    beside[-1] = max(beside[-1], len(loading) - 1)
+                raise after.workers._break("rank 0 died in load_state")
+            await asyncio.sleep(0)  # the deadly one counts first
+            await load(model, directory, optimizer=optimizer)
+        finally:
+            loading.remove(model)
 
     monkeypatch.setattr(after.workers, "load_state", deadly_load)
     monkeypatch.setattr(after.workers, "note_work", lambda: worked.append(after.workers.restarts))
@@ -968,8 +983,12 @@ async def test_a_model_whose_return_kills_the_ranks_is_parked_alone(
     assert "die each time that it is brought back" in (await journal.error_of(world.store, lost)).message
     assert after.workers.restarts == replay.WAKES
     assert [restarts for restarts in worked if 0 < restarts < replay.WAKES] == []
-    await train(after, other, 7, 1)
-    assert await steps_of(after, other) == expected(1, 3)
+    assert beside == [len(asked), 0]
+    fine += [await journal.submit_pass(world.store, each, 7) for each in others if not asked]
+    steps = [await journal.submit_step(world.store, each, 8) for each in others]
+    await all_done(after, *fine, *steps)
+    assert [await steps_of(after, each) for each in others] == [[*expected(1, 2), [7]]] * len(others)
+    assert after.workers.restarts == replay.WAKES
 
 
 async def test_idle_time_leaves_a_model_alone_that_waits_for_its_disk(
@@ -1103,11 +1122,16 @@ async def test_a_replay_waits_for_memory_for_a_while(
         assert SEND_AGAIN not in why
 
 
+@pytest.mark.parametrize("what", ["create", "pass"])
 async def test_a_shortage_that_lasts_is_waited_for_once_and_not_for_each_model(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, soon_again: None
+    world: World,
+    new_engine: NewEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    soon_again: None,
+    what: str,
 ) -> None:
     """Until there is memory again, as the last model finds."""
-    monkeypatch.setattr(replay, "BEGUN_AT_ONCE", 1)
     models = [await world.model() for _ in range(4)]
     for model in models:
         await train(world, model, 1, 1)
@@ -1117,21 +1141,19 @@ async def test_a_shortage_that_lasts_is_waited_for_once_and_not_for_each_model(
 
     async def short_of_memory(called: str, value: object) -> None:
         await tell(called, value)
-        if called == "create" and value in short:
+        if called == what and value in short:
             raise NO_MEMORY
 
     monkeypatch.setattr(after.workers, "_tell", short_of_memory)
+    after.workers.large = set(short) if what == "pass" else set()
     await after.until(lambda: after.ready)
-    made = [await journal.key_of(world.store, model) for model in models]
-    tries = [after.workers.asked("create").count(key) for key in made]
-    assert tries == [replay.TRIES, 1, 1, 1]
-    assert list(after.workers.trained) == [fine]
+    assert caplog.text.count("tried again in") == replay.TRIES - 1
+    await after.until(lambda: list(after.workers.trained) == [fine])
 
 
 async def test_a_snapshot_that_is_damaged_costs_no_other_model_its_tries_for_memory(
     world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, soon_again: None
 ) -> None:
-    monkeypatch.setattr(replay, "BEGUN_AT_ONCE", 1)
     damaged, _ = await with_snapshot(world, monkeypatch)
     await train(world, damaged, 7, 1)
     model = await world.model()
