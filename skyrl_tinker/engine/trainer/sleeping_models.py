@@ -9,7 +9,7 @@ from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.outbox import when_possible
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
-from skyrl_tinker.engine.trainer.replay import Replay
+from skyrl_tinker.engine.trainer.model_returns import ModelReturns
 from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
 from skyrl_tinker.errors import SkyrlTinkerError
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -20,13 +20,13 @@ _log = logging.getLogger(__name__)
 class SleepingModels:
     def __init__(
         self,
-        replay: Replay,
+        returns: ModelReturns,
         lanes: Lanes,
         models: ModelLifecycle,
         execution: UnitExecution,
         placement: Placement,
     ) -> None:
-        self._replay = replay
+        self._returns = returns
         self._lanes = lanes
         self._models = models
         self._execution = execution
@@ -35,15 +35,15 @@ class SleepingModels:
 
     def left(self) -> list[ModelKey]:
         """Return the models that sleep; forget those that have ended meanwhile."""
-        for model in [model for model in self._replay.asleep() if not self._lanes.is_open(model)]:
-            self._replay.forget(model)
-        left = self._replay.asleep()
+        for model in [model for model in self._returns.asleep() if not self._lanes.is_open(model)]:
+            self._returns.forget(model)
+        left = self._returns.asleep()
         self._fetched.intersection_update(left)
         return left
 
     async def wake_for(self, rows: Sequence[QueuedRow]) -> bool:
         """Bring back the models of a unit; return False if one of them is not. Raises TrainerError."""
-        models = [model for model in dict.fromkeys(map(model_of, rows)) if self._replay.sleeps(model)]
+        models = [model for model in dict.fromkeys(map(model_of, rows)) if self._returns.sleeps(model)]
         return not models or await self._wake(models)
 
     async def wake_idle(self) -> bool:
@@ -58,7 +58,7 @@ class SleepingModels:
 
         Files that are elsewhere are fetched first, while others train.
         """
-        elsewhere = await self._replay.elsewhere([model for model in models if model not in self._fetched])
+        elsewhere = await self._returns.elsewhere([model for model in models if model not in self._fetched])
         for model in elsewhere:
             self._execution.hold(model, self._fetch(model))
         here = [model for model in models if model not in elsewhere]
@@ -66,19 +66,19 @@ class SleepingModels:
         if not here:
             return False
         async with self._placement.training():
-            returns = await self._replay.wake(here)
-        for model, error in returns.later.items():
+            woken = await self._returns.wake(here)
+        for model, error in woken.later.items():
             _log.warning("model %s is brought back later: %s", model, error)
             self._execution.hold(model)
-        await self._models.park(returns.failed)
-        return not (elsewhere or returns.later or returns.failed)
+        await self._models.park(woken.failed)
+        return not (elsewhere or woken.later or woken.failed)
 
     async def _fetch(self, model: ModelKey) -> None:
         """Fetch its files, however long storage is away, as long as the model is open."""
 
         async def attempt() -> None:
             if self._lanes.is_open(model):
-                await self._replay.fetch(model)
+                await self._returns.fetch(model)
 
         with suppress(SkyrlTinkerError):  # waking it says why
             await when_possible(attempt)

@@ -20,7 +20,7 @@ from skyrl_tinker.domain.values import Failure, PassItem
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.recovery import leftovers, parking, snapshot_keeper
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
-from skyrl_tinker.engine.trainer import replay, trainer_driver, unit_execution
+from skyrl_tinker.engine.trainer import model_returns, replay, trainer_driver, unit_execution
 from skyrl_tinker.errors import SEND_AGAIN, ExhaustedError, StorageAwayError, StorageError, TrainerError
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records, model_records
@@ -861,7 +861,7 @@ async def test_models_come_back_while_there_is_nothing_else_to_do(
     await after.until(lambda: after.reports[-1] == "")
     assert after.reports.count("") == 1
     assert after.workers.restarts == 0
-    await after.until(lambda: sizes(after.driver)["Replay._asleep"] == 0)
+    await after.until(lambda: sizes(after.driver)["ModelReturns._asleep"] == 0)
 
 
 async def test_a_unit_runs_without_the_model_that_cannot_come_back(
@@ -920,7 +920,7 @@ async def test_deaths_of_the_ranks_are_forgotten_once_a_model_is_back(
         await load(model, directory, optimizer=optimizer)
 
     monkeypatch.setattr(after.workers, "load_state", every_second)
-    for died in range(replay.WAKES + 1):
+    for died in range(model_returns.WAKES + 1):
         await after.until(lambda: len(directories) == 2 * died + 1)  # noqa: B023
         after.workers.broken = DEAD
         after.driver.wake()
@@ -981,14 +981,14 @@ async def test_a_model_whose_return_kills_the_ranks_is_parked_alone(
     monkeypatch.setattr(after.workers, "note_work", lambda: worked.append(after.workers.restarts))
     await after.done(lost)
     assert "die each time that it is brought back" in (await journal.error_of(world.store, lost)).message
-    assert after.workers.restarts == replay.WAKES
-    assert [restarts for restarts in worked if 0 < restarts < replay.WAKES] == []
+    assert after.workers.restarts == model_returns.WAKES
+    assert [restarts for restarts in worked if 0 < restarts < model_returns.WAKES] == []
     assert beside == [len(asked), 0]
     fine += [await journal.submit_pass(world.store, each, 7) for each in others if not asked]
     steps = [await journal.submit_step(world.store, each, 8) for each in others]
     await all_done(after, *fine, *steps)
     assert [await steps_of(after, each) for each in others] == [[*expected(1, 2), [7]]] * len(others)
-    assert after.workers.restarts == replay.WAKES
+    assert after.workers.restarts == model_returns.WAKES
 
 
 async def test_idle_time_leaves_a_model_alone_that_waits_for_its_disk(
@@ -1044,7 +1044,7 @@ async def test_a_snapshot_stays_whose_root_has_another_name_now(
 
 @pytest.fixture
 def soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (replay, unit_execution):
+    for module in (replay, model_returns, unit_execution):
         monkeypatch.setattr(module, "AWAY_S", 0.01)
 
 
@@ -1082,7 +1082,9 @@ async def test_a_disk_or_memory_that_fails_for_some_seconds_delays_a_model(
 NO_MEMORY = ExhaustedError(f"a trainer rank ran out of memory: {SEND_AGAIN}start the server with more ranks")
 
 
-@pytest.mark.parametrize("lasts", [replay.TRIES - 1, replay.TRIES], ids=["soon over", "lasting"])
+@pytest.mark.parametrize(
+    "lasts", [model_returns.TRIES - 1, model_returns.TRIES], ids=["soon over", "lasting"]
+)
 @pytest.mark.parametrize("what", ["create", "pass", "step"])
 async def test_a_replay_waits_for_memory_for_a_while(
     world: World,
@@ -1111,7 +1113,7 @@ async def test_a_replay_waits_for_memory_for_a_while(
 
     monkeypatch.setattr(workers, "_tell", short_of_memory)
     step = await journal.submit_step(world.store, model, 3)
-    if lasts < replay.TRIES:
+    if lasts < model_returns.TRIES:
         await all_done(after, step)
         assert await steps_of(after, model) == [[1], []]
     else:
@@ -1147,7 +1149,7 @@ async def test_a_shortage_that_lasts_is_waited_for_once_and_not_for_each_model(
     monkeypatch.setattr(after.workers, "_tell", short_of_memory)
     after.workers.large = set(short) if what == "pass" else set()
     await after.until(lambda: after.ready)
-    assert caplog.text.count("tried again in") == replay.TRIES - 1
+    assert caplog.text.count("tried again in") == model_returns.TRIES - 1
     await after.until(lambda: list(after.workers.trained) == [fine])
 
 
@@ -1170,7 +1172,7 @@ async def test_a_snapshot_that_is_damaged_costs_no_other_model_its_tries_for_mem
 
     monkeypatch.setattr(after.workers, "_tell", short_of_memory)
     await train(after, model, 4, 1)
-    assert after.workers.names().count("load") == replay.TRIES
+    assert after.workers.names().count("load") == model_returns.TRIES
 
 
 @WHEN
@@ -1188,7 +1190,7 @@ async def test_a_model_on_a_disk_that_fails_for_longer_is_parked_with_its_files(
         "cannot be read: Input/output error; it is tried"
         in (await journal.error_of(world.store, lost)).message
     )
-    assert after.workers.names().count("load") == replay.TRIES
+    assert after.workers.names().count("load") == model_returns.TRIES
     assert snapshot.is_dir()
     await start(world.store)
     mended = new_engine(after)
