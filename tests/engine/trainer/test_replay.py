@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import orjson
 import pytest
 from sqlalchemy import Connection
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelKey, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure, PassItem
@@ -632,7 +632,16 @@ def test_what_was_waited_for_in_one_replay_does_not_make_all_later_ones_dear() -
     assert cost.mean_s == pytest.approx(0.05)
 
 
-@pytest.mark.parametrize("error", [StorageError("the disk is broken"), ValueError("a bug")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        StorageError("the disk is broken"),
+        OperationalError("INSERT", {}, Exception("database or disk is full")),
+        ProgrammingError("INSERT", {}, Exception("no such column")),
+        ValueError("a bug"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
 async def test_a_snapshot_that_cannot_be_written_costs_nothing(
     world: World,
     new_engine: NewEngine,
@@ -649,7 +658,7 @@ async def test_a_snapshot_that_cannot_be_written_costs_nothing(
     await world.until(lambda: world.workers.names().count("captures"), lambda tried: tried > 1)
     monkeypatch.setattr(trainer_driver, "IDLE_S", 3600.0)
     await world.until(lambda: world.workers.held, lambda held: not held)
-    assert ("Traceback" in caplog.text) == isinstance(error, ValueError)
+    assert ("Traceback" in caplog.text) == isinstance(error, ProgrammingError | ValueError)
     assert not list((world.root.parent / "snapshots").glob("*/*"))
     await train(world, model, 4, 1)
     after = new_engine(world)
