@@ -24,9 +24,11 @@ of N sessions, one in ten seconds from each, and to write them to SQLite, with t
 sessions; no HTTP. heartbeats_http_cpu_N: cores of a whole API process that gets the same heartbeats over
 HTTP, on 400 connections that stay open: most of it is parsing and answering the requests.
 restore_ready_s_N_models, restore_first_step_s_N_models: of the clock, from the start of an engine that finds
-N models with a snapshot each, and whose ranks take no time, until it takes work, and until a step of one of
-them. rss_mb: of this process, at its end. For each number of replicas: samples_per_s (of one core of the
-engine), wall_per_s, cost_us (of a sample), router_us; idle_share: of a core, when nothing is to be done;
+N models with a snapshot each, and whose ranks take no time but LOAD_S to check a snapshot's files, until it
+takes work, and until a step of one of them. woken_s_N_models: of the clock, from there on until a step of
+each of N others that sleep, all asked at once. rss_mb: of this process, at its end.
+For each number of replicas: samples_per_s (of one core of the engine), wall_per_s, cost_us (of a sample),
+router_us; idle_share: of a core, when nothing is to be done;
 fanout_p50_ms: an adapter on all replicas, each of which takes 20 ms; pause_p50_ms: pause and resume of all.
 cost_ratio_64, fanout_ratio_64: to one replica. errors: samples that failed. mb_per_10k_waiting.
 """
@@ -99,16 +101,18 @@ from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.tables import AdapterVersion, Future, Model, Session
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.futures.queue import QueuedRow
-from skyrl_tinker.store.futures.sample_submission import NewSample, submit_sample
+from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.replay import snapshot_records
 from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
 from skyrl_tinker.store.session_records import BEAT_S
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.trainer_group import TrainerGroup
 from tests.engine.support import journal
 from tests.engine.support.world import World
 from tests.support.processes import below, title
+from tests.support.reads import reading
 from tests.support.scripted_replica import CONTEXT
-from tests.support.scripted_trainer import write_steps
+from tests.support.scripted_trainer import ScriptedTrainer, write_steps
 from tests.support.serve import KINDS
 from tests.support.sqlite_file import new_file
 from tests.support.stand_in_replicas import stand_ins
@@ -122,6 +126,7 @@ PROMPT, SAMPLED = 64, 16
 PER_CORE = 64
 """Sequences in flight per replica."""
 LOAD_S = 0.02
+WOKEN = 200
 REPEATS = 20
 IDLE_S = 5.0
 BEATS_S, BEATS_EVERY_S, BEATS_AT_ONCE = 20.0, 0.05, 400
@@ -439,8 +444,14 @@ async def _send_beats(url: str, sessions: list[SessionId]) -> None:
         await _each_beats(sessions, beat)
 
 
+class CheckingRanks(ScriptedTrainer):
+    async def load_state(self, model: ModelKey, directory: str, *, optimizer: bool) -> None:
+        await asyncio.sleep(LOAD_S)  # its files are checked, beside what else the ranks do
+        await super().load_state(model, directory, optimizer=optimizer)
+
+
 async def restore(models: int) -> dict[str, float]:
-    """Return seconds until an engine that finds models with snapshots is ready, and to its first step."""
+    """Return seconds until an engine that finds models with snapshots is ready, and to steps of them."""
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
         store, bell = Store.open(new_file(home / "store.db"), home), SocketBell.bind(home, "engine")
@@ -456,11 +467,17 @@ async def restore(models: int) -> dict[str, float]:
             key = await journal.key_of(store, model)
             await store.write(partial(snapshot_records.put, model=key, snapshot=row))
         began = time.perf_counter()
-        after = World(store, bell, home / "checkpoints")
+        after = World(store, bell, home / "checkpoints", cast(TrainerGroup, CheckingRanks()))
         await after.until(lambda: after.ready)
         ready_s = time.perf_counter() - began
         await _train(after, trained[models // 2], 3)
         first_step_s = time.perf_counter() - began
+        others = [model for model in trained if model != trained[models // 2]][:WOKEN]
+        began = time.perf_counter()
+        await asyncio.gather(*(_ask(after, model, 3) for model in others))
+        await after.until(lambda: _counted(store, FutureStatus.PENDING), (0).__eq__)
+        assert not _counted(store, FutureStatus.FAILED)
+        woken_s = time.perf_counter() - began
         after.running.cancel()
         await asyncio.wait([after.running])
         bell.close()
@@ -468,13 +485,23 @@ async def restore(models: int) -> dict[str, float]:
         return {
             f"restore_ready_s_{models}_models": round(ready_s, 2),
             f"restore_first_step_s_{models}_models": round(first_step_s, 2),
+            f"woken_s_{len(others)}_models": round(woken_s, 2),
         }
 
 
 async def _train(world: World, model: ModelId, seq_id: int) -> None:
-    await journal.submit_pass(world.store, model, seq_id)
-    done = await world.done(await journal.submit_step(world.store, model, seq_id + 1))
+    done = await world.done(await _ask(world, model, seq_id))
     assert done.status is FutureStatus.DONE
+
+
+async def _ask(world: World, model: ModelId, seq_id: int) -> Accepted:
+    await journal.submit_pass(world.store, model, seq_id)
+    return await journal.submit_step(world.store, model, seq_id + 1)
+
+
+def _counted(store: Store, status: FutureStatus) -> int:
+    with reading(store) as conn:
+        return conn.scalar(select(func.count()).where(Future.status == status)) or 0
 
 
 async def measure(replicas: int, samples: int, waiting: int, answer_s: float) -> dict[str, float]:

@@ -24,6 +24,7 @@ from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.trainer.model_barriers import ModelBarriers
 from skyrl_tinker.engine.trainer.model_creation import ModelCreation
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
+from skyrl_tinker.engine.trainer.model_returns import ModelReturns
 from skyrl_tinker.engine.trainer.optim_steps import OptimSteps
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator
 from skyrl_tinker.engine.trainer.replay import Replay
@@ -99,7 +100,8 @@ def compose_training(
     models = ModelLifecycle(store, trainer, lanes, drift_monitor, snapshots, outbox, commits)
     passes = PassCoordinator(store, trainer, router_replay=settings.router_replay)
     unit_tokens = settings.unit_tokens or max(UNIT_TOKENS, 2 * settings.trainer_ranks * settings.token_budget)
-    replay = Replay(store, trainer, passes, snapshots, drift_monitor, unit_tokens)
+    returns = ModelReturns(store, trainer, snapshots)
+    replay = Replay(store, trainer, returns, passes, snapshots, drift_monitor, unit_tokens)
     executors = Executors(
         passes,
         OptimSteps(store, trainer, lanes, drift_monitor.pop_metrics),
@@ -122,7 +124,7 @@ def compose_training(
         outbox,
         snapshots,
         replay,
-        SleepingModels(replay, lanes, models, execution, placement),
+        SleepingModels(returns, lanes, models, execution, placement),
         metrics,
         placement,
         woken,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextvars import Context
 from random import Random
 
-from skyrl_tinker.engine.trainer.replay import TRIES
+from skyrl_tinker.engine.trainer.model_returns import TRIES
 from tests.simulation.virtual_loop import PROCESS, Crash, VirtualLoop
 
 FULL_S = 8.0

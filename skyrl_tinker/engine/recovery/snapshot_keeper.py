@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.atomic_directory import atomic_directory, storage_errors
 from skyrl_tinker.domain.ids import Effect, ModelKey, ModelState
@@ -217,8 +217,8 @@ class SnapshotKeeper:
                 await in_transfer_thread(self._storage.store, directory)
             await self._keep_sampled(model)
             await self._commits.add(UnitEnd({}, (partial(_put, model=model, row=row),)))
-        except Exception as error:  # of ranks, storage, disk or database: training goes on
-            foreseen = isinstance(error, SkyrlTinkerError | OSError | SQLAlchemyError)
+        except Exception as error:  # of ranks, storage, a disk or the database; training goes on in any case
+            foreseen = isinstance(error, SkyrlTinkerError | OSError | OperationalError)
             _log.warning(
                 "the snapshot of model %s was not kept: %s: %s",
                 model,

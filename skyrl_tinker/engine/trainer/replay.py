@@ -1,7 +1,4 @@
-"""Replay: brings every model back on fresh ranks, from its snapshot and the units that it ran since.
-
-A model without units since its snapshot sleeps: it comes back before its next unit, or while the trainer is
-idle.
+"""Replay: repeats the units that models ran since their snapshots, once they are back on fresh ranks.
 
 Replay repeats committed units, in rows of the same size, through the ordinary passes and steps, many models
 at a time; outcomes are dropped, since the clients have them. On one CPU rank the models are then the same to
@@ -14,57 +11,36 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Literal
 
 import numpy as np
-from sqlalchemy import Connection
 
-from skyrl_tinker.domain.ids import SAVES, Effect, FutureStatus, ModelKey, ModelState
+from skyrl_tinker.domain.ids import SAVES, Effect, FutureStatus, ModelKey
 from skyrl_tinker.domain.values import Failure, PassOutput
-from skyrl_tinker.engine.outbox import AWAY_S, persistently, when_possible
+from skyrl_tinker.engine.outbox import AWAY_S, persistently
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.parity.probe import trainer_logprobs
 from skyrl_tinker.engine.recovery.replay_order import as_they_ran, merged
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.scheduling.planner import Pass
-from skyrl_tinker.engine.trainer.model_creation import optimizer_family
+from skyrl_tinker.engine.trainer.model_returns import TRIES, History, ModelReturns, cause_of
 from skyrl_tinker.engine.trainer.optim_steps import step_item
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator
-from skyrl_tinker.errors import (
-    SEND_AGAIN,
-    DiskFullError,
-    ExhaustedError,
-    SkyrlTinkerError,
-    StorageAwayError,
-    StorageError,
-    TrainerError,
-)
-from skyrl_tinker.off_loop import in_disk_thread, off_loop
+from skyrl_tinker.errors import TrainerError
+from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.protobuf import pass_results
-from skyrl_tinker.store import model_records
 from skyrl_tinker.store.futures import outcomes
 from skyrl_tinker.store.futures.queue import QueuedRow
-from skyrl_tinker.store.model_records import ModelRow
-from skyrl_tinker.store.replay import snapshot_records, unit_records
-from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
+from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.replay.unit_records import RanRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult, TrainerGroup
 from skyrl_tinker.training.trainer_spec import retry_budget
 
 ATTEMPTS = 3
-"""Most deaths of the ranks by the replay of one request: first as it ran, then alone in smaller rows."""
-TRIES = 4
-"""Most tries of work for which a disk or memory fails, as either may for some seconds."""
-Lack = Literal["memory", "disk"]
-BEGUN_AT_ONCE = 8
-WAKES = 2
-"""Most consecutive deaths of the ranks while a sleeping model comes back."""
+"""Times that a request may kill the ranks when replayed: first as it ran, then alone in smaller rows."""
 REPORT_S = 0.5
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.03}
 """Largest mean difference between a replayed pass's logprobs and the delivered ones, by trainer dtype.
@@ -101,41 +77,12 @@ class ReplayedModels:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _History:
-    model: ModelRow
-    snapshot: SnapshotRow | None
-    rows: Sequence[RanRow]  # run after the snapshot, in order
-
-    @classmethod
-    def read(cls, conn: Connection, model: ModelRow) -> "_History":
-        snapshot = snapshot_records.find(conn, model.key)
-        after = 0 if snapshot is None else snapshot.seq_id
-        return cls(model, snapshot, unit_records.ran_after(conn, model.key, after))
-
-    def can_sleep(self, *, stored: bool) -> bool:
-        """Return whether the model needs only a load of available files: call it in a thread.
-
-        False for full parameters: a new model must not take their memory meanwhile. `stored`: snapshots are
-        in a storage, too.
-        """
-        if self.rows or self.model.spec.rank == 0:
-            return False
-        try:
-            return stored or self.is_here()
-        except OSError:  # the disk fails: load it now, with retries
-            return False
-
-    def is_here(self) -> bool:
-        """Return whether its files are on this host: call it in a thread. Raises OSError."""
-        return self.snapshot is None or Path(self.snapshot.directory).exists()
-
-
 class Replay:
     def __init__(
         self,
         store: Store,
         trainer: TrainerGroup,
+        returns: ModelReturns,
         passes: PassCoordinator,
         snapshots: SnapshotKeeper,
         drift_monitor: DriftMonitor,
@@ -144,14 +91,13 @@ class Replay:
         """`pass_tokens`: bound of a pass of several models."""
         self._store = store
         self._trainer = trainer
+        self._returns = returns
         self._passes = passes
         self._snapshots = snapshots
         self._drift_monitor = drift_monitor
         self._pass_tokens = pass_tokens
-        self._asleep: dict[ModelKey, _History] = {}
-        self._tries = Counter[ModelKey]()  # consecutive failed tries without a death
-        self._in_vain = set[Lack]()  # resources waited for in vain, and not available since
-        self._deadly = Counter[ModelKey]()  # consecutive deaths of the ranks while a sleeping model came back
+        self._tries = Counter[ModelKey]()  # that failed, on end, without a death
+        self._in_vain = False  # models have waited for memory, and nothing had it since
         self._failed: dict[ModelKey, str] = {}
         self._together = True  # False: the ranks died while units were replayed
         self._deaths = Counter[int]()  # of the ranks during the replay of a request, by future id
@@ -167,33 +113,22 @@ class Replay:
         Raises TrainerError if the ranks die meanwhile: call it again on fresh ones.
         """
         began = time.monotonic()
-        self._failed = {}
         self._tries.clear()
-        self._in_vain.clear()
+        self._in_vain = False
         self._snapshots.reset()
-        found = await persistently(lambda: self._store.fetch(_histories))
-        idle = [history for history in found if history.model.key not in wanted]
-        self._asleep = await in_disk_thread(_sleepers, idle, self._snapshots.stored)
-        for model in [model for model in self._asleep if self._deadly[model] >= WAKES]:
-            del self._asleep[model], self._deadly[model]
-            self._failed[model] = "the trainer's processes die each time that it is brought back"
-        left = {history.model.key for history in found} - self._asleep.keys() - self._failed.keys()
-        histories = [history for history in found if history.model.key in left]
-        begun = time.monotonic()
-        await self._begin_all(histories)
-        if all(history.model.spec.rank for history in histories):  # full parameters would distort the mean
-            self._snapshots.of_model.note(time.monotonic() - begun, len(histories))
+        begun = await self._returns.begin(wanted)
+        self._failed = dict(begun.failed)
         self._together = self._together and not self._deaths
-        if histories and not self._together:
-            await self._prove_ranks(histories[0].model.key)
-        units = await self._repeat(histories, repeat_saves, progress)
+        if begun.back and not self._together:
+            await self._prove_ranks(begun.back[0].model.key)
+        units = await self._repeat(begun.back, repeat_saves, progress)
         self._deaths.clear()
         self._together = True
         seconds = time.monotonic() - began
-        return ReplayedModels(len(found), len(self._asleep), units, seconds, self._failed)
+        return ReplayedModels(begun.models, begun.asleep, units, seconds, self._failed)
 
     async def _repeat(
-        self, histories: Sequence[_History], repeat_saves: RepeatSaves, progress: Progress
+        self, histories: Sequence[History], repeat_saves: RepeatSaves, progress: Progress
     ) -> int:
         """Repeat the requests that these models ran; return the number of their units."""
         rows = [row for history in histories for row in history.rows]
@@ -211,125 +146,24 @@ class Replay:
         self.units += len(left)
         return len(left)
 
-    def sleeps(self, model: ModelKey) -> bool:
-        return model in self._asleep
-
-    def asleep(self) -> list[ModelKey]:
-        """Return the sleeping models, the newest first."""
-        return list(self._asleep)
-
-    def forget(self, model: ModelKey) -> None:
-        """Forget a sleeping model that has ended."""
-        self._asleep.pop(model)
-        del self._tries[model], self._deadly[model]
-
-    async def is_here(self, model: ModelKey) -> bool:
-        """Return whether a sleeping model's files are on this host; also True if the disk fails."""
-        with suppress(OSError):  # waking it reports the error
-            return await in_disk_thread(self._asleep[model].is_here)
-        return True
-
-    async def fetch(self, model: ModelKey) -> None:
-        """Fetch a sleeping model's files. Raises StorageError; StorageAwayError if a later try may help."""
-        history = self._asleep.get(model)
-        if history is not None and history.snapshot is not None:
-            await self._snapshots.fetch(history.snapshot)
-
-    async def wake(self, model: ModelKey) -> str | None:
-        """Bring back a sleeping model; return why it cannot be brought back, None on success.
-
-        Raises StorageError or ExhaustedError if it may work later, and TrainerError if the ranks die; the
-        model then still sleeps.
-        """
-        history = self._asleep.pop(model)
-        try:
-            await self._trainer.release(model)  # of an earlier try
-            await self._create(history.model)
-            if history.snapshot is not None:
-                await self._read(model, history.snapshot)
-        except TrainerError:
-            self._deadly[model] += 1
-            raise
-        except SkyrlTinkerError as error:
-            away = isinstance(error, DiskFullError | StorageAwayError)
-            if away or (isinstance(error, StorageError | ExhaustedError) and self._may_help(model)):
-                self._asleep[model] = history  # after the others
-                raise
-            del self._tries[model], self._deadly[model]
-            return _cause(str(error))
-        del self._tries[model], self._deadly[model]
-        return None
-
-    def _may_help(self, model: ModelKey) -> bool:
-        """Count a failed try; return whether another may help."""
-        self._tries[model] += 1
-        return self._tries[model] < TRIES
-
-    async def _begin_all(self, histories: Sequence[_History]) -> None:
-        """Begin several concurrently: files are fetched and checked while the ranks load other models."""
-        places = asyncio.Semaphore(BEGUN_AT_ONCE)
-
-        async def begin(history: _History) -> None:
-            async with places:
-                await self._begin(history)
-
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for history in histories:
-                    tasks.create_task(begin(history))
-        except ExceptionGroup as group:
-            raise next((each for each in group.exceptions if isinstance(each, TrainerError)), group) from None
-
-    async def _begin(self, history: _History) -> None:
-        """Create the model, and load its snapshot if it has one."""
-        model, snapshot = history.model, history.snapshot
-        try:
-            await self._patiently(model.key, partial(self._create, model))
-            if snapshot is not None:
-                await self._patiently(model.key, partial(self._read, model.key, snapshot))
-        except TrainerError:
-            raise
-        except SkyrlTinkerError as error:
-            self._failed[model.key] = _cause(str(error))
-        else:
-            del self._deadly[model.key]
-
-    async def _create(self, model: ModelRow) -> None:
-        await self._trainer.create_model(model.key, model.spec, optimizer_family(model.optimizer_config))
-
-    async def _patiently(self, model: ModelKey, work: Callable[[], Awaitable[None]]) -> None:
-        """Do `work`. Waits while storage or another host is away, and TRIES times for a disk or memory."""
-        while True:
-            try:
-                await when_possible(work)
-            except (StorageError, ExhaustedError) as error:
-                short: Lack = "memory" if isinstance(error, ExhaustedError) else "disk"
-                if not await self._wait([model], short, str(error)):
-                    raise
-            else:
-                return self._worked(model)
-
-    async def _wait(self, models: Sequence[ModelKey], short: Lack, why: str) -> list[ModelKey]:
-        """Wait if another try may help some of these models, and return them.
+    async def _wait(self, models: Sequence[ModelKey], why: str) -> list[ModelKey]:
+        """Wait for memory for those for which another try may help, and return them.
 
         None once a model has waited for `short` in vain and nothing has worked since: all need it.
         """
-        again = [model for model in models if self._may_help(model)] if short not in self._in_vain else []
+        self._tries.update(models)
+        again = [model for model in models if not self._in_vain and self._tries[model] < TRIES]
         if not again:
-            self._in_vain.add(short)
+            self._in_vain = True
         else:
             _log.warning("tried again in %.0f s: %s", AWAY_S, why)
             await asyncio.sleep(AWAY_S)
         return again
 
     def _worked(self, model: ModelKey) -> None:
-        """Record that disk and memory were available."""
+        """Note that there was memory."""
         del self._tries[model]
-        self._in_vain.clear()
-
-    async def _read(self, model: ModelKey, snapshot: SnapshotRow) -> None:
-        await self._snapshots.fetch(snapshot)
-        await self._trainer.load_state(model, snapshot.directory, optimizer=snapshot.optimizer)
+        self._in_vain = False
 
     async def _prove_ranks(self, model: ModelKey) -> None:
         """Run a trivial pass: if the ranks die in it, too, no request is to blame. Raises TrainerError."""
@@ -399,7 +233,7 @@ class Replay:
             return
         (row,), (output,) = rows, result.outputs
         assert isinstance(output, Failure), "an exhausted pass has no other results"
-        if await self._wait([model_of(row.row)], "memory", output.message):
+        if await self._wait([model_of(row.row)], output.message):
             await self._replay_pass(rows, apart=True)
         else:
             self._failed[model_of(row.row)] = _unrepeated(row.row, output.message)
@@ -441,7 +275,7 @@ class Replay:
                 self._failed[model] = _unrepeated(row, output.error)
                 if output.exhausted:
                     short[model] = output.error
-            again = await self._wait(list(short), "memory", next(iter(short.values()))) if short else []
+            again = await self._wait(list(short), next(iter(short.values()))) if short else []
             left = {model: left[model] for model in again}
             for model in again:
                 del self._failed[model]
@@ -456,18 +290,4 @@ def _gap(output: PassOutput, body: bytes) -> float:
 
 
 def _unrepeated(row: QueuedRow, why: str) -> str:
-    return f"request {row.seq_id} could not be replayed: {_cause(why)}"
-
-
-def _cause(why: str) -> str:
-    """Return a failure's text without the advice to send the request again."""
-    return why.replace(SEND_AGAIN, "")
-
-
-def _sleepers(histories: Sequence[_History], stored: bool) -> dict[ModelKey, _History]:
-    """Return the models that can sleep, the newest first."""
-    return {each.model.key: each for each in reversed(histories) if each.can_sleep(stored=stored)}
-
-
-def _histories(conn: Connection) -> list[_History]:
-    return [_History.read(conn, model) for model in model_records.list_in_states(conn, ModelState.READY)]
+    return f"request {row.seq_id} could not be replayed: {cause_of(why)}"

@@ -9,9 +9,9 @@ from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.outbox import when_possible
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
-from skyrl_tinker.engine.trainer.replay import Replay
+from skyrl_tinker.engine.trainer.model_returns import ModelReturns
 from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
-from skyrl_tinker.errors import ExhaustedError, SkyrlTinkerError, StorageError
+from skyrl_tinker.errors import SkyrlTinkerError
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 _log = logging.getLogger(__name__)
@@ -20,13 +20,13 @@ _log = logging.getLogger(__name__)
 class SleepingModels:
     def __init__(
         self,
-        replay: Replay,
+        returns: ModelReturns,
         lanes: Lanes,
         models: ModelLifecycle,
         execution: UnitExecution,
         placement: Placement,
     ) -> None:
-        self._replay = replay
+        self._returns = returns
         self._lanes = lanes
         self._models = models
         self._execution = execution
@@ -34,54 +34,51 @@ class SleepingModels:
         self._fetched: set[ModelKey] = set()  # fetched, or tried
 
     def left(self) -> list[ModelKey]:
-        """Return the sleeping models; forget those that have ended meanwhile."""
-        for model in [model for model in self._replay.asleep() if not self._lanes.is_open(model)]:
-            self._replay.forget(model)
-        left = self._replay.asleep()
+        """Return the models that sleep; forget those that have ended meanwhile."""
+        for model in [model for model in self._returns.asleep() if not self._lanes.is_open(model)]:
+            self._returns.forget(model)
+        left = self._returns.asleep()
         self._fetched.intersection_update(left)
         return left
 
     async def wake_for(self, rows: Sequence[QueuedRow]) -> bool:
-        """Bring back the models of a unit; return False if one did not come back. Raises TrainerError."""
-        for model in {model: None for model in map(model_of, rows) if self._replay.sleeps(model)}:
-            if not await self._wake(model):
-                return False
-        return True
+        """Bring back the models of a unit; return False if one of them is not. Raises TrainerError."""
+        models = [model for model in dict.fromkeys(map(model_of, rows)) if self._returns.sleeps(model)]
+        return not models or await self._wake(models)
 
     async def wake_idle(self) -> bool:
         """Bring back the newest sleeping model, if any; return whether there was one. Raises TrainerError."""
         waiting = [model for model in self.left() if not self._lanes.under_way(model)]
         if waiting:
-            await self._wake(waiting[0])
+            await self._wake(waiting[:1])  # what comes meanwhile waits for one at most
         return bool(waiting)
 
-    async def _wake(self, model: ModelKey) -> bool:
-        """Bring back a model; return False if it is parked or must be tried again later.
+    async def _wake(self, models: Sequence[ModelKey]) -> bool:
+        """Bring back models, several at once; return False if one is not: it is parked, or tried again later.
 
         Files on other hosts are fetched first, while other models train.
         """
-        if model in self._fetched:
-            self._fetched.discard(model)
-        elif not await self._replay.is_here(model):
+        elsewhere = await self._returns.elsewhere([model for model in models if model not in self._fetched])
+        for model in elsewhere:
             self._execution.hold(model, self._fetch(model))
+        here = [model for model in models if model not in elsewhere]
+        self._fetched.difference_update(here)
+        if not here:
             return False
-        try:
-            async with self._placement.training():
-                cause = await self._replay.wake(model)
-        except (StorageError, ExhaustedError) as error:
+        async with self._placement.training():
+            woken = await self._returns.wake(here)
+        for model, error in woken.later.items():
             _log.warning("model %s is brought back later: %s", model, error)
             self._execution.hold(model)
-            return False
-        if cause is not None:
-            await self._models.park({model: cause})
-        return cause is None
+        await self._models.park(woken.failed)
+        return not (elsewhere or woken.later or woken.failed)
 
     async def _fetch(self, model: ModelKey) -> None:
         """Fetch a model's files, however long storage is away, while the model is open."""
 
         async def attempt() -> None:
             if self._lanes.is_open(model):
-                await self._replay.fetch(model)
+                await self._returns.fetch(model)
 
         with suppress(SkyrlTinkerError):  # waking it reports the error
             await when_possible(attempt)

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import orjson
 import pytest
 from sqlalchemy import Connection
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelKey, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure, PassItem
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.recovery import leftovers, parking, snapshot_keeper
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
-from skyrl_tinker.engine.trainer import replay, trainer_driver, unit_execution
+from skyrl_tinker.engine.trainer import model_returns, replay, trainer_driver, unit_execution
 from skyrl_tinker.errors import SEND_AGAIN, ExhaustedError, StorageAwayError, StorageError, TrainerError
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records, model_records
@@ -632,7 +632,16 @@ def test_what_was_waited_for_in_one_replay_does_not_make_all_later_ones_dear() -
     assert cost.mean_s == pytest.approx(0.05)
 
 
-@pytest.mark.parametrize("error", [StorageError("the disk is broken"), ValueError("a bug")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        StorageError("the disk is broken"),
+        OperationalError("INSERT", {}, Exception("database or disk is full")),
+        ProgrammingError("INSERT", {}, Exception("no such column")),
+        ValueError("a bug"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
 async def test_a_snapshot_that_cannot_be_written_costs_nothing(
     world: World,
     new_engine: NewEngine,
@@ -649,7 +658,7 @@ async def test_a_snapshot_that_cannot_be_written_costs_nothing(
     await world.until(lambda: world.workers.names().count("captures"), lambda tried: tried > 1)
     monkeypatch.setattr(trainer_driver, "IDLE_S", 3600.0)
     await world.until(lambda: world.workers.held, lambda held: not held)
-    assert ("Traceback" in caplog.text) == isinstance(error, ValueError)
+    assert ("Traceback" in caplog.text) == isinstance(error, ProgrammingError | ValueError)
     assert not list((world.root.parent / "snapshots").glob("*/*"))
     await train(world, model, 4, 1)
     after = new_engine(world)
@@ -861,7 +870,7 @@ async def test_models_come_back_while_there_is_nothing_else_to_do(
     await after.until(lambda: after.reports[-1] == "")
     assert after.reports.count("") == 1
     assert after.workers.restarts == 0
-    await after.until(lambda: sizes(after.driver)["Replay._asleep"] == 0)
+    await after.until(lambda: sizes(after.driver)["ModelReturns._asleep"] == 0)
 
 
 async def test_a_unit_runs_without_the_model_that_cannot_come_back(
@@ -920,7 +929,7 @@ async def test_deaths_of_the_ranks_are_forgotten_once_a_model_is_back(
         await load(model, directory, optimizer=optimizer)
 
     monkeypatch.setattr(after.workers, "load_state", every_second)
-    for died in range(replay.WAKES + 1):
+    for died in range(model_returns.WAKES + 1):
         await after.until(lambda: len(directories) == 2 * died + 1)  # noqa: B023
         after.workers.broken = DEAD
         after.driver.wake()
@@ -947,29 +956,48 @@ async def test_who_shared_a_unit_with_a_deadly_request_is_there_when_it_runs_alo
     assert await steps_of(after, models[1]) == [*expected(1, 2), [7]]
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "with others"])
 async def test_a_model_whose_return_kills_the_ranks_is_parked_alone(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
-    """Whether it is asked for or not; meanwhile the ranks have worked for nobody."""
-    (deadly, _), (other, _) = [await with_snapshot(world, monkeypatch) for _ in range(2)]
+    """Asked for alone or with others, which then come back one by one; the ranks have worked for nobody."""
+    deadly, *others = [(await with_snapshot(world, monkeypatch))[0] for _ in range(4)]
     world.running.cancel()
-    lost = await journal.submit_pass(world.store, deadly, 7)
+    asked = others if together else []
+    lost, *fine = [await journal.submit_pass(world.store, model, 7) for model in (deadly, *asked)]
     after = new_engine(world)
     load, key, worked = after.workers.load_state, await journal.key_of(world.store, deadly), list[int]()
+    loading, beside, all_load = set[ModelKey](), list[int](), asyncio.Event()
 
     async def deadly_load(model: ModelKey, directory: str, *, optimizer: bool) -> None:
-        if model == key:
-            raise after.workers._break("rank 0 died in load_state")
-        await load(model, directory, optimizer=optimizer)
+        loading.add(model)
+        if len(loading) == 1 + len(asked):
+            all_load.set()
+        await all_load.wait()
+        try:
+            if model == key:
+                beside.append(len(loading) - 1)
+                for _ in range(20):  # in which who comes back beside it gets here
+                    await asyncio.sleep(0)
+                    beside[-1] = max(beside[-1], len(loading) - 1)
+                raise after.workers._break("rank 0 died in load_state")
+            await asyncio.sleep(0)  # the deadly one counts first
+            await load(model, directory, optimizer=optimizer)
+        finally:
+            loading.remove(model)
 
     monkeypatch.setattr(after.workers, "load_state", deadly_load)
     monkeypatch.setattr(after.workers, "note_work", lambda: worked.append(after.workers.restarts))
     await after.done(lost)
     assert "die each time that it is brought back" in (await journal.error_of(world.store, lost)).message
-    assert after.workers.restarts == replay.WAKES
-    assert [restarts for restarts in worked if 0 < restarts < replay.WAKES] == []
-    await train(after, other, 7, 1)
-    assert await steps_of(after, other) == expected(1, 3)
+    assert after.workers.restarts == model_returns.WAKES
+    assert [restarts for restarts in worked if 0 < restarts < model_returns.WAKES] == []
+    assert beside == [len(asked), 0]
+    fine += [await journal.submit_pass(world.store, each, 7) for each in others if not asked]
+    steps = [await journal.submit_step(world.store, each, 8) for each in others]
+    await all_done(after, *fine, *steps)
+    assert [await steps_of(after, each) for each in others] == [[*expected(1, 2), [7]]] * len(others)
+    assert after.workers.restarts == model_returns.WAKES
 
 
 async def test_idle_time_leaves_a_model_alone_that_waits_for_its_disk(
@@ -1025,7 +1053,7 @@ async def test_a_snapshot_stays_whose_root_has_another_name_now(
 
 @pytest.fixture
 def soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (replay, unit_execution):
+    for module in (replay, model_returns, unit_execution):
         monkeypatch.setattr(module, "AWAY_S", 0.01)
 
 
@@ -1063,7 +1091,9 @@ async def test_a_disk_or_memory_that_fails_for_some_seconds_delays_a_model(
 NO_MEMORY = ExhaustedError(f"a trainer rank ran out of memory: {SEND_AGAIN}start the server with more ranks")
 
 
-@pytest.mark.parametrize("lasts", [replay.TRIES - 1, replay.TRIES], ids=["soon over", "lasting"])
+@pytest.mark.parametrize(
+    "lasts", [model_returns.TRIES - 1, model_returns.TRIES], ids=["soon over", "lasting"]
+)
 @pytest.mark.parametrize("what", ["create", "pass", "step"])
 async def test_a_replay_waits_for_memory_for_a_while(
     world: World,
@@ -1092,7 +1122,7 @@ async def test_a_replay_waits_for_memory_for_a_while(
 
     monkeypatch.setattr(workers, "_tell", short_of_memory)
     step = await journal.submit_step(world.store, model, 3)
-    if lasts < replay.TRIES:
+    if lasts < model_returns.TRIES:
         await all_done(after, step)
         assert await steps_of(after, model) == [[1], []]
     else:
@@ -1103,11 +1133,16 @@ async def test_a_replay_waits_for_memory_for_a_while(
         assert SEND_AGAIN not in why
 
 
+@pytest.mark.parametrize("what", ["create", "pass"])
 async def test_a_shortage_that_lasts_is_waited_for_once_and_not_for_each_model(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, soon_again: None
+    world: World,
+    new_engine: NewEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    soon_again: None,
+    what: str,
 ) -> None:
     """Until there is memory again, as the last model finds."""
-    monkeypatch.setattr(replay, "BEGUN_AT_ONCE", 1)
     models = [await world.model() for _ in range(4)]
     for model in models:
         await train(world, model, 1, 1)
@@ -1117,21 +1152,19 @@ async def test_a_shortage_that_lasts_is_waited_for_once_and_not_for_each_model(
 
     async def short_of_memory(called: str, value: object) -> None:
         await tell(called, value)
-        if called == "create" and value in short:
+        if called == what and value in short:
             raise NO_MEMORY
 
     monkeypatch.setattr(after.workers, "_tell", short_of_memory)
+    after.workers.large = set(short) if what == "pass" else set()
     await after.until(lambda: after.ready)
-    made = [await journal.key_of(world.store, model) for model in models]
-    tries = [after.workers.asked("create").count(key) for key in made]
-    assert tries == [replay.TRIES, 1, 1, 1]
-    assert list(after.workers.trained) == [fine]
+    assert caplog.text.count("tried again in") == model_returns.TRIES - 1
+    await after.until(lambda: list(after.workers.trained) == [fine])
 
 
 async def test_a_snapshot_that_is_damaged_costs_no_other_model_its_tries_for_memory(
     world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, soon_again: None
 ) -> None:
-    monkeypatch.setattr(replay, "BEGUN_AT_ONCE", 1)
     damaged, _ = await with_snapshot(world, monkeypatch)
     await train(world, damaged, 7, 1)
     model = await world.model()
@@ -1148,7 +1181,7 @@ async def test_a_snapshot_that_is_damaged_costs_no_other_model_its_tries_for_mem
 
     monkeypatch.setattr(after.workers, "_tell", short_of_memory)
     await train(after, model, 4, 1)
-    assert after.workers.names().count("load") == replay.TRIES
+    assert after.workers.names().count("load") == model_returns.TRIES
 
 
 @WHEN
@@ -1166,7 +1199,7 @@ async def test_a_model_on_a_disk_that_fails_for_longer_is_parked_with_its_files(
         "cannot be read: Input/output error; it is tried"
         in (await journal.error_of(world.store, lost)).message
     )
-    assert after.workers.names().count("load") == replay.TRIES
+    assert after.workers.names().count("load") == model_returns.TRIES
     assert snapshot.is_dir()
     await start(world.store)
     mended = new_engine(after)

@@ -1,0 +1,249 @@
+"""Return of models to fresh ranks, as they were created or as their snapshots have them, several at once.
+
+One that ran nothing since sleeps: it comes back before its next unit, or while the trainer has nothing to do.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import Connection
+
+from skyrl_tinker.domain.ids import ModelKey, ModelState
+from skyrl_tinker.engine.outbox import AWAY_S, persistently
+from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
+from skyrl_tinker.engine.trainer.model_creation import optimizer_family
+from skyrl_tinker.errors import (
+    SEND_AGAIN,
+    DiskFullError,
+    ExhaustedError,
+    SkyrlTinkerError,
+    StorageAwayError,
+    StorageError,
+    TrainerError,
+)
+from skyrl_tinker.off_loop import in_disk_thread
+from skyrl_tinker.store import model_records
+from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.replay import snapshot_records, unit_records
+from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
+from skyrl_tinker.store.replay.unit_records import RanRow
+from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.trainer_group import TrainerGroup
+
+TRIES = 4
+"""Times that something is tried for which a disk or memory fails: either may for some seconds."""
+AT_ONCE = 8
+"""Models that come back at once: files of some are fetched and checked while the ranks load others."""
+WAKES = 2
+"""Times on end that the ranks may die while a model that slept comes back: first among others, then alone."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Returns:
+    """Models that did not come back: those that cannot, with the reasons, and those to try again later."""
+
+    failed: Mapping[ModelKey, str]
+    later: Mapping[ModelKey, SkyrlTinkerError]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Sources of one model: how it was created, its snapshot, and the requests that ran after that."""
+
+    model: ModelRow
+    snapshot: SnapshotRow | None
+    rows: Sequence[RanRow]  # that ran after it, in order
+
+    @classmethod
+    def read(cls, conn: Connection, model: ModelRow) -> "History":
+        snapshot = snapshot_records.find(conn, model.key)
+        after = 0 if snapshot is None else snapshot.seq_id
+        return cls(model, snapshot, unit_records.ran_after(conn, model.key, after))
+
+    def can_sleep(self, *, stored: bool) -> bool:
+        """Return whether it comes back by a load alone, of files that there are: call it in a thread.
+
+        Not full parameters: room for them must not go to a newcomer meanwhile. `stored`: snapshots are in a
+        storage, too.
+        """
+        if self.rows or self.model.spec.rank == 0:
+            return False
+        try:
+            return stored or self.is_here()
+        except OSError:  # of a disk that fails: it is loaded at once, with some patience
+            return False
+
+    def is_here(self) -> bool:
+        """Return whether its files are on this host: call it in a thread. Raises OSError."""
+        return self.snapshot is None or Path(self.snapshot.directory).exists()
+
+    def may_be_here(self) -> bool:
+        """Return whether its files are on this host, or cannot be looked for: call it in a thread."""
+        with suppress(OSError):  # a load says which
+            return self.is_here()
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Models that are back, those that are not, with the reasons, and how many sleep."""
+
+    back: Sequence[History]
+    failed: Mapping[ModelKey, str]
+    asleep: int
+
+    @property
+    def models(self) -> int:
+        return len(self.back) + len(self.failed) + self.asleep
+
+
+class ModelReturns:
+    """The models that the ranks must have, and those of them that sleep."""
+
+    def __init__(self, store: Store, trainer: TrainerGroup, snapshots: SnapshotKeeper) -> None:
+        self._store = store
+        self._trainer = trainer
+        self._snapshots = snapshots
+        self._asleep: dict[ModelKey, History] = {}
+        self._tries = Counter[ModelKey]()  # that failed, on end, without a death
+        self._deadly = Counter[ModelKey]()  # deaths of the ranks, on end, while it came back
+
+    async def begin(self, wanted: Collection[ModelKey]) -> Begun:
+        """Bring back all models that are ready and do not sleep, as none of `wanted` does, on empty ranks.
+
+        That takes as long as storage is away. Raises TrainerError when the ranks die: call it again on fresh
+        ones.
+        """
+        self._tries.clear()
+        found = await persistently(lambda: self._store.fetch(_histories))
+        for model in self._deadly.keys() - {history.model.key for history in found}:  # parked, or ended
+            del self._deadly[model]
+        idle = [history for history in found if history.model.key not in wanted]
+        self._asleep = await in_disk_thread(_sleepers, idle, self._snapshots.stored)
+        failed = dict[ModelKey, str]()
+        for model in [model for model in self._asleep if self._deadly[model] >= WAKES]:
+            del self._asleep[model]
+            failed[model] = "the trainer's processes die each time that it is brought back"
+        away = self._asleep.keys() | failed.keys()
+        histories = [history for history in found if history.model.key not in away]
+        began, left = time.monotonic(), histories
+        while left:
+            returns = await self._bring_back(left)
+            failed |= returns.failed
+            left = [history for history in left if history.model.key in returns.later]
+            if left:
+                why = next(iter(returns.later.values()))
+                _log.warning("%d models are tried again in %.0f s: %s", len(left), AWAY_S, why)
+                await asyncio.sleep(AWAY_S)
+        if all(history.model.spec.rank for history in histories):  # not whole models, as large as they are
+            self._snapshots.of_model.note(time.monotonic() - began, len(histories))
+        back = [history for history in histories if history.model.key not in failed]
+        return Begun(back, failed, len(self._asleep))
+
+    def sleeps(self, model: ModelKey) -> bool:
+        return model in self._asleep
+
+    def asleep(self) -> list[ModelKey]:
+        """Return the models that sleep, the newest first."""
+        return list(self._asleep)
+
+    def forget(self, model: ModelKey) -> None:
+        """Forget a model that slept, and has ended."""
+        self._asleep.pop(model)
+        del self._tries[model], self._deadly[model]
+
+    async def elsewhere(self, models: Sequence[ModelKey]) -> list[ModelKey]:
+        """Return those that sleep while their files are not on this host."""
+        sleepers = [self._asleep[model] for model in models]
+        return await in_disk_thread(lambda: [each.model.key for each in sleepers if not each.may_be_here()])
+
+    async def fetch(self, model: ModelKey) -> None:
+        """Fetch the files of a model that sleeps. Raises StorageError, and StorageAwayError for a while."""
+        history = self._asleep.get(model)
+        if history is not None and history.snapshot is not None:
+            await self._snapshots.fetch(history.snapshot)
+
+    async def wake(self, models: Sequence[ModelKey]) -> Returns:
+        """Bring back models that sleep. Raises TrainerError when the ranks die: then they still sleep."""
+        returns = await self._bring_back([self._asleep[model] for model in models])
+        for model in models:
+            history = self._asleep.pop(model)
+            if model in returns.later:
+                self._asleep[model] = history  # behind the others
+        return returns
+
+    async def _bring_back(self, histories: Sequence[History]) -> Returns:
+        """Make models as they were created, or as their snapshots have them, several at once.
+
+        Those during whose return the ranks died come before the others, one by one. Raises TrainerError when
+        they die.
+        """
+        failed, later = dict[ModelKey, str](), dict[ModelKey, SkyrlTinkerError]()
+        places, begun = asyncio.Semaphore(AT_ONCE), set[ModelKey]()
+
+        async def bring_back(history: History) -> None:
+            model = history.model.key
+            async with places:
+                begun.add(model)
+                try:
+                    await self._make(history)
+                except TrainerError:
+                    raise
+                except SkyrlTinkerError as error:
+                    await self._trainer.release(model)
+                    if self._may_work_later(model, error):
+                        later[model] = error
+                    else:
+                        failed[model] = cause_of(str(error))
+                begun.remove(model)
+                if model not in later:
+                    del self._tries[model], self._deadly[model]
+
+        suspects = [history for history in histories if self._deadly[history.model.key]]
+        others = [history for history in histories if history not in suspects]
+        for together in *([history] for history in suspects), others:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for history in together:
+                        tasks.create_task(bring_back(history))
+            except ExceptionGroup as group:
+                self._deadly.update(begun)
+                _, defects = group.split(TrainerError)
+                raise defects or group.exceptions[0] from None
+        return Returns(failed, later)
+
+    async def _make(self, history: History) -> None:
+        model, snapshot = history.model, history.snapshot
+        if snapshot is not None:  # first: it takes no memory while it waits
+            await self._snapshots.fetch(snapshot)
+        await self._trainer.create_model(model.key, model.spec, optimizer_family(model.optimizer_config))
+        if snapshot is not None:
+            await self._trainer.load_state(model.key, snapshot.directory, optimizer=snapshot.optimizer)
+
+    def _may_work_later(self, model: ModelKey, error: SkyrlTinkerError) -> bool:
+        """Return whether it may come back later: while storage or room is away, and after TRIES - 1 tries."""
+        if isinstance(error, DiskFullError | StorageAwayError):
+            return True
+        self._tries[model] += 1
+        return isinstance(error, StorageError | ExhaustedError) and self._tries[model] < TRIES
+
+
+def cause_of(why: str) -> str:
+    """Return a failure's text without what is advice for a request alone."""
+    return why.replace(SEND_AGAIN, "")
+
+
+def _sleepers(histories: Sequence[History], stored: bool) -> dict[ModelKey, History]:
+    """Return those that can sleep, the newest first."""
+    return {each.model.key: each for each in reversed(histories) if each.can_sleep(stored=stored)}
+
+
+def _histories(conn: Connection) -> list[History]:
+    return [History.read(conn, model) for model in model_records.list_in_states(conn, ModelState.READY)]
