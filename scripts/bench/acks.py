@@ -55,8 +55,8 @@ from skyrl_tinker.store.database.group_commit import Later
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.opening import file_of
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import sample_submission
 from skyrl_tinker.store.futures.record import Accepted
+from skyrl_tinker.store.futures.sample_submission import NewSample, submit_sample
 from skyrl_tinker.store.store import Store
 from tests.api.support.world import BASE, FACTS, sample
 from tests.support.postgres import postgres_server
@@ -267,17 +267,7 @@ async def _acknowledged(store: Store, bell: Doorbell, sampler: SamplingSessionId
     digest = uuid4().bytes
 
     def op(conn: Connection) -> Later[Accepted]:
-        return sample_submission.submit_sample(
-            conn,
-            sampler,
-            number,
-            owner=None,
-            body=BODY,
-            digest=digest,
-            num_samples=1,
-            tokens=1,
-            sequences=1,
-        )
+        return submit_sample(conn, NewSample(sampler, number, digest, BODY, 1, 1, 1), None)
 
     _: Accepted = await store.write(op, lambda: bell.ring("engine"))
 

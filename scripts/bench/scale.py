@@ -98,8 +98,8 @@ from skyrl_tinker.store import sampling_sessions, session_records
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.tables import AdapterVersion, Future, Model, Session
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
-from skyrl_tinker.store.futures import sample_submission
 from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.futures.sample_submission import NewSample, submit_sample
 from skyrl_tinker.store.replay import snapshot_records
 from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
 from skyrl_tinker.store.session_records import BEAT_S
@@ -156,18 +156,8 @@ class Engine:
         for number in numbers:
             prompt = tuple((number * 7 + each) % 500 for each in range(PROMPT))
             body = sample_body(SampleRequest(prompt, 1, SamplingParams(max_tokens=SAMPLED)))
-            submitted = sample_submission.submit_sample(
-                conn,
-                self.clients[number % CLIENTS],
-                number // CLIENTS,
-                owner=None,
-                body=body,
-                digest=b"",
-                num_samples=1,
-                tokens=SAMPLED,
-                sequences=1,
-            )
-            submitted.value()
+            client = self.clients[number % CLIENTS]
+            submit_sample(conn, NewSample(client, number // CLIENTS, b"", body, 1, SAMPLED, 1), None).value()
 
     async def counted(self, status: FutureStatus) -> int:
         query = select(func.count()).where(Future.status == status)

@@ -28,6 +28,7 @@ from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import finish, queue, sample_submission
 from skyrl_tinker.store.futures.record import Accepted
+from skyrl_tinker.store.futures.sample_submission import NewSample
 from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
@@ -65,7 +66,7 @@ class Sampling:
         body = sample_body(SampleRequest((1, 2), 2, params, record_stability_info=record))
         accepted = await self.store.write(
             lambda conn: sample_submission.submit_sample(
-                conn, sampler, 1, owner=None, body=body, digest=b"", num_samples=2, tokens=1, sequences=1
+                conn, NewSample(sampler, 1, b"", body, 2, 1, 1), None
             )
         )
         with reading(self.store) as conn:

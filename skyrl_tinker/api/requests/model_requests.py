@@ -1,7 +1,7 @@
 """create_model and load_weights without model_id. An invalid request is stored as a failed model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import Connection
@@ -22,44 +22,26 @@ from skyrl_tinker.store import checkpoint_records, checkpoint_rules
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.futures import training_submission
 from skyrl_tinker.store.futures.record import Accepted
+from skyrl_tinker.store.futures.training_submission import Creation
 from skyrl_tinker.store.model_records import DEFAULT_OPTIMIZER, NewModel
 from skyrl_tinker.store.reports import holdings
 
 _NO_SPEC = LoraSpec(rank=0, seed=0)  # for a model that failed
 
 
-@dataclass(frozen=True, slots=True)
-class Creation:
-    """Model for the engine to create, or with `failure` one that is stored as failed."""
+def submit(
+    conn: Connection, new: Creation, owner: OwnerId | None, limits: KeyLimits, facts: BaseModelFacts
+) -> Accepted:
+    """Submit a model. Raises KeyLimitError for one too many; then nothing is stored."""
 
-    kind: RequestKind
-    model: NewModel
-    digest: bytes
-    body: bytes = b""
-    failure: Failure | None = None
+    def admit(conn: Connection) -> None:
+        if limits.models is not None:
+            limits.require_models(holdings.sessions_in_training(conn, owner))
+        if limits.resident_gb is not None:
+            more = state_bytes(facts, new.model.spec, new.model.optimizer_config["type"])
+            limits.require_resident(holdings.resident_bytes(conn, owner, facts), more)
 
-    def submit(
-        self, conn: Connection, owner: OwnerId | None, limits: KeyLimits, facts: BaseModelFacts
-    ) -> Accepted:
-        """Submit it. Raises KeyLimitError for one model too many; then nothing is stored."""
-
-        def admit(conn: Connection) -> None:
-            if limits.models is not None:
-                limits.require_models(holdings.sessions_in_training(conn, owner))
-            if limits.resident_gb is not None:
-                more = state_bytes(facts, self.model.spec, self.model.optimizer_config["type"])
-                limits.require_resident(holdings.resident_bytes(conn, owner, facts), more)
-
-        return training_submission.submit_create(
-            conn,
-            self.kind,
-            self.model,
-            owner=owner,
-            body=self.body,
-            digest=self.digest,
-            failure=self.failure,
-            admit=admit,
-        )
+    return training_submission.submit_create(conn, new, owner=owner, admit=admit)
 
 
 def new_model(message: CreateModelRequest, payload: Mapping[str, Any], limits: Limits) -> Creation:

@@ -1,7 +1,6 @@
 """Submission of training requests. An invalid one is stored as failed, because its seq_id is used."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from skyrl_tinker.api.security.tokens import Caller
@@ -16,22 +15,11 @@ from skyrl_tinker.protocol.stored_requests import payload_digest
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.futures import training_submission
 from skyrl_tinker.store.futures.record import Accepted
+from skyrl_tinker.store.futures.training_submission import Submission
 
 
 class Body(Protocol):
     def to_bytes(self) -> bytes: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """Checked training request. With `failure`, `body` is empty and never read."""
-
-    kind: RequestKind
-    model_id: ModelId
-    seq_id: int
-    digest: bytes
-    body: bytes
-    failure: Failure | None
 
 
 def from_json(
@@ -65,16 +53,7 @@ async def submit_training(
     refusal = await services.backlogs.full(caller)
     accepted: Accepted = await services.store.write(
         lambda conn: training_submission.submit_training(
-            conn,
-            submission.kind,
-            submission.model_id,
-            submission.seq_id,
-            owner=owner,
-            body=submission.body,
-            digest=submission.digest,
-            failure=submission.failure,
-            admit=admit,
-            refusal=refusal,
+            conn, submission, owner=owner, admit=admit, refusal=refusal
         ),
         services.wake_engine,
         len(submission.body),

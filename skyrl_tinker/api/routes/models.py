@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests import model_requests
 from skyrl_tinker.api.requests.request_body import read_as, read_model, require_metadata
-from skyrl_tinker.api.requests.submission import Submission, announce, from_json, submit_training
+from skyrl_tinker.api.requests.submission import announce, from_json, submit_training
 from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached, Services
 from skyrl_tinker.domain.ids import ModelId, OwnerId, RequestKind
 from skyrl_tinker.domain.key_limits import KeyLimits
@@ -31,6 +31,7 @@ from skyrl_tinker.protocol.validation.steps import validate_load_weights
 from skyrl_tinker.store import audit_log, model_records
 from skyrl_tinker.store.futures import cancellation
 from skyrl_tinker.store.futures.record import Accepted
+from skyrl_tinker.store.futures.training_submission import Creation, Submission
 
 router = APIRouter(tags=["models"])
 
@@ -41,13 +42,13 @@ router = APIRouter(tags=["models"])
     openapi_extra=takes(CreateModelRequest),
 )
 async def create_model(request: Request, deps: Deps, owner: Owner, caller: CallerDep) -> AcceptedFuture:
-    def make(payload: Mapping[str, Any]) -> model_requests.Creation:
+    def make(payload: Mapping[str, Any]) -> Creation:
         require_metadata(caller.limits, payload)
         return model_requests.new_model(parse(CreateModelRequest, payload), payload, deps.limits)
 
     creation = await read_as(request, make)
     accepted = await deps.store.write(
-        lambda conn: creation.submit(conn, owner, caller.limits, deps.facts), deps.wake_engine
+        lambda conn: model_requests.submit(conn, creation, owner, caller.limits, deps.facts), deps.wake_engine
     )
     return announce(deps, owner, accepted, pending=creation.failure is None)
 
@@ -81,9 +82,9 @@ async def _create_via_load(
     message: CreateViaLoadRequest,
     payload: Mapping[str, Any],
 ) -> AcceptedFuture:
-    def create(conn: Connection) -> tuple[model_requests.Creation, Accepted]:
+    def create(conn: Connection) -> tuple[Creation, Accepted]:
         creation = model_requests.model_from_checkpoint(conn, owner, message, payload, deps.limits)
-        return creation, creation.submit(conn, owner, limits, deps.facts)
+        return creation, model_requests.submit(conn, creation, owner, limits, deps.facts)
 
     creation, accepted = await deps.store.write(create, deps.wake_engine)
     return announce(deps, owner, accepted, pending=creation.failure is None)

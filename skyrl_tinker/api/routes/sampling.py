@@ -1,7 +1,5 @@
 """Sampling sessions and samples. An invalid request is refused at once, not stored as a failed future."""
 
-from dataclasses import dataclass
-
 from fastapi import APIRouter, Request
 from sqlalchemy import Connection
 
@@ -13,7 +11,7 @@ from skyrl_tinker.api.requests.submission import announce
 from skyrl_tinker.api.services import Deps, Owner, Reached, caller_of
 from skyrl_tinker.domain.ids import OwnerId, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.domain.key_limits import KeyLimits
-from skyrl_tinker.errors import NotFoundError, NotSupportedError, OverloadedError, UserError
+from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError
 from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
@@ -29,9 +27,7 @@ from skyrl_tinker.protocol.stored_requests import body_digest, sample_body
 from skyrl_tinker.protocol.validation.limits import Limits, validate_base_model
 from skyrl_tinker.protocol.validation.sampling import stop_bytes, validate_sample
 from skyrl_tinker.store import checkpoint_rules, owners, sampling_sessions
-from skyrl_tinker.store.database.group_commit import Later
-from skyrl_tinker.store.futures import sample_submission
-from skyrl_tinker.store.futures.record import Accepted
+from skyrl_tinker.store.futures.sample_submission import NewSample, submit_sample
 
 router = APIRouter(tags=["sampling"])
 fast = APIRouter(tags=["sampling"], route_class=FastRoute)
@@ -120,54 +116,29 @@ async def asample(request: Request, deps: Deps) -> AcceptedFuture:
     sample = await off_loop(len(body), lambda: _read_sample(body, deps.limits, caller.limits))
     owner = caller.owner
     if refusal is not None:  # but not of a sample that was accepted before, and its answer lost
-        accepted = await deps.store.fetch(lambda conn: sample.submit(conn, owner, refusal).value())
+        accepted = await deps.store.fetch(lambda conn: submit_sample(conn, sample, owner, refusal).value())
     else:
         accepted = await deps.store.write(
-            lambda conn: sample.submit(conn, owner), deps.wake_engine, len(sample.body)
+            lambda conn: submit_sample(conn, sample, owner), deps.wake_engine, len(sample.body)
         )
     if accepted.created:
         deps.backpressure.accepted()
     return announce(deps, owner, accepted, pending=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    session_id: SamplingSessionId
-    seq_id: int
-    body: bytes
-    num_samples: int
-    tokens: int
-    sequences: int
-
-    def submit(
-        self, conn: Connection, owner: OwnerId | None, refusal: OverloadedError | None = None
-    ) -> Later[Accepted]:
-        return sample_submission.submit_sample(
-            conn,
-            self.session_id,
-            self.seq_id,
-            owner=owner,
-            body=self.body,
-            digest=body_digest(self.body),
-            num_samples=self.num_samples,
-            tokens=self.tokens,
-            sequences=self.sequences,
-            refusal=refusal,
-        )
-
-
-def _read_sample(body: bytes, limits: Limits, key_limits: KeyLimits) -> _Sample:
+def _read_sample(body: bytes, limits: Limits, key_limits: KeyLimits) -> NewSample:
     """Decode, check, and convert to the stored form; runs in a thread when `body` is large."""
     message = parse(AsampleRequest, json_object(body))
     if message.sampling_session_id is None or message.seq_id is None:
         raise NotSupportedError("sampling_session_id or seq_id is missing: expected both")
     key_limits.require_stop(stop_bytes(message.sampling_params.stop))
     sample = validate_sample(message, limits)
-    session_id = SamplingSessionId(message.sampling_session_id)
-    return _Sample(
-        session_id,
+    stored = sample_body(sample)
+    return NewSample(
+        SamplingSessionId(message.sampling_session_id),
         message.seq_id,
-        sample_body(sample),
+        body_digest(stored),
+        stored,
         sample.num_samples,
         sample.tokens(limits.context_length),
         sample.sequences,

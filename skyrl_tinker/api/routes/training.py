@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from skyrl_tinker.api.middleware.fast_routes import FastRoute
 from skyrl_tinker.api.openapi.documents import takes, takes_pass
 from skyrl_tinker.api.requests.request_body import json_object, read_as
-from skyrl_tinker.api.requests.submission import Submission, body_or_failure, from_json, submit_training
+from skyrl_tinker.api.requests.submission import body_or_failure, from_json, submit_training
 from skyrl_tinker.api.services import Deps, caller_of
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.errors import TooLargeError, UserError
@@ -22,6 +22,7 @@ from skyrl_tinker.protocol.stored_requests import OptimStepBody, body_digest
 from skyrl_tinker.protocol.validation.limits import Limits
 from skyrl_tinker.protocol.validation.steps import validate_optim_step
 from skyrl_tinker.protocol.validation.training import validate_forward_backward
+from skyrl_tinker.store.futures.training_submission import Submission
 
 router = APIRouter(tags=["training"], route_class=FastRoute)
 

@@ -1,18 +1,18 @@
 """Saves of weights as checkpoints."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from sqlalchemy import Connection
 
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.request_body import read_as, require_metadata
-from skyrl_tinker.api.requests.submission import Body, Submission, from_json, submit_training
+from skyrl_tinker.api.requests.submission import Body, from_json, submit_training
 from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.api.services import CallerDep, Deps, Services
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.protocol.schemas.base import parse
+from skyrl_tinker.protocol.schemas.base import Message, parse
 from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
 from skyrl_tinker.protocol.schemas.training import SaveExternalRequest, SaveSamplerRequest, SaveWeightsRequest
 from skyrl_tinker.protocol.validation.steps import (
@@ -20,8 +20,10 @@ from skyrl_tinker.protocol.validation.steps import (
     validate_save_sampler,
     validate_save_weights,
 )
+from skyrl_tinker.store.futures.training_submission import Submission
 from skyrl_tinker.store.reports import holdings
 
+M = TypeVar("M", bound=Message)
 router = APIRouter(tags=["weights"])
 
 
@@ -31,13 +33,8 @@ router = APIRouter(tags=["weights"])
     openapi_extra=takes(SaveWeightsRequest),
 )
 async def save_weights(request: Request, deps: Deps, caller: CallerDep) -> AcceptedFuture:
-    return await _save(
-        request,
-        deps,
-        caller,
-        RequestKind.SAVE_WEIGHTS,
-        lambda payload: validate_save_weights(parse(SaveWeightsRequest, payload)),
-    )
+    kind = RequestKind.SAVE_WEIGHTS
+    return await _save(request, deps, caller, kind, SaveWeightsRequest, validate_save_weights)
 
 
 @router.post(
@@ -46,13 +43,8 @@ async def save_weights(request: Request, deps: Deps, caller: CallerDep) -> Accep
     openapi_extra=takes(SaveSamplerRequest),
 )
 async def save_weights_for_sampler(request: Request, deps: Deps, caller: CallerDep) -> AcceptedFuture:
-    return await _save(
-        request,
-        deps,
-        caller,
-        RequestKind.SAVE_WEIGHTS_FOR_SAMPLER,
-        lambda payload: validate_save_sampler(parse(SaveSamplerRequest, payload)),
-    )
+    kind = RequestKind.SAVE_WEIGHTS_FOR_SAMPLER
+    return await _save(request, deps, caller, kind, SaveSamplerRequest, validate_save_sampler)
 
 
 @router.post(
@@ -61,13 +53,8 @@ async def save_weights_for_sampler(request: Request, deps: Deps, caller: CallerD
     openapi_extra=takes(SaveExternalRequest),
 )
 async def save_weights_external(request: Request, deps: Deps, caller: CallerDep) -> AcceptedFuture:
-    return await _save(
-        request,
-        deps,
-        caller,
-        RequestKind.SAVE_WEIGHTS_EXTERNAL,
-        lambda payload: validate_save_external(parse(SaveExternalRequest, payload)),
-    )
+    kind = RequestKind.SAVE_WEIGHTS_EXTERNAL
+    return await _save(request, deps, caller, kind, SaveExternalRequest, validate_save_external)
 
 
 async def _save(
@@ -75,11 +62,12 @@ async def _save(
     deps: Services,
     caller: Caller,
     kind: RequestKind,
-    check: Callable[[Mapping[str, Any]], Body],
+    model: type[M],
+    check: Callable[[M], Body],
 ) -> AcceptedFuture:
     def check_within(payload: Mapping[str, Any]) -> Body:
         require_metadata(caller.limits, payload)
-        return check(payload)
+        return check(parse(model, payload))
 
     def make(payload: Mapping[str, Any]) -> tuple[Submission, bool]:
         return from_json(kind, payload, check_within), payload.get("path") is not None

@@ -1,5 +1,6 @@
 """Submission of samples: one statement checks the request and inserts the future."""
 
+from dataclasses import dataclass
 from uuid import uuid4
 
 from sqlalchemy import Connection, and_, bindparam, literal, select
@@ -70,38 +71,40 @@ _FIRST_OF_KEY = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class NewSample:
+    """Checked request. `tokens`: the most that it computes, in so many `sequences`."""
+
+    sampling_session_id: SamplingSessionId
+    seq_id: int
+    digest: bytes
+    body: bytes
+    num_samples: int
+    tokens: int
+    sequences: int
+
+
 def submit_sample(
-    conn: Connection,
-    sampling_session_id: SamplingSessionId,
-    seq_id: int,
-    *,
-    owner: OwnerId | None,
-    body: bytes,
-    digest: bytes,
-    num_samples: int,
-    tokens: int,
-    sequences: int,
-    refusal: OverloadedError | None = None,
+    conn: Connection, new: NewSample, owner: OwnerId | None, refusal: OverloadedError | None = None
 ) -> Later[Accepted]:
     """Submit a sample; `sequence_ids` of the answer has one id per sample.
 
-    `tokens`: the most that it computes, in so many `sequences`. `refusal` is raised for a new request, and
-    nothing is written then.
+    `refusal` is raised for a new request, and nothing is written then.
 
     Raises SeqIdReusedError, NotFoundError (no sampling session), GoneError (session finished).
     """
-    check_seq_id("seq_id", seq_id, lowest=0)
+    check_seq_id("seq_id", new.seq_id, lowest=0)
     request_id = RequestId(uuid4().hex)
-    ids = sequence_ids(request_id, num_samples)
-    key = {"sampling_session_id": sampling_session_id, "seq_id": seq_id, "owner": owner}
-    new = {"request_id": request_id, "digest": digest, "sequence_ids": ids, "now": database_time(conn)}
-    values = {**key, **new, "tokens": tokens, "sequences": sequences}
-    sent = None if refusal else _INSERT.send(conn, values)
+    ids = sequence_ids(request_id, new.num_samples)
+    key = {"sampling_session_id": new.sampling_session_id, "seq_id": new.seq_id, "owner": owner}
+    size = {"tokens": new.tokens, "sequences": new.sequences}
+    values = {**key, **size, "request_id": request_id, "digest": new.digest, "sequence_ids": ids}
+    sent = None if refusal else _INSERT.send(conn, {**values, "now": database_time(conn)})
 
     def answer() -> Accepted:
         if sent is None or (row := sent.row()) is None:
-            return _answer_refused(conn, key, digest, refusal)
-        insert_body(conn, row.id, body)
+            return _answer_refused(conn, key, new.digest, refusal)
+        insert_body(conn, row.id, new.body)
         return Accepted(request_id, ids, None, created=True)
 
     return Later(answer)

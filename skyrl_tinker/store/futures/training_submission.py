@@ -5,6 +5,7 @@ duplicates get the same answer.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -18,7 +19,7 @@ from skyrl_tinker.store import custom_losses, model_records, owners, session_rec
 from skyrl_tinker.store.custom_losses import NewLoss
 from skyrl_tinker.store.database.group_commit import Later
 from skyrl_tinker.store.database.prepared import Gathered, Prepared
-from skyrl_tinker.store.database.rows import database_time
+from skyrl_tinker.store.database.rows import AnyRow, database_time
 from skyrl_tinker.store.database.tables import Future, Model, Session, UploadedLoss
 from skyrl_tinker.store.futures import finish
 from skyrl_tinker.store.futures.record import (
@@ -85,6 +86,30 @@ _INSERT = Gathered(
 )
 """Of a request that nothing speaks against; it inserts none else."""
 
+
+@dataclass(frozen=True, slots=True)
+class Creation:
+    """Model for the engine to create, or with `failure` one that is stored as failed."""
+
+    kind: RequestKind
+    model: NewModel
+    digest: bytes
+    body: bytes = b""
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """Checked request of a model. With `failure`, `body` is empty and never read."""
+
+    kind: RequestKind
+    model_id: ModelId
+    seq_id: int
+    digest: bytes
+    body: bytes
+    failure: Failure | None = None
+
+
 Admit = Callable[[Connection], None]
 """Check of a new request, which is made only if it was not submitted before."""
 
@@ -93,51 +118,38 @@ def _any(_: Connection) -> None:
     """Admit every request."""
 
 
-def submit_create(
-    conn: Connection,
-    kind: RequestKind,
-    model: NewModel,
-    *,
-    owner: OwnerId | None,
-    body: bytes,
-    digest: bytes,
-    failure: Failure | None = None,
-    admit: Admit = _any,
-) -> Accepted:
-    """Submit a model and its future (seq_id 0). With `failure` both are stored as failed.
+def submit_create(conn: Connection, new: Creation, *, owner: OwnerId | None, admit: Admit = _any) -> Accepted:
+    """Submit a model and its future (seq_id 0). With a failure both are stored as failed.
 
     Raises SeqIdReusedError, NotFoundError (no session), GoneError (session finished), and as `admit`.
     """
+    model, failure = new.model, new.failure
     check_seq_id("model_seq_id", model.model_seq_id, lowest=0)
     owners.require_session(conn, owner, model.session_id)
     first = model_records.by_id(conn, model.model_id)
     if first is not None:
         row = conn.execute(_FIRST_CREATION, {"model_key": first.key}).one()
-        require_same(row, kind, digest, f"model_seq_id {model.model_seq_id} of session {model.session_id}")
+        where = f"model_seq_id {model.model_seq_id} of session {model.session_id}"
+        require_same(row, new.kind, new.digest, where)
         return existing_answer(row, model.model_id)
     session_records.require_live(conn, model.session_id)
     if failure is None:
         admit(conn)
     state = ModelState.FAILED if failure else ModelState.CREATING
     key = model_records.add(conn, model, state, failure.message if failure else None)
-    new = NewFuture(kind, 0, digest, model.session_id, model_key=key)
-    return _insert(conn, new, body, failure, model.model_id)
+    future = NewFuture(new.kind, 0, new.digest, model.session_id, model_key=key)
+    return _insert(conn, future, new.body, failure, model.model_id)
 
 
 def submit_training(
     conn: Connection,
-    kind: RequestKind,
-    model_id: ModelId,
-    seq_id: int,
+    new: Submission,
     *,
     owner: OwnerId | None,
-    body: bytes,
-    digest: bytes,
-    failure: Failure | None = None,
     admit: Admit | None = None,
     refusal: OverloadedError | None = None,
 ) -> Later[Accepted]:
-    """Submit a model's request. With `failure` it is stored as failed, and its seq_id is consumed.
+    """Submit a model's request. With a failure it is stored as failed, and its seq_id is consumed.
 
     A KeyLimitError of `admit` is such a failure. One that came too late, when its number had been failed as
     missing, gets that failure. `refusal` is raised for a new request, but not for one that
@@ -145,41 +157,37 @@ def submit_training(
 
     Raises SeqIdReusedError, NotFoundError (no model), GoneError (session finished).
     """
-    check_seq_id("seq_id", seq_id, lowest=1)
-    key = {"model_id": model_id, "seq_id": seq_id, "owner": owner}
+    check_seq_id("seq_id", new.seq_id, lowest=1)
+    key = {"model_id": new.model_id, "seq_id": new.seq_id, "owner": owner}
     request_id = RequestId(uuid4().hex)
     sent = None
-    if failure is None and admit is None and refusal is None:
-        new = {"request_id": request_id, "kind": kind, "digest": digest, "now": database_time(conn)}
-        sent = _INSERT.send(conn, key | new)
+    if new.failure is None and admit is None and refusal is None:
+        values = {"request_id": request_id, "kind": new.kind, "digest": new.digest}
+        sent = _INSERT.send(conn, {**key, **values, "now": database_time(conn)})
 
     def answer() -> Accepted:
         if sent is None or (row := sent.row()) is None:
-            return _submit_checked(conn, kind, key, body, digest, failure, admit, refusal)
-        insert_body(conn, row.id, body)
-        return Accepted(request_id, (), model_id, created=True)
+            return _submit_checked(conn, new, _MODEL_AND_FIRST.row(conn, key), admit, refusal)
+        insert_body(conn, row.id, new.body)
+        return Accepted(request_id, (), new.model_id, created=True)
 
     return Later(answer)
 
 
 def _submit_checked(
     conn: Connection,
-    kind: RequestKind,
-    key: dict[str, Any],
-    body: bytes,
-    digest: bytes,
-    failure: Failure | None,
+    new: Submission,
+    row: AnyRow | None,
     admit: Admit | None,
     refusal: OverloadedError | None,
 ) -> Accepted:
-    """Submit a request of which more is to be known, or tell why it cannot be; `key`: as of _INSERT."""
-    model_id, seq_id = key["model_id"], key["seq_id"]
-    row = _MODEL_AND_FIRST.row(conn, key)
+    """Submit a request of which more is to be known, or say why it cannot be; `row`: of _MODEL_AND_FIRST."""
+    model_id, seq_id, failure = new.model_id, new.seq_id, new.failure
     if row is None:
         raise NotFoundError(f"no model {model_id}")
     if row.request_id is not None:
         if row.kind is not RequestKind.MISSING:
-            require_same(row, kind, digest, f"seq_id {seq_id} of model {model_id}")
+            require_same(row, new.kind, new.digest, f"seq_id {seq_id} of model {model_id}")
         return existing_answer(row, model_id)
     if row.passed is not None:
         raise SeqIdReusedError(f"seq_id {seq_id} of model {model_id} was used, and its record is gone by now")
@@ -190,8 +198,8 @@ def _submit_checked(
         (admit or _any)(conn)
     except KeyLimitError as error:
         failure = failure or Failure(str(error), error.category)
-    new = NewFuture(kind, seq_id, digest, row.session_id, model_key=row.key)
-    return _insert(conn, new, body, failure, model_id)
+    future = NewFuture(new.kind, seq_id, new.digest, row.session_id, model_key=row.key)
+    return _insert(conn, future, new.body, failure, model_id)
 
 
 def submit_custom_loss(

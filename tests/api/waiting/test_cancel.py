@@ -11,6 +11,7 @@ from skyrl_tinker.domain.values import SampleRequest, SamplingParams
 from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.store.futures import sample_submission
 from skyrl_tinker.store.futures.cancellation import cancel_sample
+from skyrl_tinker.store.futures.sample_submission import NewSample
 from tests.api.support.waiting import Waiting, ready_model, submit, waiting
 from tests.api.support.world import PROTOBUF, World, sample, step
 from tests.support.waiting import until
@@ -71,7 +72,7 @@ async def test_a_cancel_that_comes_with_its_sample_finds_it(made: Waiting) -> No
 
     def both(conn: Connection) -> str:
         accepted = sample_submission.submit_sample(
-            conn, sampler, 0, owner=None, body=body, digest=b"", num_samples=1, tokens=1, sequences=1
+            conn, NewSample(sampler, 0, b"", body, 1, 1, 1), None
         ).value()
         assert cancel_sample(conn, None, accepted.request_id)
         return accepted.request_id

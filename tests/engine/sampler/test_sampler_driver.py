@@ -29,6 +29,7 @@ from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue, sample_submission
 from skyrl_tinker.store.futures.record import Accepted
+from skyrl_tinker.store.futures.sample_submission import NewSample
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 from tests.support.reads import reading
@@ -49,7 +50,7 @@ async def submit_sample(
     body = sample_body(SampleRequest(prompt, 1, SamplingParams(max_tokens=1)))
     return await store.write(
         lambda conn: sample_submission.submit_sample(
-            conn, sampler, seq_id, owner=None, body=body, digest=b"", num_samples=1, tokens=1, sequences=1
+            conn, NewSample(sampler, seq_id, b"", body, 1, 1, 1), None
         )
     )
 

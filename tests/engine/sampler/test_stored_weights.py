@@ -30,6 +30,7 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue, sample_submission
 from skyrl_tinker.store.futures.outcomes import Outcome
 from skyrl_tinker.store.futures.record import Accepted
+from skyrl_tinker.store.futures.sample_submission import NewSample
 from skyrl_tinker.store.store import Store
 from tests.engine.sampler.test_adapter_turns import Batch, ask
 from tests.engine.sampler.test_sampler_driver import FACTS
@@ -158,15 +159,7 @@ def _is_done(found: Outcome) -> bool:
 async def submit(store: Store, driver: SamplerDriver, sampler: SamplingSessionId, seq_id: int) -> Accepted:
     accepted = await store.write(
         lambda conn: sample_submission.submit_sample(
-            conn,
-            sampler,
-            seq_id,
-            owner=None,
-            body=sample_body(ask(1)),
-            digest=b"",
-            num_samples=1,
-            tokens=3,
-            sequences=1,
+            conn, NewSample(sampler, seq_id, b"", sample_body(ask(1)), 1, 3, 1), None
         )
     )
     with reading(store) as conn:

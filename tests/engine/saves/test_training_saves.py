@@ -36,6 +36,7 @@ from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.database.tables import Session
 from skyrl_tinker.store.futures import training_submission
 from skyrl_tinker.store.futures.record import Accepted
+from skyrl_tinker.store.futures.training_submission import Creation
 from skyrl_tinker.store.model_records import NewModel
 from tests.engine.support import journal
 from tests.engine.support.world import World
@@ -392,7 +393,7 @@ async def _create_from(world: World, saved: ModelId) -> Accepted:
     body = CreateViaLoadBody(path, False, None, {"type": "adamw"}).to_bytes()
     return await world.store.write(
         lambda conn: training_submission.submit_create(
-            conn, RequestKind.LOAD_WEIGHTS, new, owner=None, body=body, digest=b"new"
+            conn, Creation(RequestKind.LOAD_WEIGHTS, new, b"new", body), owner=None
         )
     )
 

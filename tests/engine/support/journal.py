@@ -13,6 +13,7 @@ from skyrl_tinker.store import model_records, session_records
 from skyrl_tinker.store.futures import finish, outcomes, training_submission
 from skyrl_tinker.store.futures.outcomes import Outcome
 from skyrl_tinker.store.futures.record import Accepted
+from skyrl_tinker.store.futures.training_submission import Creation, Submission
 from skyrl_tinker.store.model_records import ModelRow, NewModel
 from skyrl_tinker.store.store import Store
 from tests.support.reads import reading
@@ -43,7 +44,7 @@ async def submit_create(
     body = CreateModelBody().to_bytes()
     return await store.write(
         lambda conn: training_submission.submit_create(
-            conn, RequestKind.CREATE_MODEL, new, owner=None, body=body, digest=_digest()
+            conn, Creation(RequestKind.CREATE_MODEL, new, _digest(), body), owner=None
         )
     )
 
@@ -74,7 +75,7 @@ async def submit(
 ) -> Accepted:
     return await store.write(
         lambda conn: training_submission.submit_training(
-            conn, kind, model, seq_id, owner=None, body=body, digest=_digest(), failure=failure
+            conn, Submission(kind, model, seq_id, _digest(), body, failure), owner=None
         )
     )
 

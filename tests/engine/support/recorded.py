@@ -17,6 +17,7 @@ from skyrl_tinker.store.custom_losses import NewLoss
 from skyrl_tinker.store.futures import queue, sample_submission, training_submission
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.futures.record import Accepted
+from skyrl_tinker.store.futures.sample_submission import NewSample
 from skyrl_tinker.store.stability_records import RoutingRecord, SequenceRecord
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
@@ -31,9 +32,7 @@ async def submit_sample(store: Store, session: SessionId, number: int = 0) -> Ac
         )
     )
     return await store.write(
-        lambda conn: sample_submission.submit_sample(
-            conn, sampler, 0, owner=None, body=b"", digest=b"", num_samples=1, tokens=1, sequences=1
-        )
+        lambda conn: sample_submission.submit_sample(conn, NewSample(sampler, 0, b"", b"", 1, 1, 1), None)
     )
 
 

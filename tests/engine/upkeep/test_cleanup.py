@@ -31,6 +31,7 @@ from skyrl_tinker.store import checkpoint_records, sampling_sessions, session_re
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue, sample_submission
+from skyrl_tinker.store.futures.sample_submission import NewSample
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from tests.engine.sampler.test_sampler_driver import submit_sample
@@ -435,9 +436,7 @@ async def test_a_snapshot_keeps_on_disk_what_clients_sample(
 
         sampler = await store.write(open_client)
         await store.write(
-            lambda conn: sample_submission.submit_sample(
-                conn, sampler, 0, owner=None, body=b"", digest=b"", num_samples=1, tokens=1, sequences=1
-            )
+            lambda conn: sample_submission.submit_sample(conn, NewSample(sampler, 0, b"", b"", 1, 1, 1), None)
         )
         spill = TmpfsSpill(Path(memory), tmp_path / "disk")
         any_part = cast(Any, parts)

@@ -14,6 +14,7 @@ from skyrl_tinker.store.database.tables import Future
 from skyrl_tinker.store.futures import finish, training_submission
 from skyrl_tinker.store.futures.finish import Ran
 from skyrl_tinker.store.futures.record import Accepted
+from skyrl_tinker.store.futures.training_submission import Submission
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.replay import snapshot_records, unit_records
 from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
@@ -40,7 +41,7 @@ async def forward(store: Store, model: ModelRow, seq_id: int) -> Accepted:
     kind = RequestKind.FORWARD
     return await store.write(
         lambda conn: training_submission.submit_training(
-            conn, kind, model.model_id, seq_id, owner=None, body=b"", digest=b""
+            conn, Submission(kind, model.model_id, seq_id, b"", b""), owner=None
         )
     )
 

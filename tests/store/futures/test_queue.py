@@ -11,6 +11,7 @@ from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.store import model_records, usage_records
 from skyrl_tinker.store.futures import finish, outcomes, queue, record, training_submission
+from skyrl_tinker.store.futures.training_submission import Creation
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.reports import training_runs
 from skyrl_tinker.store.retention import row_purges, session_purges
@@ -224,7 +225,7 @@ async def test_a_model_refused_at_the_door_is_born_failed(store: Store, session:
     failure = Failure("this server serves 'tiny', not 'other'", "user")
     accepted = await store.write(
         lambda conn: training_submission.submit_create(
-            conn, RequestKind.CREATE_MODEL, new, owner=None, body=b"", digest=b"", failure=failure
+            conn, Creation(RequestKind.CREATE_MODEL, new, b"", failure=failure), owner=None
         )
     )
     assert (await outcome(store, accepted.request_id)).body == finish.failure_body(failure)

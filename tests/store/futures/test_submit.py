@@ -9,6 +9,7 @@ from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.errors import GoneError, NotFoundError, SeqIdReusedError, UserError
 from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.futures import finish, record, training_submission
+from skyrl_tinker.store.futures.training_submission import Submission
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import (
@@ -73,7 +74,9 @@ async def test_a_seq_id_reused_for_another_kind_is_refused(store: Store, model: 
     with pytest.raises(SeqIdReusedError, match="used for optim_step, now for forward_backward"):
         await store.write(
             lambda conn: training_submission.submit_training(
-                conn, RequestKind.FORWARD_BACKWARD, model.model_id, 1, owner=None, body=b"", digest=b"digest"
+                conn,
+                Submission(RequestKind.FORWARD_BACKWARD, model.model_id, 1, b"digest", b""),
+                owner=None,
             )
         )
 
@@ -169,14 +172,7 @@ async def test_a_request_refused_at_the_door_consumes_its_seq_id(store: Store, m
     async def submit() -> record.Accepted:
         return await store.write(
             lambda conn: training_submission.submit_training(
-                conn,
-                RequestKind.FORWARD,
-                model.model_id,
-                1,
-                owner=None,
-                body=b"",
-                digest=b"d",
-                failure=failure,
+                conn, Submission(RequestKind.FORWARD, model.model_id, 1, b"d", b"", failure), owner=None
             )
         )
 
@@ -193,7 +189,7 @@ async def test_unknown_owners_are_not_found(store: Store, model: ModelRow) -> No
     with pytest.raises(NotFoundError, match="no model nobody"):
         await store.write(
             lambda conn: training_submission.submit_training(
-                conn, RequestKind.FORWARD, ModelId("nobody"), 1, owner=None, body=b"", digest=b""
+                conn, Submission(RequestKind.FORWARD, ModelId("nobody"), 1, b"", b""), owner=None
             )
         )
     with pytest.raises(NotFoundError, match="no sampling session nobody"):

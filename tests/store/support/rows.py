@@ -12,6 +12,8 @@ from skyrl_tinker.domain.ids import (
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.store import model_records, sampling_sessions, session_records
 from skyrl_tinker.store.futures import outcomes, queue, record, sample_submission, training_submission
+from skyrl_tinker.store.futures.sample_submission import NewSample
+from skyrl_tinker.store.futures.training_submission import Creation, Submission
 from skyrl_tinker.store.model_records import ModelRow, NewModel
 from skyrl_tinker.store.store import Store
 from tests.support.reads import reading
@@ -41,7 +43,7 @@ async def submit_create(
     new = NewModel(session, seq_id, "tiny", SPEC, {"betas": [0.9]}, {"run": "x"})
     return await store.write(
         lambda conn: training_submission.submit_create(
-            conn, RequestKind.CREATE_MODEL, new, owner=None, body=b"create", digest=digest
+            conn, Creation(RequestKind.CREATE_MODEL, new, digest, b"create"), owner=None
         )
     )
 
@@ -68,7 +70,7 @@ async def step(
 ) -> record.Accepted:
     return await store.write(
         lambda conn: training_submission.submit_training(
-            conn, RequestKind.OPTIM_STEP, model.model_id, seq_id, owner=None, body=body, digest=digest
+            conn, Submission(RequestKind.OPTIM_STEP, model.model_id, seq_id, digest, body), owner=None
         )
     )
 
@@ -78,15 +80,7 @@ async def sample(
 ) -> record.Accepted:
     return await store.write(
         lambda conn: sample_submission.submit_sample(
-            conn,
-            sampler,
-            seq_id,
-            owner=None,
-            body=b"sample",
-            digest=digest,
-            num_samples=num_samples,
-            tokens=1,
-            sequences=1,
+            conn, NewSample(sampler, seq_id, digest, b"sample", num_samples, 1, 1), None
         )
     )
 
