@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from sqlalchemy import Connection
 
@@ -31,16 +30,6 @@ from skyrl_tinker.store.usage_records import HOUR_S, Hourly
 GIGABYTE = 1e9
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    hour: int
-    owner: str
-    base_model: str
-    session_id: str | None
-    project_id: str | None
-    info: EventInfo
-
-
 def bill(conn: Connection, reach: Reach, first: int, end: int, now: float) -> UsageResponse:
     """Return the usage that the caller sees, in the hours [first, end) since the epoch.
 
@@ -50,22 +39,22 @@ def bill(conn: Connection, reach: Reach, first: int, end: int, now: float) -> Us
     stored = storage.periods_between(conn, reach, first * HOUR_S, min(end * HOUR_S, now))
     sessions = {usage.session_id for usage in hourly} | {period.session_id for period in stored}
     labels = session_listing.find_labels(conn, reach, sessions)
-    lines = [
-        *(line for usage in hourly for line in _tokens(usage, labels[usage.session_id])),
+    events = [
+        *(event for usage in hourly for event in _tokens(usage, labels[usage.session_id])),
         *_saves(stored, labels, first, end),
         *_storage(stored, labels, first, end, now),
     ]
-    lines.sort(key=lambda line: (line.hour, -_token_count(line.info)))
-    of_lines = sorted({line.session_id for line in lines if line.session_id is not None})
-    return UsageResponse(
-        data=[_event(line) for line in lines], sessions={session: UsageSession() for session in of_lines}
-    )
+    events.sort(key=lambda event: (event.bucket_start, -_token_count(event.event_info)))
+    of_events = sorted({event.session_id for event in events if event.session_id is not None})
+    return UsageResponse(data=events, sessions={session: UsageSession() for session in of_events})
 
 
-def _tokens(hourly: Hourly, label: Labels) -> Iterator[Line]:
+def _tokens(hourly: Hourly, label: Labels) -> Iterator[UsageEvent]:
     for info in _token_usages(hourly):
         if info.token_count:
-            yield Line(hourly.hour, label.owner, hourly.base_model, hourly.session_id, label.project_id, info)
+            yield _event(
+                hourly.hour, label.owner, hourly.base_model, hourly.session_id, label.project_id, info
+            )
 
 
 def _token_usages(hourly: Hourly) -> tuple[TrainingUsage | PrefillUsage | SampleUsage, ...]:
@@ -81,7 +70,7 @@ def _token_usages(hourly: Hourly) -> tuple[TrainingUsage | PrefillUsage | Sample
 
 def _saves(
     stored: Sequence[StoredPeriod], labels: Mapping[str, Labels], first: int, end: int
-) -> Iterator[Line]:
+) -> Iterator[UsageEvent]:
     """Count checkpoints by the hour of their creation."""
     counts: Counter[tuple[int, str, str, str, str | None]] = Counter()
     for period in stored:
@@ -90,12 +79,12 @@ def _saves(
             owner = labels[period.session_id].owner
             counts[hour, owner, period.base_model, period.session_id, period.project_id] += 1
     for key, count in counts.items():
-        yield Line(*key, CheckpointUsage(count=count))
+        yield _event(*key, CheckpointUsage(count=count))
 
 
 def _storage(
     stored: Sequence[StoredPeriod], labels: Mapping[str, Labels], first: int, end: int, now: float
-) -> Iterator[Line]:
+) -> Iterator[UsageEvent]:
     """Sum the checkpoints' bytes over the time that they existed, by the hour."""
     totals: Counter[tuple[int, str, str, str | None]] = Counter()  # byte seconds
     for period in stored:
@@ -105,7 +94,7 @@ def _storage(
             totals[hour, owner, period.base_model, period.project_id] += round(period.size_bytes * seconds)
     for (hour, owner, base_model, project), byte_seconds in (+totals).items():
         info = StorageUsage(gigabyte_hours=byte_seconds / HOUR_S / GIGABYTE)
-        yield Line(hour, owner, base_model, None, project, info)
+        yield _event(hour, owner, base_model, None, project, info)
 
 
 def _token_count(info: EventInfo) -> int:
@@ -119,14 +108,16 @@ def session_entries(conn: Connection, session_ids: Sequence[str]) -> Iterator[st
         yield f"{json.dumps(session)}:{value.model_dump_json()}"
 
 
-def _event(line: Line) -> UsageEvent:
+def _event(
+    hour: int, owner: str, base_model: str, session_id: str | None, project_id: str | None, info: EventInfo
+) -> UsageEvent:
     return UsageEvent(
-        bucket_start=utc(line.hour * HOUR_S),
-        bucket_end=utc((line.hour + 1) * HOUR_S),
-        base_model=line.base_model,
-        user_id=user_urn(line.owner),
-        user_name=line.owner,
-        session_id=line.session_id,
-        project_id=line.project_id,
-        event_info=line.info,
+        bucket_start=utc(hour * HOUR_S),
+        bucket_end=utc((hour + 1) * HOUR_S),
+        base_model=base_model,
+        user_id=user_urn(owner),
+        user_name=owner,
+        session_id=session_id,
+        project_id=project_id,
+        event_info=info,
     )

@@ -47,7 +47,7 @@ async def list_checkpoints(
     )
     cursor = Cursor(offset=query.offset, limit=query.limit, total_count=page.total)
     answer = CheckpointsResponse(checkpoints=[], cursor=cursor)
-    return await json_by_parts(deps.store, answer, "checkpoints", page.ids, _listed)
+    return await json_by_parts(deps.store, answer, "checkpoints", page.keys, _listed)
 
 
 @router.get(

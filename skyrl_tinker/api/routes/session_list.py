@@ -1,6 +1,6 @@
 """Sessions: lists, contents, search, assignment to projects."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
@@ -21,6 +21,7 @@ from skyrl_tinker.protocol.schemas.session_list import (
     FinishedReason,
     FinishedStatus,
     SearchCursor,
+    SearchOwner,
     SessionContents,
     SessionQuery,
     SessionSearchRequest,
@@ -31,7 +32,7 @@ from skyrl_tinker.protocol.schemas.session_list import (
     SetProjectRequest,
 )
 from skyrl_tinker.store.reports import session_listing
-from skyrl_tinker.store.reports.session_listing import Search, SearchPosition, SessionMatch, SessionStatus
+from skyrl_tinker.store.reports.session_listing import SessionMatch
 
 _PAGE_CHARACTERS = 4 * MiB
 """Metadata of a page of a search, after which another one begins."""
@@ -58,7 +59,9 @@ async def search_sessions(request: Request, deps: Deps, reach: Reached, owner: O
 
     def read(conn: Connection) -> SessionSearchResponse:
         seen = owner if message.owner.type == "own" else reach
-        return _page(session_listing.search(conn, seen, _search(message), message.limit + 1), message.limit)
+        names = _names(message.owner)
+        matches = session_listing.search(conn, seen, message, names, message.limit + 1)
+        return _page(matches, message.limit)
 
     return await json_from_rows(deps.store, read)
 
@@ -90,27 +93,12 @@ async def set_project(session_id: str, request: Request, deps: Deps, owner: Owne
     return {}
 
 
-def _search(message: SessionSearchRequest) -> Search:
-    statuses, cursor = message.statuses, message.cursor
-    return Search(
-        session_id=message.session_id,
-        display_name=message.display_name,
-        project_ids=message.project_ids,
-        owners=_names(message.owner.owner_urns) if message.owner.type == "user" else None,
-        user_metadata=message.user_metadata,
-        statuses=None
-        if statuses is None
-        else [SessionStatus(status.type, status.reasons) for status in statuses],
-        after=None
-        if cursor is None
-        else SearchPosition(cursor.last_created_at.timestamp(), cursor.last_session_id),
-    )
-
-
-def _names(urns: Sequence[str]) -> list[str]:
-    """Return the names in these URNs; those of another form name nobody here."""
+def _names(searched: SearchOwner) -> list[str] | None:
+    """Return the names in the URNs; those of another form name nobody here."""
     users = user_urn("")
-    return [urn.removeprefix(users) for urn in urns if urn.startswith(users)]
+    if searched.type != "user":
+        return None
+    return [urn.removeprefix(users) for urn in searched.owner_urns if urn.startswith(users)]
 
 
 def _page(matches: Iterator[SessionMatch], limit: int) -> SessionSearchResponse:

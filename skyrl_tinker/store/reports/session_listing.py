@@ -22,6 +22,7 @@ from sqlalchemy import (
 
 from skyrl_tinker.domain.ids import OwnerId, Reach, SessionId
 from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.protocol.schemas.session_list import SearchCursor, SessionSearchRequest, StatusQuery
 from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.checkpoint_records import is_live
 from skyrl_tinker.store.database.rows import total
@@ -29,8 +30,6 @@ from skyrl_tinker.store.database.tables import ApiKey, Model, SamplingSession, S
 from skyrl_tinker.store.owners import NO_PROJECT, OWNER_NAME, in_project, require_session, within
 from skyrl_tinker.store.session_records import AT_ONCE
 
-ACTIVE = "active"
-CLIENT_FINISHED = "client_finished"
 REASONS = ("success", "errored", "interrupted")
 """Reasons with which clients finish sessions; all others are the server's."""
 
@@ -51,38 +50,6 @@ class Labels:
 
     owner: str
     project_id: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class SessionStatus:
-    """Status to search for; `reasons` (None: any) narrow CLIENT_FINISHED."""
-
-    type: str
-    reasons: Sequence[str] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SearchPosition:
-    """Last session of the preceding page."""
-
-    created_at: float
-    session_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Search:
-    """Conditions, of which all that are set must hold; of `session_id` and `display_name` one suffices.
-
-    `owners`: names.
-    """
-
-    session_id: str | None
-    display_name: str | None
-    project_ids: Sequence[str] | None
-    owners: Sequence[str] | None
-    user_metadata: Mapping[str, str]
-    statuses: Sequence[SessionStatus] | None
-    after: SearchPosition | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +123,18 @@ def set_project(conn: Connection, owner: OwnerId | None, session_id: SessionId, 
     audit_log.record(conn, session_id, "project_session_add", project_id=project_id)
 
 
-def search(conn: Connection, reach: Reach, conditions: Search, limit: int) -> Iterator[SessionMatch]:
-    """Yield the matching sessions that the caller sees, newest first, from behind `conditions.after`."""
-    where = [within(reach), *_where(conn, conditions)]
-    if conditions.after is not None:
-        where.append(_older(conn, reach, conditions.after))
+def search(
+    conn: Connection, reach: Reach, wanted: SessionSearchRequest, owners: Sequence[str] | None, limit: int
+) -> Iterator[SessionMatch]:
+    """Yield the matching sessions that the caller sees, newest first, from behind the cursor.
+
+    `owners`: names; None: any. Of `session_id` and `display_name` one suffices.
+    """
+    where = [within(reach), *_where(conn, wanted)]
+    if owners is not None:
+        where.append(OWNER_NAME.in_(owners))
+    if wanted.cursor is not None:
+        where.append(_older(conn, reach, wanted.cursor))
     query = (
         select(
             Session.session_id,
@@ -183,27 +157,25 @@ def search(conn: Connection, reach: Reach, conditions: Search, limit: int) -> It
     yield from (SessionMatch(*row) for row in conn.execute(query))
 
 
-def _where(conn: Connection, search: Search) -> list[ColumnElement[bool]]:
-    where = [_has_metadata(conn, key, value) for key, value in search.user_metadata.items()]
-    if search.owners is not None:
-        where.append(OWNER_NAME.in_(search.owners))
-    if search.project_ids is not None:
-        where.append(in_project(search.project_ids))
-    if search.statuses is not None:
-        where.append(or_(*(_has_status(status) for status in search.statuses)))
+def _where(conn: Connection, wanted: SessionSearchRequest) -> list[ColumnElement[bool]]:
+    where = [_has_metadata(conn, key, value) for key, value in wanted.user_metadata.items()]
+    if wanted.project_ids is not None:
+        where.append(in_project(wanted.project_ids))
+    if wanted.statuses is not None:
+        where.append(or_(*(_has_status(status) for status in wanted.statuses)))
     names = []
-    if search.session_id is not None:
-        names.append(Session.session_id == search.session_id)
-    if search.display_name is not None:
-        words = search.display_name.split()
+    if wanted.session_id is not None:
+        names.append(Session.session_id == wanted.session_id)
+    if wanted.display_name is not None:
+        words = wanted.display_name.split()
         names.append(and_(true(), *(Session.display_name.icontains(word, autoescape=True) for word in words)))
     return [*where, or_(*names)] if names else where
 
 
-def _has_status(status: SessionStatus) -> ColumnElement[bool]:
-    if status.type == ACTIVE:
+def _has_status(status: StatusQuery) -> ColumnElement[bool]:
+    if status.type == "active":
         return Session.finished_at.is_(None)
-    if status.type == CLIENT_FINISHED:
+    if status.type == "client_finished":
         return Session.finish_reason.in_(REASONS if status.reasons is None else status.reasons)
     return false()  # this server fails or cancels no whole session
 
@@ -226,11 +198,12 @@ def _has_metadata(conn: Connection, key: str, value: str) -> ColumnElement[bool]
     return select(entry.c.key).where(entry.c.key == key, shown == value).exists()
 
 
-def _older(conn: Connection, reach: Reach, cursor: SearchPosition) -> ColumnElement[bool]:
+def _older(conn: Connection, reach: Reach, cursor: SearchCursor) -> ColumnElement[bool]:
     """Compare with the exact time of the cursor's session: times on the wire are rounded."""
-    exact = select(Session.created_at).where(Session.session_id == cursor.session_id, within(reach))
+    exact = select(Session.created_at).where(Session.session_id == cursor.last_session_id, within(reach))
     created_at = conn.scalar(exact)
-    last = tuple_(cursor.created_at if created_at is None else created_at, cursor.session_id)
+    at = cursor.last_created_at.timestamp() if created_at is None else created_at
+    last = tuple_(at, cursor.last_session_id)
     return tuple_(Session.created_at, Session.session_id) < last
 
 

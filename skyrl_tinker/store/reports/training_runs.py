@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Select, func, or_, select
 
@@ -17,6 +17,7 @@ from skyrl_tinker.store.database.tables import ApiKey, Model, SavedCheckpoint, S
 from skyrl_tinker.store.owners import OWNER_NAME, in_project, within
 from skyrl_tinker.store.session_records import LAST_REQUEST_AT
 
+K = TypeVar("K")
 Scope = Literal["owned", "accessible"]
 """`accessible` adds other owners' runs that have published checkpoints, with only those."""
 
@@ -40,18 +41,10 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class RunPage:
-    """Page of runs, for `runs_of`; `total` counts all pages."""
+class Page(Generic[K]):
+    """Page of runs, for `runs_of`, or of checkpoints, for `checkpoints_of`; `total` counts all pages."""
 
-    keys: list[ModelKey]
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointPage:
-    """Page of checkpoints, for `checkpoints_of`; `total` counts all pages."""
-
-    ids: list[int]
+    keys: list[K]
     total: int
 
 
@@ -62,7 +55,7 @@ def page(
     limit: int,
     offset: int,
     project_id: str | None = None,
-) -> RunPage:
+) -> Page[ModelKey]:
     """Return a page of runs, the one with the latest request first."""
     where = [_visible(conn, reach, scope)]
     if project_id is not None:
@@ -70,7 +63,7 @@ def page(
     count = select(func.count()).select_from(Model).join(Session, Session.session_id == Model.session_id)
     keys = select(Model.key).join(Session, Session.session_id == Model.session_id).where(*where)
     last_first = keys.order_by(LAST_REQUEST_AT.desc(), Model.key.desc()).limit(limit).offset(offset)
-    return RunPage([ModelKey(key) for key in conn.scalars(last_first)], conn.scalar(count.where(*where)) or 0)
+    return Page([ModelKey(key) for key in conn.scalars(last_first)], conn.scalar(count.where(*where)) or 0)
 
 
 def runs_of(conn: Connection, reach: Reach, keys: Sequence[ModelKey]) -> list[Run]:
@@ -102,12 +95,12 @@ def list_checkpoints(
 
 def page_checkpoints(
     conn: Connection, reach: Reach, kinds: Collection[CheckpointKind], limit: int, offset: int
-) -> CheckpointPage:
+) -> Page[int]:
     """Return a page of the checkpoints that the caller sees, newest first."""
     where: tuple[ColumnElement[bool], ...] = (within(reach), SavedCheckpoint.kind.in_(kinds), *is_live(conn))
     newest_first = _ids(*where).order_by(SavedCheckpoint.id.desc()).limit(limit).offset(offset)
     count = _ids(*where).with_only_columns(func.count())
-    return CheckpointPage(list(conn.scalars(newest_first)), conn.scalar(count) or 0)
+    return Page(list(conn.scalars(newest_first)), conn.scalar(count) or 0)
 
 
 def checkpoints_of(conn: Connection, ids: Sequence[int]) -> list[CheckpointRow]:
