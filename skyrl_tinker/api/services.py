@@ -1,7 +1,8 @@
 """Parts that routes use, and FastAPI's dependencies on them and on the owner of a request."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
@@ -76,12 +77,9 @@ def limits_of(settings: Settings, facts: BaseModelFacts) -> Limits:
     )
 
 
-async def services_of(request: Request) -> Services:
+def _services(request: Request) -> Services:
     services: Services = request.app.state.services
     return services
-
-
-Deps = Annotated[Services, Depends(services_of)]
 
 
 def owner_of(request: Request) -> OwnerId | None:
@@ -90,24 +88,9 @@ def owner_of(request: Request) -> OwnerId | None:
     return owner
 
 
-async def _owner(request: Request) -> OwnerId | None:
-    """Async, because FastAPI runs other dependencies in a thread."""
-    return owner_of(request)
-
-
-Owner = Annotated[OwnerId | None, Depends(_owner)]
-
-
 def caller_of(request: Request) -> Caller:
     caller: Caller = request.scope["caller"]
     return caller
-
-
-async def _caller(request: Request) -> Caller:
-    return caller_of(request)
-
-
-CallerDep = Annotated[Caller, Depends(_caller)]
 
 
 def reach_of(request: Request) -> Reach:
@@ -115,8 +98,16 @@ def reach_of(request: Request) -> Reach:
     return caller_of(request).reach
 
 
-async def _reach(request: Request) -> Reach:
-    return reach_of(request)
+def _depends(read: Callable[[Request], object]) -> Any:
+    """Have FastAPI call it on the loop; it runs dependencies that are not async in a thread."""
+
+    async def dependency(request: Request) -> object:
+        return read(request)
+
+    return Depends(dependency)
 
 
-Reached = Annotated[Reach, Depends(_reach)]
+Deps = Annotated[Services, _depends(_services)]
+Owner = Annotated[OwnerId | None, _depends(owner_of)]
+CallerDep = Annotated[Caller, _depends(caller_of)]
+Reached = Annotated[Reach, _depends(reach_of)]
