@@ -5,6 +5,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 SUPPORTED = ("0.32.", "0.33.")
@@ -36,13 +37,19 @@ def digest(root: Path, target: str) -> str | None:
 
 def unknown(root: Path, targets: Iterable[str]) -> list[str]:
     """List the targets whose source is that of no release in the table."""
-    table = json.loads(LISTED.read_text())
+    table = _table(LISTED)
     return [target for target in targets if digest(root, target) not in table.get(target, {}).values()]
 
 
 def releases() -> list[str]:
     """List the releases of the table."""
-    return sorted({release for digests in json.loads(LISTED.read_text()).values() for release in digests})
+    return sorted({release for digests in _table(LISTED).values() for release in digests})
+
+
+@cache
+def _table(file: Path) -> dict[str, dict[str, str]]:
+    table: dict[str, dict[str, str]] = json.loads(file.read_text())
+    return table
 
 
 def _start(lines: list[str], pattern: str) -> int | None:
