@@ -64,6 +64,14 @@ def write_file(path: Path, text: str) -> None:
     fsync(path.parent)
 
 
+def link(source: str | Path, target: str | Path) -> None:
+    """Link a file that is never written again, or copy it. Raises OSError."""
+    try:
+        os.link(source, target)
+    except OSError:  # as between file systems
+        shutil.copy2(source, target)
+
+
 @contextmanager
 def storage_errors(message: str) -> Iterator[None]:
     """Turn an OSError of the block into a StorageError, DiskFullError: `message`, and the system's reason."""

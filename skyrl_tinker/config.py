@@ -5,10 +5,11 @@ Sources, strongest first: arguments, SKYRL_TINKER_…, --config FILE.toml.
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -17,6 +18,8 @@ from pydantic_settings import (
 )
 
 from skyrl_tinker.domain.key_limits import NAMES, KeyLimits
+from skyrl_tinker.errors import UserError
+from skyrl_tinker.protocol.schemas.base import describe
 
 _SETUP_ONLY = frozenset({"torch_index"})  # SKYRL_TINKER_… variables that only scripts/setup reads
 _ON_CUDA = {"trainer_dtype": "bfloat16", "token_budget": 16384}
@@ -527,6 +530,25 @@ def load(config: Path | None = None, **overrides: Any) -> Settings:
         model_config = SettingsConfigDict(toml_file=config)
 
     return Settings.model_validate(_FromFile(**overridden).model_dump(exclude_unset=True))
+
+
+def limit_changes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return changes of a key's limits, by name: "none" is None, "default" that of all keys.
+
+    Raises UserError that names a wrong limit.
+    """
+    if unknown := sorted(given.keys() - set(NAMES)):
+        raise UserError(f"limits: found {unknown[0]!r}, expected any of {', '.join(NAMES)}")
+    words = {"none": None, "default": "default"}
+    numbers = {f"key_{name}": value for name, value in given.items() if value not in words}
+    try:
+        read = Settings.model_validate(numbers)
+    except ValidationError as error:
+        raise UserError(describe(error.errors(include_url=False))) from error
+    return {
+        name: words[value] if value in words else getattr(read, f"key_{name}")
+        for name, value in given.items()
+    }
 
 
 def _split_address(text: str) -> tuple[str, int]:

@@ -10,7 +10,7 @@ import typer
 
 from skyrl_tinker.cli.database import existing_database
 from skyrl_tinker.cli.options import with_added, with_settings
-from skyrl_tinker.config import Settings
+from skyrl_tinker.config import Settings, limit_changes
 from skyrl_tinker.domain.key_limits import NAMES
 
 if TYPE_CHECKING:  # the other commands need none of its imports
@@ -215,7 +215,6 @@ def limit(settings: Settings, key: Which, **limits: str | None) -> None:
     \b
       skyrl-tinker keys limit alice --models 4 --stored-gb 200 --sessions default
     """
-    from skyrl_tinker.api.resources.key_administration import limit_changes
     from skyrl_tinker.store import api_keys
 
     changes = limit_changes({name: text for name, text in limits.items() if text is not None})

@@ -21,7 +21,7 @@ from skyrl_tinker.store.database.tables import ApiKey
 
 PREFIX = "tml-"
 """Prefix of keys: the SDK refuses anything else but JWTs."""
-DEFAULT: Any = object()
+DEFAULT = "default"
 """Value of a limit that a key shall not have of its own."""
 NO_KEY = "none"
 """Names, as a former key, the work done without one."""
@@ -149,7 +149,7 @@ def limit(
     """
     row = find_live(conn, id_or_name)
     merged = {**(row.limits or {}), **changes}
-    limits = {name: value for name, value in merged.items() if value is not DEFAULT}
+    limits = {name: value for name, value in merged.items() if value != DEFAULT}
     conn.execute(update(ApiKey).where(ApiKey.id == row.id).values(limits=limits))
     _note(conn, "key_limit", row.id, by, limits=limits)
     return limits

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, func, insert, select
 
 from skyrl_tinker.domain.ids import SessionId
-from skyrl_tinker.domain.values import CustomLoss
+from skyrl_tinker.domain.values import CustomLoss, Failure
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol import custom_loss
 from skyrl_tinker.store.database.rows import database_time
@@ -16,11 +16,12 @@ MAX_PER_SESSION = 1000
 
 @dataclass(frozen=True, slots=True)
 class NewLoss:
-    """Loss to record; `loss` None: it was refused."""
+    """Loss to record, or why it was refused. `digest`: of the request."""
 
     session_id: SessionId
     seq_id: int
-    loss: CustomLoss | None
+    loss: CustomLoss | Failure
+    digest: bytes
 
     @property
     def loss_id(self) -> str:
@@ -34,7 +35,7 @@ def add(conn: Connection, new: NewLoss, future_id: int) -> None:
         session_id=new.session_id,
         seq_id=new.seq_id,
         future_id=future_id,
-        definition=None if new.loss is None else custom_loss.to_bytes(new.loss),
+        definition=None if isinstance(new.loss, Failure) else custom_loss.to_bytes(new.loss),
         created_at=database_time(conn),
     )
     conn.execute(row)

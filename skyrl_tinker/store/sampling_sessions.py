@@ -4,7 +4,7 @@ A session is pinned to its version, or, if that version is inflight, follows the
 the same model. It holds the versions that it samples from until it is finished, as expired sessions are.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from sys import float_info
 from typing import Any, Literal
@@ -72,16 +72,9 @@ def create(
         _require_same_target(first, new)
         return new_id
     session_records.require_live(conn, session_id)
-    row = insert(SamplingSession).values(
-        sampling_session_id=new_id,
-        session_id=session_id,
-        sampling_session_seq_id=sampling_session_seq_id,
-        base_model=base_model,
-        model_path=model_path,
-        version_id=version_id,
-        created_at=database_time(conn),
-    )
-    conn.execute(row)
+    row = {**asdict(new), "created_at": database_time(conn)}
+    del row["follows"]
+    conn.execute(insert(SamplingSession).values(row))
     return new_id
 
 

@@ -205,14 +205,6 @@ class TrainerGroup:
             for model, number in numbers.items()
         }
 
-    async def save_state(self, model: ModelKey, directory: str, *, optimizer: bool) -> int:
-        """Write a checkpoint directory atomically; returns its size in bytes."""
-        captured = await self.capture_state(model, optimizer=optimizer)
-        try:
-            return await self.persist_state(captured, directory)
-        finally:
-            await captured.drop()
-
     async def capture_state(self, model: ModelKey, *, optimizer: bool) -> CapturedState:
         """Copy a model into host memory, as a unit of work; `CapturedState.drop` frees the copies."""
         return await self._capture("capture_state", model, optimizer)

@@ -28,13 +28,8 @@ async def upload(
     loss: CustomLoss | None = LOSS,
     digest: bytes = b"digest",
 ) -> record.Accepted:
-    new = NewLoss(session, seq_id, loss)
-    failure = REFUSED if loss is None else None
-    return await store.write(
-        lambda conn: training_submission.submit_custom_loss(
-            conn, new, owner=None, digest=digest, result=b"{}", failure=failure
-        )
-    )
+    new = NewLoss(session, seq_id, loss or REFUSED, digest)
+    return await store.write(lambda conn: training_submission.submit_custom_loss(conn, new, None, b"{}"))
 
 
 async def found(store: Store, session: SessionId, seq_id: int = 0) -> CustomLoss | None:

@@ -39,6 +39,7 @@ from tests.engine.support import journal
 from tests.engine.support.world import World
 from tests.support.reads import reading
 from tests.training.support.passes import make_data, make_item
+from tests.training.support.saves import save_state
 from tests.training.test_trainer_group import make_echo
 
 SPECS = (LoraSpec(8, 1), LoraSpec(4, 2, train_mlp=False), LoraSpec(0, 0))
@@ -135,7 +136,7 @@ class Trained:
         for index, model in enumerate(self.models):
             key = await journal.key_of(self.store, model)
             directory = self._home / f"end{index}"
-            await self._group.save_state(key, str(directory), optimizer=True)
+            await save_state(self._group, key, str(directory), optimizer=True)
             for file in sorted(directory.glob("*.safetensors")):
                 state[f"{index} {file.name}"] = np.frombuffer(file.read_bytes(), np.uint8)
             await self._group.release(key)
@@ -235,7 +236,7 @@ async def test_broken_ranks_say_so_until_fresh_ones_are_up(two: TrainerGroup, tm
     await two.onload()
     await two.restart()
     await two.create_model(A, SPECS[0])
-    assert await two.save_state(A, str(tmp_path / "c"), optimizer=True) > 0
+    assert await save_state(two, A, str(tmp_path / "c"), optimizer=True) > 0
     assert await two.sender_call("say", "hello") == [(0, "hello"), (1, "hello")]
 
 

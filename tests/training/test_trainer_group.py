@@ -30,7 +30,7 @@ from skyrl_tinker.training import actors
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.user_directory import user_directory
 from tests.training.support.passes import make_data, make_item
-from tests.training.support.saves import publish_weights, published_weights
+from tests.training.support.saves import publish_weights, published_weights, save_state
 
 A, B, FULL = ModelKey(1), ModelKey(2), ModelKey(3)
 SPECS = {A: LoraSpec(8, 1), B: LoraSpec(4, 2, train_mlp=False, train_attn=False), FULL: LoraSpec(0, 0)}
@@ -102,7 +102,7 @@ async def _train(group: TrainerGroup, tmp_path: Path) -> Trained:
         steps = await group.optim_step([StepItem(RequestId("s"), model, adam) for model in SPECS])
         metrics += [dict(output.metrics) for output in steps]
     await publish_weights(group, FULL, tmp_path / "full")
-    await group.save_state(FULL, str(tmp_path / "state"), optimizer=True)
+    await save_state(group, FULL, str(tmp_path / "state"), optimizer=True)
     return outputs, metrics, await published_weights(group, A)
 
 
@@ -159,10 +159,10 @@ async def test_a_disk_that_fails_one_rank_leaves_the_group_whole(two: TrainerGro
     (tmp_path / "file").touch()
     await two.create_model(FULL, SPECS[FULL])
     with pytest.raises(StorageError, match="rank 0 could not write the checkpoint: Not a directory"):
-        await two.save_state(FULL, str(tmp_path / "file" / "c"), optimizer=True)
+        await save_state(two, FULL, str(tmp_path / "file" / "c"), optimizer=True)
     with pytest.raises(StorageError, match="rank 0 could not write the checkpoint: Not a directory"):
         await publish_weights(two, FULL, tmp_path / "file" / "c")
-    assert await two.save_state(FULL, str(tmp_path / "c"), optimizer=True) > 0
+    assert await save_state(two, FULL, str(tmp_path / "c"), optimizer=True) > 0
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ async def test_ranks_of_a_host_that_shares_nothing_send_and_get_files(
     item = make_item(FULL, make_data((30, 30), 1))
     await _pass(apart, item)
     await apart.optim_step([StepItem(RequestId("s"), FULL, AdamParams(1e-2))])
-    await apart.save_state(FULL, directory, optimizer=True)
+    await save_state(apart, FULL, directory, optimizer=True)
     (expected,) = await _pass(apart, item)
     await apart.optim_step([StepItem(RequestId("s"), FULL, AdamParams(1e-2))])
     for group in (apart, one):  # which reads what both have written
@@ -206,7 +206,7 @@ async def test_a_host_without_room_leaves_group_and_model_as_they_were(
     apart: TrainerGroup, tmp_path: Path
 ) -> None:
     await apart.create_model(A, SPECS[A])
-    await apart.save_state(A, str(tmp_path / "c"), optimizer=True)
+    await save_state(apart, A, str(tmp_path / "c"), optimizer=True)
     scratch = user_directory(Path(tempfile.gettempdir()), Path("/dev/shm")) / "carried"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.parent.mkdir(parents=True, exist_ok=True)
@@ -221,7 +221,7 @@ async def test_a_host_without_room_leaves_group_and_model_as_they_were(
 async def test_files_are_verified_beside_what_the_ranks_compute(one: TrainerGroup, tmp_path: Path) -> None:
     """So peers wait for no rank whose disk is slow."""
     await one.create_model(A, SPECS[A])
-    await one.save_state(A, str(tmp_path / "c"), optimizer=True)
+    await save_state(one, A, str(tmp_path / "c"), optimizer=True)
     next((tmp_path / "c").glob("*.safetensors")).write_bytes(b"")
     running = asyncio.ensure_future(one.run_pass(one.prepare([make_item(A, make_data((512,) * 100, 1))])))
     with pytest.raises(UserError, match="is damaged"):

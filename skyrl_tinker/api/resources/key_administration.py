@@ -1,16 +1,13 @@
 """Keys and their owners, for the holder of an admin key."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
 from sqlalchemy import Connection
 
 from skyrl_tinker.api.security.tokens import Caller
-from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.key_limits import NAMES, KeyLimits
 from skyrl_tinker.errors import ForbiddenError, UserError
-from skyrl_tinker.protocol.schemas.base import describe, utc
+from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.console import AdminResponse, KeySummary, OwnedNow
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.api_keys import KeyRow
@@ -46,22 +43,6 @@ def overview(conn: Connection, limits: KeyLimits, now: float) -> AdminResponse:
         without_key=totals.get(None, NOTHING),
         limits={name: getattr(limits, name) for name in NAMES},
     )
-
-
-def limit_changes(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the changes for `api_keys.limit`. Raises UserError that names a wrong limit."""
-    if unknown := sorted(given.keys() - set(NAMES)):
-        raise UserError(f"limits: found {unknown[0]!r}, expected any of {', '.join(NAMES)}")
-    return {name: _limit(name, value) for name, value in given.items()}
-
-
-def _limit(name: str, value: Any) -> Any:
-    if value in ("none", "default"):
-        return None if value == "none" else api_keys.DEFAULT
-    try:
-        return getattr(Settings.model_validate({f"key_{name}": value}), f"key_{name}")
-    except ValidationError as error:
-        raise UserError(describe(error.errors(include_url=False))) from error
 
 
 def _summary(row: KeyRow, owned: OwnedNow, now: float) -> KeySummary:

@@ -1,7 +1,5 @@
 """Copies of checkpoints (copy_weights): hard links and rows of their own, independent of the original."""
 
-import errno
-import os
 import shutil
 from pathlib import Path
 from uuid import NAMESPACE_URL, uuid4, uuid5
@@ -11,7 +9,7 @@ from sqlalchemy import Connection
 from skyrl_tinker.api.requests.model_requests import find_checkpoint
 from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.api.services import Services
-from skyrl_tinker.atomic_directory import atomic_directory
+from skyrl_tinker.atomic_directory import atomic_directory, link
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import OwnerId, SessionId
 from skyrl_tinker.domain.tinker_path import TinkerPath
@@ -25,8 +23,6 @@ from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.reports import holdings
 
 _SESSIONS = uuid5(NAMESPACE_URL, "copy_weights")
-_NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})
-"""Errors of a file system that cannot link: then files are copied."""
 
 
 async def copy_weights(
@@ -105,7 +101,7 @@ async def _add(services: Services, owner: OwnerId | None, root: Path, new: NewCo
 def _copy_files(source: CheckpointRow, root: Path) -> None:
     try:
         with atomic_directory(root) as staging:
-            shutil.copytree(source.directory, _inside(staging, source), copy_function=_link)
+            shutil.copytree(source.directory, _inside(staging, source), copy_function=link)
     except OSError as error:  # one error for many files, without a number
         if not Path(source.directory).exists():
             raise NotFoundError(f"source_path: {source.path} was deleted while it was copied") from error
@@ -114,13 +110,3 @@ def _copy_files(source: CheckpointRow, root: Path) -> None:
 
 def _inside(root: Path, source: CheckpointRow) -> Path:
     return root / source.kind / source.name
-
-
-def _link(source: str, target: str) -> None:
-    """Link a file: files of checkpoints are never written again, so two checkpoints may share one."""
-    try:
-        os.link(source, target)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        shutil.copyfile(source, target)

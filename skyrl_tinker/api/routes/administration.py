@@ -8,13 +8,9 @@ from starlette.responses import JSONResponse, Response
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.requests.responses import json_from_rows
-from skyrl_tinker.api.resources.key_administration import (
-    limit_changes,
-    overview,
-    require_admin,
-    require_other,
-)
+from skyrl_tinker.api.resources.key_administration import overview, require_admin, require_other
 from skyrl_tinker.api.services import CallerDep, Deps, Services
+from skyrl_tinker.config import limit_changes
 from skyrl_tinker.protocol.schemas.base import MAX_INT64
 from skyrl_tinker.protocol.schemas.console import (
     AdminResponse,

@@ -10,7 +10,8 @@ from skyrl_tinker.api.services import Deps, Owner
 from skyrl_tinker.errors import NotSupportedError
 from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
-from skyrl_tinker.protocol.schemas.losses import CreateCustomLossRequest
+from skyrl_tinker.protocol.schemas.losses import CreateCustomLossRequest, CreateCustomLossResult
+from skyrl_tinker.store.futures.training_submission import submit_custom_loss
 
 router = APIRouter(tags=["losses"])
 
@@ -26,6 +27,7 @@ async def create_custom_loss(request: Request, deps: Deps, owner: Owner) -> Acce
             "custom losses run on the client (the server's setting custom_loss_server_side is off)"
         )
     body = await request.body()
-    upload = await off_loop(len(body), lambda: read_upload(json_object(body)))
-    accepted = await deps.store.write(lambda conn: upload.submit(conn, owner))
+    new = await off_loop(len(body), lambda: read_upload(json_object(body)))
+    result = CreateCustomLossResult(loss_id=new.loss_id).model_dump_json().encode()
+    accepted = await deps.store.write(lambda conn: submit_custom_loss(conn, new, owner, result))
     return announce(deps, owner, accepted, pending=False)

@@ -7,12 +7,10 @@ Several small models are copied in one call to the ranks, as a call takes longer
 
 import asyncio
 import logging
-import os
 import secrets
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from heapq import nlargest
@@ -22,7 +20,7 @@ from typing import Any
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker.atomic_directory import atomic_directory, storage_errors
+from skyrl_tinker.atomic_directory import atomic_directory, link, storage_errors
 from skyrl_tinker.domain.ids import Effect, ModelKey, ModelState
 from skyrl_tinker.engine.outbox import persistently, read_persistently
 from skyrl_tinker.engine.scheduling.lanes import model_of
@@ -376,12 +374,6 @@ def _put(conn: Connection, model: ModelKey, row: SnapshotRow) -> None:
 
 
 def _link_files(source: Path, directory: Path) -> None:
-    """Link the files, or copy them if hard links are not possible, as between file systems."""
     with atomic_directory(directory) as staging:
         for path in source.iterdir():
-            linked = False
-            with suppress(OSError):
-                os.link(path, staging / path.name)
-                linked = True
-            if not linked:
-                shutil.copy2(path, staging / path.name)
+            link(path, staging / path.name)

@@ -5,7 +5,6 @@ A full export also has the base model's small files, such as its tokenizer. Eith
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +25,14 @@ from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.training.trainer_group import CapturedState, TrainerGroup
+from skyrl_tinker.training.trainer_group import TrainerGroup
 
 SHARD_BYTES = 5 * 10**9
 """Approximate size of a file of a full-parameter model, as on the Hugging Face hub."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExternalExport(Save):
-    body: SaveExternalBody
-    captured: CapturedState
-
-
-class Exporter(SaveFlow[ExternalExport]):
-    """Exports of models. From `capture` to the end of `persist` a model may train, but not save or load."""
+class Exporter(SaveFlow[Save[SaveExternalBody]]):
+    """Exports of models; from `capture` to the end of `persist` a model may train, not save or load."""
 
     def __init__(
         self,
@@ -51,19 +44,20 @@ class Exporter(SaveFlow[ExternalExport]):
         checkpoint_root: Path,
         storage: Storage = LOCAL_DISK,
     ) -> None:
-        super().__init__(store, commits, pending, checkpoint_root, storage)
-        self._trainer = trainer
+        super().__init__(store, trainer, commits, pending, checkpoint_root, storage)
         self._facts = facts
 
-    async def capture(self, row: QueuedRow, model: ModelRow, body: SaveExternalBody) -> ExternalExport:
+    async def capture(
+        self, row: QueuedRow, model: ModelRow, body: SaveExternalBody
+    ) -> Save[SaveExternalBody]:
         """Copy the weights on the trainer; `persist` must follow. Raises SkyrlTinkerError."""
         path = TinkerPath(model.model_id, CheckpointKind.EXTERNAL_WEIGHTS, body.name)
         async with self._reserving(path):
             directory = self._new_directory(row, model, path)
             captured = await self._trainer.capture_export(model.key, SHARD_BYTES)
-        return ExternalExport(row, model, body, path, directory, captured)
+        return Save(row, model, body, path, directory, captured)
 
-    async def _write(self, save: ExternalExport) -> int:
+    async def _write(self, save: Save[SaveExternalBody]) -> int:
         await in_disk_thread(shutil.rmtree, save.staging, ignore_errors=True)
         await self._trainer.persist_state(save.captured, str(save.staging))
         export = Export(self._facts, save.model.spec, self._trainer.spec.dtype, save.body.recipients)
@@ -72,9 +66,6 @@ class Exporter(SaveFlow[ExternalExport]):
         await self._free(save)  # before storing, as storage may be away for long
         return size
 
-    async def _free(self, save: ExternalExport) -> None:
-        await save.captured.drop()
-
-    def _record(self, conn: Connection, save: ExternalExport, size: int) -> Mapping[str, Any]:
+    def _record(self, conn: Connection, save: Save[SaveExternalBody], size: int) -> Mapping[str, Any]:
         checkpoint_records.add(conn, save.checkpoint(conn, size), replace=False)
         return {"path": str(save.path), "size_bytes": size}

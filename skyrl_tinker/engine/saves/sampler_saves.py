@@ -65,10 +65,8 @@ class SamplerSaveRequest(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SamplerSave(Save):
-    body: SaveSamplerBody
+class SamplerSave(Save[SaveSamplerBody]):
     version: WeightVersion
-    captured: CapturedState
 
     @property
     def inflight(self) -> bool:
@@ -95,9 +93,8 @@ class Publisher(SaveFlow[SamplerSave]):
         written: Callable[[QueuedRow], None],
         storage: Storage = LOCAL_DISK,
     ) -> None:
-        """`written`: called, once or twice, when a save's weights are in files or the save has failed."""
-        super().__init__(store, commits, pending, checkpoint_root, storage)
-        self._trainer = trainer
+        """`written`: called, once or twice, when a save's weights are in files or given up."""
+        super().__init__(store, trainer, commits, pending, checkpoint_root, storage)
         self._samplers = samplers
         self._ephemeral = ephemeral_dir
         self._gaps = gaps
@@ -216,7 +213,7 @@ class Publisher(SaveFlow[SamplerSave]):
         version, path = WeightVersion(number, request.kind, ""), request.path
         directory = self._new_directory(row, model, path) if path else self._ephemeral / version.name
         version = replace(version, directory=str(directory))
-        return SamplerSave(row, model, body, path, directory, version, captured)
+        return SamplerSave(row, model, body, path, directory, captured, version)
 
     async def _write(self, save: SamplerSave) -> int:
         size = await self._trainer.persist_state(save.captured, str(save.directory))
@@ -228,15 +225,15 @@ class Publisher(SaveFlow[SamplerSave]):
     async def _free(self, save: SamplerSave) -> None:
         if self._lends(save):
             await self._samplers.end_loan(save.version)
-        await save.captured.drop()
+        await super()._free(save)
         self._written(save.row)
 
     def _record(self, conn: Connection, save: SamplerSave, size: int) -> Mapping[str, Any]:
         sampling_sessions.publish_version(conn, save.version.id, str(save.directory), size)
         if save.path is None:
             return {"sampling_session_id": _create_session(conn, save)}
-        checkpoint = replace(
-            save.checkpoint(conn, size), user_metadata=save.body.user_metadata, version_id=save.version.id
+        checkpoint = save.checkpoint(
+            conn, size, user_metadata=save.body.user_metadata, version_id=save.version.id
         )
         checkpoint_records.add(conn, checkpoint, replace=False)
         return {"path": str(save.path)}

@@ -44,23 +44,27 @@ from skyrl_tinker.store.checkpoint_records import NewCheckpoint, expiry
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.trainer_group import CapturedState, TrainerGroup
+
+B = TypeVar("B", SaveWeightsBody, SaveExternalBody, SaveSamplerBody)
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
-    """A model's weights at the save's turn, to be written to `directory`."""
+class Save(Generic[B]):
+    """A model's weights as they were at the save's turn, to be written to `directory`."""
 
     row: QueuedRow
     model: ModelRow
-    body: SaveWeightsBody | SaveExternalBody | SaveSamplerBody
+    body: B
     path: TinkerPath | None  # None: ephemeral
     directory: Path
+    captured: CapturedState
 
     @property
     def staging(self) -> Path:
         return staging_of(self.directory)
 
-    def checkpoint(self, conn: Connection, size: int) -> NewCheckpoint:
+    def checkpoint(self, conn: Connection, size: int, **others: Any) -> NewCheckpoint:
         assert self.path is not None, "ephemeral weights are not a checkpoint"
         return NewCheckpoint(
             model_key=self.model.key,
@@ -71,16 +75,18 @@ class Save:
             spec=self.model.spec,
             size_bytes=size,
             expires_at=expiry(conn, self.body.ttl_seconds),
+            **others,
         )
 
 
-S = TypeVar("S", bound=Save)
+S = TypeVar("S", bound=Save[Any])
 
 
 class SaveFlow(ABC, Generic[S]):
     def __init__(
         self,
         store: Store,
+        trainer: TrainerGroup,
         commits: UnitCommits,
         pending: PendingWrites,
         checkpoint_root: Path,
@@ -88,6 +94,7 @@ class SaveFlow(ABC, Generic[S]):
     ) -> None:
         """`pending`: records when a save needs the ranks no more."""
         self._store = store
+        self._trainer = trainer
         self._commits = commits
         self._pending = pending
         self._root = checkpoint_root
@@ -181,7 +188,8 @@ class SaveFlow(ABC, Generic[S]):
         self._pending.note_here(save.row.id)
 
     async def _free(self, save: S) -> None:
-        """Free the capture in the ranks' memory, if there is one."""
+        """Free what was captured in the ranks' memory."""
+        await save.captured.drop()
 
     @abstractmethod
     def _record(self, conn: Connection, save: S, size: int) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import count, islice, takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -181,36 +181,17 @@ def _work_spans(
     work: UnitSpan | SyncSpan, context: SpanContext, resource: Resource
 ) -> Iterator[ReadableSpan]:
     """Yield the span of a unit and the calls of its ranks; or that of a sync and its pause."""
-
-    def span(
-        name: str,
-        began_at: float,
-        ended_at: float,
-        attributes: Mapping[str, str | int | None],
-        parent: SpanContext | None = None,
-    ) -> ReadableSpan:
-        return ReadableSpan(
-            name,
-            context if parent is None else _context(parent.trace_id, parent.span_id ^ next(numbers)),
-            parent,
-            resource=resource,
-            attributes=_named(attributes),
-            start_time=_nanoseconds(began_at),
-            end_time=_nanoseconds(ended_at),
-            instrumentation_scope=_SCOPE,
-        )
-
-    numbers = count(1)
+    whole, part = partial(_span, resource, context), partial(_span, resource, parent=context)
     match work:
         case UnitSpan(kind, began_at, ended_at, tokens, future_ids, ranks):
             size = {"requests": len(future_ids), "estimated_tokens": tokens}
-            yield span(f"unit {kind}", began_at, ended_at, {"kind": kind, **size})
-            for rank in ranks:
+            yield whole(f"unit {kind}", began_at, ended_at, {"kind": kind, **size})
+            for number, rank in enumerate(ranks, 1):
                 name = f"rank {rank.rank} {rank.method}"
-                yield span(name, rank.began_at, rank.ended_at, {"rank": rank.rank}, context)
+                yield part(_below(context, number), name, rank.began_at, rank.ended_at, {"rank": rank.rank})
         case SyncSpan(version, began_at, paused_at, ended_at):
-            yield span("sync", began_at, ended_at, {"version": version})
-            yield span("pause", paused_at, ended_at, {}, context)
+            yield whole("sync", began_at, ended_at, {"version": version})
+            yield part(_below(context, 1), "pause", paused_at, ended_at, {})
 
 
 def _request_spans(
@@ -218,31 +199,36 @@ def _request_spans(
 ) -> Iterator[ReadableSpan]:
     """Yield a request's span, then its children: its wait, its work, and the delivery of its answer."""
     root = _context(int(request.request_id, 16), int(request.request_id[16:], 16))
-    failed = request.category is not None
-    yield ReadableSpan(
-        request.kind,
-        root,
+    status = Status(StatusCode.OK) if request.category is None else Status(StatusCode.ERROR, request.error)
+    attributes, kinds = _request_attributes(request), {"kind": SpanKind.SERVER, "status": status}
+    yield _span(resource, root, request.kind, request.created_at, request.finished_at, attributes, **kinds)
+    for number, (name, began_at, ended_at, part) in enumerate(_slices(request, parts), 1):
+        links = [Link(part.unit)] if part and part.unit else ()
+        attributes = _part_attributes(part)
+        context = _below(root, number)  # the same each time it is sent
+        yield _span(resource, context, name, began_at, ended_at, attributes, parent=root, links=links)
+
+
+def _span(
+    resource: Resource,
+    context: SpanContext,
+    name: str,
+    began_at: float,
+    ended_at: float,
+    attributes: Mapping[str, str | int | None],
+    **others: Any,
+) -> ReadableSpan:
+    """Make a span. Attributes get our prefix; None: not known."""
+    return ReadableSpan(
+        name,
+        context,
         resource=resource,
-        attributes=_request_attributes(request),
-        kind=SpanKind.SERVER,
-        status=Status(StatusCode.ERROR, request.error) if failed else Status(StatusCode.OK),
-        start_time=_nanoseconds(request.created_at),
-        end_time=_nanoseconds(max(request.created_at, request.finished_at)),
+        attributes={f"skyrl_tinker.{key}": value for key, value in attributes.items() if value is not None},
+        start_time=_nanoseconds(began_at),
+        end_time=_nanoseconds(max(began_at, ended_at)),
         instrumentation_scope=_SCOPE,
+        **others,
     )
-    numbers = count(1)
-    for name, began_at, ended_at, part in _slices(request, parts):
-        yield ReadableSpan(
-            name,
-            _context(root.trace_id, root.span_id ^ next(numbers)),  # the same each time it is sent
-            root,
-            resource=resource,
-            attributes=_part_attributes(part),
-            links=[Link(part.unit)] if part and part.unit else (),
-            start_time=_nanoseconds(began_at),
-            end_time=_nanoseconds(max(began_at, ended_at)),
-            instrumentation_scope=_SCOPE,
-        )
 
 
 def _slices(
@@ -260,39 +246,32 @@ def _slices(
             yield "answer", runs[-1].ended_at, request.finished_at, None
 
 
-def _request_attributes(request: FinishedRequest) -> dict[str, str | int]:
-    return _named(
-        {
-            "kind": request.kind,
-            "outcome": request.category or "ok",
-            "request_id": request.request_id,
-            "future_id": request.id,
-            "seq_id": request.seq_id,
-            "session": request.session,
-            "owner": request.owner,
-            "model": request.run,
-            "sampler": request.sampler,
-            "input_tokens": request.input_tokens,
-            "cached_tokens": request.cached_tokens,
-            "output_tokens": request.output_tokens,
-        }
-    )
+def _request_attributes(request: FinishedRequest) -> Mapping[str, str | int | None]:
+    return {
+        "kind": request.kind,
+        "outcome": request.category or "ok",
+        "request_id": request.request_id,
+        "future_id": request.id,
+        "seq_id": request.seq_id,
+        "session": request.session,
+        "owner": request.owner,
+        "model": request.run,
+        "sampler": request.sampler,
+        "input_tokens": request.input_tokens,
+        "cached_tokens": request.cached_tokens,
+        "output_tokens": request.output_tokens,
+    }
 
 
-def _part_attributes(part: _TracePart | None) -> dict[str, str | int]:
+def _part_attributes(part: _TracePart | None) -> Mapping[str, str | int | None]:
     match part:
         case _TracePart(UnitSpan(kind=kind)):
-            return _named({"unit": kind})
+            return {"unit": kind}
         case _TracePart(PublishSpan(weights=weights)):
-            return _named({"weights": weights})
+            return {"weights": weights}
         case _TracePart(SampleSpan(replicas=replicas)) if replicas:
-            return _named({"replicas": " ".join(replicas)})
+            return {"replicas": " ".join(replicas)}
     return {}
-
-
-def _named(attributes: Mapping[str, str | int | None]) -> dict[str, str | int]:
-    """Return the known attributes, under our prefix."""
-    return {f"skyrl_tinker.{name}": value for name, value in attributes.items() if value is not None}
 
 
 def _bound(waiting: dict[T, Any]) -> None:
@@ -303,6 +282,10 @@ def _bound(waiting: dict[T, Any]) -> None:
 
 def _context(trace_id: int, span_id: int) -> SpanContext:
     return SpanContext(trace_id, span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+
+def _below(context: SpanContext, number: int) -> SpanContext:
+    return _context(context.trace_id, context.span_id ^ number)
 
 
 def _nanoseconds(seconds: float) -> int:

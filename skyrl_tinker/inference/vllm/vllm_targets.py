@@ -36,7 +36,7 @@ def digest(root: Path, target: str) -> str | None:
 
 
 def unknown(root: Path, targets: Iterable[str]) -> list[str]:
-    """List the targets whose source matches no release in the table."""
+    """List the targets whose source is that of no release in the table."""
     table = _table(LISTED)
     return [target for target in targets if digest(root, target) not in table.get(target, {}).values()]
 

@@ -202,32 +202,24 @@ def _submit_checked(
     return _insert(conn, future, new.body, failure, model_id)
 
 
-def submit_custom_loss(
-    conn: Connection,
-    loss: NewLoss,
-    *,
-    owner: OwnerId | None,
-    digest: bytes,
-    result: bytes,
-    failure: Failure | None = None,
-) -> Accepted:
-    """Submit a loss and its finished future, with `result` (JSON) or `failure`.
+def submit_custom_loss(conn: Connection, new: NewLoss, owner: OwnerId | None, result: bytes) -> Accepted:
+    """Submit a loss and its finished future, with `result` (JSON) unless it was refused.
 
     Raises SeqIdReusedError, NotFoundError (no session), GoneError (session finished), UserError (too many).
     """
-    check_seq_id("custom_loss_seq_id", loss.seq_id, lowest=0)
-    owners.require_session(conn, owner, loss.session_id)
-    row = conn.execute(_FIRST_UPLOAD, {"loss_id": loss.loss_id}).one_or_none()
+    check_seq_id("custom_loss_seq_id", new.seq_id, lowest=0)
+    owners.require_session(conn, owner, new.session_id)
+    row = conn.execute(_FIRST_UPLOAD, {"loss_id": new.loss_id}).one_or_none()
     kind = RequestKind.CREATE_CUSTOM_LOSS
     if row is not None:
-        require_same(row, kind, digest, f"custom_loss_seq_id {loss.seq_id} of session {loss.session_id}")
+        require_same(row, kind, new.digest, f"custom_loss_seq_id {new.seq_id} of session {new.session_id}")
         return existing_answer(row, None)
-    session_records.require_live(conn, loss.session_id)
-    custom_losses.require_capacity(conn, loss.session_id)
-    future_id, accepted = insert_future(conn, NewFuture(kind, loss.seq_id, digest, loss.session_id), None)
-    custom_losses.add(conn, loss, future_id)
-    if failure is not None:
-        finish.fail(conn, future_id, failure)
+    session_records.require_live(conn, new.session_id)
+    custom_losses.require_capacity(conn, new.session_id)
+    future_id, accepted = insert_future(conn, NewFuture(kind, new.seq_id, new.digest, new.session_id), None)
+    custom_losses.add(conn, new, future_id)
+    if isinstance(new.loss, Failure):
+        finish.fail(conn, future_id, new.loss)
     else:
         finish.succeed(conn, future_id, finish.JSON_TYPE, result)
     return accepted

@@ -116,10 +116,6 @@ async def row_of(
 
 async def upload(store: Store, session: SessionId, loss: CustomLoss) -> str:
     """Returns its loss_id."""
-    new = NewLoss(session, 0, loss)
-    await store.write(
-        lambda conn: training_submission.submit_custom_loss(
-            conn, new, owner=None, digest=b"", result=b"{}", failure=None
-        )
-    )
+    new = NewLoss(session, 0, loss, b"")
+    await store.write(lambda conn: training_submission.submit_custom_loss(conn, new, None, b"{}"))
     return new.loss_id

@@ -20,8 +20,9 @@ from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeights
 from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import queue, training_submission
+from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.record import Accepted
+from skyrl_tinker.store.futures.training_submission import Creation, submit_create
 from skyrl_tinker.store.model_records import NewModel
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
@@ -71,8 +72,8 @@ class Far:
         session = await journal.new_session(self.world.store)
         new = NewModel(session, 0, "tiny", LoraSpec(8, 1), {"type": "adamw"}, {})
         body = CreateViaLoadBody(f"tinker://{saved}/weights/a", False, None, {"type": "adamw"}).to_bytes()
-        submit = partial(training_submission.submit_create, kind=RequestKind.LOAD_WEIGHTS, model=new)
-        return await self.world.store.write(partial(submit, owner=None, body=body, digest=b"new"))
+        creation = Creation(RequestKind.LOAD_WEIGHTS, new, b"new", body)
+        return await self.world.store.write(partial(submit_create, new=creation, owner=None))
 
     async def done(self, *accepted: Accepted) -> None:
         for each in accepted:

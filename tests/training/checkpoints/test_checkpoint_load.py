@@ -26,6 +26,7 @@ from skyrl_tinker.errors import StorageError, UserError
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from tests.training.support import reference
 from tests.training.support.passes import assert_close, assert_equal, make_data, make_item
+from tests.training.support.saves import save_state
 
 pytestmark = pytest.mark.long
 
@@ -98,16 +99,16 @@ async def test_saved_on_two_ranks_training_goes_on_alike_on_one_two_and_four(
     await two.create_model(KEY, spec, optimizer)
     for seed in range(2):
         await _train(two, optimizer, seed)
-    await two.save_state(KEY, str(tmp_path / "saved"), optimizer=True)
+    await save_state(two, KEY, str(tmp_path / "saved"), optimizer=True)
     logprobs = await _train(two, optimizer, 2)
-    await two.save_state(KEY, str(tmp_path / "after"), optimizer=True)
+    await save_state(two, KEY, str(tmp_path / "after"), optimizer=True)
     for ranks, group in groups.items():
         await group.create_model(COPY, spec, optimizer)
         await group.load_state(COPY, str(tmp_path / "saved"), optimizer=True)
-        await group.save_state(COPY, str(tmp_path / f"loaded{ranks}"), optimizer=True)
+        await save_state(group, COPY, str(tmp_path / f"loaded{ranks}"), optimizer=True)
         assert_equal(_tensors(tmp_path / f"loaded{ranks}"), _tensors(tmp_path / "saved"))
         again = await _train(group, optimizer, 2, COPY)
-        await group.save_state(COPY, str(tmp_path / f"after{ranks}"), optimizer=True)
+        await save_state(group, COPY, str(tmp_path / f"after{ranks}"), optimizer=True)
         tolerance = 0.0 if ranks == 2 else 1e-6
         assert_close(_tensors(tmp_path / f"after{ranks}"), _tensors(tmp_path / "after"), tolerance)
         assert read_manifest(tmp_path / f"after{ranks}").step == 3
@@ -121,7 +122,7 @@ async def test_ranks_write_their_shares_as_hugging_face_lays_them_out(
     await groups[4].create_model(KEY, FULL)
     await _train(groups[4], "adamw", 0)
     saved = tmp_path / "c"
-    size = await groups[4].save_state(KEY, str(saved), optimizer=True)
+    size = await save_state(groups[4], KEY, str(saved), optimizer=True)
     assert size == sum(file.stat().st_size for file in saved.iterdir())
     shards = [f"{stem}-0000{i}-of-00004.safetensors" for stem in ("model", "optimizer") for i in (1, 2, 3, 4)]
     assert _names(saved) == sorted([*shards, "model.safetensors.index.json", "manifest.json"])
@@ -140,7 +141,7 @@ async def test_training_goes_on_while_a_save_is_written(groups: Groups, tmp_path
     two = groups[2]
     await two.create_model(KEY, FULL)
     await _train(two, "adamw", 0)
-    await two.save_state(KEY, str(tmp_path / "now"), optimizer=True)
+    await save_state(two, KEY, str(tmp_path / "now"), optimizer=True)
     captured = await two.capture_state(KEY, optimizer=True)
     late = await two.capture_state(KEY, optimizer=True)
     persisted = asyncio.create_task(two.persist_state(captured, str(tmp_path / "beside")))
@@ -162,19 +163,19 @@ async def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(groups: Gro
     second.rlimit(psutil.RLIMIT_FSIZE, (100_000, before[1]))
     try:
         with pytest.raises(StorageError, match=r"^rank 1 could not write the checkpoint: File too large$"):
-            await two.save_state(KEY, str(tmp_path / "c"), optimizer=True)
+            await save_state(two, KEY, str(tmp_path / "c"), optimizer=True)
     finally:
         second.rlimit(psutil.RLIMIT_FSIZE, before)
     assert _names(tmp_path) == []
     await _train(two, "adamw", 0)
-    assert await two.save_state(KEY, str(tmp_path / "c"), optimizer=True) > 100_000
+    assert await save_state(two, KEY, str(tmp_path / "c"), optimizer=True) > 100_000
 
 
 async def test_a_name_that_is_taken_is_refused_and_nothing_is_left(groups: Groups, tmp_path: Path) -> None:
     await groups[1].create_model(KEY, LORA)
-    await groups[1].save_state(KEY, str(tmp_path / "c"), optimizer=True)
+    await save_state(groups[1], KEY, str(tmp_path / "c"), optimizer=True)
     with pytest.raises(UserError, match="the directory exists"):
-        await groups[1].save_state(KEY, str(tmp_path / "c"), optimizer=True)
+        await save_state(groups[1], KEY, str(tmp_path / "c"), optimizer=True)
     assert _names(tmp_path) == ["c"]
 
 
@@ -184,16 +185,16 @@ async def test_damage_is_named_whichever_rank_checks_the_file_and_changes_no_ran
     group = groups[2]
     await group.create_model(KEY, FULL)
     await _train(group, "adamw", 0)
-    await group.save_state(KEY, str(tmp_path / "c"), optimizer=True)
+    await save_state(group, KEY, str(tmp_path / "c"), optimizer=True)
     await _train(group, "adamw", 1)
-    await group.save_state(KEY, str(tmp_path / "before"), optimizer=True)
+    await save_state(group, KEY, str(tmp_path / "before"), optimizer=True)
     for file in sorted((tmp_path / "c").glob("*.safetensors")):
         content = file.read_bytes()
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         with pytest.raises(UserError, match=f"is damaged: {file.name}"):
             await group.load_state(KEY, str(tmp_path / "c"), optimizer=True)
         file.write_bytes(content)
-    await group.save_state(KEY, str(tmp_path / "after"), optimizer=True)
+    await save_state(group, KEY, str(tmp_path / "after"), optimizer=True)
     assert read_manifest(tmp_path / "after") == read_manifest(tmp_path / "before")
 
 
@@ -203,7 +204,7 @@ async def test_an_export_of_two_ranks_has_the_weights_of_the_checkpoint_in_more_
 ) -> None:
     await groups[2].create_model(KEY, spec)
     await _train(groups[2], "adamw", 1)
-    await groups[2].save_state(KEY, str(tmp_path / "c"), optimizer=False)
+    await save_state(groups[2], KEY, str(tmp_path / "c"), optimizer=False)
     captured = await groups[2].capture_export(KEY, 100_000)
     await groups[2].persist_state(captured, str(tmp_path / "e"))
     assert_equal(_tensors(tmp_path / "e"), _tensors(tmp_path / "c"))

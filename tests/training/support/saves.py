@@ -26,6 +26,15 @@ def write_weights(worker: Worker, model: int, directory: Path, *, durable: bool 
     worker.drop_captured(0)
 
 
+async def save_state(group: TrainerGroup, model: ModelKey, directory: str, *, optimizer: bool) -> int:
+    """Save a checkpoint; return its bytes."""
+    captured = await group.capture_state(model, optimizer=optimizer)
+    try:
+        return await group.persist_state(captured, directory)
+    finally:
+        await captured.drop()
+
+
 async def publish_weights(group: TrainerGroup, model: int, directory: Path) -> None:
     """Write what samplers get."""
     key = ModelKey(model)
