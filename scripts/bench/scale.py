@@ -101,6 +101,7 @@ from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.tables import AdapterVersion, Future, Model, Session
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.futures.sample_submission import NewSample, submit_sample
 from skyrl_tinker.store.replay import snapshot_records
 from skyrl_tinker.store.replay.snapshot_records import SnapshotRow

@@ -32,7 +32,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 class Exporter(SaveFlow[Save[SaveExternalBody]]):
-    """Exports of models; from `capture` to the end of `persist` a model may train, not save or load."""
+    """Exports of models. From `capture` to the end of `persist` a model may train, but not save or load."""
 
     def __init__(
         self,

@@ -93,7 +93,7 @@ class Publisher(SaveFlow[SamplerSave]):
         written: Callable[[QueuedRow], None],
         storage: Storage = LOCAL_DISK,
     ) -> None:
-        """`written`: called, once or twice, when a save's weights are in files or given up."""
+        """`written`: called, once or twice, when a save's weights are in files or the save has failed."""
         super().__init__(store, trainer, commits, pending, checkpoint_root, storage)
         self._samplers = samplers
         self._ephemeral = ephemeral_dir

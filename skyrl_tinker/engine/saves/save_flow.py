@@ -51,7 +51,7 @@ B = TypeVar("B", SaveWeightsBody, SaveExternalBody, SaveSamplerBody)
 
 @dataclass(frozen=True, slots=True)
 class Save(Generic[B]):
-    """A model's weights as they were at the save's turn, to be written to `directory`."""
+    """A model's weights at the save's turn, to be written to `directory`."""
 
     row: QueuedRow
     model: ModelRow
@@ -188,7 +188,7 @@ class SaveFlow(ABC, Generic[S]):
         self._pending.note_here(save.row.id)
 
     async def _free(self, save: S) -> None:
-        """Free what was captured in the ranks' memory."""
+        """Free the capture in the ranks' memory."""
         await save.captured.drop()
 
     @abstractmethod

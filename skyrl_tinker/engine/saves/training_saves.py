@@ -15,7 +15,7 @@ from skyrl_tinker.store.model_records import ModelRow
 
 
 class Saver(SaveFlow[Save[SaveWeightsBody]]):
-    """Saves of training state; from `capture` to the end of `persist` a model may train, not save or load.
+    """Saves of training state. From `capture` to the end of `persist` a model may train, not save or load.
 
     So its saves end in order, and one at a time is in host memory. It may be released meanwhile.
     """

@@ -77,7 +77,9 @@ class Run:
     waited: Counter[ModelKey] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.planner = Planner(self.lanes, PassBudget(BUDGET, BUDGET_S, math.inf), estimate, clock=lambda: 0.0)
+        self.planner = Planner(
+            self.lanes, PassBudget(BUDGET, BUDGET_S, math.inf), estimate, clock=lambda: 0.0
+        )
         for model in range(TENANTS * MODELS):
             self.lanes.open(ModelKey(model))
 
