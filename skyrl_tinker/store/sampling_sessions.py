@@ -4,23 +4,12 @@ A session is pinned to its version, or, if that version is inflight, follows the
 the same model. It holds the versions that it samples from until it is finished, as expired sessions are.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from sys import float_info
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    Select,
-    and_,
-    bindparam,
-    func,
-    insert,
-    literal_column,
-    select,
-    update,
-)
+from sqlalchemy import ColumnElement, Connection, and_, func, insert, literal_column, or_, select, update
 from sqlalchemy.orm import aliased
 
 from skyrl_tinker.domain.ids import ModelKey, OwnerId, Reach, SamplingSessionId, SessionId, VersionId
@@ -29,7 +18,7 @@ from skyrl_tinker.errors import NotFoundError, SeqIdReusedError
 from skyrl_tinker.store import session_records
 from skyrl_tinker.store.database.file_paths import from_stored, to_stored
 from skyrl_tinker.store.database.prepared import Prepared
-from skyrl_tinker.store.database.rows import AnyRow, as_row, database_time, insert_id
+from skyrl_tinker.store.database.rows import AnyRow, as_row, database_time, insert_id, total
 from skyrl_tinker.store.database.tables import AdapterVersion, Future, Model, SamplingSession, Session
 from skyrl_tinker.store.owners import owned_by, within
 
@@ -51,6 +40,17 @@ class SamplingSessionRow:
     model_path: str | None
     version_id: VersionId | None
     follows: ModelKey | None = None
+
+
+class EphemeralUsage(NamedTuple):
+    """Ephemeral versions of a model, published and not dropped. `ended`: the model's session is finished."""
+
+    model_key: ModelKey
+    versions: int
+    inflight: int
+    newest_inflight: VersionId | None
+    size_bytes: int
+    ended: bool
 
 
 def create(
@@ -210,30 +210,73 @@ def newest_inflight(conn: Connection, model_key: ModelKey) -> WeightVersion | No
     return versions[-1] if versions else None
 
 
-def list_droppable_versions(conn: Connection) -> list[WeightVersion]:
+def ephemeral_usage(conn: Connection) -> list[EphemeralUsage]:
+    """Count the ephemeral versions of each model that has some."""
+    inflight = AdapterVersion.inflight
+    of_models = (
+        select(
+            AdapterVersion.model_key,
+            func.count().label("versions"),
+            func.count().filter(inflight).label("inflight"),
+            func.max(AdapterVersion.id).filter(inflight).label("newest_inflight"),
+            total(func.coalesce(AdapterVersion.size_bytes, 0)).label("size_bytes"),
+        )
+        .where(*_kept(), _UNNAMED)
+        .group_by(AdapterVersion.model_key)
+        .subquery()
+    )
+    query = (
+        select(of_models, Session.finished_at.is_not(None).label("ended"))
+        .join(Model, Model.key == of_models.c.model_key)
+        .join(Session, Session.session_id == Model.session_id)
+    )
+    return list(map(EphemeralUsage._make, conn.execute(query)))
+
+
+def list_droppable_versions(conn: Connection, usage: Sequence[EphemeralUsage]) -> list[WeightVersion]:
     """Return the ephemeral versions that no new sample uses.
 
     These are superseded inflight versions, and versions of which neither the model's session nor the session
     of any sampling session is live. (The model's counts, since its sampling session may yet be created.)
     """
-    rows = *_UNUSED.rows(conn, {}), *_SUPERSEDED.rows(conn, {})
-    return list(dict.fromkeys(_version(conn, row) for row in rows))
+    some = [each for each in usage if each.ended or each.inflight > 1]
+    if not some:
+        return []
+    of_ended = AdapterVersion.model_key.in_([each.model_key for each in some if each.ended])
+    unused = and_(of_ended, ~is_held(AdapterVersion.id), ~_followed())
+    newest = [each.newest_inflight for each in some if each.inflight]
+    superseded = and_(AdapterVersion.inflight, AdapterVersion.id.not_in(newest))
+    of_some = AdapterVersion.model_key.in_([each.model_key for each in some])
+    return _published(conn, _UNNAMED, of_some, or_(unused, superseded))
 
 
 def list_surplus_versions(
-    conn: Connection, keep: int, created_before: float = float_info.max
+    conn: Connection, usage: Sequence[EphemeralUsage], keep: int, created_before: float | None = None
 ) -> list[WeightVersion]:
     """Return the ephemeral versions of each model but its `keep` newest, oldest first; none is inflight.
 
     `created_before`: of those, only the ones of before then, UTC seconds.
     """
-    rows = _SURPLUS.rows(conn, {"keep": keep, "before": created_before})
-    return [_version(conn, row) for row in rows]
-
-
-def ephemeral_bytes(conn: Connection) -> int:
-    """Return the bytes of all ephemeral versions that are published and not dropped."""
-    return int(conn.scalar(_BYTES) or 0)
+    many = [each.model_key for each in usage if each.versions - each.inflight > keep]
+    if not many:
+        return []
+    newest = aliased(AdapterVersion)
+    oldest_kept = (
+        select(newest.id)
+        .where(*_pinned(newest), newest.model_key == Model.key)
+        .order_by(newest.id.desc())
+        .offset(keep - 1)
+        .limit(1)
+    )
+    of_models = (
+        select(Model.key, oldest_kept.scalar_subquery().label("oldest_kept"))
+        .where(Model.key.in_(many))
+        .group_by(Model.key)  # else SQLite looks for the oldest once per version
+        .subquery()
+    )
+    older = AdapterVersion.model_key == of_models.c.key, AdapterVersion.id < of_models.c.oldest_kept
+    old = () if created_before is None else (AdapterVersion.created_at < created_before,)
+    return _published(conn, *_pinned(), *older, *old)
 
 
 def ephemeral_sizes(conn: Connection) -> dict[VersionId, int]:
@@ -248,9 +291,8 @@ def list_ephemeral_versions(conn: Connection, model_key: ModelKey | None = None)
 
     The oldest comes first.
     """
-    if model_key is None:
-        return [_version(conn, row) for row in _OF_ALL.rows(conn, {})]
-    return _published(conn, _UNNAMED, AdapterVersion.model_key == model_key)
+    of_model = [] if model_key is None else [AdapterVersion.model_key == model_key]
+    return _published(conn, _UNNAMED, *of_model)
 
 
 def list_awaited_versions(conn: Connection) -> set[VersionId]:
@@ -291,15 +333,6 @@ def _followed() -> ColumnElement[bool]:
     return and_(AdapterVersion.inflight, follower.exists())
 
 
-def _superseded() -> ColumnElement[bool]:
-    newer = aliased(AdapterVersion)
-    published = newer.directory.is_not(None), newer.dropped_at.is_(None)
-    newer_one = select(newer.id).where(
-        newer.model_key == AdapterVersion.model_key, newer.inflight, newer.id > AdapterVersion.id, *published
-    )
-    return and_(AdapterVersion.inflight, newer_one.exists())
-
-
 def mark_dropped(conn: Connection, version_id: VersionId) -> None:
     _set_dropped(conn, version_id, database_time(conn))
 
@@ -313,56 +346,27 @@ def _set_dropped(conn: Connection, version_id: VersionId, at: float | None) -> N
     conn.execute(update(AdapterVersion).where(AdapterVersion.id == version_id).values(dropped_at=at))
 
 
-def _kept() -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+def _kept(version: Any = AdapterVersion) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     """Return SQL: a version is published and not dropped."""
-    return AdapterVersion.dropped_at.is_(None), AdapterVersion.directory.is_not(None)
+    return version.dropped_at.is_(None), version.directory.is_not(None)
 
 
-def _kept_where(*where: ColumnElement[bool]) -> Select[Any]:
-    """Return the query of all such versions, by id."""
-    return select(AdapterVersion.__table__).where(*_kept(), *where).order_by(AdapterVersion.id)
+def _pinned(version: Any = AdapterVersion) -> tuple[ColumnElement[bool], ...]:
+    """Return SQL: an ephemeral version is kept, and not inflight."""
+    return *_kept(version), version.durable.is_(False), version.inflight.is_(False)
 
 
-def _of_ended() -> ColumnElement[bool]:
-    models = select(AdapterVersion.model_key).where(*_kept(), _UNNAMED).distinct().subquery()
-    return AdapterVersion.model_key.in_(
-        select(models.c.model_key)
-        .join(Model, Model.key == models.c.model_key)
-        .join(Session, Session.session_id == Model.session_id)
-        .where(Session.finished_at.is_not(None))
-    )
-
-
-def _surplus() -> ColumnElement[bool]:
-    """Return SQL: a version is none of the `keep` newest of its model."""
-    pinned = *_kept(), _UNNAMED, AdapterVersion.inflight.is_(False)
-    many = select(AdapterVersion.model_key).where(*pinned).group_by(AdapterVersion.model_key)
-    many = many.having(func.count() > bindparam("keep"))
-    newer = func.row_number().over(partition_by=AdapterVersion.model_key, order_by=AdapterVersion.id.desc())
-    ranked = (
-        select(AdapterVersion.id, newer.label("place"))
-        .where(*pinned, AdapterVersion.model_key.in_(many))
-        .subquery()
-    )
-    return AdapterVersion.id.in_(select(ranked.c.id).where(ranked.c.place > bindparam("keep")))
-
-
-# Those of the clean-up, which asks every few seconds
-_UNUSED = Prepared(_kept_where(_UNNAMED, _of_ended(), ~is_held(AdapterVersion.id), ~_followed()))
-_SUPERSEDED = Prepared(_kept_where(_UNNAMED, _superseded()))
-_SURPLUS = Prepared(_kept_where(_surplus(), AdapterVersion.created_at < bindparam("before")))
-_BYTES = select(func.sum(AdapterVersion.size_bytes)).where(*_kept(), _UNNAMED)
 _AWAITED = Prepared(
     select(SamplingSession.version_id)
     .join(Future, Future.sampling_session_id == SamplingSession.sampling_session_id)
     .where(Future.status == literal_column("'pending'"), SamplingSession.version_id.is_not(None))
     .distinct()
 )
-_OF_ALL = Prepared(_kept_where(_UNNAMED))
 
 
 def _published(conn: Connection, *where: ColumnElement[bool]) -> list[WeightVersion]:
-    return [_version(conn, row) for row in conn.execute(_kept_where(*where))]
+    query = select(AdapterVersion.__table__).where(*_kept(), *where).order_by(AdapterVersion.id)
+    return [_version(conn, row) for row in conn.execute(query)]
 
 
 def _version(conn: Connection, row: AnyRow) -> WeightVersion:

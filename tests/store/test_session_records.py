@@ -41,7 +41,8 @@ async def beat(store: Store, *beats: Beat) -> dict[Beat, Exception]:
 
 async def droppable(store: Store) -> list[WeightVersion]:
     with reading(store) as conn:
-        return sampling_sessions.list_droppable_versions(conn)
+        usage = sampling_sessions.ephemeral_usage(conn)
+        return sampling_sessions.list_droppable_versions(conn, usage)
 
 
 async def sampler_on(store: Store, session: SessionId, version: VersionId) -> SamplingSessionId:
@@ -245,6 +246,24 @@ async def test_a_superseded_inflight_version_goes_at_once_and_the_newest_with_it
     assert await droppable(store) == [], "a session that was made on the first one follows"
     await finish_session(store, other)
     assert await droppable(store) == [WeightVersion(second, "lora", "/ram/v2")]
+
+
+async def test_of_each_model_all_but_the_newest_versions_are_surplus(
+    store: Store, session: SessionId, model: ModelRow
+) -> None:
+    other = await create(store, session, 1)
+    first, second = [await ephemeral(store, model.key) for _ in range(2)]
+    await inflight(store, model, "/ram/v3")
+    for key in (other.key, other.key, model.key, model.key):
+        await ephemeral(store, key)
+
+    def surplus(keep: int, before: float | None = None) -> list[VersionId]:
+        with reading(store) as conn:
+            usage = sampling_sessions.ephemeral_usage(conn)
+            return [each.id for each in sampling_sessions.list_surplus_versions(conn, usage, keep, before)]
+
+    assert [surplus(keep) for keep in (2, 3, 4)] == [[first, second], [first], []]
+    assert surplus(2, before=0.0) == []
 
 
 async def test_a_durable_version_is_never_droppable(

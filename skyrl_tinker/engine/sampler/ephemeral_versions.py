@@ -49,9 +49,11 @@ class EphemeralVersions:
 
     async def sweep(self) -> None:
         """Drop unused versions, then the oldest above the cap, and move others to disk."""
-        for version in await self._list_unused():
+        kept_bytes, unused = await self._list_unused()
+        for version in unused:
             await self._drop(version)
-        await self._enforce_cap()
+        if kept_bytes > (cap := await in_disk_thread(self._cap)):
+            await self._enforce_cap(cap)
         await self._move_oldest()
 
     async def retire(self, version: WeightVersion) -> bool:
@@ -88,17 +90,20 @@ class EphemeralVersions:
             if recent or version.id in waited_for:
                 await self._in_turn(self._spill.keep, version)
 
-    async def _list_unused(self) -> list[WeightVersion]:
+    async def _list_unused(self) -> tuple[int, list[WeightVersion]]:
+        """Return the bytes of all versions, and those that nobody samples any more."""
         keep, idle_s = self._settings.ephemeral_keep, self._settings.ephemeral_idle_s
         before = self._store.now() - idle_s
 
-        def op(conn: Connection) -> tuple[list[WeightVersion], list[WeightVersion]]:
-            surplus = sampling_sessions.list_surplus_versions(conn, keep, created_before=before)
-            return sampling_sessions.list_droppable_versions(conn), surplus
+        def op(conn: Connection) -> tuple[int, list[WeightVersion], list[WeightVersion]]:
+            usage = sampling_sessions.ephemeral_usage(conn)
+            surplus = sampling_sessions.list_surplus_versions(conn, usage, keep, created_before=before)
+            unused = sampling_sessions.list_droppable_versions(conn, usage)
+            return sum(each.size_bytes for each in usage), unused, surplus
 
-        unused, surplus = await self._store.fetch(op)
+        kept_bytes, unused, surplus = await self._store.fetch(op)
         idle = [version for version in surplus if self._samplers.idle_s(version) > idle_s]
-        return list(dict.fromkeys(unused + idle))
+        return kept_bytes, list(dict.fromkeys(unused + idle))
 
     async def _drop(self, version: WeightVersion) -> bool:
         if not await self.retire(version):
@@ -111,25 +116,23 @@ class EphemeralVersions:
         async with self._turns.setdefault(version.id, asyncio.Lock()):
             return await in_transfer_thread(work, version)
 
-    async def _enforce_cap(self) -> None:
+    async def _enforce_cap(self, cap: int) -> None:
         """Drop versions, oldest first, until all are below the cap; the newest of each model stays."""
-        kept_bytes = await self._store.fetch(sampling_sessions.ephemeral_bytes)
-        excess = kept_bytes - await in_disk_thread(self._cap)
-        if excess <= 0:
-            return
 
         def op(conn: Connection) -> tuple[list[WeightVersion], dict[VersionId, int]]:
-            surplus = sampling_sessions.list_surplus_versions(conn, 1)
+            usage = sampling_sessions.ephemeral_usage(conn)
+            surplus = sampling_sessions.list_surplus_versions(conn, usage, 1)
             return surplus, sampling_sessions.ephemeral_sizes(conn)
 
         versions, sizes = await self._store.fetch(op)
+        excess = sum(sizes.values()) - cap
         for version in versions:
+            if excess <= 0:
+                return
             size = sizes.get(version.id, 0)
             if size and await self._drop(version):
                 _log.warning("%s was dropped: unnamed weights take more than ephemeral_gb", version.name)
                 excess -= size
-            if excess <= 0:
-                return
 
     def _cap(self) -> int:
         """Return the bytes that all versions may take."""

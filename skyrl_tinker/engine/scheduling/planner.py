@@ -16,8 +16,7 @@ from itertools import chain, islice
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind, SessionId
 from skyrl_tinker.engine.scheduling.fair_share import FairShare, Path, path_of
-from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, cost, model_of
-from skyrl_tinker.engine.scheduling.throughput import Work, work_of
+from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, Work, cost, model_of, work_of
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 Waiting = Mapping[ModelKey, Sequence[QueuedRow]]
@@ -71,17 +70,10 @@ class PassBudget:
 
 @dataclass(slots=True)
 class _Session:
-    """A session with waiting rows, of `models`. `works`: that of all rows, None if more than SHORT_ROWS.
-
-    `runnable`: paths of the models that have runnable rows. `work_s`: estimated time of `works`, made after
-    `charges` units.
-    """
+    """A session with waiting rows, of `models`. `runnable`: paths of the models that have runnable rows."""
 
     models: dict[ModelKey, None] = field(default_factory=dict)
     runnable: dict[ModelKey, Path] = field(default_factory=dict)
-    works: tuple[Work, ...] | None = None
-    work_s: float = 0.0
-    charges: int = -1
 
 
 class Planner:
@@ -91,10 +83,10 @@ class Planner:
         self,
         lanes: Lanes,
         budget: PassBudget,
-        estimate: Callable[[Work], float],
+        estimate: Callable[[Iterable[Work]], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`budget`: its seconds apply while several sessions train. `estimate`: seconds of a row's work."""
+        """`budget`: its seconds apply while several sessions train. `estimate`: seconds of the rows."""
         self._lanes = lanes
         self._budget = budget
         self._estimate = estimate
@@ -102,7 +94,8 @@ class Planner:
         self._waiting: dict[ModelKey, Sequence[QueuedRow]] = {}
         self._sessions: dict[SessionId, _Session] = {}
         self._runnable: dict[SessionId, _Session] = {}  # sessions with runnable rows
-        self._charges = 0
+        self._works: dict[SessionId, tuple[Work, ...]] = {}  # waiting work of those with few rows
+        self._works_s: dict[SessionId, float] = {}  # its time, as estimated after the last unit
         self._session_of: dict[ModelKey, SessionId] = {}
         self._shares: FairShare[QueuedRow] = FairShare()
         self._short: SessionId | None = None  # session with little work that decided the running unit
@@ -128,8 +121,8 @@ class Planner:
         return unit
 
     def charge(self, seconds: Iterable[tuple[QueuedRow, float]]) -> None:
-        """Count the time of the last unit's rows instead of the estimate."""
-        self._charges += 1
+        """Count the time of the last unit's rows instead of the estimate, and estimate all others anew."""
+        self._works_s = {each: self._estimate(works) for each, works in self._works.items()}
         self._charge(list(seconds), instead=True)
 
     def full_pass_ahead(self) -> Pass | None:
@@ -143,7 +136,7 @@ class Planner:
         return tuple(self._shares.order(self._seconds, lambda rows: rows[:1]))
 
     def _seconds(self, row: QueuedRow) -> float:
-        return self._estimate(work_of(row))
+        return self._estimate((work_of(row),))
 
     def _charge(self, taken: list[tuple[QueuedRow, float]], *, instead: bool) -> None:
         self._shares.charge(taken, instead=instead)
@@ -187,15 +180,18 @@ class Planner:
             if not waiting:
                 del session.models[model], self._session_of[model]
         for session_id, session in changed.items():
-            of_models = map(self._lanes.waiting, session.models)
-            works = tuple(map(work_of, islice(chain.from_iterable(of_models), SHORT_ROWS + 1)))
-            session.works, session.charges = (works if len(works) <= SHORT_ROWS else None), -1
+            of_models = map(self._lanes.works, session.models)
+            works = tuple(islice(chain.from_iterable(of_models), SHORT_ROWS + 1))
             if not session.models:
                 del self._sessions[session_id]
             if session.runnable:
                 self._runnable[session_id] = session
             else:
                 self._runnable.pop(session_id, None)
+            if session.runnable and len(works) <= SHORT_ROWS:
+                self._works[session_id], self._works_s[session_id] = works, self._estimate(works)
+            elif self._works.pop(session_id, None):
+                del self._works_s[session_id]
 
     def _set_runnable(self, session: _Session, model: ModelKey, rows: Sequence[QueuedRow]) -> None:
         path, had = path_of(rows[0]) if rows else None, session.runnable.pop(model, None)
@@ -214,22 +210,12 @@ class Planner:
         """
         if self._lead_s > 0:
             return set()
-        small = self._works_s()
-        least = min(small.values(), default=math.inf)
-        most = max(small.values(), default=0.0) if len(small) == len(self._runnable) else math.inf
+        works_s = self._works_s.values()
+        least = min(works_s, default=math.inf)
+        most = max(works_s, default=0.0) if len(works_s) == len(self._runnable) else math.inf
         if least > min(SHORT_S, most / 2):
             return set()
-        return {each for each, work in small.items() if work == least}
-
-    def _works_s(self) -> dict[SessionId, float]:
-        """Return the work in seconds of each session with few rows, as estimated after the last unit."""
-        works_s, charges = {}, self._charges
-        for session_id, session in self._runnable.items():
-            if session.works is not None:
-                if session.charges != charges:
-                    session.work_s, session.charges = sum(map(self._estimate, session.works)), charges
-                works_s[session_id] = session.work_s
-        return works_s
+        return {each for each, work_s in self._works_s.items() if work_s == least}
 
     def _bounds(self) -> PassBudget:
         now = self._clock()

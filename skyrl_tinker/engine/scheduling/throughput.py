@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.engine.scheduling.lanes import cost
+from skyrl_tinker.engine.scheduling.lanes import TOKEN_WORK, Work, work_of
 from skyrl_tinker.protocol.queue_views import TokenRates
 from skyrl_tinker.store.futures.queue import QueuedRow
 
@@ -16,19 +16,10 @@ UNITS = 16
 ENDS, ENDS_S = 1024, 60.0
 """Most completions that are kept, and for how many seconds."""
 METERED_S = 60
-TOKEN_WORK = {RequestKind.FORWARD: 1, RequestKind.FORWARD_BACKWARD: 3}
-"""Work of a token by kind of pass: a backward pass costs two forward passes."""
 FIRST_GUESS = 3e-5, 4096.0
 """Seconds per token of a forward pass before any measurement, and the weight of this guess in tokens."""
 LEAST_S = 1e-4
 """Least seconds counted for a row: a stream of rows without cost must not be served forever."""
-Work = int | RequestKind
-"""Tokens of a pass, weighted by its kind, or the kind of a barrier: all that an estimate depends on."""
-
-
-def work_of(row: QueuedRow) -> Work:
-    per_token = TOKEN_WORK.get(row.kind)
-    return row.kind if per_token is None else per_token * cost(row)
 
 
 class TrainerPace:
@@ -41,12 +32,15 @@ class TrainerPace:
         self._pass_s = FIRST_GUESS[0]
         self._barriers: dict[RequestKind, float] = {}  # seconds of a row, as last measured
 
-    def seconds(self, work: Work) -> float:
-        """Estimate the trainer time of a row in seconds."""
-        if not isinstance(work, int):
-            return self._barriers.get(work, LEAST_S)
-        took_s = work * self._pass_s
-        return took_s if took_s > LEAST_S else LEAST_S
+    def seconds(self, works: Iterable[Work]) -> float:
+        """Estimate the trainer time of rows in seconds."""
+        pass_s, barriers, total_s = self._pass_s, self._barriers, 0.0
+        for work in works:
+            if isinstance(work, int):
+                total_s += took_s if (took_s := work * pass_s) > LEAST_S else LEAST_S
+            else:
+                total_s += barriers.get(work, LEAST_S)
+        return total_s
 
     def attribute(
         self, rows: Sequence[QueuedRow], seconds: float, own: Mapping[int, float]

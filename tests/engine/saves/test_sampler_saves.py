@@ -135,7 +135,8 @@ async def test_several_models_share_one_capture_one_commit_and_one_probe(
     assert sizes == {version.id: size_of(Path(version.directory)) for version in kept}
     assert len(sizes) == len(saves)
     assert all(sizes.values())
-    assert await world.store.read(sampling_sessions.ephemeral_bytes) == sum(sizes.values())
+    usage = await world.store.read(sampling_sessions.ephemeral_usage)
+    assert {each.model_key: each.size_bytes for each in usage} == dict(zip(keys, sizes.values(), strict=True))
     assert [world.gaps.pop_metrics(key) for key in keys] == [{METRIC: 0.5}] * 3
 
 

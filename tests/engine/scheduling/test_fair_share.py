@@ -68,7 +68,8 @@ class Engine:
         return self.answers[number]
 
     async def run(self) -> None:
-        planner = Planner(self.lanes, PassBudget(BUDGET, UNIT_S), lambda _: UNIT_S / 10, now)
+        budget = PassBudget(BUDGET, UNIT_S)
+        planner = Planner(self.lanes, budget, lambda works: UNIT_S / 10 * len([*works]), now)
         ahead: Pass | None = None
         while True:
             unit = planner.pop(ahead.rows if ahead else ())

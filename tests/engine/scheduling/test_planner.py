@@ -1,7 +1,7 @@
 """The planner batches across tenants, is fair, and starves nobody."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -10,7 +10,7 @@ import pytest
 from skyrl_tinker.domain.ids import ModelKey, OwnerId, RequestKind
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.scheduling.fair_share import FairShare, Path, path_of
-from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, model_of
+from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, Work, model_of, work_of
 from skyrl_tinker.engine.scheduling.planner import (
     SHORT_ROWS,
     Apart,
@@ -21,7 +21,6 @@ from skyrl_tinker.engine.scheduling.planner import (
     Unit,
     next_unit,
 )
-from skyrl_tinker.engine.scheduling.throughput import Work, work_of
 from skyrl_tinker.store.futures.queue import QueuedRow
 from tests.engine.support.rows import queued
 
@@ -95,13 +94,13 @@ class Shares(FairShare[QueuedRow]):
         return unit
 
 
-def estimate(work: Work) -> float:
+def estimate(works: Iterable[Work]) -> float:
     """A thousand tokens forward and backward take a second, a barrier a tenth."""
-    return work / 3000 if isinstance(work, int) else 0.1
+    return sum(work / 3000 if isinstance(work, int) else 0.1 for work in works)
 
 
 def seconds(each: QueuedRow) -> float:
-    return estimate(work_of(each))
+    return estimate([work_of(each)])
 
 
 def run_all(rows: Sequence[QueuedRow], budget: int = 100) -> list[Pass]:
@@ -334,10 +333,11 @@ def test_a_unit_counts_as_what_it_took_and_not_as_its_estimate_besides() -> None
 def test_what_a_session_has_to_do_is_estimated_again_after_each_unit() -> None:
     estimates: dict[Work, float] = {SAVE: 0.1, STEP: 0.1}
     older, newer = [row(A, STEP) for _ in range(3)], [row(B, SAVE) for _ in range(3)]
-    planner = Planner(waiting_lanes(*older, *newer), PassBudget(100), estimates.__getitem__)
+    waiting = waiting_lanes(*older, *newer)
+    planner = Planner(waiting, PassBudget(100), lambda works: sum(estimates[each] for each in works))
     assert planner.pop() == Barriers((older[0],))
-    planner.charge([(older[0], 5.0)])
     estimates[SAVE] = 10.0
+    planner.charge([(older[0], 5.0)])
     assert planner.pop() == Barriers((older[1],)), "it has little to do now, beside the other one"
 
 

@@ -3,16 +3,15 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind, SessionId
-from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, cost, model_of
+from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, Work, cost, model_of, work_of
 from skyrl_tinker.engine.scheduling.planner import MERGING, Barriers, PassBudget, Planner, Unit
-from skyrl_tinker.engine.scheduling.throughput import Work, work_of
 from skyrl_tinker.store.futures.queue import QueuedRow
 from tests.engine.support.rows import queued
 
@@ -41,13 +40,13 @@ sent = st.builds(
 asked = st.sampled_from(["pop", "ahead"])
 
 
-def estimate(work: Work) -> float:
+def estimate(works: Iterable[Work]) -> float:
     """A thousand tokens forward and backward take a second, a barrier a hundredth."""
-    return work / 3000 if isinstance(work, int) else 0.01
+    return sum(work / 3000 if isinstance(work, int) else 0.01 for work in works)
 
 
 def seconds(row: QueuedRow) -> float:
-    return estimate(work_of(row))
+    return estimate([work_of(row)])
 
 
 def requests(schedule: Sequence[Sent | str]) -> list[QueuedRow | str]:
@@ -77,9 +76,7 @@ class Run:
     waited: Counter[ModelKey] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.planner = Planner(
-            self.lanes, PassBudget(BUDGET, BUDGET_S, math.inf), estimate, clock=lambda: 0.0
-        )
+        self.planner = Planner(self.lanes, PassBudget(BUDGET, BUDGET_S, math.inf), estimate, lambda: 0.0)
         for model in range(TENANTS * MODELS):
             self.lanes.open(ModelKey(model))
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind
-from skyrl_tinker.engine.scheduling.throughput import LEAST_S, TrainerPace, work_of
+from skyrl_tinker.engine.scheduling.lanes import work_of
+from skyrl_tinker.engine.scheduling.throughput import LEAST_S, TrainerPace
 from skyrl_tinker.store.futures.queue import QueuedRow
 from tests.engine.support.rows import queued
 
@@ -42,13 +43,13 @@ def test_the_next_unit_is_estimated_by_the_last_without_what_custom_losses_took(
     for _ in range(20):
         pace.attribute(passes(1000, 1000), 5.0, {1: 3.0})
     backward, forward = passes(1000)[0], passes(1000, kind=RequestKind.FORWARD)[0]
-    assert pace.seconds(work_of(backward)) == pytest.approx(1.0)
-    assert pace.seconds(work_of(forward)) == pytest.approx(1.0 / 3)
+    assert pace.seconds([work_of(backward)]) == pytest.approx(1.0)
+    assert pace.seconds([work_of(forward)]) == pytest.approx(1.0 / 3)
 
 
 def test_steps_are_estimated_by_the_last_ones() -> None:
     pace = TrainerPace()
     steps = [queued(n, ModelKey(n), 1, RequestKind.OPTIM_STEP) for n in (1, 2)]
-    assert pace.seconds(RequestKind.OPTIM_STEP) == LEAST_S
+    assert pace.seconds([RequestKind.OPTIM_STEP]) == LEAST_S
     assert [taken for _, taken in pace.attribute(steps, 0.2, NONE)] == pytest.approx([0.1, 0.1])
-    assert pace.seconds(RequestKind.OPTIM_STEP) == pytest.approx(0.1)
+    assert pace.seconds([RequestKind.OPTIM_STEP]) == pytest.approx(0.1)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection
 
-from skyrl_tinker.domain.ids import ModelKey, OwnerId, RequestId, SamplingSessionId, SessionId
+from skyrl_tinker.domain.ids import ModelKey, OwnerId, RequestId, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.store import (
     checkpoint_records,
@@ -34,6 +34,7 @@ pytestmark = on_sqlite
 OWNER = OwnerId(1)
 MODEL = ModelKey(1)
 SAMPLER = SamplingSessionId("s:sample:0")
+USAGE = sampling_sessions.EphemeralUsage(MODEL, 5, 2, VersionId(5), 1, ended=True)
 Query = Callable[[Connection], Any]
 
 QUERIES: dict[str, Query] = {
@@ -133,10 +134,10 @@ async def test_no_sweep_goes_through_a_whole_table(store: Store, name: str) -> N
 @pytest.mark.parametrize(
     "query",
     [
-        sampling_sessions.list_droppable_versions,
-        sampling_sessions.ephemeral_bytes,
-        lambda conn: sampling_sessions.list_surplus_versions(conn, 2),
-        lambda conn: sampling_sessions.list_surplus_versions(conn, 2, created_before=0.0),
+        sampling_sessions.ephemeral_usage,
+        lambda conn: sampling_sessions.list_droppable_versions(conn, [USAGE]),
+        lambda conn: sampling_sessions.list_surplus_versions(conn, [USAGE], 2),
+        lambda conn: sampling_sessions.list_surplus_versions(conn, [USAGE], 2, created_before=0.0),
     ],
 )
 async def test_sweeps_look_at_kept_versions_by_their_index_and_at_no_others(
@@ -148,6 +149,15 @@ async def test_sweeps_look_at_kept_versions_by_their_index_and_at_no_others(
     assert read
     by_index = "ix_adapter_versions_kept", "ix_adapter_versions_model_key", "INTEGER PRIMARY KEY"
     assert all(line.startswith("SEARCH") and any(each in line for each in by_index) for line in read)
+
+
+async def test_kept_versions_that_all_stay_are_read_once(store: Store) -> None:
+    stay = USAGE._replace(inflight=1, ended=False)
+    for query in (
+        lambda conn: sampling_sessions.list_droppable_versions(conn, [stay]),
+        lambda conn: sampling_sessions.list_surplus_versions(conn, [stay], stay.versions),
+    ):
+        assert await statements_of(store, query) == []
 
 
 async def test_rolling_up_takes_as_many_statements_for_many_sessions_as_for_one(store: Store) -> None:
