@@ -24,24 +24,17 @@ from tests.e2e.test_inflight import (  # noqa: F401 - likewise
     test_old_and_new_clients_see_the_newest_weights_and_pinned_ones_their_own,
 )
 from tests.support.processes import title
-from tests.support.serve import Serve, serving
-from tests.support.sglang_cpu.sglang_server import START_S, interpreter
+from tests.support.serve import Serve
+from tests.support.sglang_cpu.sglang_server import interpreter, sampling
 
 pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    settings = {
-        "SAMPLER_ENGINE": "sglang",
-        "SAMPLER_PYTHON": str(interpreter()),
-        "SAMPLER_STARTUP_S": str(START_S),
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
-            patch.setenv(f"SKYRL_TINKER_{name}", value)
-        with serving(tmp_path_factory.mktemp("served") / "home", within_s=START_S) as server:
-            yield server
+    home = tmp_path_factory.mktemp("served") / "home"
+    with sampling(home, SAMPLER_PYTHON=str(interpreter())) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.support.client import Array, Client, logprobs_of, metrics_of, prompt
 from tests.e2e.support.policies import ATOL, TOKENS, roll, step
 from tests.support.processes import below, title
-from tests.support.serve import Serve, serving
-from tests.support.sglang_cpu.sglang_server import START_S, interpreter
+from tests.support.serve import Serve
+from tests.support.sglang_cpu.sglang_server import START_S, interpreter, sampling
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.long
@@ -22,17 +22,9 @@ SCHEDULER, SERVER = "sglang::scheduler", "sglang.launch_server"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    settings = {
-        "SAMPLER_ENGINE": "sglang",
-        "SAMPLER_PYTHON": str(interpreter()),
-        "SAMPLER_STARTUP_S": str(START_S),
-        "REPLICAS": str(REPLICAS),
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
-            patch.setenv(f"SKYRL_TINKER_{name}", value)
-        with serving(tmp_path_factory.mktemp("served") / "home", within_s=START_S) as server:
-            yield server
+    home = tmp_path_factory.mktemp("served") / "home"
+    with sampling(home, SAMPLER_PYTHON=str(interpreter()), REPLICAS=str(REPLICAS)) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
