@@ -15,6 +15,8 @@ PauseMode = Literal["abort", "wait", "keep"]
 Json = Mapping[str, Any]
 Post = Callable[[str, Json], Awaitable[Any]]
 """A call of a route with a body, which returns the answer."""
+AnswerReader = Callable[[dict[str, Any]], dict[str, Any]]
+"""Reader of an OpenAI answer, which vLLM's own form is expected of, with reasoning under both names."""
 
 
 class SamplerControl(Protocol):
@@ -72,7 +74,7 @@ class Dialect(Protocol):
     of others is started that lacks it. `pull_probe`: a path that answers 204 where a server on another
     host gets weights; None: none does. `metrics_prefix`: of its own metrics' names; others are of its process
     and of its web server. `unbounded_metrics`: those with the names of adapters as labels, which are new with
-    each version. `reasoning_field`: of its chat messages.
+    each version.
     """
 
     @property
@@ -91,8 +93,6 @@ class Dialect(Protocol):
     def metrics_prefix(self) -> str: ...
     @property
     def unbounded_metrics(self) -> frozenset[str]: ...
-    @property
-    def reasoning_field(self) -> str: ...
     def logprobs_mode(self, payload: Json) -> Literal["raw", "processed"] | None: ...
     def lists_experts(self, payload: Json) -> bool: ...
 
@@ -109,8 +109,12 @@ class Dialect(Protocol):
         """
         ...
 
-    def openai_fields(self, model: str, priority: int) -> dict[str, Any]:
-        """Return fields of an OpenAI request that only its `stop` and `stop_token_ids` end."""
+    def openai_body(self, given: Json, model: str, priority: int) -> dict[str, Any]:
+        """Return an OpenAI request in the engine's form; only its `stop` and `stop_token_ids` end it."""
+        ...
+
+    def openai_reader(self, request: Json) -> AnswerReader:
+        """Return the reader of the answer to an OpenAI request, or of the chunks of its stream."""
         ...
 
     def parse(

@@ -7,7 +7,7 @@ from typing import Any
 from skyrl_tinker.domain.values import SampleRequest
 from skyrl_tinker.errors import NotFoundError, SamplerError, SamplerPausedError, UserError
 from skyrl_tinker.inference.client.generated import SamplerResponse, diverged, refused
-from skyrl_tinker.inference.client.sampling_port import Advice, Json, Post
+from skyrl_tinker.inference.client.sampling_port import Advice, AnswerReader, Json, Post
 from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES, PROBE, VERSION_PULL
 from skyrl_tinker.inference.packed import PACKED
 from skyrl_tinker.inference.vllm import vllm_requests, vllm_responses
@@ -19,7 +19,6 @@ class VllmDialect:
     path = "/inference/v1/generate"
     most_sequences = MAX_SEQUENCES
     core_path = "/is_sleeping"
-    reasoning_field = "reasoning"
     metrics_prefix = "vllm:"
     unbounded_metrics = frozenset({"vllm:lora_requests_info"})
     pull_probe = PROBE
@@ -52,8 +51,11 @@ class VllmDialect:
             payload, request, switched=switched, replica=replica
         )  # it names the model
 
-    def openai_fields(self, model: str, priority: int) -> dict[str, Any]:
-        return {"model": model, "priority": priority, "ignore_eos": True}
+    def openai_body(self, given: Json, model: str, priority: int) -> dict[str, Any]:
+        return {**given, "model": model, "priority": priority, "ignore_eos": True}
+
+    def openai_reader(self, request: Json) -> AnswerReader:
+        return vllm_responses.with_both_reasonings
 
     def refusal(self, status: int, message: str) -> UserError | SamplerError:
         if status == 404:
