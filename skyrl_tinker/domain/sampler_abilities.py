@@ -33,7 +33,7 @@ class SamplerAbilities:
     reasoning_parser: bool = _ability("`reasoning_parser`: reasoning of chat answers in a field of its own")
     tool_parser: bool = _ability("`tool_parser`: tools in chats")
     processed_logprobs: bool = _ability('`sampled_logprobs = "processed"`')
-    external_samplers: bool = _ability("`sampler_urls` and the like: servers that run already")
+    prefill_urls: bool = _ability("`prefill_urls` and `decode_urls`: prompts computed apart")
     colocated: bool = _ability('`placement = "colocated"`: turns with the trainer on the same GPUs')
     ray_address: bool = _ability("`ray_address`: replicas on other hosts")
 

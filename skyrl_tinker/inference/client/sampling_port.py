@@ -52,11 +52,15 @@ class SamplerControl(Protocol):
     async def weight_version(self) -> str: ...
     async def set_weight_version(self, version: str) -> None: ...
     async def health(self) -> None: ...
+    async def require_arguments(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Arguments of a server that is to have each of these; `{}` stands for the value."""
+    """Arguments of a server that is to have each of these; `{}` stands for the value.
+
+    `pull`: how it is started to have weights of this host.
+    """
 
     routes: str
     pull: str

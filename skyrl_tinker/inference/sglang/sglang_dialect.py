@@ -58,7 +58,7 @@ class SglangDialect:
     pull_probe = None
     advice = Advice(
         routes=f"--served-model-name {BASE_MODEL} and --enable-lora",
-        pull="no address of another host",
+        pull="on this host",
         context="--context-length {}",
         logprobs="SGLANG_RETURN_ORIGINAL_LOGPROB=1 in its environment",
         experts="vLLM",

@@ -127,7 +127,7 @@ class SglangProcess:
         reasoning_parser=False,
         tool_parser=False,
         processed_logprobs=False,
-        external_samplers=False,
+        prefill_urls=False,
         colocated=False,
         ray_address=False,
     )

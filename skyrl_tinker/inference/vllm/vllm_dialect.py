@@ -24,7 +24,7 @@ class VllmDialect:
     pull_probe = PROBE
     advice = Advice(
         routes=f"VLLM_SERVER_DEV_MODE=1, --enable-scale-out and --served-model-name {BASE_MODEL}",
-        pull=f"--middleware {VERSION_PULL}",
+        pull=f"with --middleware {VERSION_PULL}",
         context="--max-model-len {}",
         logprobs="--logprobs-mode {}_logprobs",
         experts="--enable-return-routed-experts",

@@ -9,6 +9,7 @@ from typing import Any
 from skyrl_tinker.domain.values import SampleRequest, TargetTokens
 from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
 from skyrl_tinker.inference.constants import BASE_MODEL
+from skyrl_tinker.inference.sglang.sglang_control import ARGUMENTS
 from skyrl_tinker.inference.sglang.sglang_dialect import SGLANG
 from tests.inference.support.samplers import CONTEXT, ask, prompt_of
 
@@ -54,6 +55,8 @@ OPENAI: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Bodies of OpenAI's routes as the engine makes them, with those that its clients may leave out."""
+TOLD = ("version", "lora_backend", "prefill_max_requests", *ARGUMENTS)
+"""Of what the server tells of itself."""
 
 
 def body_of(name: str) -> dict[str, Any]:
@@ -82,6 +85,8 @@ async def _record(url: str) -> dict[str, Any]:
             recorded[name] = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
         else:
             recorded[name] = (await http.request("POST", url + path, json=body)).content
+    info = (await http.request("GET", f"{url}/server_info")).content
+    recorded["server"] = {name: info[name] for name in TOLD}
     answer = await http.request("POST", url + SGLANG.path, json=SGLANG.trial)
     recorded["trial"] = {"status": 200, "answer": answer.content}
     await http.close()

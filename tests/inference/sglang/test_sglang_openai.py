@@ -6,8 +6,11 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
-from skyrl_tinker.errors import UserError
+from skyrl_tinker.errors import SamplerError, UserError
+from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.sglang.sglang_dialect import SGLANG
 from tests.inference.sglang.recording import FILE, OPENAI
@@ -108,3 +111,34 @@ def test_numbers_that_are_none_say_that_training_has_diverged() -> None:
     answer["choices"][0]["matched_stop"] = "NaN happened"
     with pytest.raises(UserError, match="not finite"):
         SGLANG.openai_reader(OPENAI["completion"][1])(answer)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, None),
+        ({"version": "0.5.24"}, r"version: found 0\.5\.24, expected 0\.5\.23"),
+        ({"enable_cache_report": False}, "enable_cache_report: found False, expected True"),
+        ({"prefill_max_requests": None}, "prefill_max_requests: found None, expected 1"),
+        ({"prefill_max_requests": None, "lora_backend": "csgmv"}, None),
+    ],
+)
+async def test_a_server_of_others_without_an_argument_that_counts_is_refused(
+    changed: dict[str, Any], message: str | None
+) -> None:
+    async def info(_: web.Request) -> web.Response:
+        return web.json_response(RECORDED["server"] | changed)
+
+    app = web.Application()
+    app.router.add_get("/server_info", info)
+    async with TestServer(app) as server:
+        url = str(server.make_url("")).rstrip("/")
+        client = RemoteInferenceClient(url, (url,), dialect=SGLANG)
+        try:
+            if message is None:
+                await client.control.require_arguments()
+            else:
+                with pytest.raises(SamplerError, match=message):
+                    await client.control.require_arguments()
+        finally:
+            await client.close()
