@@ -151,8 +151,8 @@ class Settings(BaseSettings):
     )
     sampler_urls: tuple[str, ...] = Field(
         (),
-        description="A vLLM server that runs already, in place of replicas; give it once for each. "
-        "On this host it must see our files under our paths, on others it pulls them "
+        description="A server of sampler_engine that runs already, in place of replicas; give it once for "
+        "each. On this host it must see our files under our paths, vLLM's on others pull them "
         "(docs/external-samplers.md)",
     )
     prefill_urls: tuple[str, ...] = Field(

@@ -53,6 +53,9 @@ BLOCKS = {
     "docs/external-samplers.md: export SKYRL_TINKER_VLLM=1 VLLM_SERVER_DEV_MODE=1": (
         "tests/e2e/test_external_samplers.py"
     ),
+    "docs/external-samplers.md: export SGLANG_RETURN_ORIGINAL_LOGPROB=1 SGLANG_ENA": (
+        "tests/e2e/test_sglang_external.py"
+    ),
     "docs/gpus-and-replicas.md: scripts/gpu-check": "tests/scripts/test_gpu_check.py",
     "docs/gpus-and-replicas.md: skyrl-tinker plan --base-model Qwen/Qwen3-8B --gpu": "tests/cli/test_plan.py",
     "docs/gpus-and-replicas.md: sample_concurrency = 512": (

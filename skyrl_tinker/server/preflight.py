@@ -266,19 +266,21 @@ def _check_samplers(settings: Settings) -> None:
         "reasoning_parser": settings.reasoning_parser is not None,
         "tool_parser": settings.tool_parser is not None,
         "processed_logprobs": settings.sampled_logprobs == "processed",
-        "external_samplers": bool(settings.external_urls),
+        "prefill_urls": bool(settings.prefill_urls),
         "ray_address": settings.ray_address is not None,
     }
     _require_abilities(settings, asked)
     if settings.sampler_python is not None and settings.sampler_engine != "sglang":
         raise StartupError(f"sampler_python: found sampler_engine {settings.sampler_engine}, expected sglang")
-    engine_of(settings).check(settings.vllm_args)
     _check_urls(settings)
     if not settings.external_urls:
+        engine_of(settings).check(settings.vllm_args)
         return
     name = _url_setting(settings)
     if settings.vllm_args:
         raise StartupError(f"vllm_args and {name}: give the arguments to the servers that you start")
+    if settings.sampler_python is not None:
+        raise StartupError(f"sampler_python and {name}: start the servers with the interpreter yourself")
     if settings.replicas > 1:
         raise StartupError(
             f"--replicas {settings.replicas} and {name}: the server either starts samplers "

@@ -263,6 +263,10 @@ def test_a_chat_completion(oai: openai.OpenAI, client: Client) -> None:
     assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
 
 
+def prompt_tokens(answer: Any) -> int:
+    return int(answer.usage.prompt_tokens)
+
+
 def test_a_dialogue_goes_on_after_an_answer_without_text(oai: openai.OpenAI, client: Client) -> None:
     """As an answer cut within its reasoning is, when the client sends it back."""
     asked: Any = {"model": client.model, "max_tokens": 8, "temperature": 0}
@@ -271,7 +275,7 @@ def test_a_dialogue_goes_on_after_an_answer_without_text(oai: openai.OpenAI, cli
         for said in ({"content": ""}, {"content": None}, {})
     )
     assert empty.choices[0].message == null.choices[0].message == absent.choices[0].message
-    assert empty.usage == null.usage == absent.usage
+    assert prompt_tokens(empty) == prompt_tokens(null) == prompt_tokens(absent)
 
 
 def test_a_developer_speaks_as_the_system(oai: openai.OpenAI, client: Client) -> None:
@@ -280,7 +284,8 @@ def test_a_developer_speaks_as_the_system(oai: openai.OpenAI, client: Client) ->
         oai.chat.completions.create(**asked, messages=[CHAT[0] | {"role": role}, CHAT[1]])
         for role in ("system", "developer")
     )
-    assert (system.choices[0].message, system.usage) == (developer.choices[0].message, developer.usage)
+    assert system.choices[0].message == developer.choices[0].message
+    assert prompt_tokens(system) == prompt_tokens(developer)
 
 
 def test_a_streamed_chat_says_the_same_as_a_whole_one(oai: openai.OpenAI, client: Client) -> None:

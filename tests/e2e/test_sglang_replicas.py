@@ -1,8 +1,10 @@
 """Several real SGLang replicas, through the SDK: killed under load, they lose nothing and come back."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
+import openai
 import pytest
 import tinker
 from prometheus_client.parser import text_string_to_metric_families
@@ -10,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.support.client import Array, Client, logprobs_of, metrics_of, prompt
 from tests.e2e.support.policies import ATOL, TOKENS, roll, step
 from tests.support.processes import below, title
-from tests.support.serve import Serve, serving
-from tests.support.sglang_cpu.sglang_server import START_S, interpreter
+from tests.support.serve import Serve
+from tests.support.sglang_cpu.sglang_server import START_S, interpreter, sampling
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.long
@@ -22,17 +24,9 @@ SCHEDULER, SERVER = "sglang::scheduler", "sglang.launch_server"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    settings = {
-        "SAMPLER_ENGINE": "sglang",
-        "SAMPLER_PYTHON": str(interpreter()),
-        "SAMPLER_STARTUP_S": str(START_S),
-        "REPLICAS": str(REPLICAS),
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
-            patch.setenv(f"SKYRL_TINKER_{name}", value)
-        with serving(tmp_path_factory.mktemp("served") / "home", within_s=START_S) as server:
-            yield server
+    home = tmp_path_factory.mktemp("served") / "home"
+    with sampling(home, SAMPLER_PYTHON=str(interpreter()), REPLICAS=str(REPLICAS)) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +47,16 @@ def processes(server: Serve, name: str) -> set[int]:
     return {each.pid for each in below(server.process.pid) if name in title(each)}
 
 
+def prompt_tokens(server: Serve) -> Counter[str]:
+    """Those that each replica says to have had; none where it does not answer within a second."""
+    tokens: Counter[str] = Counter()
+    for family in text_string_to_metric_families(metrics_of(server.url)):
+        for sample in family.samples:
+            if sample.name == "sglang:prompt_tokens_total":
+                tokens[sample.labels["replica"]] += int(sample.value)
+    return tokens
+
+
 def assert_each_its_own(samplers: dict[tinker.SamplingClient, Array]) -> None:
     pending = [(sampler, sampler.compute_logprobs(prompt(TOKENS))) for sampler in samplers]
     for sampler, answer in pending:
@@ -66,13 +70,31 @@ def test_every_replica_samples_every_adapter(
     assert_each_its_own(samplers)
 
 
+def test_openai_requests_reach_the_adapter_on_every_replica(server: Serve) -> None:
+    """By the router, which chooses by the prompt."""
+    with tinker.ServiceClient(base_url=server.url) as service:
+        training = Client(server.url, service).new_lora(seed=3)
+        step(training)
+        path = training.save_weights_for_sampler("oai").result().path
+        prompts = [[first, *TOKENS[:8]] for first in range(3, 19)]
+        expected = [logprobs_of(training, tokens) for tokens in prompts]
+    before = prompt_tokens(server)
+    with openai.OpenAI(base_url=f"{server.url}/oai/api/v1", api_key="any", max_retries=0) as oai:
+        for tokens, scores in zip(prompts, expected, strict=True):
+            asked = oai.completions.create(model=path, prompt=tokens, max_tokens=1, echo=True, logprobs=0)
+            assert asked.choices[0].logprobs is not None
+            found = asked.choices[0].logprobs.token_logprobs or []
+            np.testing.assert_allclose(np.asarray(found[1:-1], float), scores, atol=ATOL)
+    wait_until(lambda: all(prompt_tokens(server)[replica] > before[replica] for replica in "01"), 120)
+
+
 def test_its_own_metrics_come_with_the_number_of_their_replica(
     server: Serve, samplers: dict[tinker.SamplingClient, Array]
 ) -> None:
     families = text_string_to_metric_families(metrics_of(server.url))
     own = [sample for family in families if family.name.startswith("sglang:") for sample in family.samples]
     assert {sample.labels["replica"] for sample in own} == {"0", "1"}
-    assert sum(sample.value for sample in own if sample.name == "sglang:prompt_tokens_total") > 0
+    assert sum(prompt_tokens(server).values()) > 0
 
 
 @pytest.mark.parametrize("name", [SCHEDULER, SERVER])

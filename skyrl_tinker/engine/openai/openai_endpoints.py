@@ -16,7 +16,6 @@ from skyrl_tinker.domain.values import BaseModelFacts, Usage, WeightVersion
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.engine.openai.openai_requests import (
     OpenAIRequest,
-    add_reasoning,
     prompt_lengths,
     require_one_sequence,
     texts_to_count,
@@ -29,6 +28,7 @@ from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.priorities import share_of
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics, OutcomeLabel
 from skyrl_tinker.errors import NotFoundError, SamplerError, SkyrlTinkerError
+from skyrl_tinker.inference.client.sampling_port import AnswerReader
 from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.openai import (
     OWNER_HEADER,
@@ -52,17 +52,14 @@ Path = Literal["/v1/completions", "/v1/chat/completions"]
 
 @dataclass(frozen=True, slots=True)
 class _OpenAICall:
-    """Request in the sampler's format, without the fields of its dialect. `prompts`: token count of each.
-
-    `reasoning_field`: in the sampler's messages.
-    """
+    """Request in the sampler's format, without the fields of its dialect. `prompts`: token count of each."""
 
     request: OpenAIRequest
     owner: OwnerId | None
     version: WeightVersion | None
     prompts: list[int]
     body: dict[str, Any]
-    reasoning_field: str
+    read: AnswerReader
 
     @property
     def sequences(self) -> int:
@@ -80,7 +77,6 @@ class _OpenAICall:
 
     def renamed(self, response: dict[str, Any]) -> bytes:
         """Encode a response under the client's name for the model."""
-        add_reasoning(response, self.reasoning_field)
         return orjson.dumps(response | {"model": self.request.model} if "model" in response else response)
 
 
@@ -141,7 +137,6 @@ class OpenAIServer:
     async def _prepare(self, request: OpenAIRequest, size: int, owner: OwnerId | None) -> _OpenAICall:
         """Prepare a request whose body has `size` bytes."""
         facts, abilities = self._facts, self._abilities
-        facts.sampler.require(["openai_routes"])
         version = await self._version(request.model, owner)
         texts = await off_loop(size, lambda: texts_to_count(request, facts, abilities))
         counts = await asyncio.gather(*(self._count_tokens(text) for text in texts))
@@ -149,8 +144,8 @@ class OpenAIServer:
         if self._fleet.disaggregated:
             require_one_sequence(request, len(prompts))
         body = await off_loop(size, lambda: upstream_body(request, max(prompts), facts, abilities))
-        field = self._fleet.client.data.dialect.reasoning_field
-        return _OpenAICall(request, owner, version, prompts, body, field)
+        reader = self._fleet.client.data.dialect.openai_reader(body)
+        return _OpenAICall(request, owner, version, prompts, body, reader)
 
     async def _version(self, model: str, owner: OwnerId | None) -> WeightVersion | None:
         """Return the version for a model name, with its files here; None for the base model.
@@ -171,7 +166,7 @@ class OpenAIServer:
 
     async def _complete(self, call: _OpenAICall) -> web.Response:
         async with self._turn(call) as priority:
-            response = await self._with_retry(lambda: self._send(call, priority))
+            response = call.read(await self._with_retry(lambda: self._send(call, priority)))
         self._count(call, response["usage"])
         return web.Response(body=call.renamed(response), content_type="application/json")
 
@@ -184,8 +179,8 @@ class OpenAIServer:
                 return await send(self._body(call, name, priority), headers=headers)
 
     def _body(self, call: _OpenAICall, name: str, priority: int) -> dict[str, Any]:
-        fields = self._fleet.client.data.dialect.openai_fields(name, priority)
-        return {**call.body, **fields, **self._samplers.leases.cache_fields()}
+        body = self._fleet.client.data.dialect.openai_body(call.body, name, priority)
+        return {**body, **self._samplers.leases.cache_fields()}
 
     async def _stream(self, http: web.Request, call: _OpenAICall) -> tuple[web.StreamResponse, OutcomeLabel]:
         """Stream the answer; returns it with its outcome."""
@@ -223,11 +218,12 @@ class OpenAIServer:
             return _chained(first, chunks)
 
     async def _counted(self, call: _OpenAICall, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
-        """Forward chunks, and count the tokens of all of them, even if the client leaves early."""
+        """Read the chunks, and count the tokens of all of them, even if the client leaves early."""
         usage: dict[str, Any] | None = None
         written: dict[int, int] = {}  # tokens, by choice
         try:
-            async for chunk in chunks:
+            async for written_chunk in chunks:
+                chunk = call.read(written_chunk)
                 so_far = chunk.get("usage")
                 if not chunk.get("choices"):
                     usage = so_far

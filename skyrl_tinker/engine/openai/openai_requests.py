@@ -1,4 +1,4 @@
-"""OpenAI's requests in the samplers' format, with end-of-sequence tokens and lengths, and answers. Pure."""
+"""OpenAI's requests in the samplers' format, with end-of-sequence tokens and lengths. Pure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -125,13 +125,18 @@ def upstream_body(
 
 
 def _check_abilities(request: OpenAIRequest, sampler: SamplerAbilities) -> None:
-    if refusal := sampler.refusal(request.temperature):
-        raise FieldError(refusal, "temperature")
-    if request.seed is not None:
+    if refusal := sampler.refusal(request.temperature, request.stop, request.max_tokens):
+        raise FieldError(refusal, refusal.partition(":")[0])
+    asked = {"seed": ("seed", request.seed is not None)}
+    if isinstance(request, ChatCompletionRequest):
+        asked["streamed_chat_logprobs"] = ("logprobs", request.stream and request.logprobs)
+    else:
+        asked["add_special_tokens"] = ("add_special_tokens", not request.add_special_tokens)
+    for ability, (field, given) in asked.items():
         try:
-            sampler.require(["seed"])
+            sampler.require([ability] if given else ())
         except UserError as error:
-            raise FieldError(str(error), "seed") from error
+            raise FieldError(str(error), field) from error
 
 
 def _stop(request: OpenAIRequest, facts: BaseModelFacts, abilities: ChatAbilities) -> dict[str, Any]:
@@ -170,11 +175,3 @@ def _max_tokens(request: OpenAIRequest, prompt_tokens: int, context: int) -> int
         field = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
         raise FieldError(overflow(prompt_tokens, limit, context), field, "context_length_exceeded")
     return limit
-
-
-def add_reasoning(response: dict[str, Any], given: str) -> None:
-    """Copy the sampler's field `given` to both names that clients read."""
-    for choice in response.get("choices", ()):
-        said = choice.get("message") or choice.get("delta") or {}
-        if said.get(given) is not None:
-            said["reasoning"] = said["reasoning_content"] = said[given]

@@ -84,6 +84,10 @@ class FanOut(ABC):
         await self._call_all("GET", "/health")
 
     @abstractmethod
+    async def require_arguments(self) -> None:
+        """Raise SamplerError for a server of others without arguments that no answer of it shows."""
+
+    @abstractmethod
     async def _load(self, url: str, name: str, path: str) -> bool:
         """Load it on one replica; False when it was there already."""
 

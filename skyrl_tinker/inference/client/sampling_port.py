@@ -15,6 +15,8 @@ PauseMode = Literal["abort", "wait", "keep"]
 Json = Mapping[str, Any]
 Post = Callable[[str, Json], Awaitable[Any]]
 """(route, body) -> answer."""
+AnswerReader = Callable[[dict[str, Any]], dict[str, Any]]
+"""OpenAI answer of the engine -> the answer in vLLM's form, with reasoning under both names."""
 
 
 class SamplerControl(Protocol):
@@ -50,11 +52,15 @@ class SamplerControl(Protocol):
     async def weight_version(self) -> str: ...
     async def set_weight_version(self, version: str) -> None: ...
     async def health(self) -> None: ...
+    async def require_arguments(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Arguments that give a server each of these; `{}` stands for the value."""
+    """Arguments that give a server each of these; `{}` stands for the value.
+
+    `pull`: those for a server that gets weights of this host.
+    """
 
     routes: str
     pull: str
@@ -66,13 +72,12 @@ class Advice:
 class Dialect(Protocol):
     """Requests for samples, their answers, and the control plane. Frozen and picklable.
 
-    `path`: the route of samples. `most_sequences`: of one request. `core_path`: a route that the engine core
+    `path`: the route of samples, `most_sequences`: of one request. `core_path`: a route that the engine core
     answers, between two steps. `trial`: body of a sample whose answer shows the server's arguments:
     `logprobs_mode` (None if the weights give no finite numbers) and `lists_experts`. `advice`: arguments to
     recommend for an external server. `pull_probe`: a path that answers 204 if a server on another host can
     get weights; None: none can. `metrics_prefix`: of the engine's metrics; the others are of its process and
     web server. `unbounded_metrics`: metrics labelled with adapter names, which are new with each version.
-    `reasoning_field`: of its chat messages.
     """
 
     @property
@@ -91,8 +96,6 @@ class Dialect(Protocol):
     def metrics_prefix(self) -> str: ...
     @property
     def unbounded_metrics(self) -> frozenset[str]: ...
-    @property
-    def reasoning_field(self) -> str: ...
     def logprobs_mode(self, payload: Json) -> Literal["raw", "processed"] | None: ...
     def lists_experts(self, payload: Json) -> bool: ...
 
@@ -109,8 +112,12 @@ class Dialect(Protocol):
         """
         ...
 
-    def openai_fields(self, model: str, priority: int) -> dict[str, Any]:
-        """Return fields for an OpenAI request that nothing but `stop` and `stop_token_ids` may end."""
+    def openai_body(self, given: Json, model: str, priority: int) -> dict[str, Any]:
+        """Return an OpenAI request in the engine's form; only its `stop` and `stop_token_ids` end it."""
+        ...
+
+    def openai_reader(self, request: Json) -> AnswerReader:
+        """Return the reader of the answer to an OpenAI request, or of the chunks of its stream."""
         ...
 
     def parse(

@@ -1,4 +1,4 @@
-"""Samplers that others start and end: servers by URL, with our plugin and flags."""
+"""Samplers that others start and end: servers by URL, with our flags."""
 
 import asyncio
 from collections.abc import Sequence
@@ -87,7 +87,7 @@ class ExternalServers:
         if await _is_elsewhere(url) and not (probe and await _pulls(url + probe)):
             raise SamplerError(
                 f"{url} ({self._setting}) is on another host and does not pull weights from this one: start "
-                f"it with {advice.pull}"
+                f"it {advice.pull}"
             )
         length, trial = await _prepare(url, self._setting, self._dialect)
         if length < self._max_model_len:
@@ -141,6 +141,7 @@ async def _prepare(url: str, setting: str, dialect: Dialect) -> tuple[int, Json]
     client = RemoteInferenceClient(url, (url,), dialect=dialect)
     control = client.control
     try:
+        await control.require_arguments()
         await control.weight_version()
         await control.resume()  # a pause that arrived after it hung would hold all requests
         for name in await control.adapters():

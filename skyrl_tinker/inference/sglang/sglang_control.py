@@ -8,8 +8,16 @@ from typing import Literal
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.fan_out import FanOut, Messages, RefusedError, UnreachableError, common
 from skyrl_tinker.inference.client.sampling_port import PauseMode
+from skyrl_tinker.inference.sglang.sglang_process import VERSION
 
 IDLE_POLL_S = 0.05
+ARGUMENTS = {
+    "version": VERSION,
+    "enable_priority_scheduling": True,
+    "schedule_low_priority_values_first": True,
+    "enable_cache_report": True,
+}
+"""As GET /server_info tells them: those without which it samples, but not as this server counts on."""
 
 
 @dataclass
@@ -17,6 +25,13 @@ class SglangControl(FanOut):
     async def world_sizes(self) -> tuple[int, ...]:
         answers = await self._call_all("GET", "/server_info")
         return tuple(int(answer["tp_size"]) for answer in answers)
+
+    async def require_arguments(self) -> None:
+        for info in await self._call_all("GET", "/server_info"):
+            of_cpu = {"prefill_max_requests": 1} if info["lora_backend"] == "torch_native" else {}
+            for name, value in (ARGUMENTS | of_cpu).items():
+                if info[name] != value:
+                    raise SamplerError(f"{name}: found {info[name]}, expected {value}")
 
     async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
         """Pause as the port says; requests that arrive meanwhile wait before the engine.

@@ -30,6 +30,7 @@ from skyrl_tinker.inference.client.sample_parts import (
 )
 from skyrl_tinker.inference.client.sampling_port import Advice, Json, Post
 from skyrl_tinker.inference.constants import BASE_MODEL, START_VERSION
+from skyrl_tinker.inference.sglang import sglang_openai
 from skyrl_tinker.inference.sglang.sglang_control import SglangControl
 
 TRIAL: Json = {
@@ -52,19 +53,20 @@ class SglangDialect:
     path = "/generate"
     core_path = "/server_info"
     most_sequences = 1
-    reasoning_field = "reasoning_content"
     metrics_prefix = "sglang:"
     unbounded_metrics = frozenset[str]()
     pull_probe = None
     advice = Advice(
         routes=f"--served-model-name {BASE_MODEL} and --enable-lora",
-        pull="no address of another host",
+        pull="on this host",
         context="--context-length {}",
         logprobs="SGLANG_RETURN_ORIGINAL_LOGPROB=1 in its environment",
         experts="vLLM",
     )
     trial = TRIAL
     control = SglangControl
+    openai_body = staticmethod(sglang_openai.body)
+    openai_reader = sglang_openai.SglangAnswerReader
 
     def body(self, model: str, request: SampleRequest, *, eos: Sequence[int], context: int) -> dict[str, Any]:
         params = request.params
@@ -91,16 +93,12 @@ class SglangDialect:
     ) -> tuple[dict[str, Any], dict[str, str]]:
         return {"rid": attempt, "priority": priority}, {}
 
-    def openai_fields(self, model: str, priority: int) -> dict[str, Any]:
-        adapter = {} if model == BASE_MODEL else {"lora_path": model}
-        return {"model": BASE_MODEL, "priority": priority, **adapter}
-
     def parse(
         self, payload: Json, request: SampleRequest, *, model: str, switched: bool, replica: str | None
     ) -> SamplerResponse:
         meta = payload["meta_info"]
         finish = meta["finish_reason"]
-        if finish.get("matched") == "NaN happened":
+        if finish.get("matched") == sglang_openai.NAN_HAPPENED:
             raise diverged()
         rows = meta.get("input_token_logprobs") or ()
         first = first_scored(request)

@@ -92,6 +92,7 @@ def flags(spec: SamplerSpec, port: int, host: str) -> list[str]:
         "tp-size": spec.tensor_parallel_size,
         "max-running-requests": MAX_SEQUENCES + RESERVED_SEQUENCES,
         "grammar-backend": "none",
+        "enable-cache-report": True,
         "skip-server-warmup": True,
         "log-level": "warning",
         "enable-metrics": True,
@@ -120,11 +121,13 @@ class SglangProcess:
         seed=False,
         prompt_alt_tokens_k=False,
         router_replay=False,
-        openai_routes=False,
+        fewest_tokens=1,
+        add_special_tokens=False,
+        streamed_chat_logprobs=False,  # those of a token that ends within a character are lost
         reasoning_parser=False,
         tool_parser=False,
         processed_logprobs=False,
-        external_samplers=False,
+        prefill_urls=False,
         colocated=False,
         ray_address=False,
     )

@@ -7,7 +7,7 @@ from typing import Any
 from skyrl_tinker.domain.values import SampleRequest
 from skyrl_tinker.errors import NotFoundError, SamplerError, SamplerPausedError, UserError
 from skyrl_tinker.inference.client.generated import SamplerResponse, diverged, refused
-from skyrl_tinker.inference.client.sampling_port import Advice, Json, Post
+from skyrl_tinker.inference.client.sampling_port import Advice, AnswerReader, Json, Post
 from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES, PROBE, VERSION_PULL
 from skyrl_tinker.inference.packed import PACKED
 from skyrl_tinker.inference.vllm import vllm_requests, vllm_responses
@@ -19,13 +19,12 @@ class VllmDialect:
     path = "/inference/v1/generate"
     most_sequences = MAX_SEQUENCES
     core_path = "/is_sleeping"
-    reasoning_field = "reasoning"
     metrics_prefix = "vllm:"
     unbounded_metrics = frozenset({"vllm:lora_requests_info"})
     pull_probe = PROBE
     advice = Advice(
         routes=f"VLLM_SERVER_DEV_MODE=1, --enable-scale-out and --served-model-name {BASE_MODEL}",
-        pull=f"--middleware {VERSION_PULL}",
+        pull=f"with --middleware {VERSION_PULL}",
         context="--max-model-len {}",
         logprobs="--logprobs-mode {}_logprobs",
         experts="--enable-return-routed-experts",
@@ -52,8 +51,11 @@ class VllmDialect:
             payload, request, switched=switched, replica=replica
         )  # the answer names the model
 
-    def openai_fields(self, model: str, priority: int) -> dict[str, Any]:
-        return {"model": model, "priority": priority, "ignore_eos": True}
+    def openai_body(self, given: Json, model: str, priority: int) -> dict[str, Any]:
+        return {**given, "model": model, "priority": priority, "ignore_eos": True}
+
+    def openai_reader(self, request: Json) -> AnswerReader:
+        return vllm_responses.with_both_reasonings
 
     def refusal(self, status: int, message: str) -> UserError | SamplerError:
         if status == 404:

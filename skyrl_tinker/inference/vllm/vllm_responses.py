@@ -199,3 +199,12 @@ def logprobs_mode(payload: Mapping[str, Any]) -> Literal["raw", "processed"] | N
 def lists_experts(payload: Mapping[str, Any]) -> bool:
     """Find --enable-return-routed-experts from the answer to TRIAL."""
     return payload["choices"][0].get("routed_experts") is not None
+
+
+def with_both_reasonings(answer: dict[str, Any]) -> dict[str, Any]:
+    """Add the reasoning of an OpenAI answer under the other name by which clients read it."""
+    for choice in answer.get("choices", ()):
+        said = choice.get("message") or choice.get("delta") or {}
+        if said.get("reasoning") is not None:
+            said["reasoning_content"] = said["reasoning"]
+    return answer

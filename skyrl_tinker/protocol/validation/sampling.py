@@ -78,12 +78,8 @@ def _params(params: WireSamplingParams, vocab_size: int) -> SamplingParams:
 def check_abilities(request: SampleRequest, sampler: SamplerAbilities, context: int) -> None:
     """Raise UserError for requests that the sampling engine would not run as asked."""
     params = request.params
-    if refusal := sampler.refusal(params.temperature):
+    if refusal := sampler.refusal(params.temperature, params.stop or ()):
         raise UserError(f"sampling_params.{refusal}")
-    strings = sum(isinstance(each, str) for each in params.stop or ())
-    if sampler.most_stop_strings is not None and strings > sampler.most_stop_strings:
-        most = f"expected at most {sampler.most_stop_strings} for this server's sampling engine"
-        raise UserError(f"sampling_params.stop: found {strings} strings, {most}, {sampler.engine}")
     _check_target_scores(request, sampler, context)
     asked = {
         "seed": params.seed is not None,

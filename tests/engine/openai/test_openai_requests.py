@@ -11,7 +11,7 @@ from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities, chat_abilities
 from skyrl_tinker.engine.openai.openai_requests import (
-    add_reasoning,
+    OpenAIRequest,
     require_one_sequence,
     texts_to_count,
     upstream_body,
@@ -26,6 +26,7 @@ from skyrl_tinker.protocol.schemas.openai import (
 
 EOS = (1, 2)
 FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, EOS)
+USER = [{"role": "user", "content": "a"}]
 PLAIN = ChatAbilities(frozenset({"messages", "message", "content"}))
 SWITCH = ChatAbilities(PLAIN.words | {"enable_thinking", "think"})
 DEGREES = ChatAbilities(PLAIN.words | {"reasoning_effort"})
@@ -66,7 +67,7 @@ def test_stops_go_on_as_texts_and_token_ids_beside_the_end_of_text() -> None:
     request = parse_openai(CompletionRequest, {"model": "m", "prompt": [5], "stop": ["x", 7, "y", 9]})
     body = upstream_body(request, 1, FACTS, PLAIN)
     assert (body["stop"], body["stop_token_ids"]) == (["x", "y"], [*EOS, 7, 9])
-    assert VLLM.openai_fields("m", 0)["ignore_eos"]
+    assert VLLM.openai_body(body, "m", 0)["ignore_eos"]
 
 
 def test_a_stop_beyond_the_vocabulary_is_refused() -> None:
@@ -76,25 +77,54 @@ def test_a_stop_beyond_the_vocabulary_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("model", "field", "value", "message"),
     [
-        ("seed", 0, "seed is not supported by .* engine, Plain"),
-        ("temperature", 0.009, "temperature: expected 0 .* least 0.01, found 0.009"),
+        (CompletionRequest, "seed", 0, "seed is not supported by .* engine, Plain"),
+        (CompletionRequest, "temperature", 0.009, "temperature: expected 0 .* least 0.01, found 0.009"),
+        (CompletionRequest, "stop", ["a", "b"], "stop: found 2 strings, expected at most 1 for .*, Plain"),
+        (CompletionRequest, "max_tokens", 0, "max_tokens: found 0, expected at least 1 for .*, Plain"),
+        (CompletionRequest, "add_special_tokens", False, "add_special_tokens is not supported by .*, Plain"),
+        (ChatCompletionRequest, "logprobs", True, "streamed_chat_logprobs is not supported by .*, Plain"),
+        (
+            ChatCompletionRequest,
+            "stop",
+            ["a", "b"],
+            "stop: found 2 strings, expected at most 1 for .*, Plain",
+        ),
     ],
 )
-def test_what_the_sampling_engine_lacks_is_refused_by_name(field: str, value: float, message: str) -> None:
-    request = parse_openai(CompletionRequest, {"model": "m", "prompt": [5], field: value})
+def test_what_the_sampling_engine_lacks_is_refused_by_name(
+    model: type[OpenAIRequest], field: str, value: Any, message: str
+) -> None:
+    asked = (
+        {"prompt": [5], "echo": True} if model is CompletionRequest else {"messages": USER, "stream": True}
+    )
+    request = parse_openai(model, {"model": "m", **asked, field: value})
     assert upstream_body(request, 1, FACTS, PLAIN)[field] == value
-    lacking = replace(FACTS, sampler=SamplerAbilities("Plain", 0.01, seed=False))
+    plain = SamplerAbilities(
+        *("Plain", 0.01, 1),
+        fewest_tokens=1,
+        seed=False,
+        add_special_tokens=False,
+        streamed_chat_logprobs=False,
+    )
     with pytest.raises(FieldError, match=message) as refused:
-        upstream_body(request, 1, lacking, PLAIN)
+        upstream_body(request, 1, replace(FACTS, sampler=plain), PLAIN)
     assert refused.value.field == field
 
 
-@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
-def test_reasoning_goes_under_both_names_whatever_the_sampler_calls_it(field: str) -> None:
-    response = {"choices": [{"message": {field: "because"}}, {"delta": {field: "so"}}, {"delta": {}}]}
-    add_reasoning(response, field)
+def test_what_the_sampling_engine_lacks_hinders_nothing_else() -> None:
+    lacking = replace(FACTS, sampler=SamplerAbilities(streamed_chat_logprobs=False, fewest_tokens=1))
+    for fields in ({"stream": True}, {"logprobs": True}):
+        asked = parse_openai(ChatCompletionRequest, {"model": "m", "messages": USER, **fields})
+        assert upstream_body(asked, 1, lacking, PLAIN)
+    streamed = {"model": "m", "prompt": [5], "stream": True, "logprobs": 1}
+    assert upstream_body(parse_openai(CompletionRequest, streamed), 1, lacking, PLAIN)
+
+
+def test_reasoning_goes_under_both_names() -> None:
+    choices = [{"message": {"reasoning": "because"}}, {"delta": {"reasoning": "so"}}, {"delta": {}}]
+    response = VLLM.openai_reader({})({"choices": choices})
     said = [{"reasoning": text, "reasoning_content": text} for text in ("because", "so")]
     assert response == {"choices": [{"message": said[0]}, {"delta": said[1]}, {"delta": {}}]}
 

@@ -65,7 +65,7 @@ def _check(settings: config.Settings) -> None:
         ({"reasoning_parser": "qwen3"}, "reasoning_parser"),
         ({"tool_parser": "hermes"}, "tool_parser"),
         ({"sampled_logprobs": "processed"}, "processed_logprobs"),
-        ({"sampler_urls": ("http://a:1",)}, "external_samplers"),
+        ({"prefill_urls": ("http://a:1",), "decode_urls": ("http://b:1",)}, "prefill_urls"),
         ({"placement": "colocated"}, "colocated"),
         ({"ray_address": "auto"}, "ray_address"),
     ],
@@ -89,6 +89,14 @@ def test_an_interpreter_without_its_release_is_refused(tmp_path: Path) -> None:
             preflight.check_settings(settings)
     with pytest.raises(StartupError, match=r"sampler_python: .*nowhere"):
         SglangProcess(tmp_path / "nowhere").check({})
+
+
+def test_servers_that_run_already_need_no_interpreter_here() -> None:
+    urls = ("http://a:1",)
+    preflight.check_settings(config.load(sampler_engine="sglang", sampler_urls=urls))
+    given = config.load(sampler_engine="sglang", sampler_urls=urls, sampler_python=Path("/env/python"))
+    with pytest.raises(StartupError, match="sampler_python and sampler_urls: start the servers with"):
+        preflight.check_settings(given)
 
 
 def test_an_interpreter_for_the_other_engine_is_refused() -> None:

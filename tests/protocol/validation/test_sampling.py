@@ -110,7 +110,9 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> None:
         validate(**fields)
 
 
-LACKING = replace(LIMITS, sampler=SamplerAbilities("Plain", 0.01, 2, 8, False, False))
+LACKING = replace(
+    LIMITS, sampler=SamplerAbilities("Plain", 0.01, 2, 8, seed=False, prompt_alt_tokens_k=False)
+)
 TARGETS = {"data": [1, 2], "dtype": "int64", "shape": [2, 1]}
 
 

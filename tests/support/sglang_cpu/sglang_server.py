@@ -12,10 +12,13 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
+import pytest
+
 from skyrl_tinker.inference.servers.ports import LOOPBACK, reserve_port
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.inference.sglang.sglang_process import SglangProcess
 from skyrl_tinker.processes import die_with_parent
+from tests.support import serve
 
 WHEELS = ("sglang==0.5.23", "xxhash", "easydict", "gguf", "scipy", "soundfile", "kernels<0.15")
 START_S = 1200.0
@@ -46,6 +49,17 @@ def interpreter() -> Path:
     command.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {sys.executable} "$@"\n')
     command.chmod(0o755)
     return command
+
+
+@contextmanager
+def sampling(home: Path, *options: str, **settings: str) -> Iterator[serve.Serve]:
+    """Start skyrl-tinker, whose samples SGLang makes. `settings`: further ones, in capital letters."""
+    chosen = {"SAMPLER_ENGINE": "sglang", "SAMPLER_STARTUP_S": str(START_S), **settings}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in chosen.items():
+            patch.setenv(f"SKYRL_TINKER_{name}", value)
+        with serve.serving(home, *options, within_s=START_S) as server:
+            yield server
 
 
 @contextmanager
