@@ -73,6 +73,12 @@ class Directories:
                 shutil.rmtree(note.parent, ignore_errors=True)
 
 
+def free_bytes(directory: Path) -> int:
+    """Return the free bytes of the disk of a directory, which need not exist yet."""
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
 def _home_in(note: Path) -> Path:
     """Return the home that a note names, or the note itself, which is gone, if another server deleted it."""
     try:

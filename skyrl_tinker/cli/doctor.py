@@ -20,7 +20,7 @@ import psutil
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.directories import Directories
+from skyrl_tinker.directories import Directories, free_bytes
 from skyrl_tinker.domain.units import GB, MiB
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.process_lock import process_lock
@@ -235,7 +235,7 @@ def _plan(settings: Settings) -> str:
 
 def _disk(settings: Settings) -> str:
     """Check the room for checkpoints, and for logs and database."""
-    roots = {str(root): _free_at(root) for root in (settings.root, settings.checkpoint_root)}
+    roots = {str(root): free_bytes(root) for root in (settings.root, settings.checkpoint_root)}
     enough = all(free >= settings.min_free_gb * GB for free in roots.values())
     free = ", ".join(f"{free / GB:.1f} GB free at {root}" for root, free in roots.items())
     return _need(
@@ -261,7 +261,3 @@ def _storage(settings: Settings) -> str:
     preflight.check_storage(settings)
     urls = (url for url in (settings.checkpoint_url, settings.snapshot_url) if url)
     return ", ".join(f"{url} can be written" for url in urls)
-
-
-def _free_at(root: Path) -> int:
-    return psutil.disk_usage(str(next(path for path in (root, *root.parents) if path.exists()))).free

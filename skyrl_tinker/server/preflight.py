@@ -2,7 +2,6 @@
 
 import ipaddress
 import os
-import shutil
 import socket
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from urllib.parse import urlsplit
 from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.directories import Directories
+from skyrl_tinker.directories import Directories, free_bytes
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import NotSupportedError, StartupError, StorageError
 from skyrl_tinker.inference.sampling_engine import engine_of
@@ -143,8 +142,7 @@ def _storage_hint(url: str, error: Exception) -> str:
 
 def check_room(home: Path) -> None:
     """Refuse a disk that is full."""
-    existing = next(path for path in (home, *home.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = free_bytes(home)
     if free < START_BYTES:
         raise StartupError(
             f"{free / MiB:.1f} MiB are free at {home}, and a start needs {START_BYTES // MiB}: make room "

@@ -218,11 +218,6 @@ def find_dead(conn: Connection, id_or_name: str) -> KeyRow:
     return dead[0]
 
 
-def owner_name(conn: Connection, owner: OwnerId | None) -> str:
-    """Return the name of the owner's key, LOCAL_OWNER without keys."""
-    return conn.scalar(select(ApiKey.name).where(ApiKey.id == owner)) or owners.LOCAL_OWNER
-
-
 def _new_key() -> str:
     return PREFIX + secrets.token_urlsafe(_BYTES)
 

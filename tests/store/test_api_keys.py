@@ -9,7 +9,7 @@ from sqlalchemy import text
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.domain.ids import ALL_OWNERS, OwnerId, Reach
 from skyrl_tinker.errors import NotFoundError, UnauthenticatedError, UserError
-from skyrl_tinker.store import api_keys, audit_log
+from skyrl_tinker.store import api_keys, audit_log, owners
 from skyrl_tinker.store.api_keys import Secret
 from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets
 from skyrl_tinker.store.database.group_commit import Op
@@ -207,5 +207,5 @@ async def test_an_owner_is_called_by_its_key_and_nobody_is_local(store: Store) -
     await made(store, "alice")
     with reading(store) as conn:
         owner = api_keys.live_id(conn, "alice")
-        assert api_keys.owner_name(conn, owner) == "alice"
-        assert api_keys.owner_name(conn, None) == "local"
+        assert owners.name_of(conn, owner) == "alice"
+        assert owners.name_of(conn, None) == "local"

@@ -5,13 +5,13 @@ Accepted requests need the rest: results, checkpoints, snapshots. The SDK tries 
 
 import asyncio
 import math
-import shutil
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import starmap
 from pathlib import Path
 
+from skyrl_tinker.directories import free_bytes
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.errors import NoRoomError
 
@@ -54,7 +54,7 @@ class DiskRoom:
 
     def _look(self) -> None:
         with suppress(OSError):  # as of one behind a network: it says as little as one that is away
-            free = {directory: _free_bytes(directory) for directory in self._directories}
+            free = {directory: free_bytes(directory) for directory in self._directories}
             self.free_bytes = min(free.values())
             self._shortage = next(filter(None, starmap(self._describe, free.items())), None)
 
@@ -65,8 +65,3 @@ class DiskRoom:
             f"{free / GB:.2f} GB are free at {directory}, and new work needs {self.least_bytes / GB:g} GB "
             "(setting min_free_gb): accepted requests go on, send this again once there is room"
         )
-
-
-def _free_bytes(directory: Path) -> int:
-    there = next(path for path in (directory, *directory.parents) if path.exists())
-    return shutil.disk_usage(there).free

@@ -15,7 +15,7 @@ from skyrl_tinker.domain.ids import OwnerId, SessionId, is_openai, owner_of_open
 from skyrl_tinker.processes import Identity
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.protocol.schemas.console import ProcessUse
-from skyrl_tinker.store import api_keys, server_state
+from skyrl_tinker.store import owners, server_state
 from skyrl_tinker.store.console.pending import NamedModel, PendingGroup, named_models, pending_groups
 from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.store import Store
@@ -86,8 +86,8 @@ class SnapshotReader:
 
 def _guests(conn: Connection, queues: QueuesView | None) -> dict[str, Guest]:
     sessions = [] if queues is None else queues.sampling.queued
-    owners = {session: owner_of_openai(SessionId(session)) for session in sessions if is_openai(session)}
-    return {session: Guest(owner, api_keys.owner_name(conn, owner)) for session, owner in owners.items()}
+    waiting = {session: owner_of_openai(SessionId(session)) for session in sessions if is_openai(session)}
+    return {session: Guest(owner, owners.name_of(conn, owner)) for session, owner in waiting.items()}
 
 
 def _models(queues: QueuesView | None) -> set[int]:
