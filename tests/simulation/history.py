@@ -22,6 +22,7 @@ from sqlalchemy import Connection, text
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.peft_config import ADAPTER_FILE
 from skyrl_tinker.engine.parity.drift_monitor import METRIC
+from skyrl_tinker.engine.trainer.model_returns import WAKES
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database import tables
 from skyrl_tinker.store.database.migrate import migrate
@@ -36,6 +37,7 @@ from tests.simulation.client import PROTOBUF, Client, error_of, loss_of, model_b
 from tests.simulation.faults import (
     AWAY,
     COMPARED,
+    DEATHS_OF_RANKS,
     FOR_MINUTES,
     OF_SAVES,
     OF_STORAGE,
@@ -315,6 +317,7 @@ class History:
             await self._park(models)
         if self._away == UNREAD:
             self.faults.stop(UNREAD)
+        if self._may_park:
             await self._start_again(models)
         truths = [self._truth(model) for model in models]
         both = list(zip(models, truths, strict=True))
@@ -358,10 +361,9 @@ class History:
         return model
 
     async def _start_again(self, models: list[_Model]) -> None:
-        """Start the server again if a model may be parked, and go on with these models."""
-        if self.faults.hit[UNREAD] or self.faults.hit[FOR_MINUTES[UNREAD]]:
-            self._server.serve(self._facts)
-            await asyncio.gather(*(self._continue(model, "pass", "step") for model in models))
+        """Start the server again, and go on with these models."""
+        self._server.serve(self._facts)
+        await asyncio.gather(*(self._continue(model, "pass", "step") for model in models))
 
     async def _park(self, models: list[_Model]) -> None:
         """Serve another base model for a time, then go on with these models."""
@@ -515,9 +517,16 @@ class History:
 
     # Checks
 
+    @property
+    def _may_park(self) -> bool:
+        """Return whether models may be parked: files were away for long, or the ranks died in each return."""
+        hit = self.faults.hit
+        away = self._away == UNREAD and (hit[UNREAD] or hit[FOR_MINUTES[UNREAD]])
+        return bool(away) or sum(hit[each] for each in DEATHS_OF_RANKS) >= WAKES
+
     def _truth(self, model: _Model) -> Truth:
         """Check every answer; returns what the model must have become."""
-        truth = Truth(parks=self._away == UNREAD)
+        truth = Truth(parks=self._may_park)
         for request in model.requests:
             assert request.answer is not None
             expected = truth.run(request)

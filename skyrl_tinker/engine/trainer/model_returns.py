@@ -40,7 +40,7 @@ TRIES = 4
 """Times that something is tried for which a disk or memory fails: either may for some seconds."""
 AT_ONCE = 8
 """Models that come back at once: files of some are fetched and checked while the ranks load others."""
-WAKES = 3
+WAKES = 2
 """Times on end that the ranks may die while a model that slept comes back: first among others, then alone."""
 _log = logging.getLogger(__name__)
 
