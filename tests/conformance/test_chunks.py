@@ -272,8 +272,7 @@ def test_a_file_that_shrinks_after_it_was_opened_is_noticed(tmp_path: Path) -> N
 
 def test_the_transport_follows_device_and_placement() -> None:
     assert choose("auto", "cpu", colocated=False) == choose("auto", "cpu", colocated=True) == "shared_memory"
-    assert choose("auto", "cpu", colocated=False, hosts=True) == "by_host"
-    assert choose("gloo", "cpu", colocated=False, hosts=True) == "gloo"
+    assert choose("gloo", "cpu", colocated=False) == "gloo"
     assert choose("auto", "cuda", colocated=False) == "nccl"
     assert choose("auto", "cuda", colocated=True) == "cuda_ipc"
     with pytest.raises(StartupError, match="nccl needs device cuda"):
@@ -297,7 +296,6 @@ def test_samplers_in_groups_of_torch_have_the_backend_of_the_device() -> None:
     [
         ("shared_memory", "skyrl_staged"),
         ("gloo", "skyrl_staged"),
-        ("by_host", "skyrl_staged"),
         ("nccl", "nccl"),
         ("cuda_ipc", "ipc"),
         ("torch_gloo", "gloo"),
@@ -311,5 +309,4 @@ def test_each_transport_names_its_engine(name: TransportName, backend: str) -> N
 
 def test_each_transport_names_its_ways_within_a_host_and_across() -> None:
     assert ways_of("shared_memory") == ("shared memory", "pull")
-    assert ways_of("by_host") == ("shared memory", "gloo")
     assert [ways_of(name)[0] for name in ("gloo", "nccl", "cuda_ipc")] == ["gloo", "nccl", "cuda ipc"]
