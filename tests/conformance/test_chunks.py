@@ -178,7 +178,7 @@ async def test_a_load_under_way_ends_before_its_rank_stops_reading(monkeypatch: 
     monkeypatch.setattr(CapturedSource, "fill", slow)
     monkeypatch.setattr(ChunkBuffer, "close", noted)
     held = HeldByThreads(senders, dealt, torch.float32)
-    await transport.open(held, ("replica",))
+    await transport.open(held)
     await transport.load(0)
     buffers: list[ChunkBuffer] = [sender._buffer for sender in senders.senders]
     calls = [asyncio.create_task(senders.sender_call("load", 1))]
@@ -187,7 +187,7 @@ async def test_a_load_under_way_ends_before_its_rank_stops_reading(monkeypatch: 
     await until(lambda: len(closing) == len(buffers))
     late.set()
     await asyncio.wait_for(asyncio.gather(*calls), PATIENCE_S)
-    await transport.open(held, ("replica",))
+    await transport.open(held)
     await asyncio.wait_for(transport.load(0), PATIENCE_S)
     await transport.close()
 

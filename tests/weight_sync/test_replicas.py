@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -440,12 +440,12 @@ def killing(transport: WeightTransport, at: int, *pids: int) -> WeightTransport:
     """The transport, under which these processes die when chunk `at` is about to be sent."""
     load = transport.load
 
-    async def load_and_kill(index: int) -> Sequence[Message]:
-        messages = await load(index)
+    async def load_and_kill(index: int) -> Message:
+        message = await load(index)
         if index == at:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
-        return messages
+        return message
 
     transport.load = load_and_kill  # type: ignore[method-assign]
     return transport
