@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Protocol, TypeVar, cast
+from typing import BinaryIO, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from skyrl_tinker.atomic_directory import publish, staging_of, storage_errors
@@ -44,29 +44,13 @@ KNOWN_S = 60.0
 _log = logging.getLogger(__name__)
 
 
-class Storage(Protocol):
-    """Place of checkpoints beside their directories on this host. See CheckpointStorage."""
-
-    def store(self, directory: Path) -> None: ...
-    def store_copy(self, directory: Path, source: Path, origin: "Storage") -> None: ...
-    def fetch(self, directory: Path) -> None: ...
-    async def fetch_off_loop(self, directory: Path) -> None: ...
-    def open(self, directory: Path, name: str) -> BinaryIO: ...
-    def remove(self, directory: Path) -> None: ...
-    def discard(self, directory: Path) -> None: ...
-    def has(self, directory: Path) -> bool: ...
-    def listed(self, pattern: str, below: Path | None = None) -> Sequence[Path]: ...
-    def discard_old(self, pattern: str, unneeded: Collection[Path]) -> None: ...
-    def evict(self, limit: float, in_use: InUse) -> None: ...
-
-
-class LocalDisk:
-    """Storage of a server whose checkpoints are on this host's disk only."""
+class Storage:
+    """Storage of a server whose checkpoints are on this host's disk only; others override all of it."""
 
     def store(self, directory: Path) -> None:
         """Do nothing: it is where it stays."""
 
-    def store_copy(self, directory: Path, source: Path, origin: Storage) -> None:
+    def store_copy(self, directory: Path, source: Path, origin: "Storage") -> None:
         """Do nothing, as `store`."""
 
     def fetch(self, directory: Path) -> None:
@@ -100,10 +84,10 @@ class LocalDisk:
         """Do nothing: this is no cache."""
 
 
-LOCAL_DISK = LocalDisk()
+LOCAL_DISK = Storage()
 
 
-class CheckpointStorage:
+class CheckpointStorage(Storage):
     """Storage at a URL. Every call may take as long as the network does: make it in a thread.
 
     StorageError names the URL and the cause. Files outside of `root` are not its business.
@@ -276,10 +260,10 @@ class CheckpointStorage:
         Raises FileNotFoundError where neither has it.
         """
         if not directory.is_relative_to(self._root):
-            return LOCAL_DISK.open(directory, name)
+            return super().open(directory, name)
         if _touched(directory):
             with suppress(FileNotFoundError):  # evicted just now
-                return LOCAL_DISK.open(directory, name)
+                return super().open(directory, name)
         place = f"{self._place(directory)}/{name}"
 
         def opened() -> BinaryIO | None:

@@ -11,7 +11,7 @@ import pytest
 from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
-from skyrl_tinker.storage.checkpoint_storage import LocalDisk
+from skyrl_tinker.storage.checkpoint_storage import Storage
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.store import Store
@@ -26,7 +26,7 @@ KINDS = {
 }
 
 
-class HangingStorage(LocalDisk):
+class HangingStorage(Storage):
     def __init__(self) -> None:
         self.asked: list[Path] = []
         self.back = threading.Event()

@@ -26,7 +26,7 @@ from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import StorageError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
-from skyrl_tinker.storage.checkpoint_storage import LocalDisk
+from skyrl_tinker.storage.checkpoint_storage import Storage
 from skyrl_tinker.store import model_records, sampling_sessions
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
@@ -139,7 +139,7 @@ async def test_several_models_share_one_capture_one_commit_and_one_probe(
     assert [world.gaps.pop_metrics(key) for key in keys] == [{METRIC: 0.5}] * 3
 
 
-class StorageDown(LocalDisk):
+class StorageDown(Storage):
     def store(self, directory: Path) -> None:
         raise StorageError("down")
 

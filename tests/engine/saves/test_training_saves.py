@@ -29,7 +29,7 @@ from skyrl_tinker.protocol.stored_requests import (
     SaveSamplerBody,
     SaveWeightsBody,
 )
-from skyrl_tinker.storage.checkpoint_storage import LocalDisk
+from skyrl_tinker.storage.checkpoint_storage import Storage
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
 from skyrl_tinker.store.database.group_commit import Op, T
@@ -211,11 +211,11 @@ async def test_a_save_waits_while_the_disk_is_full_and_everything_else_goes_on(w
 async def test_a_save_waits_while_the_storage_is_away(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     away = [StorageAwayError("cannot write s3://bucket/1: no route to host")] * 2
 
-    def store(_: LocalDisk, directory: Path) -> None:
+    def store(_: Storage, directory: Path) -> None:
         if away and directory.parent.name == WEIGHTS:
             raise away.pop()
 
-    monkeypatch.setattr(LocalDisk, "store", store)
+    monkeypatch.setattr(Storage, "store", store)
     monkeypatch.setattr(outbox, "AWAY_S", 0.01)
     model = await world.model()
     assert (await world.done(await _save(world, model, 1))).status is FutureStatus.DONE
@@ -228,12 +228,12 @@ async def test_ranks_that_die_come_back_though_a_save_waits_for_the_storage(
 ) -> None:
     away, tried = True, list[Path]()
 
-    def store(_: LocalDisk, directory: Path) -> None:
+    def store(_: Storage, directory: Path) -> None:
         tried.append(directory)
         if away and directory.parent.name == kind:
             raise StorageAwayError("cannot write s3://bucket/1: no route to host")
 
-    monkeypatch.setattr(LocalDisk, "store", store)
+    monkeypatch.setattr(Storage, "store", store)
     monkeypatch.setattr(outbox, "AWAY_S", 0.01)
     model, other = await world.model(), await world.model()
     saved = await (_save if kind is WEIGHTS else _save_for_sampler)(world, model, 1)

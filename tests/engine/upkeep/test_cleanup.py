@@ -26,7 +26,7 @@ from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.upkeep.cleanup import Cleanup
 from skyrl_tinker.engine.upkeep.purge import Purge
 from skyrl_tinker.errors import GoneError, StorageError
-from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, LocalDisk, Storage
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records, sampling_sessions, session_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.doorbell import Doorbell
@@ -334,7 +334,7 @@ async def test_a_directory_is_removed_only_after_nobody_remembers_it(
     assert not exists(version)
 
 
-class Retained(LocalDisk):
+class Retained(Storage):
     """Storage that does not let go of some checkpoint."""
 
     def __init__(self, kept: str) -> None:
