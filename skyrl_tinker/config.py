@@ -194,7 +194,7 @@ class Settings(BaseSettings):
     )
     weight_transport: Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"] = Field(
         "auto",
-        description="Way of full parameters to the samplers; auto: by device, placement and host of each",
+        description="Way of full parameters to the samplers; auto: by device and placement",
     )
     weight_chunk_mb: int = Field(
         256, ge=1, description="Weights sent at once; each rank that sends takes twice so much memory"

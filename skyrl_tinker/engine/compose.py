@@ -255,12 +255,10 @@ async def _owner_name(store: Store, owner: OwnerId | None) -> str | None:
 
 
 def _transport_name(settings: Settings) -> TransportName:
-    hosts = settings.ray_address is not None and not settings.external_urls
     return choose(
         settings.weight_transport,
         settings.device,
         colocated=settings.colocated,
-        hosts=hosts,
         torch_groups=engine_of(settings).torch_groups,
     )
 

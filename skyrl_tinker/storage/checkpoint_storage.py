@@ -261,10 +261,10 @@ class CheckpointStorage(Storage):
         Raises FileNotFoundError where neither has it.
         """
         if not directory.is_relative_to(self._root):
-            return LOCAL_DISK.open(directory, name)
+            return super().open(directory, name)
         if _touched(directory):
             with suppress(FileNotFoundError):  # evicted just now
-                return LOCAL_DISK.open(directory, name)
+                return super().open(directory, name)
         place = f"{self._place(directory)}/{name}"
 
         def opened() -> BinaryIO | None:

@@ -34,13 +34,11 @@ class BroadcastTransport(ABC):
         self._senders = senders
         self.limit = chunk_bytes
         self._opened = False
-        self._replicas = 0
         self._chunks: Sequence[WeightChunk] = ()
         self._rendezvous: tuple[Any, ...] = ()
         self._read = senders.root_call
 
-    async def open(self, source: WeightSource, replicas: Sequence[str]) -> Sequence[WeightChunk]:
-        self._replicas = len(replicas)
+    async def open(self, source: WeightSource) -> Sequence[WeightChunk]:
         if not self._opened:
             await self._senders.open_sender(self.factory)
             self._opened = True
@@ -70,10 +68,9 @@ class BroadcastTransport(ABC):
     async def meet(self) -> None:
         await self._senders.root_call("meet", *self._rendezvous)
 
-    async def load(self, index: int) -> Sequence[Message]:
+    async def load(self, index: int) -> Message:
         await self._read("load", index)
-        message = self.update_message(self._chunks[index], last=index == len(self._chunks) - 1)
-        return [message] * self._replicas
+        return self.update_message(self._chunks[index], last=index == len(self._chunks) - 1)
 
     async def send(self) -> None:
         await self._senders.root_call("send")

@@ -80,12 +80,10 @@ class CudaIpcTransport:
         self._senders = senders
         self._limit = chunk_bytes
         self._opened = False
-        self._replicas = 0
         self._chunks: Sequence[WeightChunk] = ()
         self._handles = ""
 
-    async def open(self, source: WeightSource, replicas: Sequence[str]) -> Sequence[WeightChunk]:
-        self._replicas = len(replicas)
+    async def open(self, source: WeightSource) -> Sequence[WeightChunk]:
         if not self._opened:
             await self._senders.open_sender(CudaIpcSender)
             self._opened = True
@@ -103,10 +101,10 @@ class CudaIpcTransport:
     async def meet(self) -> None:
         pass
 
-    async def load(self, index: int) -> Sequence[Message]:
+    async def load(self, index: int) -> Message:
         """Overwrite the previous chunk, which the workers have read by then."""
         await self._senders.sender_call("load", index)
-        return [update_message(self._chunks[index], self._handles)] * self._replicas
+        return update_message(self._chunks[index], self._handles)
 
     async def send(self) -> None:
         pass

@@ -4,7 +4,6 @@ from typing import Literal
 
 from skyrl_tinker.domain.values import Way
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.weight_sync.by_host import ByHostTransport
 from skyrl_tinker.weight_sync.cuda_ipc import CudaIpcTransport
 from skyrl_tinker.weight_sync.gloo import LOOPBACK, GlooTransport
 from skyrl_tinker.weight_sync.nccl import NcclTransport
@@ -13,7 +12,7 @@ from skyrl_tinker.weight_sync.torch_groups import TorchGlooTransport, TorchNcclT
 from skyrl_tinker.weight_sync.transport import Senders, WeightTransport
 
 Setting = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
-TransportName = Literal["shared_memory", "gloo", "by_host", "nccl", "cuda_ipc", "torch_gloo", "torch_nccl"]
+TransportName = Literal["shared_memory", "gloo", "nccl", "cuda_ipc", "torch_gloo", "torch_nccl"]
 Device = Literal["cpu", "cuda"]
 _TORCH: dict[Device, tuple[Setting, TransportName]] = {
     "cpu": ("gloo", "torch_gloo"),
@@ -23,7 +22,6 @@ _TORCH: dict[Device, tuple[Setting, TransportName]] = {
 _TRANSPORTS: dict[TransportName, type[WeightTransport]] = {
     "shared_memory": SharedMemoryTransport,
     "gloo": GlooTransport,
-    "by_host": ByHostTransport,
     "nccl": NcclTransport,
     "cuda_ipc": CudaIpcTransport,
     "torch_gloo": TorchGlooTransport,
@@ -31,13 +29,10 @@ _TRANSPORTS: dict[TransportName, type[WeightTransport]] = {
 }
 
 
-def choose(
-    setting: Setting, device: Device, *, colocated: bool, hosts: bool = False, torch_groups: bool = False
-) -> TransportName:
+def choose(setting: Setting, device: Device, *, colocated: bool, torch_groups: bool = False) -> TransportName:
     """Return the transport to use. Raises StartupError when the setting does not fit.
 
-    `hosts`: replicas may be on several hosts. `torch_groups`: samplers take weights in groups of
-    torch.distributed.
+    `torch_groups`: samplers take weights in groups of torch.distributed.
     """
     if torch_groups:
         way, name = _TORCH[device]
@@ -48,7 +43,7 @@ def choose(
         return name
     if device == "cpu":
         if setting == "auto":
-            return "by_host" if hosts else "shared_memory"
+            return "shared_memory"
         if setting not in ("shared_memory", "gloo"):
             raise StartupError(f"weight_transport {setting} needs device cuda: set shared_memory or gloo")
         return setting
@@ -79,8 +74,6 @@ def make_transport(
         return SharedMemoryTransport(chunk_bytes)
     if name == "gloo":
         return GlooTransport(senders, chunk_bytes, host)
-    if name == "by_host":
-        return ByHostTransport(SharedMemoryTransport(chunk_bytes), GlooTransport(senders, chunk_bytes, host))
     if name == "nccl":
         return NcclTransport(senders, chunk_bytes)
     if name == "torch_gloo":

@@ -30,13 +30,11 @@ class SharedMemoryTransport:
     def __init__(self, chunk_bytes: int) -> None:
         self.members: tuple[str, ...] = ()
         self._limit = chunk_bytes
-        self._replicas = 0
         self._directory = ""
         self._chunks: Sequence[StoredChunk] = ()
 
-    async def open(self, source: WeightSource, replicas: Sequence[str]) -> Sequence[StoredChunk]:
+    async def open(self, source: WeightSource) -> Sequence[StoredChunk]:
         assert isinstance(source, Path), "files only: takes_captured says so"
-        self._replicas = len(replicas)
         self._directory = str(source.absolute())
         self._chunks = await asyncio.to_thread(read_chunks, source, self._limit)
         return self._chunks
@@ -47,13 +45,12 @@ class SharedMemoryTransport:
     async def meet(self) -> None:
         pass
 
-    async def load(self, index: int) -> Sequence[Message]:
+    async def load(self, index: int) -> Message:
         chunk = self._chunks[index]
         files = [Path(entry.file).name for entry in chunk.entries]
         last = index == len(self._chunks) - 1
         where = {"directory": self._directory, "files": files}
-        message = {"names": chunk.names, "shapes": chunk.shapes, **where, "last": last}
-        return [message] * self._replicas
+        return {"names": chunk.names, "shapes": chunk.shapes, **where, "last": last}
 
     async def send(self) -> None:
         pass

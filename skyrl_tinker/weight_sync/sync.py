@@ -100,14 +100,14 @@ class _Update:
         began = time.monotonic()
         staged = self._transport.staged
         try:
-            chunks = await self._transport.open(source, tuple(self._replicas))
+            chunks = await self._transport.open(source)
             await self._form()
-            messages = await self._load(0)
+            message = await self._load(0)
             if not staged:
                 await self._pause()
             self._spoiled = not staged
             await self._call_all("start", self._start)
-            await self._send(messages)
+            await self._send(message)
             for index in range(1, len(chunks)):
                 await self._send(await self._load(index))
             if staged:
@@ -176,14 +176,13 @@ class _Update:
             await self._replicas[url].set_weight_version(PARTIAL)
         await self._replicas[url].start_weight_update()
 
-    async def _load(self, index: int) -> Sequence[Message]:
+    async def _load(self, index: int) -> Message:
         self._phase = "update"
         return await self._transport.load(index)
 
-    async def _send(self, messages: Sequence[Message]) -> None:
-        by_url = dict(zip(self._replicas, messages, strict=True))
+    async def _send(self, message: Message) -> None:
         await self._call_all(
-            "update", lambda url: self._replicas[url].update_weights(by_url[url]), self._transport.send()
+            "update", lambda url: self._replicas[url].update_weights(message), self._transport.send()
         )
 
     async def _pause(self) -> None:

@@ -48,10 +48,8 @@ class WeightTransport(Protocol):
     members: tuple[str, ...]
     """The replicas that `meet` brought together, () for none."""
 
-    async def open(self, source: WeightSource, replicas: Sequence[str]) -> Sequence[WeightChunk]:
-        """Return the chunks in the order to send to `replicas`, given by their URLs.
-
-        SamplerError when a directory holds no weights.
+    async def open(self, source: WeightSource) -> Sequence[WeightChunk]:
+        """Return the chunks in the order to send. SamplerError when a directory holds no weights.
 
         `members` becomes () where the trainer has been restarted since: it is in no group.
         """
@@ -65,8 +63,8 @@ class WeightTransport(Protocol):
         """Do the trainer's part of init, while the replicas run their init calls."""
         ...
 
-    async def load(self, index: int) -> Sequence[Message]:
-        """Make the chunk ready to send; return the update message of each replica.
+    async def load(self, index: int) -> Message:
+        """Make the chunk ready to send; return the update message of every replica.
 
         From `open` on the next chunk is read ahead, so that this takes little time.
         """

@@ -178,7 +178,7 @@ async def test_a_load_under_way_ends_before_its_rank_stops_reading(monkeypatch: 
     monkeypatch.setattr(CapturedSource, "fill", slow)
     monkeypatch.setattr(ChunkBuffer, "close", noted)
     held = HeldByThreads(senders, dealt, torch.float32)
-    await transport.open(held, ("replica",))
+    await transport.open(held)
     await transport.load(0)
     buffers: list[ChunkBuffer] = [sender._buffer for sender in senders.senders]
     calls = [asyncio.create_task(senders.sender_call("load", 1))]
@@ -187,7 +187,7 @@ async def test_a_load_under_way_ends_before_its_rank_stops_reading(monkeypatch: 
     await until(lambda: len(closing) == len(buffers))
     late.set()
     await asyncio.wait_for(asyncio.gather(*calls), PATIENCE_S)
-    await transport.open(held, ("replica",))
+    await transport.open(held)
     await asyncio.wait_for(transport.load(0), PATIENCE_S)
     await transport.close()
 
@@ -272,8 +272,7 @@ def test_a_file_that_shrinks_after_it_was_opened_is_noticed(tmp_path: Path) -> N
 
 def test_the_transport_follows_device_and_placement() -> None:
     assert choose("auto", "cpu", colocated=False) == choose("auto", "cpu", colocated=True) == "shared_memory"
-    assert choose("auto", "cpu", colocated=False, hosts=True) == "by_host"
-    assert choose("gloo", "cpu", colocated=False, hosts=True) == "gloo"
+    assert choose("gloo", "cpu", colocated=False) == "gloo"
     assert choose("auto", "cuda", colocated=False) == "nccl"
     assert choose("auto", "cuda", colocated=True) == "cuda_ipc"
     with pytest.raises(StartupError, match="nccl needs device cuda"):
@@ -297,7 +296,6 @@ def test_samplers_in_groups_of_torch_have_the_backend_of_the_device() -> None:
     [
         ("shared_memory", "skyrl_staged"),
         ("gloo", "skyrl_staged"),
-        ("by_host", "skyrl_staged"),
         ("nccl", "nccl"),
         ("cuda_ipc", "ipc"),
         ("torch_gloo", "gloo"),
@@ -311,5 +309,4 @@ def test_each_transport_names_its_engine(name: TransportName, backend: str) -> N
 
 def test_each_transport_names_its_ways_within_a_host_and_across() -> None:
     assert ways_of("shared_memory") == ("shared memory", "pull")
-    assert ways_of("by_host") == ("shared memory", "gloo")
     assert [ways_of(name)[0] for name in ("gloo", "nccl", "cuda_ipc")] == ["gloo", "nccl", "cuda ipc"]

@@ -28,7 +28,7 @@ class Meeting:
         self.staged = not held
         self.left = asyncio.Event()
 
-    async def open(self, source: WeightSource, replicas: Sequence[str]) -> Sequence[WeightChunk]:
+    async def open(self, source: WeightSource) -> Sequence[WeightChunk]:
         assert isinstance(source, Path)
         return read_chunks(source, 1000)
 
@@ -39,7 +39,7 @@ class Meeting:
         await self.left.wait()
         raise SamplerError("the trainer left the group")
 
-    async def load(self, index: int) -> Sequence[Message]:
+    async def load(self, index: int) -> Message:
         raise AssertionError("there is no group")
 
     send = close = meet

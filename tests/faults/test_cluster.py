@@ -119,7 +119,7 @@ def test_adapters_and_full_weights_reach_the_samplers_of_both_hosts(cluster: Clu
     found = {each["host"]: (each["weights_by"], each["adapters_by"]) for each in now["replicas"]}
     assert found == {
         cluster.head.address: ("shared memory", "shared memory"),
-        cluster.worker.address: ("gloo", "pull"),
+        cluster.worker.address: ("pull", "pull"),
     }
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import AdamParams, Datum, LoraSpec, SampleOutput
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.server.base_models.tiny_families import FAMILIES
@@ -26,7 +25,7 @@ from tests.inference.support.samplers import (
     write_model,
 )
 from tests.training.conftest import MakeWorker
-from tests.training.support.passes import make_data, make_item, perturb, run_one, step
+from tests.training.support.passes import make_data, make_item, run_one, step
 from tests.training.support.saves import write_weights
 
 pytestmark = pytest.mark.long
@@ -63,10 +62,8 @@ async def assert_all_sampled(
     """Sample the base, an adapter and, after a weight sync, full parameters of a trainer's worker."""
     sampler = make_sampler(served)
     base = sampler.facts.directory
-    worker = make_worker(base)
-    for model, spec in ((BASE, LoraSpec(0, 0)), (LORA, LoraSpec(8, 1)), (FULL, LoraSpec(0, 0))):
-        worker.create_model(ModelKey(model), spec)
-    perturb(worker, LORA)
+    specs = {BASE: LoraSpec(0, 0), LORA: LoraSpec(8, 1), FULL: LoraSpec(0, 0)}
+    worker = make_worker(base, models=specs)
     for model in (LORA, FULL):
         # Not the model's number as the seed: with it a router's second and third are 2e-7 apart.
         run_one(worker, make_item(model, make_data((100, 30), 10 + model)))
@@ -93,8 +90,8 @@ async def test_new_weights_reach_every_parameter_of_gpt_oss(
 ) -> None:
     """Sinks and biases too, of which a step changes little."""
     sampler = make_sampler(served)
-    worker = make_worker(_other_model(Path(sampler.facts.directory), tmp_path / "other"))
-    worker.create_model(ModelKey(BASE), LoraSpec(0, 0))
+    directory = _other_model(Path(sampler.facts.directory), tmp_path / "other")
+    worker = make_worker(directory, models={BASE: LoraSpec(0, 0)})
     await _sync(sampler, tmp_path / "other")
     await assert_sampled(sampler, worker, PROMPT, base=BASE)
     await _sync(sampler, Path(sampler.facts.directory))

@@ -27,7 +27,6 @@ from tests.inference.support.samplers import (
     write_model,
 )
 from tests.training.conftest import MakeWorker
-from tests.training.support.passes import perturb
 from tests.training.support.saves import read_weights, write_weights
 from tests.training.test_sampled_families import assert_all_sampled, assert_sampled
 
@@ -71,9 +70,8 @@ async def test_a_vocabulary_as_large_as_gemma_3s_is_adapted(
     ray_cluster: None, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
     async with serving(tmp_path, arch="gemma3", vocab=262_144, max_loras=1, max_cpu_loras=1) as served:
-        sampler, worker = make_sampler(served), make_worker(served.facts.directory)
-        worker.create_model(LORA, LoraSpec(8, 1))
-        perturb(worker, LORA)
+        sampler = make_sampler(served)
+        worker = make_worker(served.facts.directory, models={LORA: LoraSpec(8, 1)})
         write_weights(worker, LORA, tmp_path / "adapter")
         assert any("lm_head" in name for name in read_weights(tmp_path / "adapter"))
         await sampler.client.control.load_adapter("adapter", str(tmp_path / "adapter"))

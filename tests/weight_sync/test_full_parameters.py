@@ -138,8 +138,8 @@ async def test_half_an_update_is_never_applied(
     """Even when nothing says that part of it is missing."""
     load = transport.load
 
-    async def never_last(index: int) -> Sequence[Message]:
-        return [{**message, "last": False} for message in await load(index)]
+    async def never_last(index: int) -> Message:
+        return {**await load(index), "last": False}
 
     write_files(
         trained / "half", [{"model.norm.weight": load_weights(trained / "trained")["model.norm.weight"]}]
@@ -171,7 +171,7 @@ async def test_a_file_that_is_cut_while_it_is_sent_leaves_the_old_weights(
 ) -> None:
     load, file = transport.load, trained / "two" / "model-00002-of-00002.safetensors"
 
-    async def cut_then_load(index: int) -> Sequence[Message]:
+    async def cut_then_load(index: int) -> Message:
         if index == 1:  # another file in its place: what is mapped already must not shrink
             file.rename(trained / "whole")
             file.write_bytes((trained / "whole").read_bytes()[:100])

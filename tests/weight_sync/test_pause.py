@@ -1,6 +1,6 @@
 """How long replicas stand still for a transport that cannot stage."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -39,7 +39,7 @@ class Unstaged(SharedMemoryTransport):
         super().__init__(chunk_bytes)
         self._calls = calls
 
-    async def load(self, index: int) -> Sequence[Message]:
+    async def load(self, index: int) -> Message:
         self._calls.made.append(f"load {index}")
         return await super().load(index)
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -27,10 +27,8 @@ from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.inference.vllm.vllm_control import VllmControl
 from skyrl_tinker.training.trainer_group import TrainerGroup
-from skyrl_tinker.weight_sync.by_host import ByHostTransport
 from skyrl_tinker.weight_sync.factory import make_transport
-from skyrl_tinker.weight_sync.gloo import TIMEOUT, GlooReceiver, GlooSender, GlooTransport
-from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
+from skyrl_tinker.weight_sync.gloo import TIMEOUT, GlooReceiver, GlooSender
 from skyrl_tinker.weight_sync.sync import PARTIAL, sync_weights
 from skyrl_tinker.weight_sync.transport import Message, WeightSyncError, WeightTransport
 from tests.inference.support.samplers import (
@@ -252,38 +250,6 @@ async def test_a_changed_set_of_replicas_leaves_the_former_group_and_meets_anew(
     await back_to_base(facts, *pair)
 
 
-def by_host(trainer: TrainerGroup, here: str) -> ByHostTransport:
-    """The transport for which only one replica is on this host."""
-    parts = SharedMemoryTransport(CHUNK_BYTES), GlooTransport(trainer, CHUNK_BYTES)
-    return ByHostTransport(*parts, is_near=lambda url: url == here)
-
-
-class Told(VllmControl):
-    """Notes the directories that it is told of."""
-
-    directories: ClassVar[list[str]] = []
-
-    async def update_weights(self, info: Messages) -> None:
-        assert isinstance(info, Mapping)
-        self.directories.append(info.get("directory", ""))
-        await super().update_weights(info)
-
-
-async def test_one_sync_reaches_each_replica_by_the_way_of_its_host(
-    trainer: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
-) -> None:
-    transport, control = by_host(trainer, pair[0]), sabotaged(Told, *pair)
-    for seed in (5, 6):
-        version = f"v{seed}"
-        write_model(tmp_path / version, tied=True, seed=seed)
-        await sync_weights(control, transport, tmp_path / version, version)
-        for url in pair:
-            await assert_served(url, version, tmp_path / version)
-    assert set(Told.directories) == {""}
-    await control.http.close()
-    await back_to_base(facts, *pair)
-
-
 class OtherShapes(VllmControl):
     """Expects other tensors than those that come."""
 
@@ -292,11 +258,11 @@ class OtherShapes(VllmControl):
         await super().update_weights({**info, "shapes": [[1] for _ in info.get("shapes", ())]})
 
 
-async def test_no_replica_of_any_host_serves_an_update_that_one_of_another_refused(
-    trainer: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
+async def test_no_replica_serves_an_update_that_another_refused(
+    transport: WeightTransport, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
 ) -> None:
     write_model(tmp_path / "other", tied=True, seed=5)
-    transport, control = by_host(trainer, pair[0]), sabotaged(OtherShapes, *pair)
+    control = sabotaged(OtherShapes, *pair)
     with pytest.raises(WeightSyncError, match=f"update failed: {pair[1]}: .* shape") as caught:
         await sync_weights(control, transport, tmp_path / "other", "v1")
     assert caught.value.lost == ()
@@ -474,12 +440,12 @@ def killing(transport: WeightTransport, at: int, *pids: int) -> WeightTransport:
     """The transport, under which these processes die when chunk `at` is about to be sent."""
     load = transport.load
 
-    async def load_and_kill(index: int) -> Sequence[Message]:
-        messages = await load(index)
+    async def load_and_kill(index: int) -> Message:
+        message = await load(index)
         if index == at:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
-        return messages
+        return message
 
     transport.load = load_and_kill  # type: ignore[method-assign]
     return transport

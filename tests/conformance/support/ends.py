@@ -105,12 +105,12 @@ async def carry(
     transport: WeightTransport, receiver: Receiver, source: WeightSource
 ) -> tuple[Sequence[WeightChunk], list[Tensors]]:
     """Return the tensors that arrive, chunk by chunk; the messages pass as JSON."""
-    chunks = await transport.open(source, ("replica",))
+    chunks = await transport.open(source)
     (init,) = await transport.form([1])
     await asyncio.gather(asyncio.to_thread(receiver.join, as_json(init)), transport.meet())
     arrived = []
     for index in range(len(chunks)):
-        (update,) = map(as_json, await transport.load(index))
+        update = as_json(await transport.load(index))
         received, _ = await asyncio.gather(asyncio.to_thread(receiver.receive, update), transport.send())
         arrived.append({name: tensor.clone() for name, tensor in received.items()})
     await transport.close()

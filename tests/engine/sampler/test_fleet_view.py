@@ -20,9 +20,9 @@ async def test_each_replica_has_the_ways_of_its_host_and_none_while_it_is_replac
     servers = vllm_servers(urls, startup_s=1.0, hang_s=2.0, max_model_len=2)
     fleet = Fleet(servers, vllm_client(HERE, urls))
     fleet.condemn(urls[3], "it stands still")
-    assert fleet.view(ways_of("by_host")) == (
+    assert fleet.view(ways_of("shared_memory")) == (
         ReplicaView(HERE, "serving", "127.0.0.1", "shared memory", "shared memory"),
-        ReplicaView(ELSEWHERE, "serving", "192.0.2.9", "gloo", "pull"),
-        ReplicaView(UNKNOWN, "serving", "nowhere.invalid", "gloo", "pull"),
+        ReplicaView(ELSEWHERE, "serving", "192.0.2.9", "pull", "pull"),
+        ReplicaView(UNKNOWN, "serving", "nowhere.invalid", "pull", "pull"),
         ReplicaView(None, "replaced"),
     )

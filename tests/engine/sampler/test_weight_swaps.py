@@ -67,11 +67,11 @@ class Unstaged(SharedMemoryTransport):
         self.opened: list[str] = []
         self.breaks = False
 
-    async def open(self, directory: Path, replicas: Sequence[str]):  # type: ignore[no-untyped-def]
+    async def open(self, directory: Path):  # type: ignore[no-untyped-def]
         self.opened.append(directory.name)
-        return await super().open(directory, replicas)
+        return await super().open(directory)
 
-    async def load(self, index: int) -> Sequence[Message]:
+    async def load(self, index: int) -> Message:
         if self.breaks and index == 2:
             self.breaks = False
             raise SamplerError("the file is broken off")
@@ -149,11 +149,11 @@ class Taking(SharedMemoryTransport):
         self.sources: list[WeightSource] = []
         self.asked, self.may_open = asyncio.Event(), asyncio.Event()
 
-    async def open(self, source: WeightSource, replicas: Sequence[str]) -> Sequence[StoredChunk]:
+    async def open(self, source: WeightSource) -> Sequence[StoredChunk]:
         self.sources.append(source)
         self.asked.set()
         await self.may_open.wait()
-        return await super().open(source if isinstance(source, Path) else self._base, replicas)
+        return await super().open(source if isinstance(source, Path) else self._base)
 
 
 async def test_a_version_comes_from_the_ranks_while_they_lend_it_and_from_its_files_later(

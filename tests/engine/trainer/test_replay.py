@@ -5,7 +5,7 @@ import errno
 import itertools
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,6 +71,18 @@ async def all_done(world: World, *accepted: Accepted) -> None:
         assert (await world.done(each)).status is FutureStatus.DONE
 
 
+@asynccontextmanager
+async def behind_a_pass(world: World, model: ModelId, seq_id: int = 1) -> AsyncIterator[None]:
+    """Have what is submitted within run together, after a pass that runs until all of it is taken in."""
+    world.workers.go_on.clear()
+    blocker = await journal.submit_pass(world.store, model, seq_id)
+    await world.until(lambda: world.workers.names()[-1], lambda name: name == "pass")
+    yield
+    await world.taken_in()
+    world.workers.go_on.set()
+    await all_done(world, blocker)
+
+
 async def train(world: World, model: ModelId, first: int, steps: int) -> int:
     """Two passes and a step, so many times; returns the next seq_id."""
     for seq_id in range(first, first + 3 * steps, 3):
@@ -131,13 +143,9 @@ async def test_units_of_several_models_are_replayed_in_the_order_in_which_they_r
 ) -> None:
     first, second = await world.model(), await world.model()
     await train(world, second, 1, 1)
-    world.workers.go_on.clear()
-    blocker = await journal.submit_pass(world.store, second, 4)
-    await world.until(lambda: world.workers.names()[-1], lambda name: name == "pass")
-    together = [await journal.submit_pass(world.store, *each) for each in ((first, 1), (second, 5))]
-    await world.taken_in()
-    world.workers.go_on.set()
-    await all_done(world, blocker, *together, await journal.submit_step(world.store, second, 6))
+    async with behind_a_pass(world, second, 4):
+        together = [await journal.submit_pass(world.store, *each) for each in ((first, 1), (second, 5))]
+    await all_done(world, *together, await journal.submit_step(world.store, second, 6))
     after = new_engine(world)
     await all_done(after, await journal.submit_step(after.store, first, 2))
     assert await steps_of(after, second) == [[1, 2], [4, 5]]
@@ -331,15 +339,11 @@ async def test_a_request_that_kills_the_ranks_fails_alone(world: World) -> None:
     """It is tried with its neighbours twice, then each by itself."""
     model, deadly = await world.model(), await world.model()
     world.workers.deadly = {await journal.key_of(world.store, deadly)}
-    world.workers.go_on.clear()
-    blocker = await journal.submit_pass(world.store, model, 1)
-    await world.until(lambda: world.workers.names()[-1], lambda name: name == "pass")
-    fine = await journal.submit_pass(world.store, model, 2)
-    bad = await journal.submit_pass(world.store, deadly, 1)
-    step = await journal.submit_step(world.store, deadly, 2)
-    await world.taken_in()
-    world.workers.go_on.set()
-    await all_done(world, blocker, fine)
+    async with behind_a_pass(world, model):
+        fine = await journal.submit_pass(world.store, model, 2)
+        bad = await journal.submit_pass(world.store, deadly, 1)
+        step = await journal.submit_step(world.store, deadly, 2)
+    await all_done(world, fine)
     await world.done(bad)
     failure = await journal.error_of(world.store, bad)
     assert failure.category == "server"
@@ -358,15 +362,11 @@ async def test_a_request_for_which_there_is_no_memory_fails_alone(
     """Its neighbours run as they would have without it, and are replayed so."""
     model, large = await world.model(), await world.model()
     world.workers.large = {await journal.key_of(world.store, large)}
-    world.workers.go_on.clear()
-    blocker = await journal.submit_pass(world.store, model, 1)
-    await world.until(lambda: world.workers.names()[-1], lambda name: name == "pass")
-    bad = await journal.submit_pass(world.store, large, 1)
-    fine = await journal.submit_pass(world.store, model, 2)
-    step = await journal.submit_step(world.store, model, 3)
-    await world.taken_in()
-    world.workers.go_on.set()
-    await all_done(world, blocker, fine, step)
+    async with behind_a_pass(world, model):
+        bad = await journal.submit_pass(world.store, large, 1)
+        fine = await journal.submit_pass(world.store, model, 2)
+        step = await journal.submit_step(world.store, model, 3)
+    await all_done(world, fine, step)
     await world.done(bad)
     assert (await journal.error_of(world.store, bad)).message == "no memory"
     assert 2 in [len(items) for what, items in world.workers.told if what == "pass"]
@@ -1315,13 +1315,9 @@ async def test_a_replayed_request_that_kills_the_ranks_costs_its_own_model_only(
 ) -> None:
     """Both ran in one unit; the neighbour is replayed without it."""
     model, deadly = await world.model(), await world.model()
-    world.workers.go_on.clear()
-    blocker = await journal.submit_pass(world.store, model, 1)
-    await world.until(lambda: world.workers.names()[-1], lambda name: name == "pass")
-    together = [await journal.submit_pass(world.store, each, 2 - n) for n, each in enumerate((model, deadly))]
-    await world.taken_in()
-    world.workers.go_on.set()
-    await all_done(world, blocker, *together)
+    async with behind_a_pass(world, model):
+        together = [await journal.submit_pass(world.store, *each) for each in ((model, 2), (deadly, 1))]
+    await all_done(world, *together)
     after = new_engine(world)
     after.workers.deadly = {await journal.key_of(world.store, deadly)}
     await all_done(after, await journal.submit_step(world.store, model, 3))
@@ -1337,13 +1333,9 @@ async def test_a_replayed_unit_for_which_there_is_no_memory_costs_the_large_requ
 ) -> None:
     """Both fitted when they ran, in one unit."""
     model, large = await world.model(), await world.model()
-    world.workers.go_on.clear()
-    blocker = await journal.submit_pass(world.store, model, 1)
-    await world.until(lambda: world.workers.names()[-1], lambda name: name == "pass")
-    together = [await journal.submit_pass(world.store, each, 2 - n) for n, each in enumerate((model, large))]
-    await world.taken_in()
-    world.workers.go_on.set()
-    await all_done(world, blocker, *together)
+    async with behind_a_pass(world, model):
+        together = [await journal.submit_pass(world.store, *each) for each in ((model, 2), (large, 1))]
+    await all_done(world, *together)
     after = new_engine(world)
     after.workers.large = {await journal.key_of(world.store, large)}
     await all_done(after, await journal.submit_step(world.store, model, 3))

@@ -145,6 +145,15 @@ async def finish(store: Store, session: SessionId) -> None:
     await store.write(lambda conn: session_records.finish(conn, session, "success", None))
 
 
+async def ended_version(store: Store, root: Path) -> WeightVersion:
+    """Return unnamed weights whose session has ended."""
+    session = await journal.new_session(store)
+    model = await new_model(store, session)
+    version = await new_version(store, model, root / "memory" / "v1", durable=False)
+    await finish(store, session)
+    return version
+
+
 @pytest.fixture
 def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Advance the wall clock by seconds."""
@@ -223,11 +232,8 @@ async def test_after_the_machine_was_suspended_clients_get_their_time_again(
 async def test_weights_under_a_running_sample_outlive_their_session(
     store: Store, parts: Parts, tmp_path: Path
 ) -> None:
-    session = await journal.new_session(store)
-    model = await new_model(store, session)
-    version = await new_version(store, model, tmp_path / "memory" / "v1", durable=False)
+    version = await ended_version(store, tmp_path)
     cleanup = cleanup_of(store, parts, tmp_path)
-    await finish(store, session)
     parts.used.add(version.id)
     await cleanup.sweep()
     assert exists(version)
@@ -241,11 +247,8 @@ async def test_weights_under_a_running_sample_outlive_their_session(
 async def test_a_sample_that_begins_while_its_weights_are_dropped_keeps_them(
     store: Store, parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = await journal.new_session(store)
-    model = await new_model(store, session)
-    version = await new_version(store, model, tmp_path / "memory" / "v1", durable=False)
+    version = await ended_version(store, tmp_path)
     cleanup, mark = cleanup_of(store, parts, tmp_path), sampling_sessions.mark_dropped
-    await finish(store, session)
 
     def used_meanwhile(conn: Connection, version_id: VersionId) -> None:
         mark(conn, version_id)
@@ -282,11 +285,8 @@ async def test_all_but_the_newest_ephemeral_weights_go_once_they_are_idle(
 async def test_a_sample_that_begins_while_its_version_is_dropped_keeps_the_files(
     store: Store, parts: Parts, tmp_path: Path
 ) -> None:
-    session = await journal.new_session(store)
-    model = await new_model(store, session)
-    version = await new_version(store, model, tmp_path / "memory" / "v1", durable=False)
+    version = await ended_version(store, tmp_path)
     cleanup = cleanup_of(store, parts, tmp_path)
-    await finish(store, session)
     parts.begins.add(version.id)
     await cleanup.sweep()
     assert exists(version)

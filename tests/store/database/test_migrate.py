@@ -155,13 +155,18 @@ def test_nobody_else_on_the_machine_reads_the_database(tmp_path: Path, there: bo
     assert set(modes.values()) == {0o600}
 
 
-def test_rows_of_the_version_before_stay_and_get_the_defaults(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    _upgrade(path, "0004")
+def _update(path: Path, version: str, rows: str) -> None:
+    """Make a database of an older version with these rows, and migrate it."""
+    _upgrade(path, version)
     with sqlite3.connect(path) as connection:
-        connection.executescript(ROWS_OF_0004)
+        connection.executescript(rows)
     connection.close()
     _upgrade(path, "head")
+
+
+def test_rows_of_the_version_before_stay_and_get_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    _update(path, "0004", ROWS_OF_0004)
     connection = sqlite3.connect(path)
     assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
     assert connection.execute("SELECT owner_id FROM sessions").fetchall() == [(None,)]
@@ -174,11 +179,7 @@ def test_rows_of_the_version_before_stay_and_get_the_defaults(tmp_path: Path) ->
 
 def test_a_model_of_the_version_before_snapshots_is_lost_and_says_why(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
-    _upgrade(path, "0006")
-    with sqlite3.connect(path) as connection:
-        connection.executescript(ROWS_OF_0006)
-    connection.close()
-    _upgrade(path, "head")
+    _update(path, "0006", ROWS_OF_0006)
     connection = sqlite3.connect(path)
     assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
     states = dict(
@@ -194,11 +195,7 @@ def test_a_model_of_the_version_before_snapshots_is_lost_and_says_why(tmp_path: 
 
 def test_keys_of_the_version_before_stay_and_signing_secrets_leave_the_database(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
-    _upgrade(path, "0010")
-    with sqlite3.connect(path) as connection:
-        connection.executescript(ROWS_OF_0010)
-    connection.close()
-    _upgrade(path, "head")
+    _update(path, "0010", ROWS_OF_0010)
     store = create_engine(f"sqlite:///{path}").connect()
     assert [
         (row.id, row.name, row.revoked_at, row.expires_at, row.last_used_at, row.admin, row.limits)

@@ -16,7 +16,6 @@ from tests.training.support.passes import (
     gradients_of,
     make_data,
     make_item,
-    perturb,
     run_one,
     weights_of,
 )
@@ -28,9 +27,7 @@ LENGTHS = (5, 64, 64, 1, 90, 17)
 def test_loss_and_gradient_equal_the_reference(
     make_worker: MakeWorker, model_directory: str, loss_fn: str
 ) -> None:
-    worker = make_worker(model_directory, token_budget=128)
-    worker.create_model(ModelKey(1), LoraSpec(8, 0))
-    perturb(worker, 1)
+    worker = make_worker(model_directory, token_budget=128, models={1: LoraSpec(8, 0)})
     data = make_data(LENGTHS, 1, loss_fn)
     output = run_one(worker, make_item(1, data, loss_fn))
     loss, gradients = reference.adapter_gradients(

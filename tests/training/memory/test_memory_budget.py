@@ -8,11 +8,10 @@ import pytest
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.memory.memory_budget import bytes_held
 from skyrl_tinker.training.models.network import network_tensors
-from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
+from tests.training.conftest import MakeWorker
 from tests.training.support.passes import make_data, make_item, run_one, step
 
 FULL = LoraSpec(0, 0)
@@ -21,17 +20,14 @@ Make = Callable[[float], tuple[Worker, int]]
 
 
 @pytest.fixture
-def with_room(untied_model: str, ranks: Ranks) -> Make:
+def with_room(untied_model: str, make_worker: MakeWorker) -> Make:
     """A worker with room for the base and so many bytes for each of its parameters, and their number."""
 
     def make(bytes_per_parameter: float) -> tuple[Worker, int]:
-        plain = Worker(TrainerSpec(untied_model, 1, "cpu", "float32", 1, 64), 0)
-        plain.attach(ranks)
+        plain = make_worker(untied_model, 64)
         size = sum(parameter.numel() for parameter in plain._base.parameters())
         limit = (bytes_held(network_tensors(plain._base)) + bytes_per_parameter * size) / 1e9
-        worker = Worker(TrainerSpec(untied_model, 1, "cpu", "float32", 1, 64, memory_gb=limit), 0)
-        worker.attach(ranks)
-        return worker, size
+        return make_worker(untied_model, 64, memory_gb=limit), size
 
     return make
 

@@ -11,13 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec, PassOutput
-from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.models.lora import LoraModel
-from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
-from tests.training.support.passes import make_data, make_item, perturb, run_pass, step
+from tests.training.conftest import MakeWorker
+from tests.training.support.passes import make_data, make_item, run_pass, step
 
-MODELS = (1, 2)
+MODELS = {1: LoraSpec(8, 1), 2: LoraSpec(8, 2)}
 
 
 @pytest.fixture
@@ -34,23 +33,16 @@ def usual_model(untied_model: str, tmp_path: Path) -> str:
     return str(directory)
 
 
-def _worker(ranks: Ranks, directory: str, dtype: str) -> Worker:
-    worker = Worker(TrainerSpec(directory, 1, "cpu", dtype, 1, 256), 0)
-    worker.attach(ranks)
-    for model in MODELS:
-        worker.create_model(ModelKey(model), LoraSpec(8, model))
-        perturb(worker, model)
-    return worker
-
-
 def _adapter(worker: Worker, model: int) -> LoraModel:
     found = worker._models[ModelKey(model)]
     assert isinstance(found, LoraModel)
     return found
 
 
-def test_adapters_trained_in_bfloat16_are_near_those_of_float32(ranks: Ranks, usual_model: str) -> None:
-    workers = [_worker(ranks, usual_model, dtype) for dtype in ("bfloat16", "float32")]
+def test_adapters_trained_in_bfloat16_are_near_those_of_float32(
+    make_worker: MakeWorker, usual_model: str
+) -> None:
+    workers = [make_worker(usual_model, 256, dtype, MODELS) for dtype in ("bfloat16", "float32")]
     items = [make_item(model, make_data((60, 40, 90), model)) for model in MODELS]
     outputs, expected = [run_pass(worker, *items) for worker in workers]
     for output, other in zip(outputs, expected, strict=True):
@@ -64,8 +56,8 @@ def test_adapters_trained_in_bfloat16_are_near_those_of_float32(ranks: Ranks, us
         assert float((gradient - reference).norm() / reference.norm()) < 5e-2
 
 
-def test_what_is_kept_between_passes_is_float32(ranks: Ranks, usual_model: str) -> None:
-    worker = _worker(ranks, usual_model, "bfloat16")
+def test_what_is_kept_between_passes_is_float32(make_worker: MakeWorker, usual_model: str) -> None:
+    worker = make_worker(usual_model, 256, "bfloat16", MODELS)
     run_pass(worker, make_item(1, make_data((20,), 1)))
     step(worker, 1)
     assert {tensor.dtype for tensor in _adapter(worker, 1).tensors()} == {torch.float32}
@@ -73,10 +65,9 @@ def test_what_is_kept_between_passes_is_float32(ranks: Ranks, usual_model: str) 
 
 
 def test_fsdp_does_not_look_through_the_row_for_what_to_cast(
-    ranks: Ranks, untied_model: str, monkeypatch: pytest.MonkeyPatch
+    make_worker: MakeWorker, untied_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = _worker(ranks, untied_model, "bfloat16")
-    worker.create_model(ModelKey(3), LoraSpec(0, 3))
+    worker = make_worker(untied_model, 256, "bfloat16", MODELS | {3: LoraSpec(0, 3)})
     seen = list[object]()
     monkeypatch.setattr(_fsdp_state, "_apply_to_tensors", lambda _, found: seen.append(found) or found)
     (output,) = run_pass(worker, make_item(3, make_data((40, 30), 1)))

@@ -28,7 +28,6 @@ from tests.training.support.passes import (
     gradients_of,
     make_data,
     make_item,
-    perturb,
     run_one,
     step,
     weights_of,
@@ -63,11 +62,7 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def trainer(make_worker: MakeWorker, directory: str) -> Worker:
-    worker = make_worker(directory)
-    for model, spec in SPECS.items():
-        worker.create_model(ModelKey(model), spec)
-    perturb(worker, LORA)
-    return worker
+    return make_worker(directory, models=SPECS)
 
 
 def _logprobs(worker: Worker, model: int) -> Sequence[np.ndarray]:

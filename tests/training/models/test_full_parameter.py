@@ -16,8 +16,6 @@ from skyrl_tinker.domain.values import (
     OptimizerFamily,
     PassOutput,
 )
-from skyrl_tinker.training.distributed import Ranks
-from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
 from tests.training.conftest import MakeWorker
 from tests.training.support import reference
@@ -143,10 +141,9 @@ def test_two_full_models_side_by_side_train_as_alone_to_the_last_bit(
 
 @pytest.mark.parametrize("spec", [FULL, LoraSpec(8, 0)])
 def test_bfloat16_computes_near_float32_and_keeps_float32_masters(
-    ranks: Ranks, untied_model: str, tmp_path: Path, spec: LoraSpec
+    make_worker: MakeWorker, untied_model: str, tmp_path: Path, spec: LoraSpec
 ) -> None:
-    worker = Worker(TrainerSpec(untied_model, 1, "cpu", "bfloat16", 1, 64), 0)
-    worker.attach(ranks)
+    worker = make_worker(untied_model, 64, "bfloat16")
     worker.create_model(ModelKey(1), spec)
     data = make_data((40, 30), 1)
     output = run_one(worker, make_item(1, data))

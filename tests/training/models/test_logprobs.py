@@ -18,7 +18,6 @@ from tests.training.support.passes import (
     gradients_of,
     make_data,
     make_item,
-    perturb,
     run_one,
     run_pass,
     weights_of,
@@ -45,9 +44,7 @@ def test_trainer_logprobs_equal_a_plain_forward(
 def test_adapted_logprobs_equal_a_forward_with_merged_weights(
     make_worker: MakeWorker, model_directory: str
 ) -> None:
-    worker = make_worker(model_directory)
-    worker.create_model(ModelKey(1), LoraSpec(8, 0))
-    perturb(worker, 1)
+    worker = make_worker(model_directory, models={1: LoraSpec(8, 0)})
     data = make_data(LENGTHS, 1)
     output = run_one(worker, make_item(1, data))
     plain = reference.load(model_directory)
@@ -240,9 +237,7 @@ def test_a_large_frozen_head_gives_the_reference_gradients(
 ) -> None:
     """Logprobs are computed differently where most targets have a weight than where few have."""
     monkeypatch.setattr(logprobs, "KEPT", 0)
-    worker = make_worker(untied_model)
-    worker.create_model(ModelKey(1), LoraSpec(8, 1, train_unembed=False))
-    perturb(worker, 1)
+    worker = make_worker(untied_model, models={1: LoraSpec(8, 1, train_unembed=False)})
     data = make_data(LENGTHS, 1)
     for datum in data:
         datum.inputs["weights"][::2] = weight

@@ -20,10 +20,8 @@ from skyrl_tinker.training.models import expert_layers
 from skyrl_tinker.training.models.lora import Factors
 from skyrl_tinker.training.models.merged_adapters import Members, _Merged
 from skyrl_tinker.training.models.planned_device import planning
-from skyrl_tinker.training.trainer_spec import TrainerSpec
-from skyrl_tinker.training.worker import Worker
 from tests.training.conftest import MakeWorker
-from tests.training.support.passes import gradients_of, make_data, make_item, perturb, run_pass
+from tests.training.support.passes import gradients_of, make_data, make_item, run_pass
 
 LORA = {
     1: LoraSpec(4, 1),
@@ -45,14 +43,9 @@ def _items() -> list[PassItem]:
 
 
 def _trained(
-    ranks: Ranks, directory: str, device: str, items: list[PassItem], *, recompute: bool
+    make_worker: MakeWorker, directory: str, device: str, items: list[PassItem], *, recompute: bool
 ) -> tuple[list[PassOutput], dict[str, torch.Tensor]]:
-    spec = TrainerSpec(directory, 1, "cpu", "float32", 1, 512, gradient_checkpointing=recompute)
-    worker = Worker(spec, 0)
-    worker.attach(ranks)
-    for model, lora in LORA.items():
-        worker.create_model(ModelKey(model), lora)
-        perturb(worker, model)
+    worker = make_worker(directory, 512, models=LORA, gradient_checkpointing=recompute)
     with planning(device):
         found = [output for output in run_pass(worker, *items) if isinstance(output, PassOutput)]
     assert len(found) == len(items)
@@ -73,11 +66,11 @@ def directory(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("tiny", [False, True], ids=["whole rows", "a row with a rest"])
 def test_all_tenants_at_once_get_what_each_gets_alone(
-    ranks: Ranks, directory: str, recompute: bool, tiny: bool
+    make_worker: MakeWorker, directory: str, recompute: bool, tiny: bool
 ) -> None:
     items = [make_item(3, make_data((3,), 1))] if tiny else _items()
-    merged, gradients = _trained(ranks, directory, "cuda", items, recompute=recompute)
-    apart, expected = _trained(ranks, directory, "cpu", items, recompute=recompute)
+    merged, gradients = _trained(make_worker, directory, "cuda", items, recompute=recompute)
+    apart, expected = _trained(make_worker, directory, "cpu", items, recompute=recompute)
     for output, other in zip(merged, apart, strict=True):
         for a, b in zip(output.logprobs, other.logprobs, strict=True):
             np.testing.assert_allclose(a, b, atol=2e-5, rtol=0)
@@ -88,10 +81,7 @@ def test_all_tenants_at_once_get_what_each_gets_alone(
 
 def test_a_tenant_whose_gradients_overflow_fails_alone(make_worker: MakeWorker, untied_model: str) -> None:
     """Those of its neighbours in the row are not finite either: zero times infinity is not zero."""
-    worker = make_worker(untied_model)
-    for model, lora in LORA.items():
-        worker.create_model(ModelKey(model), lora)
-        perturb(worker, model)
+    worker = make_worker(untied_model, models=LORA)
     (datum,) = make_data((30,), 9)
     large = Datum(datum.tokens, datum.target_tokens, {"weights": np.full(30, 3e37, np.float32)})
     with planning("cuda"):
@@ -129,7 +119,7 @@ def test_scales_are_not_rounded_to_bfloat16() -> None:
 
 
 def test_experts_without_tokens_get_no_gradient_whatever_their_products_are(
-    ranks: Ranks, mixture_model: str, monkeypatch: pytest.MonkeyPatch
+    make_worker: MakeWorker, mixture_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a group without tokens some GPUs leave the product as they found the memory."""
     plain, empty = expert_layers.grouped_mm, []
@@ -143,9 +133,9 @@ def test_experts_without_tokens_get_no_gradient_whatever_their_products_are(
         return out
 
     items = [make_item(4, make_data((5,), 1))]
-    _, expected = _trained(ranks, mixture_model, "cuda", items, recompute=False)
+    _, expected = _trained(make_worker, mixture_model, "cuda", items, recompute=False)
     monkeypatch.setattr(expert_layers, "grouped_mm", poisoned)
-    _, found = _trained(ranks, mixture_model, "cuda", items, recompute=False)
+    _, found = _trained(make_worker, mixture_model, "cuda", items, recompute=False)
     assert any(empty)
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], atol=0, rtol=0, msg=name)

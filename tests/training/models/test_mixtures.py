@@ -24,7 +24,6 @@ from skyrl_tinker.training.models.expert_layers import _ApartProduct, _Group
 from skyrl_tinker.training.models.mixtures import Piece, find_pieces
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from skyrl_tinker.training.trainer_spec import TrainerSpec
-from skyrl_tinker.training.worker import Worker
 from tests.training.conftest import MakeWorker
 from tests.training.support.passes import (
     assert_close,
@@ -32,7 +31,6 @@ from tests.training.support.passes import (
     gradients_of,
     make_data,
     make_item,
-    perturb,
     run_one,
     run_pass,
 )
@@ -42,14 +40,6 @@ SPECS = {1: LoraSpec(8, 1), 2: LoraSpec(1, 2, train_attn=False), 3: LoraSpec(6, 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
 EXPERTS = "model.layers.0.mlp.experts"
 LORA, FULL = ModelKey(1), ModelKey(9)
-
-
-def _worker(make_worker: MakeWorker, directory: str, budget: int) -> Worker:
-    worker = make_worker(directory, budget)
-    for model, spec in SPECS.items():
-        worker.create_model(ModelKey(model), spec)
-        perturb(worker, model)
-    return worker
 
 
 @pytest.fixture(params=["mixture_model", "whole_mixture_model"])
@@ -67,7 +57,7 @@ def test_a_request_gets_to_the_bit_what_it_gets_alone(
         for turn, lengths in enumerate([(40, 3, 17), (60,)])
         for model in (2, 1, 3)
     ]
-    together, apart = (_worker(make_worker, each_mixture, budget) for _ in range(2))
+    together, apart = (make_worker(each_mixture, budget, models=SPECS) for _ in range(2))
     for item, output in zip(items, run_pass(together, *items), strict=True):
         assert isinstance(output, PassOutput)
         for found, expected in zip(output.logprobs, run_one(apart, item).logprobs, strict=True):
@@ -77,7 +67,7 @@ def test_a_request_gets_to_the_bit_what_it_gets_alone(
 
 
 def test_experts_share_the_rank(make_worker: MakeWorker, mixture_model: str) -> None:
-    shapes = _worker(make_worker, mixture_model, 64)._models[LORA].shapes()
+    shapes = make_worker(mixture_model, 64, models=SPECS)._models[LORA].shapes()
     layer = "base_model.model.model.layers.1"
     assert shapes[f"{layer}.self_attn.q_proj.lora_A.weight"] == (8, 64)
     assert shapes[f"{layer}.mlp.experts.6.gate_proj.lora_A.weight"] == (4, 64)
@@ -138,7 +128,7 @@ def test_files_of_experts_in_one_tensor_have_peft_s_shapes(
     make_worker: MakeWorker, whole_mixture_model: str
 ) -> None:
     """A of all experts is [experts * r, in], B [out, r * experts], with r = 8 // 4."""
-    shapes = _worker(make_worker, whole_mixture_model, 64)._models[LORA].shapes()
+    shapes = make_worker(whole_mixture_model, 64, models=SPECS)._models[LORA].shapes()
     experts = "base_model.model.model.layers.1.mlp.experts"
     assert {name: shape for name, shape in shapes.items() if name.startswith(experts)} == {
         f"{experts}.base_layer.lora_A.weight": (14, 64),

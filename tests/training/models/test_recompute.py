@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +15,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import AdamParams, LoraSpec, PassItem, PassOutput, StepItem
-from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
+from tests.training.conftest import MakeWorker
 from tests.training.support.passes import (
     assert_equal,
     gradients_of,
     make_data,
     make_item,
-    perturb,
     run_one,
     run_pass,
     step,
@@ -36,18 +36,6 @@ FULL_SPEC = LoraSpec(0, 0)
 DTYPES = ("float32", "bfloat16")
 
 
-def _spec(directory: str, *, on: bool | None, ranks: int = 1, dtype: str = "float32") -> TrainerSpec:
-    return TrainerSpec(
-        directory, ranks, "cpu", dtype, 1, token_budget=96, timeout_s=30.0, gradient_checkpointing=on
-    )
-
-
-def _worker(ranks: Ranks, directory: str, *, on: bool | None, dtype: str = "float32") -> Worker:
-    worker = Worker(_spec(directory, on=on, dtype=dtype), 0)
-    worker.attach(ranks)
-    return worker
-
-
 def _mixed() -> list[PassItem]:
     return [
         make_item(1, make_data((40, 10, 70), 1)),
@@ -58,13 +46,10 @@ def _mixed() -> list[PassItem]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_mixed_tenants_have_the_same_bits(ranks: Ranks, model_directory: str, dtype: str) -> None:
+def test_mixed_tenants_have_the_same_bits(make_worker: MakeWorker, model_directory: str, dtype: str) -> None:
     found = []
     for on in (True, False):
-        worker = _worker(ranks, model_directory, on=on, dtype=dtype)
-        for model, spec in LORA.items():
-            worker.create_model(ModelKey(model), spec)
-            perturb(worker, model)
+        worker = make_worker(model_directory, 96, dtype, LORA, gradient_checkpointing=on)
         outputs = run_pass(worker, *_mixed())
         found.append((outputs, {model: gradients_of(worker, model) for model in LORA}))
     (outputs, gradients), (expected, others) = found
@@ -79,11 +64,12 @@ def test_mixed_tenants_have_the_same_bits(ranks: Ranks, model_directory: str, dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_full_parameters_have_the_same_bits(ranks: Ranks, model_directory: str, dtype: str) -> None:
+def test_full_parameters_have_the_same_bits(
+    make_worker: MakeWorker, model_directory: str, dtype: str
+) -> None:
     found = []
     for on in (True, False):
-        worker = _worker(ranks, model_directory, on=on, dtype=dtype)
-        worker.create_model(ModelKey(FULL), FULL_SPEC)
+        worker = make_worker(model_directory, 96, dtype, {FULL: FULL_SPEC}, gradient_checkpointing=on)
         for number in range(2):
             run_one(worker, make_item(FULL, make_data((40, 30, 20), number)))
         step(worker, FULL)
@@ -94,12 +80,13 @@ def test_full_parameters_have_the_same_bits(ranks: Ranks, model_directory: str, 
 
 
 @pytest.mark.parametrize("models", [tuple(LORA), (FULL,)])
-def test_only_the_inputs_of_layers_are_kept(ranks: Ranks, untied_model: str, models: tuple[int, ...]) -> None:
+def test_only_the_inputs_of_layers_are_kept(
+    make_worker: MakeWorker, untied_model: str, models: tuple[int, ...]
+) -> None:
     kept = []
     for on in (True, False):
-        worker = _worker(ranks, untied_model, on=on)
-        for model in models:
-            worker.create_model(ModelKey(model), LORA.get(model, FULL_SPEC))
+        specs = {model: LORA.get(model, FULL_SPEC) for model in models}
+        worker = make_worker(untied_model, 96, models=specs, gradient_checkpointing=on)
         kept.append(_bytes_kept(worker, [make_item(model, make_data((32,), 1)) for model in models]))
     tokens, hidden, layers = 32 * len(models), 64, 2
     assert kept[1] - kept[0] > tokens * hidden * 4 * layers * 5  # a layer keeps far more than its input
@@ -124,7 +111,8 @@ def _bytes_kept(worker: Worker, items: list[PassItem]) -> int:
 @pytest.fixture(scope="module")
 def groups(ray_cluster: None, tied_model: str) -> Iterator[tuple[TrainerGroup, TrainerGroup]]:
     """Groups of two ranks, with and without checkpoints."""
-    both = tuple(TrainerGroup.launch(_spec(tied_model, on=on, ranks=2)) for on in (True, False))
+    spec = TrainerSpec(tied_model, 2, "cpu", "float32", 1, 96, timeout_s=30.0)
+    both = tuple(TrainerGroup.launch(replace(spec, gradient_checkpointing=on)) for on in (True, False))
     for group in both:
         asyncio.run(group.ready())
     yield both[0], both[1]

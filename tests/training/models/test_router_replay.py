@@ -13,11 +13,10 @@ import torch
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import Datum, LoraSpec, PassOutput, ReplayedExperts
-from skyrl_tinker.training.distributed import Ranks
-from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
 from tests.support.forced_experts import force_experts
 from tests.support.tiny_models import write_tiny
+from tests.training.conftest import MakeWorker
 from tests.training.support import reference
 from tests.training.support.passes import (
     assert_close,
@@ -25,7 +24,6 @@ from tests.training.support.passes import (
     gradients_of,
     make_data,
     make_item,
-    perturb,
     run_one,
     run_pass,
     weights_of,
@@ -46,18 +44,13 @@ def directory(request: pytest.FixtureRequest, mixture_model: str, tmp_path: Path
 
 
 @pytest.fixture
-def trainer(ranks: Ranks, directory: str) -> Worker:
-    return _trainer(ranks, directory)
+def trainer(make_worker: MakeWorker, directory: str) -> Worker:
+    return _trainer(make_worker, directory)
 
 
-def _trainer(ranks: Ranks, directory: str, *, recompute: bool = False) -> Worker:
-    worker = Worker(TrainerSpec(directory, 1, "cpu", "float32", 1, 2048, gradient_checkpointing=recompute), 0)
-    worker.attach(ranks)
-    for model, rank in ((LORA, 8), (FULL, 0), (OTHER, 4)):
-        worker.create_model(ModelKey(model), LoraSpec(rank, 1))
-    for model in (LORA, OTHER):
-        perturb(worker, model)
-    return worker
+def _trainer(make_worker: MakeWorker, directory: str, *, recompute: bool = False) -> Worker:
+    models = {model: LoraSpec(rank, 1) for model, rank in ((LORA, 8), (FULL, 0), (OTHER, 4))}
+    return make_worker(directory, models=models, gradient_checkpointing=recompute)
 
 
 def _other_experts(data: tuple[Datum, ...], seed: int, *, every: int = 0) -> tuple[Datum, ...]:
@@ -93,9 +86,9 @@ def _assert_close(output: PassOutput, expected: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("every", [0, 3])
 def test_full_parameters_compute_and_learn_with_the_replayed_experts(
-    ranks: Ranks, directory: str, every: int, recompute: bool
+    make_worker: MakeWorker, directory: str, every: int, recompute: bool
 ) -> None:
-    trainer = _trainer(ranks, directory, recompute=recompute)
+    trainer = _trainer(make_worker, directory, recompute=recompute)
     data = _other_experts(DATA, 1, every=every)
     own = run_one(trainer, make_item(FULL, DATA, backward=False))
     plain = reference.load(directory)
@@ -119,11 +112,13 @@ def test_adapters_compute_and_learn_with_the_replayed_experts(trainer: Worker, d
     assert_close(gradients_of(trainer, LORA), expected, 1e-5)
 
 
-def test_the_routers_own_experts_and_no_record_change_no_bit(ranks: Ranks, mixture_model: str) -> None:
+def test_the_routers_own_experts_and_no_record_change_no_bit(
+    make_worker: MakeWorker, mixture_model: str
+) -> None:
     """Also beside others' replayed experts in the same row."""
     plain = reference.load(mixture_model)
     own = [replace(datum, replayed=_own_experts(plain, datum)) for datum in DATA]
-    found, expected = (_trainer(ranks, mixture_model) for _ in range(2))
+    found, expected = (_trainer(make_worker, mixture_model) for _ in range(2))
     beside = make_item(OTHER, _other_experts(DATA, 3))
     bare, recorded = make_item(FULL, DATA, seq_id=1), make_item(FULL, tuple(own), seq_id=2)
     lora = make_item(LORA, DATA)

@@ -21,7 +21,6 @@ from tests.training.support.passes import (
     gradients_of,
     make_data,
     make_item,
-    perturb,
     run_one,
     run_pass,
     step,
@@ -41,11 +40,7 @@ LOSS_NAMES = sorted(set(LOSS_FUNCTIONS) - {"custom"})
 
 
 def _worker(make_worker: MakeWorker, directory: str, budget: int, *models: int) -> Worker:
-    worker = make_worker(directory, budget)
-    for model in models:
-        worker.create_model(ModelKey(model), TENANTS[model])
-        perturb(worker, model)
-    return worker
+    return make_worker(directory, budget, models={model: TENANTS[model] for model in models})
 
 
 def _item(model: int, loss_fn: str, seq_id: int, *, backward: bool = True) -> PassItem:
@@ -91,11 +86,8 @@ def test_tenants_without_a_head_of_their_own_equal_each_alone_to_the_bit(
     make_worker: MakeWorker, model_directory: str, candidates: int
 ) -> None:
     def worker_of(*models: int) -> Worker:
-        worker = make_worker(model_directory)
-        for model in models:
-            worker.create_model(ModelKey(model), LoraSpec(4 * model, model, train_unembed=False))
-            perturb(worker, model)
-        return worker
+        specs = {model: LoraSpec(4 * model, model, train_unembed=False) for model in models}
+        return make_worker(model_directory, models=specs)
 
     items = []
     for model, lengths in PLAIN.items():

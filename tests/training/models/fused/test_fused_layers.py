@@ -19,12 +19,13 @@ from skyrl_tinker.training.models.planned_device import planning
 from skyrl_tinker.training.worker import Worker
 from tests.support.tiny_models import write_tiny
 from tests.training.conftest import MakeWorker
-from tests.training.support.passes import assert_close, gradients_of, make_data, make_item, perturb, run_one
+from tests.training.support.passes import assert_close, gradients_of, make_data, make_item, run_one
 
 FULL, LORA = 1, 2
 DATA = make_data((48, 15, 17, 5), 1)
 WAYS = {"liger-kernel": True, "torch": False}
 LAYERS = 2
+MODELS = {FULL: LoraSpec(0, 0), LORA: LoraSpec(8, 1)}
 EAGER = {"olmo3": ("rotary embeddings",), "gpt-oss": ("MLPs", "rotary embeddings")}
 """Layers with code of their own, which is run as it is."""
 
@@ -33,14 +34,6 @@ EAGER = {"olmo3": ("rotary embeddings",), "gpt-oss": ("MLPs", "rotary embeddings
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     write_tiny(tmp_path / "model", arch=request.param, layers=LAYERS)
     return str(tmp_path / "model")
-
-
-def _trainer(make_worker: MakeWorker, directory: str) -> Worker:
-    worker = make_worker(directory)
-    worker.create_model(ModelKey(FULL), LoraSpec(0, 0))
-    worker.create_model(ModelKey(LORA), LoraSpec(8, 1))
-    perturb(worker, LORA)
-    return worker
 
 
 def _results(worker: Worker) -> tuple[list[Any], dict[str, torch.Tensor]]:
@@ -55,10 +48,10 @@ def _results(worker: Worker) -> tuple[list[Any], dict[str, torch.Tensor]]:
 def test_fused_layers_compute_what_transformers_does(
     make_worker: MakeWorker, directory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, expected_gradients = _results(_trainer(make_worker, directory))
+    expected, expected_gradients = _results(make_worker(directory, models=MODELS))
     for with_liger in WAYS.values():
         monkeypatch.setattr(liger, "installed", lambda found=with_liger: found)
-        worker = _trainer(make_worker, directory)
+        worker = make_worker(directory, models=MODELS)
         with planning("cuda"):
             found, gradients = _results(worker)
         for one, other in zip(found, expected, strict=True):
