@@ -1,6 +1,7 @@
-"""Return of models to fresh ranks, as they were created or as their snapshots have them, several at once.
+"""Return of models to fresh ranks, as they were created or from their snapshots, several at once.
 
-One that ran nothing since sleeps: it comes back before its next unit, or while the trainer has nothing to do.
+A model without units since its snapshot sleeps: it comes back before its next unit, or while the trainer is
+idle.
 """
 
 import asyncio
@@ -37,17 +38,17 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 TRIES = 4
-"""Times that something is tried for which a disk or memory fails: either may for some seconds."""
+"""Most tries of work for which a disk or memory fails, as either may for some seconds."""
 AT_ONCE = 8
-"""Models that come back at once: files of some are fetched and checked while the ranks load others."""
+"""Models that come back concurrently: files are fetched and checked while the ranks load other models."""
 WAKES = 2
-"""Times on end that the ranks may die while a model that slept comes back: first among others, then alone."""
+"""Most consecutive deaths of the ranks while a sleeping model comes back: first among others, then alone."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Returns:
-    """Models that did not come back: those that cannot, with the reasons, and those to try again later."""
+    """Models that did not come back: those that cannot, with the reasons, and those to be tried again."""
 
     failed: Mapping[ModelKey, str]
     later: Mapping[ModelKey, SkyrlTinkerError]
@@ -59,7 +60,7 @@ class History:
 
     model: ModelRow
     snapshot: SnapshotRow | None
-    rows: Sequence[RanRow]  # that ran after it, in order
+    rows: Sequence[RanRow]  # run after the snapshot, in order
 
     @classmethod
     def read(cls, conn: Connection, model: ModelRow) -> "History":
@@ -68,16 +69,16 @@ class History:
         return cls(model, snapshot, unit_records.ran_after(conn, model.key, after))
 
     def can_sleep(self, *, stored: bool) -> bool:
-        """Return whether it comes back by a load alone, of files that there are: call it in a thread.
+        """Return whether the model needs only a load of available files: call it in a thread.
 
-        Not full parameters: room for them must not go to a newcomer meanwhile. `stored`: snapshots are in a
-        storage, too.
+        False for full parameters: a new model must not take their memory meanwhile. `stored`: snapshots are
+        in a storage, too.
         """
         if self.rows or self.model.spec.rank == 0:
             return False
         try:
             return stored or self.is_here()
-        except OSError:  # of a disk that fails: it is loaded at once, with some patience
+        except OSError:  # the disk fails: load it now, with retries
             return False
 
     def is_here(self) -> bool:
@@ -85,15 +86,15 @@ class History:
         return self.snapshot is None or Path(self.snapshot.directory).exists()
 
     def may_be_here(self) -> bool:
-        """Return whether its files are on this host, or cannot be looked for: call it in a thread."""
-        with suppress(OSError):  # a load says which
+        """Return whether its files are on this host, or the disk fails: call it in a thread."""
+        with suppress(OSError):  # the load reports the error
             return self.is_here()
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Models that are back, those that are not, with the reasons, and how many sleep."""
+    """Models that are back, those that cannot come back, with the reasons, and the number that sleep."""
 
     back: Sequence[History]
     failed: Mapping[ModelKey, str]
@@ -112,14 +113,13 @@ class ModelReturns:
         self._trainer = trainer
         self._snapshots = snapshots
         self._asleep: dict[ModelKey, History] = {}
-        self._tries = Counter[ModelKey]()  # that failed, on end, without a death
-        self._deadly = Counter[ModelKey]()  # deaths of the ranks, on end, while it came back
+        self._tries = Counter[ModelKey]()  # consecutive failed tries without a death
+        self._deadly = Counter[ModelKey]()  # consecutive deaths of the ranks while it came back
 
     async def begin(self, wanted: Collection[ModelKey]) -> Begun:
         """Bring back all models that are ready and do not sleep, as none of `wanted` does, on empty ranks.
 
-        That takes as long as storage is away. Raises TrainerError when the ranks die: call it again on fresh
-        ones.
+        Waits while storage is away. Raises TrainerError if the ranks die: call it again on fresh ones.
         """
         self._tries.clear()
         found = await persistently(lambda: self._store.fetch(_histories))
@@ -142,7 +142,7 @@ class ModelReturns:
                 why = next(iter(returns.later.values()))
                 _log.warning("%d models are tried again in %.0f s: %s", len(left), AWAY_S, why)
                 await asyncio.sleep(AWAY_S)
-        if all(history.model.spec.rank for history in histories):  # not whole models, as large as they are
+        if all(history.model.spec.rank for history in histories):  # full parameters would distort the mean
             self._snapshots.of_model.note(time.monotonic() - began, len(histories))
         back = [history for history in histories if history.model.key not in failed]
         return Begun(back, failed, len(self._asleep))
@@ -151,39 +151,39 @@ class ModelReturns:
         return model in self._asleep
 
     def asleep(self) -> list[ModelKey]:
-        """Return the models that sleep, the newest first."""
+        """Return the sleeping models, the newest first."""
         return list(self._asleep)
 
     def forget(self, model: ModelKey) -> None:
-        """Forget a model that slept, and has ended."""
+        """Forget a sleeping model that has ended."""
         self._asleep.pop(model)
         del self._tries[model], self._deadly[model]
 
     async def elsewhere(self, models: Sequence[ModelKey]) -> list[ModelKey]:
-        """Return those that sleep while their files are not on this host."""
+        """Return those of these sleeping models whose files are not on this host."""
         sleepers = [self._asleep[model] for model in models]
         return await in_disk_thread(lambda: [each.model.key for each in sleepers if not each.may_be_here()])
 
     async def fetch(self, model: ModelKey) -> None:
-        """Fetch the files of a model that sleeps. Raises StorageError, and StorageAwayError for a while."""
+        """Fetch a sleeping model's files. Raises StorageError; StorageAwayError if a later try may help."""
         history = self._asleep.get(model)
         if history is not None and history.snapshot is not None:
             await self._snapshots.fetch(history.snapshot)
 
     async def wake(self, models: Sequence[ModelKey]) -> Returns:
-        """Bring back models that sleep. Raises TrainerError when the ranks die: then they still sleep."""
+        """Bring back sleeping models. Raises TrainerError if the ranks die; the models then still sleep."""
         returns = await self._bring_back([self._asleep[model] for model in models])
         for model in models:
             history = self._asleep.pop(model)
             if model in returns.later:
-                self._asleep[model] = history  # behind the others
+                self._asleep[model] = history  # after the others
         return returns
 
     async def _bring_back(self, histories: Sequence[History]) -> Returns:
-        """Make models as they were created, or as their snapshots have them, several at once.
+        """Create models, and load the snapshots of those that have one, several at once.
 
-        Those during whose return the ranks died come before the others, one by one. Raises TrainerError when
-        they die.
+        Models during whose return the ranks died come before the others, one by one. Raises TrainerError if
+        the ranks die.
         """
         failed, later = dict[ModelKey, str](), dict[ModelKey, SkyrlTinkerError]()
         places, begun = asyncio.Semaphore(AT_ONCE), set[ModelKey]()
@@ -221,14 +221,14 @@ class ModelReturns:
 
     async def _make(self, history: History) -> None:
         model, snapshot = history.model, history.snapshot
-        if snapshot is not None:  # first: it takes no memory while it waits
+        if snapshot is not None:  # first: a wait for storage then holds no memory of the ranks
             await self._snapshots.fetch(snapshot)
         await self._trainer.create_model(model.key, model.spec, optimizer_family(model.optimizer_config))
         if snapshot is not None:
             await self._trainer.load_state(model.key, snapshot.directory, optimizer=snapshot.optimizer)
 
     def _may_work_later(self, model: ModelKey, error: SkyrlTinkerError) -> bool:
-        """Return whether it may come back later: while storage or room is away, and after TRIES - 1 tries."""
+        """Count a failed try, unless storage is away; return whether a later one may help."""
         if isinstance(error, DiskFullError | StorageAwayError):
             return True
         self._tries[model] += 1
@@ -236,12 +236,12 @@ class ModelReturns:
 
 
 def cause_of(why: str) -> str:
-    """Return a failure's text without what is advice for a request alone."""
+    """Return a failure's text without the advice to send the request again."""
     return why.replace(SEND_AGAIN, "")
 
 
 def _sleepers(histories: Sequence[History], stored: bool) -> dict[ModelKey, History]:
-    """Return those that can sleep, the newest first."""
+    """Return the models that can sleep, the newest first."""
     return {each.model.key: each for each in reversed(histories) if each.can_sleep(stored=stored)}
 
 

@@ -40,7 +40,7 @@ from skyrl_tinker.training.trainer_group import PassResult, TrainerGroup
 from skyrl_tinker.training.trainer_spec import retry_budget
 
 ATTEMPTS = 3
-"""Times that a request may kill the ranks when replayed: first as it ran, then alone in smaller rows."""
+"""Most deaths of the ranks by the replay of one request: first as it ran, then alone in smaller rows."""
 REPORT_S = 0.5
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.03}
 """Largest mean difference between a replayed pass's logprobs and the delivered ones, by trainer dtype.
@@ -96,8 +96,8 @@ class Replay:
         self._snapshots = snapshots
         self._drift_monitor = drift_monitor
         self._pass_tokens = pass_tokens
-        self._tries = Counter[ModelKey]()  # that failed, on end, without a death
-        self._in_vain = False  # models have waited for memory, and nothing had it since
+        self._tries = Counter[ModelKey]()  # consecutive failed tries without a death
+        self._in_vain = False  # memory was waited for in vain, and was not available since
         self._failed: dict[ModelKey, str] = {}
         self._together = True  # False: the ranks died while units were replayed
         self._deaths = Counter[int]()  # of the ranks during the replay of a request, by future id
@@ -147,7 +147,7 @@ class Replay:
         return len(left)
 
     async def _wait(self, models: Sequence[ModelKey], why: str) -> list[ModelKey]:
-        """Wait for memory for those for which another try may help, and return them.
+        """Wait for memory if another try may help some of these models, and return them.
 
         None once a model has waited for `short` in vain and nothing has worked since: all need it.
         """
@@ -161,7 +161,7 @@ class Replay:
         return again
 
     def _worked(self, model: ModelKey) -> None:
-        """Note that there was memory."""
+        """Record that memory was available."""
         del self._tries[model]
         self._in_vain = False
 

@@ -34,7 +34,7 @@ class SleepingModels:
         self._fetched: set[ModelKey] = set()  # fetched, or tried
 
     def left(self) -> list[ModelKey]:
-        """Return the models that sleep; forget those that have ended meanwhile."""
+        """Return the sleeping models; forget those that have ended meanwhile."""
         for model in [model for model in self._returns.asleep() if not self._lanes.is_open(model)]:
             self._returns.forget(model)
         left = self._returns.asleep()
@@ -42,7 +42,7 @@ class SleepingModels:
         return left
 
     async def wake_for(self, rows: Sequence[QueuedRow]) -> bool:
-        """Bring back the models of a unit; return False if one of them is not. Raises TrainerError."""
+        """Bring back the models of a unit; return False if one did not come back. Raises TrainerError."""
         models = [model for model in dict.fromkeys(map(model_of, rows)) if self._returns.sleeps(model)]
         return not models or await self._wake(models)
 
@@ -50,11 +50,11 @@ class SleepingModels:
         """Bring back the newest sleeping model, if any; return whether there was one. Raises TrainerError."""
         waiting = [model for model in self.left() if not self._lanes.under_way(model)]
         if waiting:
-            await self._wake(waiting[:1])  # what comes meanwhile waits for one at most
+            await self._wake(waiting[:1])  # one at a time, so that a new request waits for one at most
         return bool(waiting)
 
     async def _wake(self, models: Sequence[ModelKey]) -> bool:
-        """Bring back models, several at once; return False if one is not: it is parked, or tried again later.
+        """Bring back models; return False if one is parked or must be tried again later.
 
         Files on other hosts are fetched first, while other models train.
         """
