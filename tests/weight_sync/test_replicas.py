@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +22,6 @@ import torch
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import AdamParams, BaseModelFacts, LoraSpec, StepItem
 from skyrl_tinker.errors import SamplerError, TrainerError
-from skyrl_tinker.inference.client.fan_out import Messages
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.inference.vllm.vllm_control import VllmControl
@@ -215,7 +214,7 @@ class AfterATrainingStep(VllmControl):
 
     step_ended: ClassVar[asyncio.Event]
 
-    async def update_weights(self, info: Messages) -> None:
+    async def update_weights(self, info: Message) -> None:
         self.step_ended.clear()
         await self.step_ended.wait()
         await super().update_weights(info)
@@ -226,7 +225,7 @@ class Noted(VllmControl):
 
     notes: ClassVar[list[str]] = []
 
-    async def init_weight_transfer_engine(self, info: Messages) -> None:
+    async def init_weight_transfer_engine(self, info: Message) -> None:
         self.notes.append("joins")
         await super().init_weight_transfer_engine(info)
 
@@ -253,8 +252,7 @@ async def test_a_changed_set_of_replicas_leaves_the_former_group_and_meets_anew(
 class OtherShapes(VllmControl):
     """Expects other tensors than those that come."""
 
-    async def update_weights(self, info: Messages) -> None:
-        assert isinstance(info, Mapping)
+    async def update_weights(self, info: Message) -> None:
         await super().update_weights({**info, "shapes": [[1] for _ in info.get("shapes", ())]})
 
 
@@ -322,14 +320,14 @@ async def test_one_that_does_not_go_on_after_an_update_is_lost_and_nothing_is_se
 class NoMember(VllmControl):
     """Refuses to join."""
 
-    async def init_weight_transfer_engine(self, info: Messages) -> None:
+    async def init_weight_transfer_engine(self, info: Message) -> None:
         raise SamplerError("no")
 
 
 class NoReceiver(VllmControl):
     """Refuses an update."""
 
-    async def update_weights(self, info: Messages) -> None:
+    async def update_weights(self, info: Message) -> None:
         raise SamplerError("no")
 
 

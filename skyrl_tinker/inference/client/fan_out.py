@@ -13,8 +13,6 @@ from skyrl_tinker.inference.client.in_flight import Attempt, InFlight
 from skyrl_tinker.inference.constants import BASE_MODEL
 
 ABORT_POLL_S = 0.02
-Messages = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-"""One message for all replicas, or one for each."""
 Params = Mapping[str, str] | Sequence[tuple[str, str]]
 Locate = Callable[[str, str], Awaitable[str]]
 """(URL of a replica, directory of this host) -> path or URL by which the replica reads it."""
@@ -121,25 +119,20 @@ class FanOut(ABC):
     async def _abort(self, url: str, attempts: list[str]) -> None:
         """End these requests, given by Attempt.id, where the replica has them."""
 
-    async def _messages(self, path: str, info: Messages, key: str | None = None) -> None:
-        """Send one message to all replicas, or one to each of `server_urls` in order; never retried.
+    async def _tell(self, path: str, info: Mapping[str, Any], key: str | None = None) -> None:
+        """Send a message to all replicas; never retried.
 
         `key`: the message's key in the body; None: the message is the body.
         """
-        urls = self.server_urls
-        messages = [info] * len(urls) if isinstance(info, Mapping) else list(info)
-        if len(messages) != len(urls):
-            raise SamplerError(f"{len(messages)} messages for {len(urls)} replicas: their number has changed")
-        by_url = dict(zip(urls, messages, strict=True))
 
         async def send(url: str) -> Any:
-            message = dict(by_url[url])
+            message = dict(info)
             if "directory" in message:
                 message["directory"] = await self._located(url, message["directory"])
             body = message if key is None else {key: message}
             return await self._call(url, "POST", path, body, repeatable=False, long=True)
 
-        require_all(await self._gather(send, urls))
+        require_all(await self._gather(send))
 
     async def _located(self, url: str, directory: str) -> str:
         try:

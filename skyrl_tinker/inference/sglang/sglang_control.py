@@ -1,12 +1,12 @@
 """SGLang's control plane."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.inference.client.fan_out import FanOut, Messages, RefusedError, UnreachableError, common
+from skyrl_tinker.inference.client.fan_out import FanOut, RefusedError, UnreachableError, common
 from skyrl_tinker.inference.client.sampling_port import PauseMode
 from skyrl_tinker.inference.sglang.sglang_process import VERSION
 
@@ -116,8 +116,8 @@ class SglangControl(FanOut):
             if "does not exist" not in error.answer.message:
                 raise
 
-    async def init_weight_transfer_engine(self, info: Messages) -> None:
-        await self._messages("/init_weights_update_group", info)
+    async def init_weight_transfer_engine(self, info: Mapping[str, Any]) -> None:
+        await self._tell("/init_weights_update_group", info)
 
     async def shutdown_weight_transfer_engine(self) -> None:
         await self._each(self._leave_group)
@@ -132,8 +132,8 @@ class SglangControl(FanOut):
     async def start_weight_update(self) -> None:
         await self._call_all("POST", "/begin_weight_update", {}, repeatable=False, long=True)
 
-    async def update_weights(self, info: Messages) -> None:
-        await self._messages("/update_weights_from_distributed", info)
+    async def update_weights(self, info: Mapping[str, Any]) -> None:
+        await self._tell("/update_weights_from_distributed", info)
 
     async def finish_weight_update(self, version: str) -> None:
         await self._call_all("POST", "/end_weight_update", {}, repeatable=False, long=True)

@@ -2,14 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.fan_out import (
     FanOut,
-    Messages,
     RefusedError,
     UnreachableError,
     common,
@@ -83,8 +82,8 @@ class VllmControl(FanOut):
         """Empty the cache on all replicas, offloaded parts included; running sequences are computed again."""
         require_all(await self._gather(self._reset_prefix_cache))
 
-    async def init_weight_transfer_engine(self, info: Messages) -> None:
-        await self._messages("/init_weight_transfer_engine", info, "init_info")
+    async def init_weight_transfer_engine(self, info: Mapping[str, Any]) -> None:
+        await self._tell("/init_weight_transfer_engine", info, "init_info")
 
     async def shutdown_weight_transfer_engine(self) -> None:
         """Leave the trainer's group and free its memory; harmless without a group."""
@@ -93,9 +92,9 @@ class VllmControl(FanOut):
     async def start_weight_update(self) -> None:
         await self._call_all("POST", "/start_weight_update", repeatable=False, long=True)
 
-    async def update_weights(self, info: Messages) -> None:
+    async def update_weights(self, info: Mapping[str, Any]) -> None:
         """Send the replicas a part of the weights; a `directory` in it is on this host."""
-        await self._messages("/update_weights", info, "update_info")
+        await self._tell("/update_weights", info, "update_info")
 
     async def finish_weight_update(self, version: str) -> None:
         await self._call_all(

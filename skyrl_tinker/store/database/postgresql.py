@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sqlalchemy import URL, Connection, NullPool, create_engine, event
-from sqlalchemy.exc import DataError, DBAPIError, OperationalError
+from sqlalchemy.exc import DataError, DBAPIError, OperationalError, ProgrammingError
 
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store.database.abstract_database import SKEW, Database, LeaseFence, json_text
@@ -298,6 +298,8 @@ def _translated(sql: str | None) -> Iterator[None]:
         raise OperationalError(sql, None, error) from error
     except psycopg.DataError as error:
         raise DataError(sql, None, error) from error
+    except psycopg.ProgrammingError as error:  # as where there are no tables yet
+        raise ProgrammingError(sql, None, error) from error
 
 
 def _begin(conn: Connection, sql: str) -> "psycopg.Cursor[Any]":
