@@ -191,6 +191,8 @@ class ModelReturns:
         async def bring_back(history: History) -> None:
             model = history.model.key
             async with places:
+                if self._trainer.broken is not None:  # not of this return
+                    raise self._trainer.broken
                 begun.add(model)
                 try:
                     await self._make(history)

@@ -1000,6 +1000,25 @@ async def test_a_model_whose_return_kills_the_ranks_is_parked_alone(
     assert after.workers.restarts == model_returns.WAKES
 
 
+async def test_ranks_that_died_before_a_model_began_to_come_back_park_it_in_no_case(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = await with_snapshot(world, monkeypatch)
+    after = new_engine(world)
+    await after.until(lambda: after.ready)
+    look, deaths = model_returns.History.may_be_here, [DEAD] * model_returns.WAKES
+
+    def die(history: model_returns.History) -> bool:
+        if deaths:
+            after.workers.broken = deaths.pop()
+        return look(history)
+
+    monkeypatch.setattr(model_returns.History, "may_be_here", die)
+    await train(after, model, 7, 1)
+    assert await steps_of(after, model) == expected(1, 3)
+    assert after.workers.restarts == model_returns.WAKES
+
+
 async def test_idle_time_leaves_a_model_alone_that_waits_for_its_disk(
     world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
