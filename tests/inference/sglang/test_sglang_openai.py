@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Awaitable, Callable
 from itertools import accumulate
 from typing import Any
 
@@ -129,6 +130,18 @@ async def test_a_server_of_others_without_an_argument_that_counts_is_refused(
     async def info(_: web.Request) -> web.Response:
         return web.json_response(RECORDED["server"] | changed)
 
+    await _require(info, message)
+
+
+async def test_a_server_of_vllm_is_refused_by_name() -> None:
+    async def info(_: web.Request) -> web.Response:
+        return web.json_response({"vllm_config": "", "vllm_env": {}})
+
+    await _require(info, r"version: found None, expected 0\.5\.23")
+
+
+async def _require(info: Callable[[web.Request], Awaitable[web.Response]], message: str | None) -> None:
+    """Check a server that tells of itself so; `message`: of its refusal."""
     app = web.Application()
     app.router.add_get("/server_info", info)
     async with TestServer(app) as server:
