@@ -149,7 +149,7 @@ class Replay:
     async def _wait(self, models: Sequence[ModelKey], why: str) -> list[ModelKey]:
         """Wait for memory if another try may help some of these models, and return them.
 
-        None once a model has waited for `short` in vain and nothing has worked since: all need it.
+        None once a model has waited in vain and nothing has worked since: all need memory.
         """
         self._tries.update(models)
         again = [model for model in models if not self._in_vain and self._tries[model] < TRIES]
