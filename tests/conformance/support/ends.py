@@ -29,6 +29,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
+from skyrl_tinker.listeners import closing_new_listeners
 from skyrl_tinker.training.weight_share import WeightShare
 from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer, ChunkSource
 from skyrl_tinker.weight_sync.chunks import WeightChunk
@@ -168,15 +169,16 @@ class TorchGroup:
             destroy_process_group(former)
         url = f"tcp://{init['master_address']}:{init['master_port']}"
         store, rank, world = next(rendezvous(url, rank, init["world_size"], timeout=MEMBER_S))
-        self._group, _ = _new_process_group_helper(
-            world,
-            rank,
-            [],
-            Backend(init["backend"]),
-            PrefixStore(name, store),
-            group_name=GroupName(name),
-            timeout=MEMBER_S,
-        )
+        with closing_new_listeners():  # else the sender, of the same process, closes this one's too early
+            self._group, _ = _new_process_group_helper(
+                world,
+                rank,
+                [],
+                Backend(init["backend"]),
+                PrefixStore(name, store),
+                group_name=GroupName(name),
+                timeout=MEMBER_S,
+            )
         _world.pg_group_ranks[self._group] = {each: each for each in range(world)}
 
     def receive(self, update: dict[str, Any]) -> Tensors:
