@@ -31,7 +31,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +44,7 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import SamplingSessionId
 from skyrl_tinker.processes import freeze_gc
 from skyrl_tinker.server.api_processes import ApiProcesses
@@ -197,8 +198,8 @@ async def api_processes(settings: Settings) -> AsyncIterator[str]:
     directories = Directories(settings)
     directories.make()
     store = Store.open(settings.store_url)
-    facts = asdict(replace(FACTS, context_length=4096))
-    await store.write(lambda conn: server_state.put(conn, "base_model", facts))
+    bases = Bases((replace(FACTS, context_length=4096),))
+    await store.write(lambda conn: server_state.put_bases(conn, bases))
     await store.close()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         directories.settings_file.write_text(settings.model_dump_json())

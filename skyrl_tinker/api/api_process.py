@@ -16,15 +16,13 @@ from typing import Any, cast
 import uvicorn
 import uvloop
 from fastapi import FastAPI
-from pydantic import TypeAdapter
-from sqlalchemy import Connection
 
 from skyrl_tinker.api.app import create_app
 from skyrl_tinker.api.bounded_connections import ConnectionCaps, Connections
 from skyrl_tinker.api.services import Services
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
-from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.processes import die_with_parent, freeze_gc, raise_open_files_limit, return_freed_memory
 from skyrl_tinker.redaction import log_to_stderr
@@ -113,22 +111,19 @@ class ApiServer(uvicorn.Server):
             self._draining = None
 
 
-async def read_facts(store: Store, bell: Doorbell, within_s: float = FACTS_WITHIN_S) -> BaseModelFacts:
-    """Wait for the facts about the base model that `serve` writes. StartupError after `within_s`."""
+async def read_bases(store: Store, bell: Doorbell, within_s: float = FACTS_WITHIN_S) -> Bases:
+    """Wait for the base models that `serve` writes. StartupError after `within_s`."""
     try:
         async with asyncio.timeout(within_s):
-            while (value := await store.read(_stored_facts)) is None:
+            while (bases := await store.read(server_state.get_bases)) is None:
                 await bell.wait(_FACTS_POLL_S)
     except TimeoutError:
         raise StartupError(
-            f"no facts about the base model in the store after {within_s:.0f} s: "
+            f"no base models in the store after {within_s:.0f} s: "
             "the API is started by `skyrl-tinker serve`, which writes them"
         ) from None
-    return TypeAdapter(BaseModelFacts).validate_python(value)
+    return bases
 
-
-def _stored_facts(conn: Connection) -> object:
-    return server_state.get(conn, "base_model")
 
 
 async def run(
@@ -144,8 +139,8 @@ async def run(
     with closing(bind_doorbell(settings.store_url, settings.root, "api")) as bell:
         store = Store.open(settings.store_url, files_home or settings.root)
         try:
-            facts = await read_facts(store, bell)
-            app = create_app(settings, store, facts, bell)
+            bases = await read_bases(store, bell)
+            app = create_app(settings, store, bases, bell)
             freeze_gc()
             await ApiServer(app, listens).serve([listener])
         finally:

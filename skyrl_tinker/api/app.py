@@ -3,13 +3,13 @@
 from asyncio import TaskGroup
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from fastapi import FastAPI
 
 from skyrl_tinker import __version__
 from skyrl_tinker.api import error_responses
 from skyrl_tinker.api.api_metrics import ApiMetrics
+from skyrl_tinker.api.base_limits import BaseLimits
 from skyrl_tinker.api.loop_watch import LoopWatch
 from skyrl_tinker.api.middleware.admission import AdmissionMiddleware
 from skyrl_tinker.api.middleware.arrivals import Arrivals, ArrivalsMiddleware
@@ -53,8 +53,7 @@ from skyrl_tinker.api.routes import (
 )
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.signing import Signer
-from skyrl_tinker.api.services import Services, limits_of
-from skyrl_tinker.api.token_texts import TokenTexts
+from skyrl_tinker.api.services import Services
 from skyrl_tinker.api.waiting.backpressure import Backpressure
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
@@ -65,8 +64,8 @@ from skyrl_tinker.api.waiting.metrics_page import MetricsPage
 from skyrl_tinker.api.waiting.server_snapshot import SnapshotReader
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.units import MiB
-from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.storage.checkpoint_storage import open_storage
 from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets
 from skyrl_tinker.store.doorbell import Doorbell
@@ -104,7 +103,7 @@ RESOURCES = (
 def create_app(
     settings: Settings,
     store: Store,
-    facts: BaseModelFacts,
+    bases: Bases,
     bell: Doorbell,
     clock: Callable[[], float] | None = None,
 ) -> FastAPI:
@@ -113,14 +112,14 @@ def create_app(
     `clock`: UTC seconds, by which keys and JWTs expire; default: the database's.
     """
     app = make_app(settings)
-    app.state.services = make_services(settings, store, facts, bell, clock)
+    app.state.services = make_services(settings, store, bases, bell, clock)
     return app
 
 
 def make_services(
     settings: Settings,
     store: Store,
-    facts: BaseModelFacts,
+    bases: Bases,
     bell: Doorbell,
     clock: Callable[[], float] | None = None,
 ) -> Services:
@@ -151,10 +150,10 @@ def make_services(
     return Services(
         settings,
         store,
-        facts,
+        bases,
         bell,
         FutureWaiter(store, bell),
-        limits_of(settings, facts),
+        BaseLimits(settings, store, bases),
         engine,
         metrics,
         MetricsPage(store, engine, metrics),
@@ -170,7 +169,6 @@ def make_services(
         Heartbeats(store),
         room,
         SnapshotReader(store, queues, ProcessTable(directories.pid_file)),
-        TokenTexts(Path(facts.directory)),
         open_storage(settings.checkpoint_root, settings.checkpoint_url),
     )
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from skyrl_tinker.api.api_metrics import ApiMetrics
+from skyrl_tinker.api.base_limits import BaseLimits
 from skyrl_tinker.api.loop_watch import LoopWatch
 from skyrl_tinker.api.middleware.arrivals import Arrivals
 from skyrl_tinker.api.middleware.disk_room import DiskRoom
@@ -15,7 +16,6 @@ from skyrl_tinker.api.middleware.request_rate import RequestRates
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.signing import Signer
 from skyrl_tinker.api.security.tokens import Caller
-from skyrl_tinker.api.token_texts import TokenTexts
 from skyrl_tinker.api.waiting.backpressure import Backpressure
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
@@ -25,9 +25,8 @@ from skyrl_tinker.api.waiting.long_poll import FutureWaiter
 from skyrl_tinker.api.waiting.metrics_page import MetricsPage
 from skyrl_tinker.api.waiting.server_snapshot import SnapshotReader
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import OwnerId, Reach
-from skyrl_tinker.domain.values import BaseModelFacts
-from skyrl_tinker.protocol.validation.limits import Limits
 from skyrl_tinker.storage.checkpoint_storage import Storage
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
@@ -39,10 +38,10 @@ class Services:
 
     settings: Settings
     store: Store
-    facts: BaseModelFacts
+    bases: Bases
     bell: Doorbell
     waiter: FutureWaiter
-    limits: Limits
+    limits: BaseLimits
     engine: EngineClient
     metrics: ApiMetrics
     page: MetricsPage
@@ -58,23 +57,11 @@ class Services:
     heartbeats: Heartbeats
     room: DiskRoom
     snapshots: SnapshotReader
-    texts: TokenTexts
     storage: Storage
 
     def wake_engine(self) -> None:
         """Ring the engine, after a commit that gives it work."""
         self.bell.ring("engine")
-
-
-def limits_of(settings: Settings, facts: BaseModelFacts) -> Limits:
-    return Limits(
-        vocab_size=facts.vocab_size,
-        context_length=facts.context_length,
-        max_datums=settings.max_datums,
-        base_models=facts.names,
-        max_lora_rank=settings.max_lora_rank,
-        sampler=facts.sampler,
-    )
 
 
 def _services(request: Request) -> Services:

@@ -1,7 +1,7 @@
-"""Tokens as text, by the base model's own tokenizer."""
+"""Tokens as text, by a base model's own tokenizer."""
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,26 +13,22 @@ if TYPE_CHECKING:  # few requests need its import, which takes time at each star
 FILE = "tokenizer.json"
 
 
-class TokenTexts:
-    """Decoder that reads the tokenizer when it is first used; call it in a thread."""
+def split_tokens(tokens: Sequence[int], directory: Path) -> list[str]:
+    """Return the text that each token adds; of a character in several tokens, the last one has it.
 
-    def __init__(self, directory: Path) -> None:
-        self._file = directory / FILE
+    Call it in a thread: it reads the tokenizer of the model in `directory` when it first needs it. Raises
+    NotFoundError for a model without a fast tokenizer.
+    """
+    from tokenizers.decoders import DecodeStream
 
-    def split(self, tokens: Sequence[int]) -> list[str]:
-        """Return the text that each token adds; of a character in several tokens, the last one has it.
+    stream, tokenizer = DecodeStream(skip_special_tokens=False), _tokenizer(directory / FILE)
+    return [stream.step(tokenizer, token) or "" for token in tokens]
 
-        Raises NotFoundError for a model without a fast tokenizer.
-        """
-        from tokenizers.decoders import DecodeStream
 
-        stream = DecodeStream(skip_special_tokens=False)
-        return [stream.step(self._tokenizer, token) or "" for token in tokens]
+@cache
+def _tokenizer(file: Path) -> "Tokenizer":
+    from tokenizers import Tokenizer
 
-    @cached_property
-    def _tokenizer(self) -> "Tokenizer":
-        from tokenizers import Tokenizer
-
-        if not self._file.is_file():
-            raise NotFoundError(f"the base model has no {FILE}, so its tokens cannot be shown as text")
-        return Tokenizer.from_file(str(self._file))
+    if not file.is_file():
+        raise NotFoundError(f"the base model has no {FILE}, so its tokens cannot be shown as text")
+    return Tokenizer.from_file(str(file))

@@ -125,10 +125,10 @@ def _owner(settings: Settings, key: str | None) -> OwnerId | None:
 
 
 def _last_served(settings: Settings) -> ServedBase:
-    facts = write_once(settings.store_url, lambda conn: server_state.get(conn, "base_model"))
-    if facts is None:
+    bases = write_once(settings.store_url, server_state.get_bases)
+    if bases is None:
         raise StartupError(f"no server has run in {settings.root} yet: name the base model with --base-model")
-    return ServedBase(facts["directory"], facts["names"][0])
+    return ServedBase(bases.first.directory, bases.first.name)
 
 
 def _write(source: Path, base: ServedBase, directory: Path) -> tuple[LoraSpec, int]:

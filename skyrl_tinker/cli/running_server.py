@@ -140,7 +140,9 @@ def watch(server: RunningServer, interval_s: float, times: int | None, *, as_jso
 def status_lines(now: Facts) -> Iterator[str]:
     """Yield the server's state, problems first, then trainer, samplers and queue."""
     server = now["server"]
-    yield f"{now['state']:<9} {server['base_model']} on {server['device']}, {server['context_length']} tokens"
+    for base in server["base_models"]:
+        context = f"{base['context_length']} tokens"
+        yield f"{now['state']:<9} {base['base_model']} on {server['device']}, {context}"
     if now["detail"]:
         yield f"          {now['detail']}"
     for problem in now["problems"]:

@@ -66,13 +66,12 @@ function problem({ level, subject, text }) {
 }
 
 function served(server) {
-  return facts([
-    ["model", server.base_model],
-    ["context", `${number(server.context_length)} tokens`],
-    ["runs on", `${server.device}, ${server.trainer_ranks} trainer rank(s), ${server.replicas} replica(s), ${server.placement}`],
-    ["started", moment(server.started_at)],
-    ["version", server.version],
+  const models = server.base_models.flatMap((each) => [
+    ["model", each.base_model],
+    ["context", `${number(each.context_length)} tokens`],
+    ["runs on", `${server.device}, ${each.trainer_ranks} trainer rank(s), ${each.replicas} replica(s), ${each.placement}`],
   ]);
+  return facts([...models, ["started", moment(server.started_at)], ["version", server.version]]);
 }
 
 function training(trainer) {

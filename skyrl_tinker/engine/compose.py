@@ -67,9 +67,10 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True)
-class Backends:
-    """Trainer and samplers, up and ready to work."""
+class BaseRuntime:
+    """Base model with its trainer and samplers, up and ready to work."""
 
+    facts: BaseModelFacts
     trainer: TrainerGroup
     fleet: Fleet
     samplers: Samplers
@@ -78,7 +79,7 @@ class Backends:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts of the engine that run side by side on its backends."""
+    """Parts of the engine that run side by side on its runtime."""
 
     drift_monitor: DriftMonitor
     trainer_driver: TrainerDriver
@@ -90,11 +91,11 @@ class Parts:
     span_export: "SpanExport | None"
 
 
-def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Parts:
-    settings, store, directories, samplers = env.settings, env.store, env.directories, backends.samplers
-    metrics, fleet = env.metrics, backends.fleet
+def compose(env: Environment, runtime: BaseRuntime) -> Parts:
+    settings, store, directories, samplers = env.settings, env.store, env.directories, runtime.samplers
+    metrics, fleet, facts = env.metrics, runtime.fleet, runtime.facts
     outbox = Outbox(store, env.bell, metrics)
-    backends.trainer.follow(metrics.activity.ranks)
+    runtime.trainer.follow(metrics.activity.ranks)
     chosen = settings.sample_concurrency
     sampler_driver = SamplerDriver(
         store,
@@ -110,17 +111,17 @@ def compose(env: Environment, facts: BaseModelFacts, backends: Backends) -> Part
         facts,
         store,
         outbox,
-        backends.trainer,
+        runtime.trainer,
         samplers,
         versions,
         metrics,
-        backends.placement,
+        runtime.placement,
         samplers.storage,
     )
     driver = training.driver
     abilities = chat_abilities(Path(facts.directory), settings.reasoning_parser, settings.tool_parser)
     openai = OpenAIServer(store, samplers, fleet, facts, abilities, sampler_driver, metrics)
-    _register_gauges(settings, metrics, backends, sampler_driver)
+    _register_gauges(settings, metrics, runtime, sampler_driver)
     return Parts(
         training.drift_monitor,
         driver,
@@ -264,14 +265,14 @@ def _transport_name(settings: Settings) -> TransportName:
 
 
 def _register_gauges(
-    settings: Settings, metrics: Metrics, backends: Backends, sampler: SamplerDriver
+    settings: Settings, metrics: Metrics, runtime: BaseRuntime, sampler: SamplerDriver
 ) -> None:
     watch = metrics.watch
     bound = allowed_gap(settings)
     watch("sampler_logprob_gap_bound", "Gap above which there is a warning", lambda: bound)
     watch("samples_queued", "Samples that wait for a free slot", sampler.queued)
     watch("samples_in_flight", "Samples that the samplers have", sampler.in_flight)
-    watch("replicas", "Sampler replicas that serve", lambda: backends.fleet.size)
-    for phase, totals in backends.placement.totals.items():
+    watch("replicas", "Sampler replicas that serve", lambda: runtime.fleet.size)
+    for phase, totals in runtime.placement.totals.items():
         watch(f"turns_{phase}", f"Colocated: times of {phase}", partial(getattr, totals, "count"))
         watch(f"turn_seconds_{phase}", f"Colocated: seconds of {phase}", partial(getattr, totals, "seconds"))

@@ -9,7 +9,7 @@ from functools import partial
 import psutil
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker.engine.compose import Backends, Environment, Parts, compose
+from skyrl_tinker.engine.compose import BaseRuntime, Environment, Parts, compose
 from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.ray_cluster import RayCluster
 from skyrl_tinker.engine.sampler.samplers import Samplers
@@ -52,10 +52,10 @@ class Engine:
     async def _work(self) -> None:
         facts = await read_base_model(self._env.store)
         start_up = StartUp(self._env, facts, self._shutdowns)
-        backends = await start_up.bring_up()
-        await self._serve(compose(self._env, facts, backends), backends)
+        runtime = await start_up.bring_up()
+        await self._serve(compose(self._env, runtime), runtime)
 
-    async def _serve(self, parts: Parts, backends: Backends) -> None:
+    async def _serve(self, parts: Parts, runtime: BaseRuntime) -> None:
         await parts.drift_monitor.clear_warning()
         self._shutdowns.append(parts.http_server.close)
         await parts.http_server.start()
@@ -67,20 +67,20 @@ class Engine:
         )
         freeze_gc()
         cursor = await parts.trainer_driver.resume()
-        backends.samplers.await_replay()
+        runtime.samplers.await_replay()
         async with asyncio.TaskGroup() as tasks:
             if parts.span_export is not None:
                 self._shutdowns.append(parts.span_export.close)
                 tasks.create_task(parts.span_export.run())
-            tasks.create_task(parts.trainer_driver.run(partial(self._report_rebuild, backends.samplers)))
+            tasks.create_task(parts.trainer_driver.run(partial(self._report_rebuild, runtime.samplers)))
             tasks.create_task(parts.sampler_driver.run())
             tasks.create_task(parts.intake.run(cursor))
             tasks.create_task(parts.cleanup.run())
             tasks.create_task(parts.deadlines.run())
-            tasks.create_task(backends.fleet.supervise(self._env.status, backends.samplers.equip))
-            sleep_control = SleepControl(backends.fleet, backends.samplers.drop_weights)
-            tasks.create_task(backends.placement.run(sleep_control))
-            tasks.create_task(_watch_trainer(backends.trainer, parts.trainer_driver))
+            tasks.create_task(runtime.fleet.supervise(self._env.status, runtime.samplers.equip))
+            sleep_control = SleepControl(runtime.fleet, runtime.samplers.drop_weights)
+            tasks.create_task(runtime.placement.run(sleep_control))
+            tasks.create_task(_watch_trainer(runtime.trainer, parts.trainer_driver))
             tasks.create_task(_watch_ray(self._env.ray))
 
     async def _report_rebuild(self, samplers: Samplers, detail: str, *, done: bool = False) -> None:

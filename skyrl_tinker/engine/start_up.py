@@ -8,13 +8,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu, WeightVersion
 from skyrl_tinker.engine.colocation.placement import make_placement
 from skyrl_tinker.engine.compose import (
-    Backends,
+    BaseRuntime,
     Environment,
     make_samplers,
     make_tmpfs_spill,
@@ -39,14 +38,14 @@ _log = logging.getLogger(__name__)
 
 
 async def read_base_model(store: Store) -> BaseModelFacts:
-    facts: Any = await store.read(lambda conn: server_state.get(conn, "base_model"))
-    if facts is None:
+    bases = await store.read(server_state.get_bases)
+    if bases is None:
         raise StartupError("the store names no base model: start the engine with `skyrl-tinker serve`")
-    return TypeAdapter(BaseModelFacts).validate_python(facts)
+    return bases.first
 
 
 class StartUp:
-    """Brings up the backends; appends the shutdown of each to `shutdowns`."""
+    """Brings up a base model; appends the shutdowns of its trainer and samplers to `shutdowns`."""
 
     def __init__(self, env: Environment, facts: BaseModelFacts, shutdowns: ToEnd) -> None:
         self._env = env
@@ -56,7 +55,7 @@ class StartUp:
         self._shutdowns = shutdowns
         self._waiting_for = {"trainer", "sampler", "clean-up"}
 
-    async def bring_up(self) -> Backends:
+    async def bring_up(self) -> BaseRuntime:
         """Start trainer and samplers concurrently, and tidy up meanwhile.
 
         Raises StartupError if their logprobs differ too much.
@@ -84,7 +83,7 @@ class StartUp:
             await fleet.adopt(samplers.equip)
         if (probed := probe.result()) is not None:
             await self._compare(probed, samplers)
-        return Backends(trainer, fleet, samplers, placement)
+        return BaseRuntime(facts, trainer, fleet, samplers, placement)
 
     async def tidy_up(self) -> None:
         """Remove the incomplete files of an earlier engine.

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from skyrl_tinker import processes
 from skyrl_tinker.atomic_directory import write_file
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import LeaseLostError, StartupError
@@ -153,7 +153,7 @@ class _Supervisor:
         self._apis.replace()
 
     async def _run_children(self, store: Store) -> None:
-        await store.write(lambda conn: server_state.put(conn, "base_model", asdict(self._facts)))
+        await store.write(partial(server_state.put_bases, bases=Bases((self._facts,))))
         await store.write(partial(shared_settings.publish, settings=self._settings))
         own = {"pid": os.getpid(), "started_at": psutil.Process().create_time()}
         await store.write(lambda conn: server_state.put(conn, server_state.SERVER, own))

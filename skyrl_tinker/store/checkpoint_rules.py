@@ -1,8 +1,8 @@
 """Rules on loading a checkpoint and on sampling from it, for the API and the engine. Pure: no connection."""
 
-from collections.abc import Collection
-
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import CheckpointKind
+from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 
@@ -15,13 +15,10 @@ def not_found(path: str) -> NotFoundError:
     )
 
 
-def require_resumable(
-    row: CheckpointRow, *, optimizer: bool, base_models: Collection[str], max_lora_rank: int
-) -> None:
+def require_resumable(row: CheckpointRow, *, optimizer: bool, max_lora_rank: int) -> None:
     """Raise UserError unless a model can be loaded from `row`, with its optimizer state if `optimizer`."""
     if row.kind is not CheckpointKind.WEIGHTS:
         raise UserError(f"{row.path} is of kind {row.kind}, expected weights (made by save_weights)")
-    require_served(row, base_models)
     if row.spec.rank > max_lora_rank:
         raise UserError(
             f"{row.path} has LoRA rank {row.spec.rank}, "
@@ -34,13 +31,12 @@ def require_resumable(
         )
 
 
-def require_served(row: CheckpointRow, base_models: Collection[str]) -> None:
-    """Raise UserError unless the checkpoint's base model is one of `base_models`."""
-    if row.base_model not in base_models:
-        raise UserError(
-            f"{row.path} is of base model {row.base_model!r}, "
-            f"expected one that is served: {', '.join(base_models)}"
-        )
+def require_base(row: CheckpointRow, bases: Bases) -> BaseModelFacts:
+    """Return the checkpoint's base model. Raises UserError unless it is one of `bases`."""
+    facts = bases.find(row.base_model)
+    if facts is None:
+        raise UserError(f"{row.path} is of base model {row.base_model!r}, expected {bases}")
+    return facts
 
 
 def no_sampler_weights(path: str) -> NotSupportedError:

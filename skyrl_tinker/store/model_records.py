@@ -119,11 +119,15 @@ def note_base(conn: Connection, fingerprint: str) -> None:
     conn.execute(update(Model).where(*unknown).values(trained_on=fingerprint))
 
 
-def set_spec(
-    conn: Connection, key: ModelKey, spec: LoraSpec, base_model: str, optimizer_config: Mapping[str, Any]
-) -> None:
+def name_base(conn: Connection, fingerprint: str, name: str) -> None:
+    """Have the models that were trained on a base model name it as it is served now."""
+    other = Model.trained_on == fingerprint, Model.base_model != name
+    conn.execute(update(Model).where(*other).values(base_model=name))
+
+
+def set_spec(conn: Connection, key: ModelKey, spec: LoraSpec, optimizer_config: Mapping[str, Any]) -> None:
     """Set the spec of a model that is created from a checkpoint."""
-    values = {"base_model": base_model, "optimizer_config": dict(optimizer_config), **spec_columns(spec)}
+    values = {"optimizer_config": dict(optimizer_config), **spec_columns(spec)}
     conn.execute(update(Model).where(Model.key == key).values(values))
 
 

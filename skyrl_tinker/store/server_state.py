@@ -1,13 +1,19 @@
-"""Facts of `serve` and the engine for the API ("base_model", "engine", "warning"), and counters of all."""
+"""Facts of `serve` and the engine for the API (base models, "engine", a warning), and counters of all."""
 
 import secrets
+from dataclasses import asdict
 from typing import Any
 
+from pydantic import TypeAdapter
 from sqlalchemy import Connection, bindparam, insert, select, update
 
+from skyrl_tinker.domain.bases import Bases
+from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.store.database.prepared import Prepared
-from skyrl_tinker.store.database.tables import ServerState
+from skyrl_tinker.store.database.tables import Model, SamplingSession, SavedCheckpoint, ServerState
 
+BASES = "base_models"
+"""Key of the facts of the base models that are served, see `get_bases`."""
 WARNING = "warning"
 """Key of a warning to all users: text, or None."""
 
@@ -27,6 +33,7 @@ GAPS = "gaps"
 """Key of when the engine last wrote that it looks at missing requests: that the database takes writes."""
 SERVER = "server"
 """Key of `serve` itself: its pid, and when it was started."""
+_FACTS = TypeAdapter(tuple[BaseModelFacts, ...])
 _GET = Prepared(select(ServerState.value).where(ServerState.key == bindparam("key")))
 _CHANGE = Prepared(
     update(ServerState).where(ServerState.key == bindparam("of")).values(value=bindparam("value"))
@@ -53,3 +60,22 @@ def get(conn: Connection, key: str) -> Any | None:
     """Return the value, None if it was never set."""
     row = _GET.row(conn, {"key": key})
     return None if row is None else row.value
+
+
+def put_bases(conn: Connection, bases: Bases) -> None:
+    """Set the base models that are served, and have rows name each by its canonical name.
+
+    Rows of older servers have the names that clients used, those from before `model_name` was set the former
+    canonical one.
+    """
+    put(conn, BASES, [asdict(facts) for facts in bases.all])
+    for facts in bases.all:
+        for table in (Model, SamplingSession, SavedCheckpoint):
+            others = table.base_model.in_(facts.names[1:])
+            conn.execute(update(table).where(others).values(base_model=facts.name))
+
+
+def get_bases(conn: Connection) -> Bases | None:
+    """Return the base models that are served, None before a server has started."""
+    value = get(conn, BASES)
+    return None if value is None else Bases(_FACTS.validate_python(value))

@@ -17,11 +17,12 @@ import pytest
 from sqlalchemy import select
 
 from skyrl_tinker.api import api_process, bounded_connections
-from skyrl_tinker.api.api_process import ApiServer, read_facts
+from skyrl_tinker.api.api_process import ApiServer, read_bases
 from skyrl_tinker.api.app import create_app
 from skyrl_tinker.api.middleware import arriving_body
 from skyrl_tinker.api.services import Services
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store.database.migrate import migrate
@@ -168,7 +169,7 @@ class Serving:
 @asynccontextmanager
 async def serving(settings: Settings, listener: socket.socket, store: Store) -> AsyncIterator[Serving]:
     bell = SocketBell.bind(settings.root, "api")
-    app = create_app(settings, store, FACTS, bell)
+    app = create_app(settings, store, Bases((FACTS,)), bell)
     server = ApiServer(app)
     ended = asyncio.create_task(server.serve([listener]))
     await until(lambda: server.started)
@@ -261,7 +262,7 @@ async def test_it_ends_rather_than_serve_without_waking_long_polls(
     settings: Settings, listener: socket.socket, store: Store
 ) -> None:
     bell = BrokenBell.bind(settings.root, "api")
-    server = ApiServer(create_app(settings, store, FACTS, bell))
+    server = ApiServer(create_app(settings, store, Bases((FACTS,)), bell))
     await asyncio.wait_for(server.serve([listener]), PATIENCE_S)
     bell.close()
 
@@ -302,9 +303,9 @@ def _alive(pid: int) -> bool:
 async def test_without_facts_it_says_who_writes_them(store: Store, tmp_path: Path) -> None:
     bell = SocketBell.bind(tmp_path, "api")
     with pytest.raises(StartupError, match="skyrl-tinker serve"):
-        await read_facts(store, bell, within_s=0.2)
+        await read_bases(store, bell, within_s=0.2)
     await write_facts(store)
-    assert await read_facts(store, bell) == FACTS
+    assert (await read_bases(store, bell)).all == (FACTS,)
     bell.close()
 
 

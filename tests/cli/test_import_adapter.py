@@ -5,7 +5,6 @@ import json
 import resource
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from skyrl_tinker.cli.commands import app
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain import tinker_path
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import ModelState
 from skyrl_tinker.domain.manifest import read_manifest
 from skyrl_tinker.domain.values import LoraSpec
@@ -54,7 +54,7 @@ async def serve_once(settings: Settings, base: str) -> None:
     """Store the record that `serve` makes of its base model."""
     facts = base_model.resolve(settings.model_copy(update={"base_model": base, "model_name": "small"}))
     store = Store.open(settings.store_url)
-    await store.write(lambda conn: server_state.put(conn, "base_model", asdict(facts)))
+    await store.write(lambda conn: server_state.put_bases(conn, Bases((facts,))))
     await store.close()
 
 

@@ -20,9 +20,8 @@ NOW: dict[str, Any] = {
     "state": "ready",
     "detail": "",
     "server": {
-        "base_model": "org/tiny",
         "device": "cpu",
-        "context_length": 64,
+        "base_models": [{"base_model": "org/tiny", "context_length": 64}],
         "sampler": "Plain",
     },
     "problems": [],

@@ -38,7 +38,7 @@ def test_status_is_found_by_the_home_and_by_url(server: Serve) -> None:
     assert by_home.stdout.startswith("ready     tiny on cpu, 4096 tokens\n"), by_home.stderr
     assert "\ntrainer   " in by_home.stdout
     found = json.loads(_run("status", "--json", TINKER_BASE_URL=server.url).stdout)
-    assert found["server"]["base_model"] == "tiny"
+    assert [each["base_model"] for each in found["server"]["base_models"]] == ["tiny"]
     assert found["ready"]
 
 

@@ -1,7 +1,6 @@
 """What `skyrl-tinker api` needs from the server, and says when it is missing."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import httpx
@@ -10,6 +9,7 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings, load
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.process_lock import process_lock
 from skyrl_tinker.server import shared_settings
@@ -38,7 +38,7 @@ def start(settings: Settings) -> None:
 
     def op(conn: Connection) -> None:
         shared_settings.publish(conn, settings)
-        server_state.put(conn, "base_model", asdict(FACTS))
+        server_state.put_bases(conn, Bases((FACTS,)))
 
     migrate(settings.store_url, settings.root)
     write_once(settings.store_url, op, settings.root)

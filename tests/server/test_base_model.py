@@ -49,7 +49,7 @@ def test_a_directory_is_served_under_its_given_name_and_its_path(
     monkeypatch.chdir(model.parent)
     assert base_model.resolve(config.load(base_model="model")).names == ("model", str(model))
     named = config.load(base_model="model", model_name="Qwen/Qwen3-8B")
-    assert base_model.resolve(named).names == ("Qwen/Qwen3-8B", str(model))
+    assert base_model.resolve(named).names == ("Qwen/Qwen3-8B", "model", str(model))
 
 
 def test_the_context_is_at_most_the_model_s_and_4096_unless_set(model: Path) -> None:

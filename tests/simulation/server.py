@@ -20,9 +20,10 @@ from skyrl_tinker.api.app import make_app, make_services
 from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.colocation.placement import SEPARATE
-from skyrl_tinker.engine.compose import Backends, Environment, compose, make_samplers
+from skyrl_tinker.engine.compose import BaseRuntime, Environment, compose, make_samplers
 from skyrl_tinker.engine.engine import Engine
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.start_up import StartUp
@@ -269,7 +270,7 @@ class Server:
         assert process is not None
         name = next(name for name, each in self.apis.items() if each is app)
         bell = cast(Doorbell, Bell(self._bells, name, "api"))
-        app.state.services = make_services(self._host.settings, store, self._facts, bell)
+        app.state.services = make_services(self._host.settings, store, Bases((self._facts,)), bell)
         async with app.router.lifespan_context(app):
             process.ready = True
             await asyncio.get_running_loop().create_future()
@@ -293,10 +294,10 @@ class Server:
         client = vllm_client(router.url if router else replicas.urls[0], replicas.urls)
         fleet = Fleet(replicas, client, cast(Any, router))
         samplers = make_samplers(settings, self._facts, trainer, fleet, env.metrics)
-        backends = Backends(trainer, fleet, samplers, SEPARATE)
+        runtime = BaseRuntime(self._facts, trainer, fleet, samplers, SEPARATE)
         engine = Engine(env)
         process.is_up = lambda: engine._ready
-        await engine._serve(compose(env, self._facts, backends), backends)
+        await engine._serve(compose(env, runtime), runtime)
 
 
 def _end(process: Process, _: str) -> None:

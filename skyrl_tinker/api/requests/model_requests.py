@@ -6,15 +6,16 @@ from typing import Any
 
 from sqlalchemy import Connection
 
+from skyrl_tinker.api.base_limits import BaseLimits
 from skyrl_tinker.domain import tinker_path
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import ModelId, OwnerId, Reach, RequestKind, SessionId
 from skyrl_tinker.domain.key_limits import KeyLimits
 from skyrl_tinker.domain.state_size import state_bytes
-from skyrl_tinker.domain.values import BaseModelFacts, Failure, LoraSpec
+from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas.training import CreateModelRequest, CreateViaLoadRequest
 from skyrl_tinker.protocol.stored_requests import CreateModelBody, payload_digest
-from skyrl_tinker.protocol.validation.limits import Limits, validate_base_model
 from skyrl_tinker.protocol.validation.models import validate_lora_config, validate_optimizer_config
 from skyrl_tinker.protocol.validation.steps import validate_create_via_load
 from skyrl_tinker.redaction import redact
@@ -30,7 +31,7 @@ _NO_SPEC = LoraSpec(rank=0, seed=0)  # for a model that failed
 
 
 def submit(
-    conn: Connection, new: Creation, owner: OwnerId | None, limits: KeyLimits, facts: BaseModelFacts
+    conn: Connection, new: Creation, owner: OwnerId | None, limits: KeyLimits, bases: Bases
 ) -> Accepted:
     """Submit a model. Raises KeyLimitError for one too many; then nothing is stored."""
 
@@ -38,19 +39,20 @@ def submit(
         if limits.models is not None:
             limits.require_models(holdings.sessions_in_training(conn, owner))
         if limits.resident_gb is not None:
+            facts = bases.require(new.model.base_model)
             more = state_bytes(facts, new.model.spec, new.model.optimizer_config["type"])
-            limits.require_resident(holdings.resident_bytes(conn, owner, facts), more)
+            limits.require_resident(holdings.resident_bytes(conn, owner, bases), more)
 
     return training_submission.submit_create(conn, new, owner=owner, admit=admit)
 
 
-def new_model(message: CreateModelRequest, payload: Mapping[str, Any], limits: Limits) -> Creation:
+def new_model(message: CreateModelRequest, payload: Mapping[str, Any], limits: BaseLimits) -> Creation:
     """Check create_model."""
     digest = payload_digest(RequestKind.CREATE_MODEL, payload)
     try:
-        validate_base_model(message.base_model, limits)
-        spec = validate_lora_config(message.lora_config, limits)
-        model = _model(message, message.base_model, spec, validate_optimizer_config(message.optimizer_config))
+        facts = limits.bases.require(message.base_model)
+        spec = validate_lora_config(message.lora_config, limits.of(facts))
+        model = _model(message, facts.name, spec, validate_optimizer_config(message.optimizer_config))
     except UserError as error:
         return _failed(RequestKind.CREATE_MODEL, _model(message, message.base_model), digest, error)
     return Creation(RequestKind.CREATE_MODEL, model, digest, CreateModelBody().to_bytes())
@@ -61,24 +63,22 @@ def model_from_checkpoint(
     owner: OwnerId | None,
     message: CreateViaLoadRequest,
     payload: Mapping[str, Any],
-    limits: Limits,
+    limits: BaseLimits,
 ) -> Creation:
     """Check load_weights without a model_id. The checkpoint determines base model and LoRA config."""
-    digest = payload_digest(RequestKind.LOAD_WEIGHTS, payload)
+    digest, bases, named = payload_digest(RequestKind.LOAD_WEIGHTS, payload), limits.bases, message.base_model
     try:
-        body = validate_create_via_load(message, limits)
+        body = validate_create_via_load(message, bases)
         row = find_checkpoint(conn, owner, message.path)
-        checkpoint_rules.require_resumable(
-            row,
-            optimizer=message.optimizer,
-            base_models=limits.base_models,
-            max_lora_rank=limits.max_lora_rank,
-        )
+        expected = bases if named is None else Bases((bases.require(named),))
+        facts = checkpoint_rules.require_base(row, expected)
+        most = limits.of(facts).max_lora_rank
+        checkpoint_rules.require_resumable(row, optimizer=message.optimizer, max_lora_rank=most)
     except UserError as error:
-        base_model = message.base_model or limits.base_models[0]
-        return _failed(RequestKind.LOAD_WEIGHTS, _model(message, base_model), digest, error)
+        model = _model(message, named or bases.first.name)
+        return _failed(RequestKind.LOAD_WEIGHTS, model, digest, error)
     optimizer = row.optimizer_config if message.optimizer else body.optimizer_config
-    model = _model(message, message.base_model or row.base_model, row.spec, optimizer)
+    model = _model(message, facts.name, row.spec, optimizer)
     return Creation(RequestKind.LOAD_WEIGHTS, model, digest, body.to_bytes())
 
 

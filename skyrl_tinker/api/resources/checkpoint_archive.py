@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from skyrl_tinker.api.resources.checkpoint_files import CheckpointFiles
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.peft_config import (
     ADAPTER_CONFIG_FILE,
@@ -15,7 +16,6 @@ from skyrl_tinker.domain.peft_config import (
     MERGING_NOTE,
     merges_wrongly,
 )
-from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.storage.checkpoint_storage import Storage
@@ -68,17 +68,17 @@ def require_archivable(row: CheckpointRow) -> None:
         )
 
 
-async def archive_of(storage: Storage, row: CheckpointRow, facts: BaseModelFacts) -> Archive:
+async def archive_of(storage: Storage, row: CheckpointRow, bases: Bases) -> Archive:
     """Return the archive of a LoRA checkpoint. NotFoundError if its files were just removed.
 
-    `facts`: of the base model that is served, which may be another one than the checkpoint's.
+    `bases`: those that are served, of which the checkpoint's may be none.
     """
     files = CheckpointFiles(storage, row)
     size = (await files.manifest()).files[ADAPTER_FILE].size
     config = json.loads(await files.read(ADAPTER_CONFIG_FILE))
     config["base_model_name_or_path"] = row.base_model  # the file names a local directory
     texts = {ADAPTER_CONFIG_FILE: json.dumps(config, indent=2).encode(), COMPLETE_FILE: b""}
-    if row.base_model in facts.names and merges_wrongly(row.spec, facts):
+    if (facts := bases.find(row.base_model)) and merges_wrongly(row.spec, facts):
         texts[MERGING_FILE] = MERGING_NOTE.encode()
     return Archive(texts, await files.open(ADAPTER_FILE), size, row.created_at)
 

@@ -9,7 +9,9 @@ from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.api.services import Services
 from skyrl_tinker.api.waiting.queue_reasons import engine_reason, queue_reason
 from skyrl_tinker.api.waiting.server_snapshot import ServerSnapshot
+from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import OwnerId
+from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.protocol.queue_views import (
     ASLEEP,
     Incident,
@@ -26,6 +28,7 @@ from skyrl_tinker.protocol.schemas.console import (
     ReplicaNow,
     SamplersNow,
     ServedModel,
+    ServerNow,
     TrainerNow,
     UnitNow,
     WhoAsks,
@@ -76,18 +79,14 @@ class NowView:
             samplers=queues and SamplersNow.model_validate(queues.sampling, from_attributes=True),
         )
 
-    def _server(self) -> ServedModel:
-        settings, facts, started_at = self._deps.settings, self._deps.facts, self._snapshot.started_at
-        return ServedModel(
+    def _server(self) -> ServerNow:
+        started_at = self._snapshot.started_at
+        return ServerNow(
             version=__version__,
-            base_model=facts.name,
-            context_length=facts.context_length,
-            device=settings.device,
-            placement=settings.placement,
-            trainer_ranks=settings.trainer_ranks,
-            replicas=len(settings.external_urls) or settings.replicas,
-            sampler=str(facts.sampler),
+            device=self._deps.settings.device,
+            sampler=str(self._deps.bases.first.sampler),
             started_at=None if started_at is None else utc(started_at),
+            base_models=[_served(self._deps.settings, facts) for facts in self._deps.bases.all],
         )
 
     # Problems
@@ -174,6 +173,16 @@ class NowView:
         models = [self._snapshot.models[key] for key in keys if key in self._snapshot.models]
         seen = [model.model_id for model in models if self._sees(model.owner_id)]
         return UnitNow(kind=kind, model_ids=seen, others=len(keys) - len(seen))
+
+
+def _served(settings: Settings, facts: BaseModelFacts) -> ServedModel:
+    return ServedModel(
+        base_model=facts.name,
+        context_length=facts.context_length,
+        placement=settings.placement,
+        trainer_ranks=settings.trainer_ranks,
+        replicas=len(settings.external_urls) or settings.replicas,
+    )
 
 
 def sees_all(caller: Caller) -> bool:

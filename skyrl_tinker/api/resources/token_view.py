@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from skyrl_tinker.api.token_texts import TokenTexts
+from skyrl_tinker.api.token_texts import split_tokens
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import Datum
 from skyrl_tinker.errors import GoneError, UserError
@@ -14,14 +16,14 @@ from skyrl_tinker.store.console.readable_requests import StoredTokens
 Values = Sequence[float | None]
 
 
-def tokens_of(stored: StoredTokens, item: int, texts: TokenTexts) -> TokensResponse:
+def tokens_of(stored: StoredTokens, item: int, bases: Bases) -> TokensResponse:
     """Build the view. Raises UserError for an item that there is not, GoneError when the body is dropped."""
     if stored.kind is RequestKind.SAMPLE:
         sequences = sample_results.sample_response_json(stored.result)["sequences"]
         _check(item, len(sequences))
         sequence = sequences[item]
         sampled: dict[str, Values] = {"logprob": _finite(sequence["logprobs"])}
-        return _response(stored, item, len(sequences), sequence["tokens"], sampled, texts)
+        return _response(stored, item, len(sequences), sequence["tokens"], sampled, bases)
     if stored.body is None:
         raise GoneError("the body of this request is dropped: a snapshot of its model holds its effect")
     datum, count = pass_requests.datum_at(stored.body, item)
@@ -32,7 +34,7 @@ def tokens_of(stored: StoredTokens, item: int, texts: TokenTexts) -> TokensRespo
             f"item: found {item}, whose positions have several candidates, expected one target each"
         )
     values = _values(datum, pass_results.logprobs_at(stored.result, item))
-    return _response(stored, item, count, datum.target_tokens.tolist(), values, texts)
+    return _response(stored, item, count, datum.target_tokens.tolist(), values, bases)
 
 
 def _values(datum: Datum, logprobs: Sequence[float]) -> dict[str, Values]:
@@ -61,14 +63,14 @@ def _response(
     items: int,
     tokens: Sequence[int],
     values: Mapping[str, Values],
-    texts: TokenTexts,
+    bases: Bases,
 ) -> TokensResponse:
     return TokensResponse(
         kind=stored.kind,
         item=item,
         items=items,
         tokens=list(tokens),
-        texts=texts.split(tokens),
+        texts=split_tokens(tokens, Path(bases.require(stored.base_model).directory)),
         values={name: list(column) for name, column in values.items()},
     )
 

@@ -1,4 +1,4 @@
-"""Capabilities of this server: its base model and its sampling engine."""
+"""Capabilities of this server: its base models and its sampling engine."""
 
 from fastapi import APIRouter
 
@@ -9,11 +9,14 @@ router = APIRouter(tags=["client"])
 
 
 @router.get(
-    "/get_server_capabilities", summary="The base model, its context length, and the samplers' abilities"
+    "/get_server_capabilities",
+    summary="The base models, their context lengths, and the samplers' abilities",
 )
 async def get_server_capabilities(deps: Deps) -> ServerCapabilitiesResponse:
-    facts = deps.facts
     return ServerCapabilitiesResponse(
-        supported_models=[SupportedModel(model_name=facts.name, max_context_length=facts.context_length)],
-        sampler=facts.sampler,
+        supported_models=[
+            SupportedModel(model_name=facts.name, max_context_length=facts.context_length)
+            for facts in deps.bases.all
+        ],
+        sampler=deps.bases.first.sampler,
     )

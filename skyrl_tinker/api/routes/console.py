@@ -157,7 +157,7 @@ async def tokens(
             raise NotFoundError(
                 f"no finished pass or sample {request_id!r} of yours, or its result has expired"
             )
-        return tokens_of(stored, query.item, deps.texts)
+        return tokens_of(stored, query.item, deps.bases)
 
     return await json_from_rows(deps.store, read)
 

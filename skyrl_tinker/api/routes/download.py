@@ -41,7 +41,7 @@ async def checkpoint_file(number: str, name: str, request: Request, deps: Deps) 
 )
 async def archive(number: str, name: str, request: Request, deps: Deps) -> StreamingResponse:
     deps.signer.require(request)
-    tar = await archive_of(deps.storage, await _checkpoint(deps, int(number)), deps.facts)
+    tar = await archive_of(deps.storage, await _checkpoint(deps, int(number)), deps.bases)
     headers = {"Content-Length": str(tar.size), "Content-Disposition": f'attachment; filename="{name}"'}
     return StreamingResponse(tar.stream(), headers=headers, media_type="application/x-tar")
 

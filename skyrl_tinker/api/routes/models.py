@@ -48,7 +48,7 @@ async def create_model(request: Request, deps: Deps, owner: Owner, caller: Calle
 
     creation = await read_as(request, make)
     accepted = await deps.store.write(
-        lambda conn: model_requests.submit(conn, creation, owner, caller.limits, deps.facts), deps.wake_engine
+        lambda conn: model_requests.submit(conn, creation, owner, caller.limits, deps.bases), deps.wake_engine
     )
     return announce(deps, owner, accepted, pending=creation.failure is None)
 
@@ -84,7 +84,7 @@ async def _create_via_load(
 ) -> AcceptedFuture:
     def create(conn: Connection) -> tuple[Creation, Accepted]:
         creation = model_requests.model_from_checkpoint(conn, owner, message, payload, deps.limits)
-        return creation, model_requests.submit(conn, creation, owner, limits, deps.facts)
+        return creation, model_requests.submit(conn, creation, owner, limits, deps.bases)
 
     creation, accepted = await deps.store.write(create, deps.wake_engine)
     return announce(deps, owner, accepted, pending=creation.failure is None)
@@ -118,12 +118,13 @@ async def get_info(request: Request, deps: Deps, reach: Reached) -> GetInfoRespo
     row = await deps.store.read(lambda conn: model_records.find(conn, reach, ModelId(message.model_id)))
     if row is None:
         raise NotFoundError(f"no model {message.model_id}")
+    facts = deps.bases.find(row.base_model)
     return GetInfoResponse(
         model_id=row.model_id,
         model_data=ModelData(
             model_name=row.base_model,
-            tokenizer_id=deps.facts.hub_name or deps.facts.directory,
-            arch=deps.facts.architecture,
+            tokenizer_id=row.base_model if facts is None else facts.hub_name or facts.directory,
+            arch=None if facts is None else facts.architecture,
         ),
         is_lora=row.spec.rank > 0,
         lora_rank=row.spec.rank or None,

@@ -35,13 +35,13 @@ _ANSWER = answers(
 
 @router.get("/models", summary="Base models; any tinker://…/sampler_weights/… path is a model, too")
 async def models(deps: Deps) -> ModelList:
-    return ModelList(data=[ListedModel(id=deps.facts.name)])
+    return ModelList(data=[ListedModel(id=facts.name) for facts in deps.bases.all])
 
 
 @router.get("/models/{model:path}", summary="A base model, or weights for sampling")
 async def retrieve_model(model: str, deps: Deps, owner: Owner) -> ListedModel:
     def find(conn: Connection) -> int:
-        found = openai_models.find(conn, owner, model, deps.facts)
+        found = openai_models.find(conn, owner, model, deps.bases)
         return 0 if found is None else int(found[0].created_at)
 
     return ListedModel(id=model, created=await deps.store.fetch(find))

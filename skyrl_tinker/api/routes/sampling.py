@@ -8,9 +8,11 @@ from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.model_requests import find_checkpoint
 from skyrl_tinker.api.requests.request_body import json_object, read_model
 from skyrl_tinker.api.requests.submission import announce
-from skyrl_tinker.api.services import Deps, Owner, Reached, caller_of
+from skyrl_tinker.api.security.tokens import Caller
+from skyrl_tinker.api.services import Deps, Owner, Reached, Services, caller_of
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import OwnerId, SamplingSessionId, SessionId, VersionId
-from skyrl_tinker.domain.key_limits import KeyLimits
+from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError
 from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.base import parse
@@ -24,7 +26,6 @@ from skyrl_tinker.protocol.schemas.sampling import (
     JoinSamplingSessionResponse,
 )
 from skyrl_tinker.protocol.stored_requests import body_digest, sample_body
-from skyrl_tinker.protocol.validation.limits import Limits, validate_base_model
 from skyrl_tinker.protocol.validation.sampling import stop_bytes, validate_sample
 from skyrl_tinker.store import checkpoint_rules, owners, sampling_sessions
 from skyrl_tinker.store.futures.sample_submission import NewSample, submit_sample
@@ -49,12 +50,12 @@ async def create_sampling_session(
         path = message.model_path
         if path is not None and (first := sampling_sessions.find_for_path(conn, session_id, number, path)):
             return first
-        base_model, version_id = _target(conn, owner, message, deps.limits)
+        facts, version_id = _target(conn, owner, message, deps.bases)
         return sampling_sessions.create(
             conn,
             session_id,
             number,
-            base_model=base_model,
+            base_model=facts.name,
             model_path=path,
             version_id=version_id,
         )
@@ -63,20 +64,19 @@ async def create_sampling_session(
 
 
 def _target(
-    conn: Connection, owner: OwnerId | None, message: CreateSamplingSessionRequest, limits: Limits
-) -> tuple[str, VersionId | None]:
+    conn: Connection, owner: OwnerId | None, message: CreateSamplingSessionRequest, bases: Bases
+) -> tuple[BaseModelFacts, VersionId | None]:
     """Return base model and weight version. `model_path` wins over `base_model`; both must be served."""
-    if message.base_model is not None:
-        validate_base_model(message.base_model, limits)
+    named = None if message.base_model is None else bases.require(message.base_model)
     if message.model_path is not None:
         row = find_checkpoint(conn, owner, message.model_path)
-        checkpoint_rules.require_served(row, limits.base_models)
+        facts = checkpoint_rules.require_base(row, bases)
         if row.version_id is None:
             raise checkpoint_rules.no_sampler_weights(row.path)
-        return row.base_model, row.version_id
-    if message.base_model is None:
+        return facts, row.version_id
+    if named is None:
         raise UserError("base_model and model_path are missing: expected one of them")
-    return message.base_model, None
+    return named, None
 
 
 @router.get("/samplers/{sampler_id}", summary="Describe a sampling session: base model and checkpoint path")
@@ -112,8 +112,7 @@ async def join_sampling_session(request: Request, deps: Deps, owner: Owner) -> J
 async def asample(request: Request, deps: Deps) -> AcceptedFuture:
     caller = caller_of(request)
     refusal = deps.backpressure.full() or await deps.backlogs.full(caller)
-    body = await request.body()
-    sample = await off_loop(len(body), lambda: _read_sample(body, deps.limits, caller.limits))
+    sample = await _read_sample(await request.body(), deps, caller)
     owner = caller.owner
     if refusal is not None:  # but not of a sample that was accepted before, and its answer lost
         accepted = await deps.store.fetch(lambda conn: submit_sample(conn, sample, owner, refusal).value())
@@ -126,23 +125,29 @@ async def asample(request: Request, deps: Deps) -> AcceptedFuture:
     return announce(deps, owner, accepted, pending=True)
 
 
-def _read_sample(body: bytes, limits: Limits, key_limits: KeyLimits) -> NewSample:
-    """Decode, check, and convert to the stored form; runs in a thread when `body` is large."""
-    message = parse(AsampleRequest, json_object(body))
+async def _read_sample(body: bytes, deps: Services, caller: Caller) -> NewSample:
+    """Decode, check, and convert to the stored form, in threads when the body is large."""
+    message = await off_loop(len(body), lambda: parse(AsampleRequest, json_object(body)))
     if message.sampling_session_id is None or message.seq_id is None:
         raise NotSupportedError("sampling_session_id or seq_id is missing: expected both")
-    key_limits.require_stop(stop_bytes(message.sampling_params.stop))
-    sample = validate_sample(message, limits)
-    stored = sample_body(sample)
-    return NewSample(
-        SamplingSessionId(message.sampling_session_id),
-        message.seq_id,
-        body_digest(stored),
-        stored,
-        sample.num_samples,
-        sample.tokens(limits.context_length),
-        sample.sequences,
-    )
+    session, seq_id = SamplingSessionId(message.sampling_session_id), message.seq_id
+    limits = await deps.limits.of_sampling_session(session, caller.owner)
+
+    def check() -> NewSample:
+        caller.limits.require_stop(stop_bytes(message.sampling_params.stop))
+        sample = validate_sample(message, limits)
+        stored = sample_body(sample)
+        return NewSample(
+            session,
+            seq_id,
+            body_digest(stored),
+            stored,
+            sample.num_samples,
+            sample.tokens(limits.context_length),
+            sample.sequences,
+        )
+
+    return await off_loop(len(body), check)
 
 
 router.include_router(fast)

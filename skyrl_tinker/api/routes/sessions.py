@@ -8,8 +8,8 @@ from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached, owner_of
 from skyrl_tinker.api.waiting.engine_client import EngineState, engine_state
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import SessionId
-from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.protocol.schemas.session import (
     CreateSessionRequest,
     CreateSessionResponse,
@@ -30,7 +30,7 @@ async def create_session(
     request: Request, deps: Deps, owner: Owner, caller: CallerDep
 ) -> CreateSessionResponse:
     message = await read_model(request, CreateSessionRequest, caller.limits)
-    warnings = [_unready(await deps.store.read(engine_state)), _tokenizer_elsewhere(deps.facts, request)]
+    warnings = [_unready(await deps.store.read(engine_state)), _tokenizers_elsewhere(deps.bases, request)]
 
     def create(conn: Connection) -> CreateSessionResponse:
         if caller.limits.sessions is not None:
@@ -60,15 +60,16 @@ def _unready(engine: EngineState) -> str | None:
     )
 
 
-def _tokenizer_elsewhere(facts: BaseModelFacts, request: Request) -> str | None:
-    """Say where the tokenizer is, if the client cannot read it: the SDK's own error does not."""
+def _tokenizers_elsewhere(bases: Bases, request: Request) -> str | None:
+    """Say where the tokenizers are that the client cannot read: the SDK's own error does not."""
     here, _ = request.scope["server"]
-    if facts.hub_name or request.client is None or request.client.host in (here, *_LOOPBACK):
+    local = [facts.name for facts in bases.all if facts.hub_name is None]
+    if not local or request.client is None or request.client.host in (here, *_LOOPBACK):
         return None
     return (
-        f"the tokenizer of {facts.name} is not from the Hugging Face hub, so get_tokenizer() works on the "
-        "server's machine only. Elsewhere, unpack the tar that GET /api/v1/tokenizer of this server sends, "
-        "and load it with AutoTokenizer.from_pretrained(DIRECTORY)"
+        f"the tokenizer of {', '.join(local)} is not from the Hugging Face hub, so get_tokenizer() works on "
+        "the server's machine only. Elsewhere, unpack the tar that GET /api/v1/tokenizer of this server "
+        "sends, and load it with AutoTokenizer.from_pretrained(DIRECTORY)"
     )
 
 

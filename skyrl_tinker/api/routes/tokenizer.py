@@ -1,4 +1,4 @@
-"""The base model's tokenizer, for clients on other machines."""
+"""Tokenizers of base models, for clients on other machines."""
 
 import asyncio
 from pathlib import Path
@@ -16,13 +16,14 @@ router = APIRouter(tags=["models"])
 
 @router.get(
     "/tokenizer",
-    summary="The base model's tokenizer as a tar, to be loaded from a directory",
+    summary="A base model's tokenizer as a tar, to be loaded from a directory",
     response_class=Response,
     responses=answers(TAR),
 )
-async def tokenizer(deps: Deps) -> Response:
+async def tokenizer(deps: Deps, base_model: str | None = None) -> Response:
     """Unpack it: `curl -fH "X-API-Key: $TINKER_API_KEY" $TINKER_BASE_URL/api/v1/tokenizer | tar -x`."""
-    tar = await asyncio.to_thread(tokenizer_tar, Path(deps.facts.directory))
+    facts = deps.bases.first if base_model is None else deps.bases.require(base_model)
+    tar = await asyncio.to_thread(tokenizer_tar, Path(facts.directory))
     return Response(
         tar, media_type=TAR, headers={"Content-Disposition": 'attachment; filename="tokenizer.tar"'}
     )

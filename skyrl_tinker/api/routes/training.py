@@ -9,8 +9,9 @@ from skyrl_tinker.api.middleware.fast_routes import FastRoute
 from skyrl_tinker.api.openapi.documents import takes, takes_pass
 from skyrl_tinker.api.requests.request_body import json_object, read_as
 from skyrl_tinker.api.requests.submission import body_or_failure, from_json, submit_training
-from skyrl_tinker.api.services import Deps, caller_of
+from skyrl_tinker.api.services import Deps, Services, caller_of
 from skyrl_tinker.domain.ids import RequestKind
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.errors import TooLargeError, UserError
 from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.protobuf import pass_requests
@@ -38,11 +39,8 @@ router = APIRouter(tags=["training"], route_class=FastRoute)
     openapi_extra=takes_pass(forward=True),
 )
 async def forward_backward(request: Request, deps: Deps) -> AcceptedFuture:
-    protobuf = "protobuf" in request.headers.get("content-type", "").lower()
     async with deps.gate.admit(request):
-        body = await request.body()
-        refused: str | None = request.scope.get("refused")
-        submission = await off_loop(len(body), lambda: _read_pass(body, protobuf, deps.limits, refused))
+        submission = await _read_pass(request, deps)
         return await submit_training(deps, caller_of(request), submission)
 
 
@@ -67,19 +65,31 @@ def _checked_step(payload: Mapping[str, Any]) -> OptimStepBody:
         ) from error
 
 
-def _read_pass(body: bytes, protobuf: bool, limits: Limits, refused: str | None) -> Submission:
-    """Decode, check, and convert to the stored form; runs in a thread when `body` is large.
+async def _read_pass(request: Request, deps: Services) -> Submission:
+    """Decode, check, and convert to the stored form, in threads when the body is large."""
+    protobuf = "protobuf" in request.headers.get("content-type", "").lower()
+    refused: str | None = request.scope.get("refused")
+    body = await request.body()
+    raw = await off_loop(len(body), lambda: _decode(body, protobuf, refused))
+    limits = await deps.limits.of_model(raw.model_id)
+    return await off_loop(len(body), lambda: _check_pass(raw, limits))
 
-    `refused`: the reason why `body` is only the beginning of a refused body.
-    """
+
+def _decode(body: bytes, protobuf: bool, refused: str | None) -> RawForwardBackward:
+    """`refused`: the reason why `body` is only the beginning of a refused body."""
     if refused is not None:
-        raw = _refused_pass(body, refused)
-    elif protobuf:
-        raw = pass_requests.decode_forward_backward(body)
-    else:
-        raw = pass_requests.decode_forward_backward_json(json_object(body))
+        return _refused_pass(body, refused)
+    if protobuf:
+        return pass_requests.decode_forward_backward(body)
+    return pass_requests.decode_forward_backward_json(json_object(body))
+
+
+def _check_pass(raw: RawForwardBackward, limits: Limits | Failure) -> Submission:
     canonical = pass_requests.canonical(raw)
-    stored, failure = body_or_failure(lambda: _checked(raw, canonical, limits))
+    if isinstance(limits, Failure):
+        stored, failure = b"", limits
+    else:
+        stored, failure = body_or_failure(lambda: _checked(raw, canonical, limits))
     kind = RequestKind.FORWARD if raw.forward_only else RequestKind.FORWARD_BACKWARD
     return Submission(kind, raw.model_id, raw.seq_id, body_digest(canonical), stored, failure)
 

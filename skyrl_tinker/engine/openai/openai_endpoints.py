@@ -11,6 +11,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import OwnerId, openai_session
 from skyrl_tinker.domain.values import BaseModelFacts, Usage, WeightVersion
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
@@ -152,7 +153,8 @@ class OpenAIServer:
 
         Raises the store's errors, and StorageError. Call it before taking a turn, which it would block.
         """
-        found = await self._store.read(lambda conn: openai_models.find(conn, owner, model, self._facts))
+        bases = Bases((self._facts,))
+        found = await self._store.read(lambda conn: openai_models.find(conn, owner, model, bases))
         if found is None:
             return None
         await self._samplers.fetch(found[1])

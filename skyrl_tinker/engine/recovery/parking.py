@@ -39,6 +39,7 @@ def sort_models(conn: Connection, fingerprint: str, names: Sequence[str]) -> int
     before: str | None = server_state.get(conn, _TRAINED)
     server_state.put(conn, _TRAINED, fingerprint)
     model_records.note_base(conn, before or fingerprint)
+    model_records.name_base(conn, fingerprint, names[0])
     parked = 0
     for model in model_records.list_in_states(conn, ModelState.READY, ModelState.PARKED):
         if model.trained_on == fingerprint:

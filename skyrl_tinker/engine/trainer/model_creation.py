@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain import tinker_path
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import Effect, ModelKey, ModelState
 from skyrl_tinker.domain.values import BaseModelFacts, OptimizerFamily
 from skyrl_tinker.engine.outbox import (
@@ -67,7 +68,7 @@ class ModelCreation:
     ) -> None:
         self._store = store
         self._trainer = trainer
-        self._facts = facts
+        self._bases = Bases((facts,))
         self._saver = saver
         self._snapshots = snapshots
         self._max_lora_rank = max_lora_rank
@@ -86,8 +87,6 @@ class ModelCreation:
         Until `loaded` or `discard` its directory stays, even if it is replaced or deleted meanwhile. Waits
         while a disk is full or storage is away.
         """
-        if isinstance(body, CreateViaLoadBody):
-            self._require_served(body.base_model)
         self._loading[ANY] += 1
         try:
             checkpoint = await self._find(model, body.path, body.optimizer)
@@ -120,7 +119,7 @@ class ModelCreation:
         self._loading -= Counter([directory])  # drops zeros
 
     async def create(self, model: ModelRow) -> Finished:
-        self._require_served(model.base_model)  # the base model may have changed since it was accepted
+        self._bases.require(model.base_model)  # the base model may have changed since it was accepted
         await self._trainer.create_model(model.key, model.spec, optimizer_family(model.optimizer_config))
         answer = json_answer({"model_id": model.model_id, "type": "create_model"})
         return Finished(answer, (_set_ready(model),))
@@ -163,14 +162,11 @@ class ModelCreation:
             raise UserError(f"{path} is still being written: load it when its save is answered")
         if checkpoint is None:
             raise checkpoint_rules.not_found(path)
+        checkpoint_rules.require_base(checkpoint, self._bases)
         checkpoint_rules.require_resumable(
-            checkpoint, optimizer=optimizer, base_models=self._facts.names, max_lora_rank=self._max_lora_rank
+            checkpoint, optimizer=optimizer, max_lora_rank=self._max_lora_rank
         )
         return checkpoint
-
-    def _require_served(self, base_model: str | None) -> None:
-        if base_model is not None and base_model not in self._facts.names:
-            raise UserError(f"base_model is {base_model!r}, expected {self._facts.name}")
 
 
 def _loaded(model: ModelRow, path: str) -> FutureResult:
@@ -192,6 +188,6 @@ def _set_ready(model: ModelRow) -> Op[None]:
 
 def _set_spec(model: ModelRow, checkpoint: CheckpointRow, optimizer_config: Mapping[str, Any]) -> Op[None]:
     def op(conn: Connection) -> None:
-        model_records.set_spec(conn, model.key, checkpoint.spec, checkpoint.base_model, optimizer_config)
+        model_records.set_spec(conn, model.key, checkpoint.spec, optimizer_config)
 
     return op

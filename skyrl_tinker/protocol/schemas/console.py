@@ -14,20 +14,26 @@ MOST_S = 10 * 366 * 86400
 
 
 class ServedModel(Message):
-    """Model that is served, and where it runs. `sampler`: its engine, and the abilities that it lacks.
+    """Base model that is served, and where it runs."""
+
+    base_model: str
+    context_length: int
+    placement: str
+    trainer_ranks: int
+    replicas: int
+
+
+class ServerNow(Message):
+    """Server and its base models. `sampler`: the sampling engine, and the abilities that it lacks.
 
     `started_at` null: not by `serve`.
     """
 
     version: str
-    base_model: str
-    context_length: int
     device: str
-    placement: str
-    trainer_ranks: int
-    replicas: int
     sampler: str
     started_at: datetime | None
+    base_models: list[ServedModel]
 
 
 class WhoAsks(Message):
@@ -124,7 +130,7 @@ class NowResponse(Message):
     """
 
     at: datetime
-    server: ServedModel
+    server: ServerNow
     caller: WhoAsks
     state: str
     detail: str

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from skyrl_tinker.domain import tinker_path
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.values import AdamParams, DimuonParams
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol import age_encryption
@@ -24,7 +25,6 @@ from skyrl_tinker.protocol.stored_requests import (
     SaveSamplerBody,
     SaveWeightsBody,
 )
-from skyrl_tinker.protocol.validation.limits import Limits, validate_base_model
 from skyrl_tinker.protocol.validation.models import validate_optimizer_config
 
 _MOST = sys.float_info.max
@@ -165,11 +165,11 @@ def validate_load_weights(request: LoadWeightsRequest) -> LoadWeightsBody:
     return LoadWeightsBody(path=str(tinker_path.parse(request.path)), optimizer=request.optimizer)
 
 
-def validate_create_via_load(request: CreateViaLoadRequest, limits: Limits) -> CreateViaLoadBody:
+def validate_create_via_load(request: CreateViaLoadRequest, bases: Bases) -> CreateViaLoadBody:
     """Return the checked load; `optimizer_config` is for one without optimizer state."""
     refuse_access_token(request.weights_access_token)
     if request.base_model is not None:
-        validate_base_model(request.base_model, limits)
+        bases.require(request.base_model)
     if request.optimizer and request.optimizer_config is not None:
         raise UserError(
             "optimizer_config is set, expected none: optimizer=true restores the checkpoint's own"

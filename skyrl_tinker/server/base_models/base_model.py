@@ -149,9 +149,8 @@ def _mlp(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names(settings: Settings, directory: Path) -> tuple[str, ...]:
-    """Return the canonical name first, then the directory, without duplicates."""
-    tiny = (TINY,) if settings.base_model == TINY else ()
-    names = (settings.model_name or settings.base_model, str(directory), *tiny)
+    """Return the canonical name first, then the model as given and its directory, without duplicates."""
+    names = (settings.model_name or settings.base_model, settings.base_model, str(directory))
     return tuple(dict.fromkeys(names))
 
 

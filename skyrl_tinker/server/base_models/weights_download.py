@@ -1,4 +1,4 @@
-"""Process that fetches the base model's weights from the hub, and says how far it is in place of the engine.
+"""Process that fetches base models' weights from the hub, and says how far it is in place of the engine.
 
 A process, because a thread cannot be stopped in the middle of a file.
 """
@@ -7,7 +7,6 @@ import logging
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.units import GB
@@ -26,9 +25,13 @@ def run(settings_file: Path) -> int:
     """Run to the end. Returns the exit code; the log's last line says why it is 1."""
     log_to_stderr()
     settings = Settings.model_validate_json(settings_file.read_text())
-    facts: Any = write_once(settings.store_url, lambda conn: server_state.get(conn, "base_model"))
+    bases = write_once(settings.store_url, server_state.get_bases)
+    assert bases is not None, "`serve` writes them first"
     try:
-        hub.fetch_weights(facts["hub_name"], Path(facts["directory"]), _Report(settings))
+        for facts in bases.all:
+            if facts.hub_name is not None:
+                report = _Report(settings.store_url, facts.hub_name)
+                hub.fetch_weights(facts.hub_name, Path(facts.directory), report)
     except StartupError as error:
         _log.error("ended: %s", error)
         return 1
@@ -36,10 +39,11 @@ def run(settings_file: Path) -> int:
 
 
 class _Report:
-    """Writes to the store how far it is."""
+    """Writes to the store how far it is with one model."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, store_url: str, name: str) -> None:
+        self._store_url = store_url
+        self._name = name
         self._next = 0.0
 
     def __call__(self, done: int, size: int) -> None:
@@ -47,9 +51,9 @@ class _Report:
         if now < self._next:
             return
         self._next = now + _REPORT_S
-        detail = f"downloading {self._settings.base_model}: {done / GB:.2f} of {size / GB:.2f} GB"
+        detail = f"downloading {self._name}: {done / GB:.2f} of {size / GB:.2f} GB"
         state = {"state": "starting", "detail": detail, "since": now}
-        write_once(self._settings.store_url, lambda conn: server_state.put(conn, "engine", state))
+        write_once(self._store_url, lambda conn: server_state.put(conn, "engine", state))
 
 
 if __name__ == "__main__":

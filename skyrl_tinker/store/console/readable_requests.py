@@ -8,7 +8,7 @@ from skyrl_tinker.domain.ids import FutureStatus, OwnerId, RequestKind
 from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.console import ReadableSummary
 from skyrl_tinker.store.console.traced_requests import MOST
-from skyrl_tinker.store.database.tables import Future, Model, Request, Result, Session
+from skyrl_tinker.store.database.tables import Future, Model, Request, Result, SamplingSession, Session
 from skyrl_tinker.store.owners import owned_by
 
 KINDS = (RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD, RequestKind.SAMPLE)
@@ -19,6 +19,7 @@ class StoredTokens:
     """Result of a request and, of a pass, its body, None once a snapshot holds its effect."""
 
     kind: RequestKind
+    base_model: str
     body: bytes | None
     result: bytes
 
@@ -52,11 +53,14 @@ def readable_requests(
 
 def stored_tokens(conn: Connection, owner: OwnerId | None, request_id: str) -> StoredTokens | None:
     """Return the stored parts of an owner's request; None if it is not its own, or purged."""
+    base_model = func.coalesce(Model.base_model, SamplingSession.base_model)
     query = (
-        select(Future.kind, Request.body, Result.body)
+        select(Future.kind, base_model, Request.body, Result.body)
         .join(Session, Session.session_id == Future.session_id)
         .join(Result, Result.future_id == Future.id)
         .outerjoin(Request, Request.future_id == Future.id)
+        .outerjoin(Model, Model.key == Future.model_key)
+        .outerjoin(SamplingSession, SamplingSession.sampling_session_id == Future.sampling_session_id)
         .where(Future.request_id == request_id, Future.kind.in_(KINDS), owned_by(owner))
         .where(Future.status == FutureStatus.DONE)
     )

@@ -4,9 +4,9 @@ from typing import Any
 
 from sqlalchemy import Connection, func, select, text
 
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import ModelState, OwnerId, SessionId
 from skyrl_tinker.domain.state_size import state_bytes
-from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.store.checkpoint_records import is_live
 from skyrl_tinker.store.database.rows import total
 from skyrl_tinker.store.database.tables import Future, Model, SavedCheckpoint, Session
@@ -28,11 +28,15 @@ def sessions_in_training(conn: Connection, owner: OwnerId | None) -> list[Sessio
     return _sessions(conn, _models(owner, Session.session_id))
 
 
-def resident_bytes(conn: Connection, owner: OwnerId | None, facts: BaseModelFacts) -> int:
-    """Return the bytes of state of the models in training."""
+def resident_bytes(conn: Connection, owner: OwnerId | None, bases: Bases) -> int:
+    """Return the bytes of state of the models in training on `bases`."""
     columns = (Model.lora_rank, Model.seed, Model.train_mlp, Model.train_attn, Model.train_unembed)
-    rows = conn.execute(_models(owner, *columns, Model.optimizer_config))
-    return sum(state_bytes(facts, spec_from_row(row), row.optimizer_config["type"]) for row in rows)
+    rows = conn.execute(_models(owner, Model.base_model, *columns, Model.optimizer_config))
+    return sum(
+        state_bytes(facts, spec_from_row(row), row.optimizer_config["type"])
+        for row in rows
+        if (facts := bases.find(row.base_model))
+    )
 
 
 def stored_bytes(conn: Connection, owner: OwnerId | None) -> int:

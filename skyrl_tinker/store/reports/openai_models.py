@@ -1,10 +1,11 @@
-"""Models of the OpenAI routes: the base model, and every checkpoint of sampler weights by its path."""
+"""Models of the OpenAI routes: base models, and every checkpoint of sampler weights by its path."""
 
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain import tinker_path
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import CheckpointKind, Reach
-from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
+from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.protocol.schemas.openai import FieldError
 from skyrl_tinker.store import checkpoint_records, checkpoint_rules, sampling_sessions
@@ -12,16 +13,16 @@ from skyrl_tinker.store.checkpoint_records import CheckpointRow
 
 
 def find(
-    conn: Connection, reach: Reach, model: str, facts: BaseModelFacts
+    conn: Connection, reach: Reach, model: str, bases: Bases
 ) -> tuple[CheckpointRow, WeightVersion] | None:
-    """Return the weights that a model name means, None for the base model.
+    """Return the weights that a model name means, None for a base model.
 
     Raises NotFoundError, and FieldError for another kind of checkpoint.
     """
-    if model in facts.names:
+    if bases.find(model) is not None:
         return None
     if not model.startswith(tinker_path.SCHEME):
-        raise NotFoundError(f"no model {model!r}: expected {facts.name}, or a tinker:// path")
+        raise NotFoundError(f"no model {model!r}: expected {bases}, or a tinker:// path")
     path = tinker_path.parse(model)
     if path.kind is not CheckpointKind.SAMPLER_WEIGHTS:
         raise FieldError(str(checkpoint_rules.no_sampler_weights(model)), "model")
@@ -29,5 +30,5 @@ def find(
     version = sampling_sessions.published_version(conn, row.version_id) if row and row.version_id else None
     if row is None or version is None:
         raise checkpoint_rules.not_found(model)
-    checkpoint_rules.require_served(row, facts.names)
+    checkpoint_rules.require_base(row, bases)
     return row, version

@@ -111,3 +111,17 @@ async def test_a_model_without_a_tokenizer_is_told(settings: Settings) -> None:
         answer = await bare.http.get(f"console/requests/{request}/tokens")
     assert answer.status_code == 404
     assert "no tokenizer.json" in answer.json()["detail"]
+
+
+async def test_tokens_have_text_by_the_tokenizer_of_their_base_model(settings: Settings, model: Path) -> None:
+    ours = replace(FACTS, directory=str(model), vocab_size=4096)
+    async with running(settings, ours) as world:
+        request = await trained(world, [5, 6], [-1.0, -1.0])
+        told = await get(world, f"console/requests/{request}/tokens")
+    bare = replace(FACTS, names=("org/bare",))
+    async with running(settings, bare, ours) as world:
+        assert await get(world, f"console/requests/{request}/tokens") == told
+    async with running(settings, bare) as world:
+        answer = await world.http.get(f"console/requests/{request}/tokens")
+    assert answer.status_code == 400
+    assert "expected one that is served: org/bare" in answer.json()["detail"]

@@ -49,8 +49,8 @@ async def now(world: World) -> Json:
 
 async def test_an_idle_server_says_what_it_serves_and_has_no_problems(busy: Waiting) -> None:
     told = await now(busy.api)
-    assert told["server"]["base_model"] == "org/tiny"
-    assert told["server"]["context_length"] == 64
+    (served,) = told["server"]["base_models"]
+    assert (served["base_model"], served["context_length"]) == ("org/tiny", 64)
     assert told["caller"] == {"name": "local", "admin": False, "keys": False, "sees_all": True}
     assert (told["state"], told["ready"], told["problems"]) == ("ready", True, [])
     assert told["queue"] == []

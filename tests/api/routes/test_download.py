@@ -270,7 +270,7 @@ async def test_a_download_goes_on_in_pieces_though_urls_are_signed_anew_and_the_
 
 async def test_another_api_process_knows_the_signature(world: World, settings: Settings, export: str) -> None:
     url = (await urls_of(world, export))["config.json"]
-    other = create_app(settings, world.store, FACTS, world.bell)
+    other = create_app(settings, world.store, world.services.bases, world.bell)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(other)) as http:
         assert (await http.get(url)).content == FILES["config.json"]
 

@@ -31,7 +31,9 @@ async def test_the_same_session_again_has_the_same_id(world: World) -> None:
     session = await world.session()
     assert await world.sampler(session, 0) == await world.sampler(session, 0)
     assert await world.sampler(session, 1) != await world.sampler(session, 0)
-    other = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "/models/tiny"}
+    assert await world.sampler(session, 0, base_model="/models/tiny") == await world.sampler(session, 0)
+    path = await world.checkpoint(await world.model(), CheckpointKind.SAMPLER_WEIGHTS, "one")
+    other = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
     assert (await world.post("create_sampling_session", other)).status_code == 422
 
 

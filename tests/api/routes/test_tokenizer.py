@@ -13,7 +13,7 @@ from skyrl_tinker.api.resources.tokenizer_files import TOKENIZER_FILES, tokenize
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.server.base_models.tiny_model import make_model
-from tests.api.support.world import FACTS, World, running
+from tests.api.support.world import BASE, FACTS, World, running
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,14 @@ async def test_a_model_without_one_is_404(settings: Settings, tmp_path: Path) ->
     )
 
 
+async def test_each_base_model_has_its_own(settings: Settings, model: Path, tmp_path: Path) -> None:
+    named = replace(facts_of(model), names=("org/other",))
+    async with running(settings, facts_of(tmp_path), named) as world:
+        assert (await world.http.get("tokenizer")).status_code == 404
+        answer = await world.http.get("tokenizer", params={"base_model": "org/other"})
+        assert answer.content == tokenizer_tar(model)
+
+
 async def test_the_tokenizer_s_id_is_the_hub_s_name_where_there_is_one(settings: Settings) -> None:
     for facts, expected in ((FACTS, "/models/tiny"), (replace(FACTS, hub_name="org/tiny"), "org/tiny")):
         async with running(settings, facts) as world:
@@ -69,6 +77,13 @@ async def test_only_who_cannot_read_the_directory_is_told_where_it_is(
     async with running(settings, replace(FACTS, hub_name=hub_name)) as world:
         warning = await _warning(world, address)
     assert ("GET /api/v1/tokenizer" in (warning or "")) == told
+
+
+async def test_the_base_models_whose_directories_hold_it_are_named(settings: Settings) -> None:
+    hub = replace(FACTS, names=("org/hub",), hub_name="org/hub")
+    async with running(settings, FACTS, hub) as world:
+        warning = await _warning(world, "10.0.0.7") or ""
+    assert f"the tokenizer of {BASE} is not from" in warning
 
 
 async def _warning(world: World, address: str) -> str | None:

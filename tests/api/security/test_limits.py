@@ -121,7 +121,7 @@ async def test_models_above_the_limit_are_refused_and_released_ones_make_room(wo
 
 
 async def test_the_state_of_all_models_has_a_size(world: World) -> None:
-    one = state_bytes(world.services.facts, LoraSpec(8, 0), "adamw") / GB
+    one = state_bytes(world.services.bases.first, LoraSpec(8, 0), "adamw") / GB
     assert one > 0
     await limited(world, resident_gb=2.5 * one)
     session = await world.session()

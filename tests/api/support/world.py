@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from sqlalchemy import Connection
 from skyrl_tinker.api.app import create_app
 from skyrl_tinker.api.services import Services
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, RequestId, VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, Failure, PassOutput, SampledSequence, SampleOutput
 from skyrl_tinker.protocol.protobuf import pass_results, sample_results
@@ -169,13 +170,13 @@ def settings_for(home: Path, **changes: Any) -> Settings:
 
 @asynccontextmanager
 async def running(
-    settings: Settings, facts: BaseModelFacts = FACTS, clock: Callable[[], float] | None = None
+    settings: Settings, *bases: BaseModelFacts, clock: Callable[[], float] | None = None
 ) -> AsyncIterator[World]:
-    """The app of `settings`, whose database is migrated already."""
+    """The app of `settings`, whose database is migrated already; it serves FACTS or the given base models."""
     store = Store.open(settings.store_url)
     bell = SocketBell.bind(settings.root, "api")
     try:
-        app = create_app(settings, store, facts, bell, clock)
+        app = create_app(settings, store, Bases(bases or (FACTS,)), bell, clock)
         transport = httpx.ASGITransport(app)
         async with (
             app.router.lifespan_context(app),
@@ -190,7 +191,7 @@ async def running(
 
 
 async def write_facts(store: Store) -> None:
-    await store.write(lambda conn: server_state.put(conn, "base_model", asdict(FACTS)))
+    await store.write(lambda conn: server_state.put_bases(conn, Bases((FACTS,))))
 
 
 def pass_output(*logprobs: Sequence[float]) -> bytes:

@@ -17,6 +17,7 @@ from skyrl_tinker.api.api_process import ApiServer
 from skyrl_tinker.api.app import create_app
 from skyrl_tinker.api.services import Services
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import RequestKind, SamplingSessionId
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.futures import completions
@@ -214,7 +215,7 @@ async def test_the_sdk_waits_for_many_samples_on_one_connection(settings: Settin
     store = Store.open(settings.store_url)
     bells = SocketBell.bind(settings.root, "api"), SocketBell.bind(settings.root, "engine")
     listener = socket.create_server(("127.0.0.1", 0))
-    app = create_app(settings, store, FACTS, bells[0])
+    app = create_app(settings, store, Bases((FACTS,)), bells[0])
     server = ApiServer(app)
     engine = Held(store, bells[1], 60)
     tasks = [asyncio.create_task(server.serve([listener])), asyncio.create_task(engine.run())]

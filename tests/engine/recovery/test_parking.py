@@ -50,6 +50,17 @@ async def test_models_come_back_with_their_base_model_whatever_was_served_meanwh
     assert rows[0].state_reason is None
 
 
+async def test_models_take_on_the_name_under_which_their_base_model_is_served_now(store: Store) -> None:
+    """Their checkpoints would else be of a base model that is not served."""
+    await start_with(store, "first")
+    model = await journal.ready_model(store)
+    await start_with(store, "first", "renamed")
+    row = await journal.model_of(store, model)
+    assert (row.state, row.base_model) == (ModelState.READY, "renamed")
+    await start_with(store, "second", "other")
+    assert (await journal.model_of(store, model)).base_model == "renamed"
+
+
 async def test_a_model_that_could_not_be_read_is_tried_again_by_the_next_start_of_its_base_model(
     store: Store,
 ) -> None:

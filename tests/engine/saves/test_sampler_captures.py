@@ -46,7 +46,7 @@ async def save(store: Store, spec: LoraSpec | None = None, name: str | None = No
     assert accepted.model_id is not None
     if spec is not None:
         key = await journal.key_of(store, accepted.model_id)
-        await store.write(lambda conn: model_records.set_spec(conn, key, spec, "tiny", {}))
+        await store.write(lambda conn: model_records.set_spec(conn, key, spec, {}))
     body = SaveSamplerBody(name=name, sampling_session_seq_id=None if name else 0)
     kind = RequestKind.SAVE_WEIGHTS_FOR_SAMPLER
     await journal.submit(store, accepted.model_id, 1, kind, body.to_bytes())

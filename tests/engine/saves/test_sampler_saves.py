@@ -72,7 +72,7 @@ class World:
         assert created.model_id is not None
         key = await journal.key_of(self.store, created.model_id)
         if spec is not None:
-            await self.store.write(lambda conn: model_records.set_spec(conn, key, spec, "tiny", {}))
+            await self.store.write(lambda conn: model_records.set_spec(conn, key, spec, {}))
         content = SaveSamplerBody(**(body or {"sampling_session_seq_id": 0})).to_bytes()
         kind = RequestKind.SAVE_WEIGHTS_FOR_SAMPLER
         return key, await journal.submit(self.store, created.model_id, 1, kind, content)

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import tinker
 
-from skyrl_tinker.domain.values import AdamParams, DimuonParams, LoraSpec
+from skyrl_tinker.domain.bases import Bases
+from skyrl_tinker.domain.values import AdamParams, BaseModelFacts, DimuonParams, LoraSpec
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.training import (
@@ -26,7 +27,7 @@ from skyrl_tinker.protocol.stored_requests import (
     SaveSamplerBody,
     SaveWeightsBody,
 )
-from skyrl_tinker.protocol.validation.limits import Limits, validate_base_model
+from skyrl_tinker.protocol.validation.limits import Limits
 from skyrl_tinker.protocol.validation.models import validate_lora_config, validate_optimizer_config
 from skyrl_tinker.protocol.validation.steps import (
     validate_create_via_load,
@@ -38,9 +39,8 @@ from skyrl_tinker.protocol.validation.steps import (
     validate_step_params,
 )
 
-LIMITS = Limits(
-    vocab_size=10, context_length=8, max_datums=3, base_models=("m", "/models/m"), max_lora_rank=8
-)
+LIMITS = Limits(vocab_size=10, context_length=8, max_datums=3, max_lora_rank=8)
+BASES = Bases((BaseModelFacts("/models/m", ("m",), "Qwen3ForCausalLM", 10, 8, 2, 1, 64, 64, True, (0,)),))
 OF_MODEL = {"model_id": "s:train:0", "seq_id": 3}
 
 
@@ -190,12 +190,6 @@ def test_a_wrong_lora_config_is_named(config: LoraConfig | None, message: str) -
         validate_lora_config(config, LIMITS)
 
 
-def test_a_base_model_that_is_not_served_is_named() -> None:
-    assert validate_base_model("/models/m", LIMITS) == "/models/m"
-    with pytest.raises(UserError, match=r"base_model is 'x', expected the one that is served: m$"):
-        validate_base_model("x", LIMITS)
-
-
 def test_saves_keep_what_the_sdk_sent() -> None:
     sent = tinker.types.SaveWeightsRequest(
         path="0001", ttl_seconds=3600, overwrite=True, user_metadata={"a": "b"}, **OF_MODEL
@@ -265,7 +259,7 @@ def test_both_forms_of_load_weights_keep_what_the_sdk_sent() -> None:
     ).model_dump(mode="json")
     request = parse(CreateViaLoadRequest, create)
     assert (request.session_id, request.model_seq_id, request.user_metadata) == ("s", 2, {"a": 1})
-    assert validate_create_via_load(request, LIMITS) == CreateViaLoadBody(PATH, False, "m", {"type": "adamw"})
+    assert validate_create_via_load(request, BASES) == CreateViaLoadBody(PATH, False, "m", {"type": "adamw"})
 
 
 @pytest.mark.parametrize(
@@ -287,7 +281,7 @@ def test_a_wrong_create_from_checkpoint_is_named(
 ) -> None:
     body = {"session_id": "s", "model_seq_id": 0, "path": PATH, "optimizer": False, **change}
     with pytest.raises(error, match=message):
-        validate_create_via_load(parse(CreateViaLoadRequest, body), LIMITS)
+        validate_create_via_load(parse(CreateViaLoadRequest, body), BASES)
 
 
 def test_loading_in_place_refuses_what_is_not_a_path_of_ours() -> None:

@@ -213,11 +213,11 @@ async def test_models_are_found_by_state_and_session(
 
 async def test_a_model_learns_its_spec_from_a_checkpoint(store: Store, model: ModelRow) -> None:
     spec = type(model.spec)(rank=32, seed=5, train_mlp=False)
-    await store.write(lambda conn: model_records.set_spec(conn, model.key, spec, "big", {"beta1": 0.5}))
+    await store.write(lambda conn: model_records.set_spec(conn, model.key, spec, {"beta1": 0.5}))
     with reading(store) as conn:
         row = model_records.by_key(conn, model.key)
     assert row is not None
-    assert (row.spec, row.base_model, row.optimizer_config) == (spec, "big", {"beta1": 0.5})
+    assert (row.spec, row.optimizer_config) == (spec, {"beta1": 0.5})
 
 
 async def test_a_model_refused_at_the_door_is_born_failed(store: Store, session: SessionId) -> None:

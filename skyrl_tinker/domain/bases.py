@@ -1,0 +1,30 @@
+"""Base models of one server, found by any of their names."""
+
+from dataclasses import dataclass
+
+from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Bases:
+    """Base models that are served, at least one. As text: their canonical names."""
+
+    all: tuple[BaseModelFacts, ...]
+
+    @property
+    def first(self) -> BaseModelFacts:
+        return self.all[0]
+
+    def find(self, name: str) -> BaseModelFacts | None:
+        return next((facts for facts in self.all if name in facts.names), None)
+
+    def require(self, name: str) -> BaseModelFacts:
+        """Return the base model of a name. Raises UserError that lists those served."""
+        facts = self.find(name)
+        if facts is None:
+            raise UserError(f"base_model is {name!r}, expected one that is served: {self}")
+        return facts
+
+    def __str__(self) -> str:
+        return ", ".join(facts.name for facts in self.all)

@@ -1,0 +1,158 @@
+"""Requests are checked by the base model of their model or sampling session, on a server that has two."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from skyrl_tinker.api import base_limits
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelState, SamplingSessionId
+from skyrl_tinker.store import model_records, sampling_sessions
+from tests.api.support.passes import datum, post_pass, protobuf
+from tests.api.support.world import (
+    BASE,
+    FACTS,
+    PROTOBUF,
+    VOCABULARY,
+    Json,
+    World,
+    running,
+    sample,
+)
+from tests.support.reads import reading
+
+SMALL, ALIAS = "org/small", "/models/small"
+OTHER = replace(FACTS, directory=ALIAS, names=(SMALL, ALIAS), vocab_size=10, context_length=4)
+
+
+@pytest.fixture
+async def world(settings: Settings) -> AsyncIterator[World]:
+    async with running(settings, FACTS, OTHER) as made:
+        yield made
+
+
+async def trained(world: World, model: str, seq_id: int, tokens: list[int]) -> str:
+    answer = await post_pass(world, protobuf(model, seq_id, datum(tokens)))
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["request_id"])
+
+
+def prompt(*tokens: int) -> Json:
+    return {"prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens}]}}
+
+
+async def test_a_pass_has_the_vocabulary_and_the_context_of_its_model(world: World) -> None:
+    large, small = await world.model(), await world.model(base_model=SMALL)
+    pending = [await trained(world, large, 1, [11] * 5), await trained(world, small, 1, [9] * 4)]
+    assert [row.request_id for row in await world.queued()][-2:] == pending
+    unknown = await world.failure(await trained(world, small, 2, [11]))
+    assert "is 11, expected a token id in [0, 10)" in unknown
+    long = await world.failure(await trained(world, small, 3, [9] * 5))
+    assert "expected at most 4 (the setting context_length)" in long
+
+
+async def test_a_sample_has_those_of_its_sampling_session(world: World) -> None:
+    large, small = await world.sampler(), await world.sampler(base_model=ALIAS)
+    at_most = {"sampling_params": {"max_tokens": 1}}
+    await world.ok("asample", sample(large, 0, **prompt(11, 11, 11, 11, 11), **at_most))
+    await world.ok("asample", sample(small, 0, **prompt(9, 9, 9), **at_most))
+    refused = await world.post("asample", sample(small, 1, **prompt(11), **at_most))
+    assert (refused.status_code, "[0, 10)" in refused.text) == (400, True)
+    refused = await world.post("asample", sample(small, 2, **prompt(*[9] * 5), **at_most))
+    assert refused.status_code == 400
+
+
+async def test_rows_have_canonical_names_whatever_the_client_says(world: World) -> None:
+    session = await world.session()
+    model = await world.model(session, base_model=ALIAS)
+    sampler = await world.sampler(session, base_model=ALIAS)
+    assert await world.sampler(session, base_model=SMALL) == sampler, "the same, by another of its names"
+    saved = await world.checkpoint(model, CheckpointKind.WEIGHTS, "a", base_model=ALIAS)
+    body = {"session_id": session, "model_seq_id": 1, "path": saved, "optimizer": False, "base_model": ALIAS}
+    loaded = str((await world.ok("load_weights", body))["model_id"])
+    with reading(world.store) as conn:
+        rows = [
+            *(model_records.by_id(conn, ModelId(each)) for each in (model, loaded)),
+            sampling_sessions.get(conn, SamplingSessionId(sampler)),
+        ]
+    assert [row and row.base_model for row in rows] == [SMALL] * 3
+
+
+async def test_a_checkpoint_brings_its_base_model_and_goes_into_no_other(world: World) -> None:
+    model = await world.model(base_model=SMALL)
+    saved = await world.checkpoint(model, CheckpointKind.WEIGHTS, "a")
+    sampled = await world.checkpoint(model, CheckpointKind.SAMPLER_WEIGHTS, "a")
+    session = await world.session()
+
+    async def load(number: int, **changes: Any) -> Json:
+        body = {"session_id": session, "model_seq_id": number, "path": saved, "optimizer": False, **changes}
+        return await world.ok("load_weights", body)
+
+    made = await load(0)
+    assert "[0, 10)" in await world.failure(await trained(world, str(made["model_id"]), 1, [11]))
+    refused = await world.failure((await load(1, base_model=BASE))["request_id"])
+    assert refused == f"{saved} is of base model '{SMALL}', expected {BASE}"
+    sampler = await world.sampler(session, model_path=sampled)
+    assert (await world.http.get(f"samplers/{sampler}")).json()["base_model"] == SMALL
+
+
+async def test_what_is_served_is_listed_and_described_by_name(world: World) -> None:
+    models = (await world.http.get("get_server_capabilities")).json()["supported_models"]
+    assert [(each["model_name"], each["max_context_length"]) for each in models] == [(BASE, 64), (SMALL, 4)]
+    listed = (await world.http.get("http://api/oai/api/v1/models")).json()["data"]
+    assert [each["id"] for each in listed] == [BASE, SMALL]
+    served = (await world.http.get("console/now")).json()["server"]["base_models"]
+    assert [each["base_model"] for each in served] == [BASE, SMALL]
+    info = await world.ok("get_info", {"model_id": await world.model(base_model=SMALL)})
+    assert (info["model_name"], info["model_data"]["tokenizer_id"]) == (SMALL, ALIAS)
+    unknown = await world.http.get("tokenizer", params={"base_model": "no/such"})
+    assert (unknown.status_code, unknown.json()["detail"]) == (
+        400,
+        f"base_model is 'no/such', expected one that is served: {BASE}, {SMALL}",
+    )
+
+
+async def test_a_base_model_is_looked_up_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[str] = []
+    by_id = model_records.by_id
+    monkeypatch.setattr(
+        base_limits.model_records, "by_id", lambda conn, model: looked_up.append(model) or by_id(conn, model)
+    )
+    monkeypatch.setattr(base_limits, "MOST_KNOWN", 2)
+    limits, session = world.services.limits, await world.session()
+    models = [ModelId(await world.model(session, number, base_model=SMALL)) for number in range(3)]
+    looked_up.clear()
+    for model in (models[0], models[0], models[1], models[0], models[2], models[0], models[1]):
+        assert await limits.of_model(model) == limits.of(OTHER)
+    assert looked_up == [models[0], models[1], models[2], models[1]], "the one asked for last was kept"
+
+
+async def test_a_model_that_the_store_does_not_know_is_asked_for_again(world: World) -> None:
+    """Its creation may be about to be committed."""
+    limits = world.services.limits
+    assert await limits.of_model(ModelId("none")) == limits.of(FACTS)
+    session = SamplingSessionId("none")
+    assert await limits.of_sampling_session(session, None) == limits.of(FACTS)
+    assert limits._known == {}
+
+
+async def test_requests_of_a_base_model_that_is_not_served_say_so(world: World, settings: Settings) -> None:
+    """In place of a complaint about tokens or lengths that another base model has not."""
+    model, sampler = await world.model(base_model=SMALL), await world.sampler(base_model=SMALL)
+    await post_pass(world, protobuf(model, 1, datum([1])))
+    with reading(world.store) as conn:
+        row = model_records.by_id(conn, ModelId(model))
+    assert row is not None
+    async with running(settings, FACTS) as alone:
+        starting = await trained(alone, model, 2, [11])
+        assert (await alone.queued())[-1].request_id == starting, "until the engine has parked its model"
+        parked = partial(model_records.set_state, key=row.key, state=ModelState.PARKED, reason="is parked")
+        await alone.store.write(parked)
+        told = (await alone.result(await trained(alone, model, 3, [VOCABULARY]), **PROTOBUF)).json()
+        assert (told["error"], told["category"]) == ("is parked", "server")
+        refused = await alone.post("asample", sample(sampler, 0, **prompt(VOCABULARY)))
+        assert refused.status_code == 400
+        assert f"{sampler} is of base model '{SMALL}', expected {BASE}" in refused.text

@@ -1,0 +1,26 @@
+"""Base models are found by any of their names."""
+
+import pytest
+
+from skyrl_tinker.domain.bases import Bases
+from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.errors import UserError
+
+STUDENT, TEACHER = (
+    BaseModelFacts(f"/models/{name}", names, "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
+    for name, names in (("s", ("org/student", "/models/s")), ("t", ("org/teacher", "/models/t")))
+)
+
+
+def test_every_name_leads_to_its_base_model() -> None:
+    bases = Bases((STUDENT, TEACHER))
+    assert [bases.find(name) for name in ("org/student", "/models/s")] == [STUDENT] * 2
+    assert bases.require("/models/t") is TEACHER
+    assert bases.first is STUDENT
+
+
+def test_a_base_model_that_is_not_served_is_named_with_those_that_are() -> None:
+    with pytest.raises(UserError, match=r"base_model is 'x', expected one that is served: org/student$"):
+        Bases((STUDENT,)).require("x")
+    with pytest.raises(UserError, match=r"expected one that is served: org/student, org/teacher$"):
+        Bases((STUDENT, TEACHER)).require("")
