@@ -29,6 +29,10 @@ MOST_METADATA = 60
 Facts = Mapping[str, Any]
 
 
+class ServerAwayError(StartupError):
+    """No server answers."""
+
+
 class RunningServer:
     """Server that is known to be the right one: it is sent the key of TINKER_API_KEY."""
 
@@ -59,6 +63,17 @@ class RunningServer:
         """Return the runs with the latest requests."""
         return self._ask("GET", "/api/v1/console/runs", params={"limit": most})
 
+    def newest_run(self) -> str:
+        """Return the run with the latest request. Raises StartupError if there is none."""
+        if not (runs := self.runs(1)["runs"]):
+            raise StartupError(f"{self.url} has no runs: start the script first, or give --run")
+        return str(runs[0]["run_id"])
+
+    def report(self, run: str, step: int, values: Mapping[str, float]) -> None:
+        """Report numbers of a step of a run. Raises ServerAwayError, or StartupError if they are refused."""
+        path = f"/api/v1/console/runs/{quote(run, safe='')}/metrics"
+        self._ask("POST", path, json={"step": step, "values": dict(values)})
+
     def end(self, session: str) -> None:
         """Finish a session; its models leave the trainer."""
         self._ask("POST", f"/api/v1/sessions/{quote(session, safe='')}/finish", json={})
@@ -67,7 +82,7 @@ class RunningServer:
         try:
             answer = self._http.request(method, path, **content)
         except httpx.TransportError as error:
-            raise StartupError(f"no server answers at {self.url}: {error}") from error
+            raise ServerAwayError(f"no server answers at {self.url}: {error}") from error
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise StartupError(f"{self.url} needs an API key that it knows: set TINKER_API_KEY")
         if answer.is_error:
@@ -204,17 +219,19 @@ def run_lines(runs: Facts) -> Iterator[str]:
     """Yield the runs, and the reasons of those that failed, are lost or parked."""
     rows = [
         (
+            run["name"] or "",
             run["run_id"],
             run["owner"],
             run["state"],
             run["steps"],
-            "" if run["last"] is None or run["last"]["loss"] is None else f"{run['last']['loss']:.4g}",
+            "" if run["reward"] is None else f"{run['reward']:.4g}",
+            "" if run["loss"] is None else f"{run['loss']:.4g}",
             run["last_request_at"][:19],
             _metadata(run["user_metadata"]),
         )
         for run in runs["runs"]
     ]
-    heads = ("run", "owner", "state", "steps", "loss", "last request", "metadata")
+    heads = ("name", "run", "owner", "state", "steps", "reward", "loss", "last request", "metadata")
     yield from _table(heads, rows) if rows else ("there are no runs",)
     if len(rows) < runs["total"]:
         yield f"and {runs['total'] - len(rows)} before"

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from skyrl_tinker import config
-from skyrl_tinker.cli import running_server, server_logs
+from skyrl_tinker.cli import metrics_file, running_server, server_logs
 from skyrl_tinker.cli.options import Config, Home, one_line_errors
 from skyrl_tinker.cli.running_server import RunningServer
 from skyrl_tinker.cli.terminal import show
@@ -72,6 +72,27 @@ def runs(
     with one_line_errors():
         found = _running(url, home, config_file).runs(most)
     show([json.dumps(found)] if as_json else running_server.run_lines(found))
+
+
+@app.command()
+def follow(
+    log_path: Annotated[Path, typer.Argument(help="Directory that a script logs to, or its metrics.jsonl")],
+    run: Annotated[
+        str | None,
+        typer.Option(help="[default: that of its last checkpoint, else the run that was used last]"),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="End at the end of the file")] = False,
+    url: Url = None,
+    home: Home = None,
+    config_file: Config = None,
+) -> None:
+    """Report the numbers of a script's metrics.jsonl, as the cookbook writes it, to its run, until Ctrl-C."""
+    with one_line_errors(), suppress(KeyboardInterrupt):
+        file, server = metrics_file.metrics_file(log_path), _running(url, home, config_file)
+        chosen = run or metrics_file.run_of(file) or server.newest_run()
+        show([f"{file}: reported to run {chosen}"])
+        for record in metrics_file.records(file, on=not once):
+            metrics_file.report(server, chosen, record)
 
 
 @app.command()

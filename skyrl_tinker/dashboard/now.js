@@ -1,6 +1,6 @@
 // Now: problems first, then what runs and what waits.
 
-import { bytes, card, duration, facts, h, moment, number, table, wide } from "./dom.js";
+import { bytes, card, duration, facts, h, moment, number, plural, table, wide } from "./dom.js";
 import { get, poll } from "./server.js";
 import { timeChart } from "./charts.js";
 
@@ -69,7 +69,7 @@ function served(server) {
   return facts([
     ["model", server.base_model],
     ["context", `${number(server.context_length)} tokens`],
-    ["runs on", `${server.device}, ${server.trainer_ranks} trainer rank(s), ${server.replicas} replica(s), ${server.placement}`],
+    ["runs on", `${server.device}, ${plural(server.trainer_ranks, "trainer rank")}, ${plural(server.replicas, "replica")}, ${server.placement}`],
     ["started", moment(server.started_at)],
     ["version", server.version],
   ]);
@@ -85,7 +85,7 @@ function training(trainer) {
 }
 
 function unit({ kind, model_ids, others, tokens, running_s }) {
-  const whose = [...model_ids, ...(others ? [`${others} model(s) of others`] : [])];
+  const whose = [...model_ids, ...(others ? [`${plural(others, "model")} of others`] : [])];
   const more = [tokens ? `${number(tokens)} tokens` : null, running_s === null || running_s === undefined ? null : `for ${duration(running_s)}`];
   return h("span", {}, h("b", {}, kind), ` ${more.filter(Boolean).join(" ")}`, h("br"), h("span", { class: "small quiet" }, whose.join(", ")));
 }

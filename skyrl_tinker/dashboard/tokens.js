@@ -40,6 +40,7 @@ async function showOne(main, request, item) {
   const spans = answer.texts.map((piece, place) => h("span", { title: described(answer, place) }, piece || "·"));
   text.append(...spans);
   const values = table("Values of each token", [["position", "number"], ["token", "number"], ["text", ""], ...names.map((name) => [name, "number"])]);
+  values.node.classList.add("flat");
   values.fill(answer.tokens.slice(0, MOST_ROWS).map((token, place) => [
     String(place), String(token), JSON.stringify(answer.texts[place]), ...names.map((name) => number(answer.values[name][place]))]));
   const step = (label, next) => (next < 0 || next >= answer.items ? null : h("a", { href: `#/tokens/${request}/${next}` }, label));

@@ -24,10 +24,12 @@ from tests.support.certificates import write_certificate
 HOSTILE = "\x1b[31mred\x1b]0;title\x07\u202e\x9b1m\nfake-run  root  ready"
 RUN = {
     "run_id": "run-1",
+    "name": HOSTILE,
     "owner": "alice",
     "state": "failed",
     "steps": 3,
-    "last": None,
+    "loss": None,
+    "reward": None,
     "last_request_at": "2026-01-01T00:00:00Z",
     "user_metadata": {"note": HOSTILE},
     "state_reason": HOSTILE,

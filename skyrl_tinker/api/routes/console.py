@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from sqlalchemy import Connection
 from starlette.responses import Response, StreamingResponse
 
-from skyrl_tinker.api.openapi.documents import answers
+from skyrl_tinker.api.openapi.documents import answers, takes
+from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.requests.responses import json_by_parts, json_from_rows
 from skyrl_tinker.api.resources import step_curve
 from skyrl_tinker.api.resources.now_view import NowView
@@ -24,6 +25,9 @@ from skyrl_tinker.protocol.schemas.console import (
     PointsQuery,
     PointsResponse,
     ReadableResponse,
+    ReportRequest,
+    ReportsQuery,
+    ReportsResponse,
     RunsResponse,
     RunSummary,
     TokensQuery,
@@ -32,7 +36,7 @@ from skyrl_tinker.protocol.schemas.console import (
 )
 from skyrl_tinker.protocol.schemas.runs import Paging
 from skyrl_tinker.store import model_records
-from skyrl_tinker.store.console import step_points
+from skyrl_tinker.store.console import run_reports, step_points
 from skyrl_tinker.store.console.readable_requests import readable_requests, stored_tokens
 from skyrl_tinker.store.console.traced_requests import recent_requests
 from skyrl_tinker.store.reports import training_runs
@@ -104,6 +108,39 @@ async def points_csv(run: str, deps: Deps, reach: Reached) -> StreamingResponse:
     name = run.replace(":", "-")
     headers = {"Content-Disposition": f'attachment; filename="{name}.csv"'}
     return StreamingResponse(step_curve.csv_lines(deps.store, model), media_type=CSV, headers=headers)
+
+
+@router.post(
+    "/runs/{run}/metrics",
+    summary="Report numbers of a step of a run that only its script knows, such as the reward",
+    openapi_extra=takes(ReportRequest),
+)
+async def report_metrics(run: str, request: Request, deps: Deps, owner: Owner) -> dict[str, str]:
+    """Accept them at any time, also of a run that is not in training. The dashboard draws each name."""
+    await deps.room.require()
+    report = await read_model(request, ReportRequest)
+
+    def write(conn: Connection) -> None:
+        run_reports.add(conn, _model(conn, owner, run), report.step, report.values)
+
+    await deps.store.write(write)
+    return {}
+
+
+@router.get(
+    "/runs/{run}/metrics",
+    summary="Numbers that the script of a run reported",
+    response_model=ReportsResponse,
+)
+async def reported_metrics(
+    run: str, query: Annotated[ReportsQuery, Query()], deps: Deps, reach: Reached
+) -> Response:
+    """Go on from `next` to get new ones only."""
+
+    def read(conn: Connection) -> ReportsResponse:
+        return run_reports.reports_after(conn, _model(conn, reach, run), query.after, query.limit)
+
+    return await json_from_rows(deps.store, read)
 
 
 @router.get(

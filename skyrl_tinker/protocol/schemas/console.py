@@ -1,9 +1,9 @@
 """Answers for the dashboard. Seconds are durations, times are UTC."""
 
 from datetime import datetime
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, Strict, StringConstraints
 
 from skyrl_tinker.domain.values import Way
 from skyrl_tinker.protocol.queue_views import TokenRates
@@ -11,6 +11,12 @@ from skyrl_tinker.protocol.schemas.base import MAX_INT64, Message, StrictMessage
 
 MOST_S = 10 * 366 * 86400
 """Longest duration that a key may be given."""
+
+
+MOST_REPORTED, MOST_NAME = 64, 128
+"""Numbers in one report, and characters of their names."""
+Reported = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+ReportedName = Annotated[Text, StringConstraints(min_length=1, max_length=MOST_NAME)]
 
 
 class ServedModel(Message):
@@ -163,13 +169,16 @@ class StepMeasures(Message):
 
 
 class RunSummary(Message):
-    """Run with its last step; `steps` 0: none was taken.
+    """Run with its last step; `steps` 0: none was taken. `name`: that of its session.
 
     `lora_rank` 0: full parameters, null: it was not created. `state_reason`: why it is not in training.
+    `loss`, `reward`: the last ones known; the reward is what its script reported.
     """
 
     run_id: str
+    name: str | None
     session_id: str
+    project_id: str | None
     owner: str
     base_model: str
     lora_rank: int | None
@@ -178,7 +187,10 @@ class RunSummary(Message):
     user_metadata: dict[str, str]
     created_at: datetime
     last_request_at: datetime
+    last_heartbeat_at: datetime
     steps: int
+    loss: float | None
+    reward: float | None
     last: StepMeasures | None
 
 
@@ -201,6 +213,35 @@ class PointsResponse(Message):
     """
 
     columns: dict[str, list[float | None]]
+    next: int
+    more: bool
+
+
+class ReportRequest(StrictRequest):
+    """Numbers of step `step` of a run that only its script knows, by name: the reward, lengths of episodes."""
+
+    step: Annotated[int, Strict(), Field(ge=0, le=MAX_INT64)]
+    values: Annotated[dict[ReportedName, Reported], Field(min_length=1, max_length=MOST_REPORTED)]
+
+
+class ReportsQuery(StrictMessage):
+    after: int = Field(0, ge=0, le=MAX_INT64, description="`next` of the answer before")
+    limit: int = Field(1000, ge=1, le=5000)
+
+
+class ReportedPoint(Message):
+    """Numbers that a script reported at `at` (UTC seconds). `reward`: the one among them, if any."""
+
+    step: int
+    at: float
+    reward: float | None
+    values: dict[str, float]
+
+
+class ReportsResponse(Message):
+    """Reports in the order in which they came; `next` and `more` as of PointsResponse."""
+
+    reports: list[ReportedPoint]
     next: int
     more: bool
 

@@ -293,6 +293,19 @@ class StepPoint(Base):
     answer_s: Mapped[float]
 
 
+class RunReport(Base):
+    """Numbers that a script reported of a step of its run. `reward`: the one that lists show."""
+
+    __tablename__ = "run_reports"
+    __table_args__ = (Index(None, "model_key", "id"), {"sqlite_autoincrement": True})
+    id: Mapped[int] = mapped_column(BigId, primary_key=True)
+    model_key: Mapped[int] = mapped_column(ForeignKey(Model.key))
+    step: Mapped[int] = mapped_column(BigInteger)
+    at: Mapped[float] = mapped_column(index=True)
+    reward: Mapped[float | None]
+    numbers: Mapped[dict[str, Any]]
+
+
 class UploadedLoss(Base):
     """Loss, as protocol.custom_loss.to_bytes stores it; `definition` None: refused, as its future says."""
 
