@@ -25,6 +25,7 @@ from skyrl_tinker.protocol.schemas.console import (
     PointsQuery,
     PointsResponse,
     ReadableResponse,
+    RecentRates,
     ReportRequest,
     ReportsQuery,
     ReportsResponse,
@@ -52,6 +53,14 @@ async def now(deps: Deps, caller: CallerDep) -> NowResponse:
     It is at most a second old, however many ask.
     """
     return await NowView(deps, await deps.snapshots.read(), caller).message()
+
+
+@router.get("/rates", summary="Tokens per second over the last hour")
+async def rates(deps: Deps, caller: CallerDep) -> RecentRates:
+    try:
+        return RecentRates.model_validate_json(await deps.engine.get("/rates"))
+    except EngineUnavailableError:
+        return RecentRates(every_s=1, trained=[], sampled=[])
 
 
 @router.get(

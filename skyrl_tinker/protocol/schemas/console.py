@@ -96,6 +96,17 @@ class RatesNow(Message):
     sampled: TokenRates
 
 
+class RecentRates(Message):
+    """Tokens per second of all owners in each `every_s` of the last hour, the newest last.
+
+    Empty: the engine does not answer, or has just begun.
+    """
+
+    every_s: float
+    trained: list[float]
+    sampled: list[float]
+
+
 class UnitNow(Message):
     """Unit of work of the trainer. `model_ids`: those that the caller sees; `others`: how many more."""
 

@@ -5,6 +5,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ from skyrl_tinker.api.waiting import engine_queues, server_snapshot
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import ModelId
+from skyrl_tinker.engine.scheduling import throughput
 from skyrl_tinker.processes import identities, write_pid_file
 from skyrl_tinker.protocol.queue_views import Incident
 from skyrl_tinker.protocol.schemas.console import StepMeasures
@@ -130,6 +132,22 @@ async def test_tokens_per_second_are_those_of_the_last_samples(busy: Waiting) ->
     assert rates["sampled"]["over_10_s"] == pytest.approx(3 / 10)
     assert rates["sampled"]["over_60_s"] == pytest.approx(3 / 60)
     assert rates["trained"]["over_60_s"] == 0
+
+
+async def test_the_last_hour_of_rates_is_there_when_a_page_opens(
+    busy: Waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy.samplers.go_on.set()
+    request = await submit(busy.api, "asample", sample(await busy.api.sampler(), 0))
+    assert (await busy.api.result(request, Accept="application/x-protobuf")).status_code == 200
+    now, slot = time.monotonic(), throughput.SLOT_S
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(monotonic=lambda: now + 4000 + slot))
+    later = await get(busy.api, "console/rates")
+    assert (later["every_s"], len(later["sampled"]), sum(later["sampled"])) == (slot, throughput.SLOTS, 0)
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(monotonic=lambda: now + 2 * slot))
+    soon = await get(busy.api, "console/rates")
+    assert sum(soon["sampled"]) * slot == 3
+    assert len(soon["trained"]) == len(soon["sampled"]) <= 3
 
 
 async def test_keys_see_their_own_queue_and_only_admins_the_processes(world: World) -> None:

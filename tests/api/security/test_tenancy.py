@@ -228,6 +228,7 @@ ELSEWHERE = {
     ("POST", "/oai/api/v1/chat/completions"): "test_the_engine_hears_who_asks_from_the_api_alone",
 }
 NOBODYS = {
+    ("GET", "/api/v1/console/rates"),
     ("POST", "/api/v1/client/config"),
     ("POST", "/api/v1/client/dynamic_config"),
     ("POST", "/api/v1/auth/token"),
