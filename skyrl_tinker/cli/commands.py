@@ -211,6 +211,8 @@ def import_adapter(
 
 @app.command()
 @with_options(
+    "context_length",
+    "max_lora_rank",
     "trainer_ranks",
     "replicas",
     "tensor_parallel_size",
@@ -223,15 +225,14 @@ def plan(
     base_model: Annotated[str, typer.Option(help="A directory with config.json, or a hub name")],
     gpus: Annotated[int, typer.Option(min=1, max=64)] = 1,
     gpu_memory: Annotated[float, typer.Option(help="GB of each GPU", min=1)] = 80,
-    rank: Annotated[int, typer.Option(help="Of LoRA adapters", min=1, max=512)] = 32,
-    full: Annotated[bool, typer.Option("--full", help="Train all parameters, without adapters")] = False,
-    context: Annotated[int, typer.Option(help="Tokens of the longest sequence", min=16)] = 32768,
+    full: Annotated[bool, typer.Option("--full", help="As --max-lora-rank 0: all parameters train")] = False,
     tenants: Annotated[int, typer.Option(help="Models in training at once", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
     **given: Any,
 ) -> None:
-    """Show whether a server fits on GPUs, before there are any; exit code 1 if not. Options given are kept.
+    """Show whether `serve` with these options fits on GPUs, before there are any, and the command to copy.
 
+    Options that are given are kept, the others have the defaults of `serve`. Exit code 1 if it does not fit.
     The trainer's forward and backward run on tensors without content, which takes seconds on a CPU and no
     weights: config.json is enough.
     """
@@ -239,13 +240,13 @@ def plan(
     from skyrl_tinker.server import start_plan
 
     with one_line_errors():
-        highest = 0 if full else rank
-        settings = config.load(
-            base_model=base_model, device="cuda", context_length=context, max_lora_rank=highest, **given
-        )
-        hardware = start_plan.Gpus(gpus, gpu_memory * GB)
-        found = start_plan.plan(settings, hardware, tenants=tenants)
-    print(plan_output.as_json(found) if as_json else plan_output.as_table(found))
+        if full:
+            given["max_lora_rank"] = 0
+        settings = config.load(base_model=base_model, device="cuda", **given)
+        if sys.stderr.isatty():
+            tell("counting the memory of the longest row: some seconds, of a mixture of experts a minute")
+        found = start_plan.plan(settings, start_plan.Gpus(gpus, gpu_memory * GB), tenants=tenants)
+    print((plan_output.as_json if as_json else plan_output.as_table)(found, settings))
     if found.problem is not None:
         raise typer.Exit(1)
 
