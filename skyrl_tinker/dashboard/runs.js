@@ -1,11 +1,12 @@
 // Runs: a list to choose from, the curves of those chosen, and the checkpoints of one.
 
 import { ago, bytes, card, duration, facts, h, moment, number, plural, table, tick, wide } from "./dom.js";
-import { download, get, poll, request, save, send } from "./server.js";
+import { download, get, poll, Refused, request, save, send } from "./server.js";
 import { stepChart } from "./charts.js";
 
 const EVERY_MS = 3000;
 const MOST_COMPARED = 8;
+const MOST_PARENTS = 20;
 const SILENT_S = 60;
 const CURVES = [
   ["loss", "Loss per trained token", "sum of the losses by sum of the weights, or by trained positions"],
@@ -24,7 +25,7 @@ const COLUMNS = [
   ["owner", "", (run) => run.owner],
   ["rank", "number", (run) => run.lora_rank],
   ["state", "", (run) => run.state],
-  ["steps", "number", (run) => run.steps],
+  ["steps", "number", (run) => run.steps_before + run.steps],
   ["reward", "number", (run) => run.reward],
   ["loss", "number", (run) => run.loss],
   ["last request", "", (run) => run.last_request_at],
@@ -70,7 +71,7 @@ function showList(main, failed, recovered) {
     runs.fill(found.map((run) => {
       const box = h("input", { type: "checkbox", "aria-label": `compare ${run.name ?? run.run_id}`, onchange: (event) => choose(run.run_id, event.target) });
       box.checked = chosen.has(run.run_id);
-      return [box, named(run), run.owner, rank(run), state(run), number(run.steps), number(run.reward), number(run.loss), ago(run.last_request_at)];
+      return [box, named(run), run.owner, rank(run), state(run), number(run.steps_before + run.steps), number(run.reward), number(run.loss), ago(run.last_request_at)];
     }));
   }
 
@@ -138,16 +139,32 @@ function showCurves(main, names, failed, recovered) {
   let left = false;
   const begin = async () => {
     const runs = [];
-    for (const name of names) runs.push(await get(`console/runs/${encodeURIComponent(name)}`));
+    for (const name of names) runs.push(await lineage(await get(`console/runs/${encodeURIComponent(name)}`)));
     if (!left) stop = drawCurves(main, runs, failed, recovered);
   };
   begin().catch(failed);
   return () => { left = true; stop?.(); };
 }
 
-function drawCurves(main, runs, failed, recovered) {
-  const points = runs.map((run) => ({ run: run.run_id, next: 0, columns: {} }));
-  const reports = runs.map((run) => ({ run: run.run_id, next: 0, reward: new Map(), values: new Map() }));
+// A run behind those that it goes on from, the first of them first, as far as they are still there.
+async function lineage(run) {
+  const chain = [run];
+  while (chain[0].parent && chain.length < MOST_PARENTS) {
+    try {
+      chain.unshift(await get(`console/runs/${encodeURIComponent(chain[0].parent)}`));
+    } catch (error) {
+      if (!(error instanceof Refused)) throw error;
+      break;
+    }
+  }
+  return chain;
+}
+
+function drawCurves(main, chains, failed, recovered) {
+  const runs = chains.map((chain) => chain.at(-1));
+  const points = chains.map((chain) => chain.map((run, place) =>
+    ({ run: run.run_id, next: 0, columns: {}, before: run.steps_before, until: chain[place + 1]?.steps_before ?? Infinity })));
+  const reports = chains.map((chain) => ({ parts: chain.map((run) => ({ run: run.run_id, next: 0 })), reward: new Map(), values: new Map() }));
   const alone = runs.length === 1;
   const titles = runs.map(title);
   const charts = CURVES.map(([column, label, about]) => [column, stepChart(label, titles), label, about]);
@@ -189,16 +206,15 @@ function drawCurves(main, runs, failed, recovered) {
   }
 
   async function refresh() {
-    for (const kept of points) await more(kept);
-    for (const kept of reports) await moreReports(kept);
+    for (const part of points.flat()) await more(part);
+    for (const kept of reports) for (const part of kept.parts) await moreReports(part, kept);
     recovered();
-    for (const [column, chart] of charts) chart.draw(aligned(points.map((kept) => [kept.columns.step, kept.columns[column]])));
+    for (const [column, chart] of charts) chart.draw(aligned(points.map((parts) => joined(parts, column))));
     drawReports();
     if (!alone) return;
     showRun(about, await get(`console/runs/${encodeURIComponent(runs[0].run_id)}`), failed);
-    const { columns } = points[0];
-    time.draw(aligned(SECONDS.map((column) => [columns.step, columns[column]])));
-    last.replaceChildren(lastStep(columns));
+    time.draw(aligned(SECONDS.map((column) => joined(points[0], column))));
+    last.replaceChildren(lastStep(points[0].at(-1)));
   }
   const stop = poll(EVERY_MS, refresh, failed);
   const stopCheckpoints = checkpoints ? poll(EVERY_MS * 3, checkpoints.refresh, failed) : () => {};
@@ -219,10 +235,10 @@ async function more(kept) {
 }
 
 // Of several reports of one step the last counts.
-async function moreReports(kept) {
+async function moreReports(part, kept) {
   let answer;
   do {
-    answer = await get(`console/runs/${encodeURIComponent(kept.run)}/metrics?after=${kept.next}`);
+    answer = await get(`console/runs/${encodeURIComponent(part.run)}/metrics?after=${part.next}`);
     for (const { step, reward, values } of answer.reports) {
       if (reward !== null) kept.reward.set(step, reward);
       for (const [name, value] of Object.entries(values)) {
@@ -230,8 +246,15 @@ async function moreReports(kept) {
         kept.values.get(name).set(step, value);
       }
     }
-    kept.next = answer.next;
+    part.next = answer.next;
   } while (answer.more);
+}
+
+// A curve through the parents of a run, as far as it goes on from each, and the run itself.
+function joined(parts, column) {
+  const rows = parts.flatMap(({ columns, before, until }) =>
+    (columns.step ?? []).map((step, place) => [before + step, columns[column][place]]).filter(([step]) => step <= until));
+  return [rows.map(([step]) => step), rows.map(([, value]) => value)];
 }
 
 function curve(bySteps) {
@@ -260,7 +283,7 @@ function showRun(node, run, failed) {
   end.hidden = !inTraining(run);
   const about = facts([
     ["state", state(run)], ...(run.state_reason ? [["reason", run.state_reason]] : []), ["owner", run.owner],
-    ...(run.project_id ? [["project", run.project_id]] : []), ["base model", run.base_model],
+    ...(run.parent ? [["continues", parent(run)]] : []), ...(run.project_id ? [["project", run.project_id]] : []), ["base model", run.base_model],
     ["rank", rank(run)], ["learning rate", number(run.last?.learning_rate)], ["datums of a step", number(run.last?.datums)],
     ["created", ago(run.created_at)], ["last request", ago(run.last_request_at)], ["last heartbeat", ago(run.last_heartbeat_at)],
     ...Object.entries(run.user_metadata)]);
@@ -268,12 +291,16 @@ function showRun(node, run, failed) {
   else node.append(about, h("p", {}, end));
 }
 
-function lastStep(columns) {
+function parent(run) {
+  return h("span", {}, h("a", { href: `#/runs/${encodeURIComponent(run.parent)}` }, short(run.parent)), ` from step ${number(run.steps_before)}`);
+}
+
+function lastStep({ columns, before }) {
   const place = (columns.step ?? []).length - 1;
   if (place < 0) return h("p", { class: "quiet" }, "No optimizer step yet.");
   const of = (column) => columns[column][place];
   return facts([
-    ["step", number(of("step"))], ["at", moment(1000 * of("at"))], ["loss", number(of("loss"))],
+    ["step", number(before + of("step"))], ["at", moment(1000 * of("at"))], ["loss", number(of("loss"))],
     ["grad norm", number(of("grad_norm"))], ["tokens", `${number(of("tokens"))} in ${number(of("datums"))} datums`],
     ["seconds", `${duration(of("wait_s"))} waiting, ${duration(of("compute_s"))} computing, ${duration(of("answer_s"))} to the answer`],
   ]);

@@ -62,6 +62,8 @@ def run_summary(run: Run) -> RunSummary:
         created_at=utc(run.created_at),
         last_request_at=utc(run.last_request_at),
         last_heartbeat_at=utc(run.last_heartbeat_at),
+        parent=run.parent,
+        steps_before=run.steps_before,
         steps=run.point.step if run.point else 0,
         loss=run.loss,
         reward=run.reward,

@@ -183,7 +183,8 @@ class RunSummary(Message):
     """Run with its last step; `steps` 0: none was taken. `name`: that of its session.
 
     `lora_rank` 0: full parameters, null: it was not created. `state_reason`: why it is not in training.
-    `loss`, `reward`: the last ones known; the reward is what its script reported.
+    `loss`, `reward`: the last ones known; the reward is what its script reported. `parent`: the run whose
+    checkpoint it goes on from, after `steps_before` steps of that and of its own parents.
     """
 
     run_id: str
@@ -199,6 +200,8 @@ class RunSummary(Message):
     created_at: datetime
     last_request_at: datetime
     last_heartbeat_at: datetime
+    parent: str | None
+    steps_before: int
     steps: int
     loss: float | None
     reward: float | None

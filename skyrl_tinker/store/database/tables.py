@@ -130,6 +130,8 @@ class Model(Base):
     created_at: Mapped[float]
     last_request_at: Mapped[float]
     trained_on: Mapped[str | None]
+    parent: Mapped[str | None]  # model_id of the run whose checkpoint it goes on from
+    steps_before: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))  # of it and its parents
 
 
 class AdapterVersion(Base):

@@ -27,7 +27,8 @@ Scope = Literal["owned", "accessible"]
 class Run:
     """Model with its newest checkpoint of each kind (`last`); `lora_rank` 0: full parameters.
 
-    `name`: that of its session. `loss`, `reward`: the last ones known.
+    `name`: that of its session. `loss`, `reward`: the last ones known. `parent`: the run whose checkpoint it
+    goes on from, after `steps_before` steps.
     """
 
     model_id: ModelId
@@ -44,6 +45,8 @@ class Run:
     user_metadata: Mapping[str, Any]
     last: Mapping[CheckpointKind, CheckpointRow]
     created_at: float
+    parent: ModelId | None
+    steps_before: int
     loss: float | None
     reward: float | None
     point: Point | None  # of its last optimizer step
@@ -150,6 +153,8 @@ def _runs(conn: Connection, reach: Reach, *where: ColumnElement[bool]) -> dict[M
             Model.state_reason,
             Model.user_metadata,
             Model.created_at,
+            Model.parent,
+            Model.steps_before,
             LAST_LOSS.label("loss"),
             LAST_REWARD.label("reward"),
         )

@@ -1,4 +1,4 @@
-"""Numbers that scripts report of their runs."""
+"""Runs have parents, and numbers that their scripts report."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,6 +10,8 @@ BigId = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
+    op.add_column("models", sa.Column("parent", sa.String()))
+    op.add_column("models", sa.Column("steps_before", sa.BigInteger(), nullable=False, server_default="0"))
     op.create_table(
         "run_reports",
         sa.Column("id", BigId, nullable=False),
@@ -28,3 +30,5 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     op.drop_table("run_reports")
+    op.drop_column("models", "steps_before")
+    op.drop_column("models", "parent")
