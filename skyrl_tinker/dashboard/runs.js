@@ -181,7 +181,8 @@ function drawCurves(main, chains, failed, recovered) {
   main.append(
     h("h1", {}, alone ? titles[0] : `${runs.length} runs compared`),
     alone ? h("p", { class: "quiet small id" }, runs[0].run_id) : "",
-    h("p", { class: "row" }, h("a", { href: "#/runs" }, "All runs"), ...runs.map((run) =>
+    h("p", { class: "row" }, h("a", { href: "#/runs" }, "All runs"),
+      alone ? h("a", { href: `#/tokens/run/${encodeURIComponent(runs[0].run_id)}` }, "Tokens of this run") : null, ...runs.map((run) =>
       h("button", { type: "button", onclick: () => download(`console/runs/${encodeURIComponent(run.run_id)}/points.csv`, `${run.run_id.replaceAll(":", "-")}.csv`).catch(failed) },
         alone ? "Export CSV" : `CSV of ${title(run)}`))),
     h("div", { class: "grid curves" },

@@ -24,6 +24,7 @@ from skyrl_tinker.protocol.schemas.console import (
     NowResponse,
     PointsQuery,
     PointsResponse,
+    ReadableQuery,
     ReadableResponse,
     RecentRates,
     ReportRequest,
@@ -178,11 +179,11 @@ async def trace(query: Annotated[TraceQuery, Query()], deps: Deps, reach: Reache
     summary="Your finished passes and samples whose tokens are stored, newest first",
     response_model=ReadableResponse,
 )
-async def list_readable(query: Annotated[Paging, Query()], deps: Deps, owner: Owner) -> Response:
+async def list_readable(query: Annotated[ReadableQuery, Query()], deps: Deps, owner: Owner) -> Response:
     """Show the caller's requests only: admins do not read prompts."""
 
     def read(conn: Connection) -> ReadableResponse:
-        return ReadableResponse(requests=readable_requests(conn, owner, query.limit, query.offset))
+        return ReadableResponse(requests=readable_requests(conn, owner, query))
 
     return await json_from_rows(deps.store, read)
 

@@ -8,6 +8,7 @@ from pydantic import Field, Strict, StringConstraints
 from skyrl_tinker.domain.values import Way
 from skyrl_tinker.protocol.queue_views import TokenRates
 from skyrl_tinker.protocol.schemas.base import MAX_INT64, Message, StrictMessage, StrictRequest, Text
+from skyrl_tinker.protocol.schemas.runs import Paging
 
 MOST_S = 10 * 366 * 86400
 """Longest duration that a key may be given."""
@@ -334,14 +335,20 @@ class TraceQuery(StrictMessage):
     minutes: float = Field(5, gt=0, le=60, description="how far back")
 
 
+class ReadableQuery(Paging):
+    run: Text | None = Field(None, description="its passes, and samples from its weights")
+    kind: Literal["forward", "forward_backward", "sample"] | None = None
+
+
 class ReadableSummary(Message):
-    """Finished request whose tokens may be read. `origin`: its run, or its sampler."""
+    """Finished request. `origin`: its run, or its sampler. `readable`: its tokens are still stored."""
 
     request_id: str
     kind: str
     seq_id: int | None
     origin: str
     created_at: datetime
+    readable: bool
 
 
 class ReadableResponse(Message):
