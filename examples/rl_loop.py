@@ -64,7 +64,9 @@ class Answer:
 def main(options: Options) -> bool:
     """Train; write metrics.jsonl and reward.png; return whether the reward rose."""
     options.out.mkdir(parents=True, exist_ok=True)
-    with tinker.ServiceClient(display_name="rl_loop: the next letter") as service:  # its models leave the server at the end
+    with tinker.ServiceClient(
+        display_name="rl_loop: the next letter"
+    ) as service:  # its models leave the server at the end
         model = options.base_model or service.get_server_capabilities().supported_models[0].model_name
         trainer = service.create_lora_training_client(model, rank=options.rank, seed=options.seed).result()
         task = Task(trainer.get_tokenizer())
@@ -127,7 +129,9 @@ def reinforce(trainer: tinker.TrainingClient, task: Task, options: Options) -> l
 
 def tell(trainer: tinker.TrainingClient, step: Step) -> None:
     """Report numbers that only this script knows to the server's dashboard, if it has one."""
-    body = json.dumps({"step": step.step, "values": {"reward": step.reward, "tokens_per_s": step.tokens_per_s}})
+    body = json.dumps(
+        {"step": step.step, "values": {"reward": step.reward, "tokens_per_s": step.tokens_per_s}}
+    )
     url = f"{os.environ['TINKER_BASE_URL'].rstrip('/')}/api/v1/console/runs/{trainer.model_id}/metrics"
     headers = {"X-API-Key": os.environ["TINKER_API_KEY"], "Content-Type": "application/json"}
     try:

@@ -11,7 +11,9 @@ BigId = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 def upgrade() -> None:
     op.add_column("models", sa.Column("parent", sa.String()))
-    op.add_column("models", sa.Column("steps_before", sa.BigInteger(), nullable=False, server_default="0"))
+    op.add_column(
+        "models", sa.Column("steps_before", sa.BigInteger(), server_default=sa.text("0"), nullable=False)
+    )
     op.create_table(
         "run_reports",
         sa.Column("id", BigId, nullable=False),

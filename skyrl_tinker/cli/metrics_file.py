@@ -29,7 +29,9 @@ def metrics_file(log_path: Path) -> Path:
     """Return the file of a script's directory, or of its own path. Raises StartupError without one."""
     file = log_path / "metrics.jsonl" if log_path.is_dir() else log_path
     if not file.is_file():
-        raise StartupError(f"{log_path}: found no metrics.jsonl, expected the directory that a script logs to")
+        raise StartupError(
+            f"{log_path}: found no metrics.jsonl, expected the directory that a script logs to"
+        )
     return file
 
 

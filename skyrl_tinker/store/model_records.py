@@ -128,7 +128,7 @@ def set_spec(
 
 
 def note_parent(conn: Connection, key: ModelKey, parent: ModelId, saved_at: float) -> None:
-    """Note the run that a model without steps goes on from, by its checkpoint of then, and its steps so far."""
+    """Note the run that a model without steps goes on from, by a checkpoint saved then, and its steps."""
     if conn.scalar(select(StepPoint.id).where(StepPoint.model_key == key).limit(1)) is not None:
         return
     taken = select(StepPoint.step).where(StepPoint.model_key == Model.key, StepPoint.at <= saved_at)

@@ -23,7 +23,9 @@ def _lines(plan: dict[str, Any], place: str) -> dict[str, float]:
 
 
 def test_an_8b_trains_32k_tokens_on_one_gpu_with_recomputed_layers(tmp_path: Path) -> None:
-    result = _plan(tmp_path, QWEN3_8B, "--context-length", "32768", "--tenants", "8", "--json")
+    result = _plan(
+        tmp_path, QWEN3_8B, *"--context-length 32768 --max-lora-rank 32 --tenants 8 --json".split()
+    )
     assert result.returncode == 0, result.stderr
     plan = json.loads(result.stdout)
     chosen = {choice["setting"]: choice["value"] for choice in plan["choices"]}
@@ -58,7 +60,7 @@ def test_a_plan_has_the_defaults_of_the_server(tmp_path: Path) -> None:
     result = _plan(tmp_path, SMALL, "--json")
     assert result.returncode == 0, result.stderr
     plan = json.loads(result.stdout)
-    assert plan["longest"] == min(4096, SMALL["max_position_embeddings"])
+    assert "row of 4096 tokens, layers recomputed" in _lines(plan, "GPU of a trainer rank")
     assert plan["serve"] == f"skyrl-tinker serve --base-model {tmp_path} --device cuda"
 
 

@@ -203,7 +203,8 @@ def test_what_clients_wrote_does_nothing_to_the_terminal(home: Path, note: Any) 
         as_json = run("--home", home, "--json").stdout
     heads, row, reason = shown.splitlines()
     escaped = r"\x1b[31mred\x1b]0;title\x07\u202e\x9b1m\nfake-run  root  ready"
-    assert heads.startswith("run    owner  state ")
+    assert heads.split()[:4] == ["name", "run", "owner", "state"]
+    assert row.startswith(f"{escaped}  run-1  ")
     assert row.endswith(f"note={escaped}"[: len(row)])
     assert reason == f"run-1 is failed: {escaped}"
     assert json.loads(as_json) == RUNS

@@ -47,7 +47,9 @@ def test_a_resumed_run_knows_its_parent_and_the_step_it_goes_on_from(client: Cli
     train(training, TOKENS)
     resumed = client.service.create_training_client_from_state(path).result()
     train(resumed, TOKENS)
-    again = client.service.create_training_client_from_state(resumed.save_state("child").result().path).result()
+    again = client.service.create_training_client_from_state(
+        resumed.save_state("child").result().path
+    ).result()
     train(again, TOKENS)
     again.load_state(path).result()  # which is no beginning
     told = [run_of(client, each) for each in (training, resumed, again)]

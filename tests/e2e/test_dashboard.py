@@ -46,6 +46,7 @@ def page(chromium: Browser) -> Iterator[Page]:
         yield opened
 
 
+BY_NAME = "[...document.querySelectorAll('th button')].find((each) => each.innerText.startsWith('run'))"
 ROWS = "[...document.querySelectorAll('td.run a')].map((each) => each.innerText)"
 
 
@@ -59,7 +60,7 @@ def test_runs_are_found_by_their_names_and_sorted(server: Serve, page: Page) -> 
     page.type("sorted name:")
     page.wait(f"{ROWS}.length === 2")
     for expected in ("ab", "ba"):
-        page.run("[...document.querySelectorAll('th button')].find((each) => each.innerText.startsWith('run')).click()")
+        page.run(f"{BY_NAME}.click()")
         assert page.run(ROWS) == [f"sorted by name: {name}" for name in expected]
     page.run("document.querySelector('td.run a').click()")
     page.wait("document.querySelector('h1')?.innerText === 'sorted by name: b'")
@@ -114,7 +115,10 @@ def test_the_pages_show_a_loop_while_it_trains_and_report_no_errors(
         page.wait(f"{STEPS} > {first}")
         assert page.run("document.querySelectorAll('.curves canvas').length") == 11
         page.wait(f"({REWARD}).includes('0.625')")
-        assert page.run("[...document.querySelectorAll('option')].map((each) => each.value)") == ["length", "reward"]
+        assert page.run("[...document.querySelectorAll('option')].map((each) => each.value)") == [
+            "length",
+            "reward",
+        ]
     assert page.errors == []
 
 

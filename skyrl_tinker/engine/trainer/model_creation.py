@@ -135,13 +135,20 @@ class ModelCreation:
         except Exception:  # of any kind: without its weights the new model is useless
             await self._trainer.release(model.key)
             raise
-        ready = (_set_spec(model, checkpoint, config), _set_ready(model), keep, _note_parent(model, checkpoint))
+        ready = (
+            _set_spec(model, checkpoint, config),
+            _set_ready(model),
+            keep,
+            _note_parent(model, checkpoint),
+        )
         return Finished(_loaded(model, body.path), ready, Effect.LOADED)
 
     async def load(self, model: ModelRow, body: LoadWeightsBody, files: LoadFiles) -> Finished:
         """Load a checkpoint in place; the gradients accumulated so far are dropped."""
         keep = await self._load(model.key, files)
-        return Finished(_loaded(model, body.path), (keep, _note_parent(model, files.checkpoint)), Effect.LOADED)
+        return Finished(
+            _loaded(model, body.path), (keep, _note_parent(model, files.checkpoint)), Effect.LOADED
+        )
 
     async def _load(self, model: ModelKey, files: LoadFiles) -> Op[Any]:
         """Load a checkpoint; the returned op makes the kept copy the model's snapshot."""

@@ -233,7 +233,7 @@ class PointsResponse(Message):
 
 
 class ReportRequest(StrictRequest):
-    """Numbers of step `step` of a run that only its script knows, by name: the reward, lengths of episodes."""
+    """Numbers of a step of a run that only its script knows, by name: the reward, lengths of episodes."""
 
     step: Annotated[int, Strict(), Field(ge=0, le=MAX_INT64)]
     values: Annotated[dict[ReportedName, Reported], Field(min_length=1, max_length=MOST_REPORTED)]

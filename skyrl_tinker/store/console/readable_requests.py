@@ -31,7 +31,9 @@ class StoredTokens:
     result: bytes
 
 
-def readable_requests(conn: Connection, owner: OwnerId | None, wanted: ReadableQuery) -> list[ReadableSummary]:
+def readable_requests(
+    conn: Connection, owner: OwnerId | None, wanted: ReadableQuery
+) -> list[ReadableSummary]:
     """Return a page of the owner's requests that are stored, the newest first.
 
     Of a run: its passes, and samples from its weights as far as their versions are recorded.

@@ -19,6 +19,8 @@ from skyrl_tinker.store.futures import finish
 from tests.api.support.passes import post_pass, protobuf
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import BASE, FACTS, World, pass_output, running, sample, sample_output
+from tests.store.support.rows import ephemeral
+from tests.support.reads import reading
 
 TEXT = "2+2=4, né 猫"
 PROTOBUF = "application/x-protobuf"
