@@ -60,6 +60,8 @@ export function timeChart(label, names) {
 
 const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
 
-export function stepChart(label, names) {
-  return chart(label, names, { x: { time: false } }, [axis({ incrs: WHOLE }), axis({ size: 75, values })], undefined);
+// `least`: the range that the values' axis shows at least.
+export function stepChart(label, names, least = null) {
+  const y = least && { range: (_, low, high) => [Math.min(low ?? 0, least[0]), Math.max(high ?? 0, least[1])] };
+  return chart(label, names, { x: { time: false }, ...(y && { y }) }, [axis({ incrs: WHOLE }), axis({ size: 75, values })], undefined);
 }

@@ -8,10 +8,11 @@ const EVERY_MS = 3000;
 const MOST_COMPARED = 8;
 const MOST_PARENTS = 20;
 const SILENT_S = 60;
+const ROUNDING = 1e-3; // smaller differences would fill a chart of their own and look like drift
 const CURVES = [
   ["loss", "Loss per trained token", "sum of the losses by sum of the weights, or by trained positions"],
-  ["sampler_gap", "Trainer–sampler gap", "difference of their logprobs on the probe after a sync"],
-  ["policy_shift", "Policy shift", "mean of sampled − trained logprob: 0 while the policy is the one that sampled"],
+  ["sampler_gap", "Trainer–sampler gap", "difference of their logprobs on the probe after a sync", [0, ROUNDING]],
+  ["policy_shift", "Policy shift", "mean of sampled − trained logprob: 0 while the policy is the one that sampled", [-ROUNDING, ROUNDING]],
   ["entropy_proxy", "Entropy proxy", "mean of −logprob of the trained tokens, as sampled"],
   ["grad_norm", "Gradient norm", "before clipping"],
   ["learning_rate", "Learning rate", "as given to optim_step"],
@@ -167,7 +168,7 @@ function drawCurves(main, chains, failed, recovered) {
   const reports = chains.map((chain) => ({ parts: chain.map((run) => ({ run: run.run_id, next: 0 })), reward: new Map(), values: new Map() }));
   const alone = runs.length === 1;
   const titles = runs.map(title);
-  const charts = CURVES.map(([column, label, about]) => [column, stepChart(label, titles), label, about]);
+  const charts = CURVES.map(([column, label, about, least]) => [column, stepChart(label, titles, least), label, about]);
   const reward = stepChart("Reward", titles);
   const reported = stepChart("Reported number", titles);
   const choice = h("select", { "aria-label": "Reported number", onchange: () => drawReports() });

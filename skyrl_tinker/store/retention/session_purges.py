@@ -66,8 +66,8 @@ def forget_session(conn: Connection, session: SessionId) -> bool:
         if delete_some(conn, table, key, table.session_id == session):
             return True
     models = select(Model.key).where(Model.session_id == session)
-    for table in (StepPoint, RunReport, AdapterVersion):
-        if delete_some(conn, table, table.id, table.model_key.in_(models)):
+    for of_model in (StepPoint, RunReport, AdapterVersion):
+        if delete_some(conn, of_model, of_model.id, of_model.model_key.in_(models)):
             return True
     conn.execute(delete(Model).where(Model.session_id == session))
     conn.execute(delete(Session).where(Session.session_id == session))
