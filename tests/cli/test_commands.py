@@ -1,6 +1,8 @@
 """Output of the command line: help, and errors of mistyped settings."""
 
 import resource
+import sqlite3
+import stat
 from pathlib import Path
 
 import pytest
@@ -156,3 +158,24 @@ def test_help_names_the_values_of_a_closed_set() -> None:
 def test_an_example_in_help_keeps_its_lines() -> None:
     shown = CliRunner().invoke(app, ["db", "relocate", "--help"]).stdout
     assert "\n    mv /disk/checkpoints /large/checkpoints\n    skyrl-tinker db relocate" in shown
+
+
+def test_a_database_of_a_newer_release_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "skyrl-tinker.db"
+    migrate(f"sqlite:///{file}")
+    with sqlite3.connect(file) as database:
+        database.execute("UPDATE alembic_version SET version_num = '9999'")
+    database.close()
+    told = one_line("keys", "list", "--home", tmp_path)
+    assert told.startswith("skyrl-tinker: the database is of another release than this one, ")
+    assert "'9999'" in told
+
+
+def test_a_directory_in_place_of_the_database_is_named_and_left_alone(tmp_path: Path) -> None:
+    place = tmp_path / "data"
+    place.mkdir(mode=0o755)
+    told = one_line(
+        "keys", "create", "--name", "a", "--home", tmp_path, "--database-url", f"sqlite:///{place}"
+    )
+    assert told == f"skyrl-tinker: database_url: {place} is a directory, expected a file\n"
+    assert stat.S_IMODE(place.stat().st_mode) == 0o755
