@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from skyrl_tinker import __version__, config
 from skyrl_tinker.cli.commands import app
 from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.database.opening import file_of
 
 
 def test_help_names_the_defaults() -> None:
@@ -160,6 +161,21 @@ def test_an_example_in_help_keeps_its_lines() -> None:
     assert "\n    mv /disk/checkpoints /large/checkpoints\n    skyrl-tinker db relocate" in shown
 
 
+def test_a_variable_of_several_values_that_is_no_json_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYRL_TINKER_SAMPLER_URLS", "http://a:1")
+    assert one_line("serve") == (
+        'skyrl-tinker: environment variable SKYRL_TINKER_SAMPLER_URLS: expected JSON, as ["a", "b"]\n'
+    )
+
+
+def test_a_number_without_an_end_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("history_ttl_s = inf\n")
+    assert one_line("serve", "--config", file) == (
+        "skyrl-tinker: settings: history_ttl_s: Input should be a finite number\n"
+    )
+
+
 def test_a_database_of_a_newer_release_is_told(tmp_path: Path) -> None:
     file = tmp_path / "skyrl-tinker.db"
     migrate(f"sqlite:///{file}")
@@ -179,3 +195,30 @@ def test_a_directory_in_place_of_the_database_is_named_and_left_alone(tmp_path: 
     )
     assert told == f"skyrl-tinker: database_url: {place} is a directory, expected a file\n"
     assert stat.S_IMODE(place.stat().st_mode) == 0o755
+
+
+def test_a_name_with_bytes_beyond_utf_8_is_no_bug(tmp_path: Path) -> None:
+    migrate(config.load(home=tmp_path).store_url)
+    told = one_line("keys", "revoke", "al\udcffice", "--home", tmp_path)
+    assert told == "skyrl-tinker: '\\udcff' is no text in utf-8\n"
+
+
+def test_a_full_disk_is_told_where_a_write_names_no_file(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
+    try:
+        told = one_line("keys", "create", "--name", "a", "--home", tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert told == "skyrl-tinker: home, /tmp or /dev/shm: File too large\n"
+
+
+def test_any_home_has_its_own_database(tmp_path: Path) -> None:
+    home = tmp_path / "50%25 of a?b"
+    assert file_of(config.load(home=home).store_url) == home / "skyrl-tinker.db"
+    assert one_line("keys", "list", "--home", home).startswith(f"skyrl-tinker: no database {home}/")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_ipv6_address_may_have_its_brackets() -> None:
+    assert config.load(host="[::1]").host == config.load(host="::1").host == "::1"
