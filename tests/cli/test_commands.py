@@ -176,6 +176,16 @@ def test_a_number_without_an_end_is_refused(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("text", ["", "[[1, ", "[1]", '{"a": 1}'])
+def test_a_damaged_list_of_processes_is_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "run" / "processes.json"
+    file.parent.mkdir()
+    file.write_text(text)
+    told = one_line("serve", "--home", tmp_path)
+    assert told.startswith(f"skyrl-tinker: {file} is damaged (")
+    assert told.endswith("delete that file, and start again\n")
+
+
 def test_a_database_of_a_newer_release_is_told(tmp_path: Path) -> None:
     file = tmp_path / "skyrl-tinker.db"
     migrate(f"sqlite:///{file}")
