@@ -6,6 +6,7 @@ A check raises StartupError, as those of `serve` do; its message is the finding,
 import ctypes
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import resource
 import runpy
@@ -56,6 +57,7 @@ def report(settings: Settings) -> bool:
         **({"plan": lambda: _plan(settings)} if cuda and running is None else {}),
         "memory": lambda: running or _memory(),
         "/dev/shm": lambda: running or _shared_memory(),
+        "home": lambda: _home(settings.root),
         "disk": lambda: _disk(settings),
         "database": lambda: _database(settings),
         **({"storage": lambda: _storage(settings)} if elsewhere else {}),
@@ -231,6 +233,13 @@ def _plan(settings: Settings) -> str:
     said: list[str] = []
     preflight.check_placement(start_plan.place(settings, said.append))
     return said[0] if said else "as given"
+
+
+def _home(home: Path) -> str:
+    """Look whether it is, or can become, a directory that this user can write to."""
+    there = next(path for path in (home, *home.parents) if os.path.lexists(path))
+    writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    return _need(writable, str(home) if writable else f"{there} is no directory that this user can write to")
 
 
 def _disk(settings: Settings) -> str:

@@ -223,6 +223,14 @@ def test_a_full_disk_is_told_where_a_write_names_no_file(tmp_path: Path) -> None
     assert told == "skyrl-tinker: home, /tmp or /dev/shm: File too large\n"
 
 
+@pytest.mark.parametrize("setting", ["home", "checkpoints", "snapshots"])
+def test_a_file_in_place_of_a_directory_is_told_with_its_option(tmp_path: Path, setting: str) -> None:
+    (file := tmp_path / "file").touch()
+    told = one_line("serve", "--home", tmp_path / "home", f"--{setting}", file)
+    assert told.startswith(f"skyrl-tinker: cannot create {file}")
+    assert told.endswith(f"; choose another directory with --{setting}\n")
+
+
 def test_any_home_has_its_own_database(tmp_path: Path) -> None:
     home = tmp_path / "50%25 of a?b"
     assert file_of(config.load(home=home).store_url) == home / "skyrl-tinker.db"

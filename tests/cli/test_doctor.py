@@ -146,3 +146,12 @@ def test_it_knows_the_server_that_runs_here(capsys: pytest.CaptureFixture[str], 
         found = _doctor(capsys, home=tmp_path)
         assert found["port"].startswith(f"a server runs here already (pid {os.getpid()})")
     assert _doctor(capsys, home=tmp_path, port=0)["port"] == "127.0.0.1:0 is free"
+
+
+def test_a_home_that_cannot_be_is_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    (gone := tmp_path / "gone").symlink_to(tmp_path / "nowhere" / "else")
+    for home, obstacle in ((file, file), (file / "home", file), (gone, gone), (gone / "home", gone)):
+        told = f"FAIL  {obstacle} is no directory that this user can write to"
+        assert _doctor(capsys, home=home)["home"] == told
+    assert _doctor(capsys, home=tmp_path / "a" / "b")["home"] == str(tmp_path / "a" / "b")
