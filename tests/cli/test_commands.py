@@ -240,3 +240,7 @@ def test_any_home_has_its_own_database(tmp_path: Path) -> None:
 
 def test_an_ipv6_address_may_have_its_brackets() -> None:
     assert config.load(host="[::1]").host == config.load(host="::1").host == "::1"
+
+
+def test_more_lines_than_memory_are_refused() -> None:
+    assert CliRunner().invoke(app, ["logs", "-n", "99999999999999999999"]).exit_code == 2
