@@ -22,7 +22,7 @@ from pydantic_settings import (
 
 from skyrl_tinker.domain.key_limits import NAMES, KeyLimits
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.protocol.schemas.base import describe
+from skyrl_tinker.protocol.schemas.base import MAX_INT64, describe
 
 _SETUP_ONLY = frozenset({"torch_index"})  # SKYRL_TINKER_… variables that only scripts/setup reads
 _ON_CUDA = {"trainer_dtype": "bfloat16", "token_budget": 16384}
@@ -439,6 +439,14 @@ class Settings(BaseSettings):
     def _check_address(cls, given: str | None) -> str | None:
         if given is not None:
             _split_address(given)
+        return given
+
+    @field_validator("*")
+    @classmethod
+    def _fit_json(cls, given: object) -> object:
+        """Refuse integers that JSON, by which other processes get the settings, has no place for."""
+        if isinstance(given, int) and given > MAX_INT64:
+            raise ValueError(f"expected at most {MAX_INT64}")
         return given
 
     @field_validator("host")

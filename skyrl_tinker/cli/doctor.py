@@ -18,7 +18,7 @@ from contextlib import closing
 from pathlib import Path
 
 import psutil
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories, free_bytes
@@ -261,7 +261,7 @@ def _database(settings: Settings) -> str:
     try:
         with closing(database), database.connect() as conn, database.reading(conn):
             version = ".".join(map(str, conn.dialect.server_version_info or ()))
-    except OperationalError as error:
+    except (OperationalError, ProgrammingError) as error:
         raise StartupError(f"database_url: cannot connect: {error.orig}") from error
     return str(file) if file is not None else f"PostgreSQL {version}"
 

@@ -244,3 +244,11 @@ def test_an_ipv6_address_may_have_its_brackets() -> None:
 
 def test_more_lines_than_memory_are_refused() -> None:
     assert CliRunner().invoke(app, ["logs", "-n", "99999999999999999999"]).exit_code == 2
+
+
+@pytest.mark.parametrize("option", ["--models", "--stored-gb"])
+def test_a_limit_that_no_integer_of_64_bits_has_is_refused(tmp_path: Path, option: str) -> None:
+    assert CliRunner().invoke(app, ["keys", "create", "--name", "a", "--home", str(tmp_path)]).exit_code == 0
+    huge = "9" * 400 if option == "--stored-gb" else "9" * 23
+    told = one_line("keys", "limit", "a", option, huge, "--home", tmp_path)
+    assert told.startswith(f"skyrl-tinker: key_{option[2:].replace('-', '_')}: ")

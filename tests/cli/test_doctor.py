@@ -130,6 +130,8 @@ def test_it_asks_database_and_storage(capsys: pytest.CaptureFixture[str], tmp_pa
     assert found["storage"].startswith("FAIL  --checkpoints nothing://here: Protocol not known")
     assert found["database"].startswith("FAIL  database_url: cannot connect: ")
     assert "hidden" not in str(found)
+    found = _doctor(capsys, home=tmp_path / "home", database_url=f"{away}?no_such_option=1")
+    assert found["database"].startswith("FAIL  database_url: cannot connect: invalid connection option")
 
 
 def test_it_tells_the_version_of_postgresql(

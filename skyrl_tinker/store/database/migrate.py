@@ -79,5 +79,5 @@ def upgrade(database: Database) -> None:
 def _connected(database: Database) -> Connection:
     try:
         return database.connect()
-    except OperationalError as error:
+    except (OperationalError, ProgrammingError) as error:  # the latter of an option that there is not
         raise StartupError(f"database_url: cannot connect: {error.orig}") from error
