@@ -333,8 +333,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except (OSError, UnicodeError) as error:  # a name of the wrong form is a UnicodeError
-        code = None if isinstance(error, UnicodeError | socket.gaierror) else error.errno
-        reason = error if code is None else os.strerror(code)
+        code = getattr(error, "errno", 0) or 0
+        unknown = str(getattr(error, "strerror", error)).partition(" (")[0]  # those of names are below 0
+        reason = os.strerror(code) if code > 0 else unknown
         if code in (errno.EADDRINUSE, errno.EACCES):
             message = f"cannot listen on {host}:{port} ({reason}); choose another --port (0 = any free one)"
         else:
