@@ -5,21 +5,24 @@ Sources, strongest first: arguments, SKYRL_TINKER_…, --config FILE.toml.
 
 import json
 import os
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
+from urllib.parse import quote
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
     TomlConfigSettingsSource,
 )
 
 from skyrl_tinker.domain.key_limits import NAMES, KeyLimits
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.protocol.schemas.base import describe
+from skyrl_tinker.protocol.schemas.base import MAX_INT64, describe
 
 _SETUP_ONLY = frozenset({"torch_index"})  # SKYRL_TINKER_… variables that only scripts/setup reads
 _ON_CUDA = {"trainer_dtype": "bfloat16", "token_budget": 16384}
@@ -33,7 +36,11 @@ class Settings(BaseSettings):
     """Every setting of the server. Unknown keys are refused."""
 
     model_config = SettingsConfigDict(
-        env_prefix="SKYRL_TINKER_", extra="forbid", frozen=True, protected_namespaces=()
+        env_prefix="SKYRL_TINKER_",
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,  # JSON, by which other processes get the settings, has no such numbers
     )
 
     base_model: str = Field("tiny", description="'tiny', a model directory, or a hub name")
@@ -434,6 +441,20 @@ class Settings(BaseSettings):
             _split_address(given)
         return given
 
+    @field_validator("*")
+    @classmethod
+    def _fit_json(cls, given: object) -> object:
+        """Refuse integers that JSON, by which other processes get the settings, has no place for."""
+        if isinstance(given, int) and given > MAX_INT64:
+            raise ValueError(f"expected at most {MAX_INT64}")
+        return given
+
+    @field_validator("host")
+    @classmethod
+    def _without_brackets(cls, given: str) -> str:
+        """Take an IPv6 address as it stands in a URL, too."""
+        return given.removeprefix("[").removesuffix("]")
+
     @field_validator("tls_cert", "tls_key", "sampler_python")
     @classmethod
     def _make_absolute(cls, given: Path | None) -> Path | None:
@@ -502,7 +523,7 @@ class Settings(BaseSettings):
 
     @property
     def store_url(self) -> str:
-        return self.database_url or f"sqlite:///{self.root / 'skyrl-tinker.db'}"
+        return self.database_url or f"sqlite:///{quote(str(self.root / 'skyrl-tinker.db'))}"
 
     @property
     def checkpoint_root(self) -> Path:
@@ -522,14 +543,21 @@ class Settings(BaseSettings):
 def load(config: Path | None = None, **overrides: Any) -> Settings:
     """Parse the settings. Overrides that are None count as not given; model_fields_set names the given ones.
 
-    Raises pydantic.ValidationError that names the unknown key or the bad value.
+    Raises pydantic.ValidationError that names the unknown key or the bad value, and UserError for a file
+    that is no TOML, or a variable that is no JSON where it has to be.
     """
     overridden = _unknown_variables() | {key: value for key, value in overrides.items() if value is not None}
 
     class _FromFile(Settings):
         model_config = SettingsConfigDict(toml_file=config)
 
-    return Settings.model_validate(_FromFile(**overridden).model_dump(exclude_unset=True))
+    try:
+        read = _FromFile(**overridden)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"--config: not a TOML file: {error}") from error
+    except SettingsError as error:
+        raise _no_json(error) from error
+    return Settings.model_validate(read.model_dump(exclude_unset=True))
 
 
 def limit_changes(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -557,6 +585,14 @@ def _split_address(text: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"found {text!r}, expected HOST:PORT")
     return host, int(port)
+
+
+def _no_json(error: SettingsError) -> UserError:
+    """Name the variable of pydantic_settings' words: error parsing value for field "NAME" from source …."""
+    name = str(error).split('"')[1].upper()
+    return UserError(
+        f'environment variable {Settings.model_config["env_prefix"]}{name}: expected JSON, as ["a", "b"]'
+    )
 
 
 def _json_or_text(value: str) -> Any:

@@ -1,8 +1,8 @@
 """Options that commands share, made from the settings' fields, and the end of a command by an error."""
 
 import difflib
+import errno
 import os
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -88,6 +88,8 @@ def _option_type(setting: str) -> Any:
     return parsed | None
 
 
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors of a write, which names no file."""
 Home = Annotated[Path | None, option("home")]
 Config = Annotated[
     Path | None, typer.Option("--config", help="A TOML file of settings", exists=True, dir_okay=False)
@@ -104,16 +106,16 @@ def one_line_errors() -> Iterator[None]:
         yield
     except ValidationError as error:
         _fail(f"settings: {'; '.join(map(_problem, error.errors()))}")
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        _fail(f"--config: not a TOML file: {error}")
     except SkyrlTinkerError as error:
         _fail(str(error))
     except OperationalError as error:
         _fail(f"the database failed: {error.orig}")
+    except UnicodeEncodeError as error:  # an argument with bytes beyond UTF-8, or a terminal of fewer letters
+        _fail(f"{error.object[error.start : error.end]!r} is no text in {error.encoding}")
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno not in _NO_ROOM:
             raise
-        _fail(f"{error.filename}: {error.strerror}")
+        _fail(f"{error.filename or 'home, /tmp or /dev/shm'}: {error.strerror}")
 
 
 def _problem(found: Any) -> str:

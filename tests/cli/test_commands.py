@@ -1,6 +1,8 @@
 """Output of the command line: help, and errors of mistyped settings."""
 
 import resource
+import sqlite3
+import stat
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 from skyrl_tinker import __version__, config
 from skyrl_tinker.cli.commands import app
 from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.database.opening import file_of
 
 
 def test_help_names_the_defaults() -> None:
@@ -156,3 +159,96 @@ def test_help_names_the_values_of_a_closed_set() -> None:
 def test_an_example_in_help_keeps_its_lines() -> None:
     shown = CliRunner().invoke(app, ["db", "relocate", "--help"]).stdout
     assert "\n    mv /disk/checkpoints /large/checkpoints\n    skyrl-tinker db relocate" in shown
+
+
+def test_a_variable_of_several_values_that_is_no_json_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYRL_TINKER_SAMPLER_URLS", "http://a:1")
+    assert one_line("serve") == (
+        'skyrl-tinker: environment variable SKYRL_TINKER_SAMPLER_URLS: expected JSON, as ["a", "b"]\n'
+    )
+
+
+def test_a_number_without_an_end_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("history_ttl_s = inf\n")
+    assert one_line("serve", "--config", file) == (
+        "skyrl-tinker: settings: history_ttl_s: Input should be a finite number\n"
+    )
+
+
+@pytest.mark.parametrize("text", ["", "[[1, ", "[1]", '{"a": 1}'])
+def test_a_damaged_list_of_processes_is_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "run" / "processes.json"
+    file.parent.mkdir()
+    file.write_text(text)
+    told = one_line("serve", "--home", tmp_path)
+    assert told.startswith(f"skyrl-tinker: {file} is damaged (")
+    assert told.endswith("delete that file, and start again\n")
+
+
+def test_a_database_of_a_newer_release_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "skyrl-tinker.db"
+    migrate(f"sqlite:///{file}")
+    with sqlite3.connect(file) as database:
+        database.execute("UPDATE alembic_version SET version_num = '9999'")
+    database.close()
+    told = one_line("keys", "list", "--home", tmp_path)
+    assert told.startswith("skyrl-tinker: the database is of another release than this one, ")
+    assert "'9999'" in told
+
+
+def test_a_directory_in_place_of_the_database_is_named_and_left_alone(tmp_path: Path) -> None:
+    place = tmp_path / "data"
+    place.mkdir(mode=0o755)
+    told = one_line(
+        "keys", "create", "--name", "a", "--home", tmp_path, "--database-url", f"sqlite:///{place}"
+    )
+    assert told == f"skyrl-tinker: database_url: {place} is a directory, expected a file\n"
+    assert stat.S_IMODE(place.stat().st_mode) == 0o755
+
+
+def test_a_name_with_bytes_beyond_utf_8_is_no_bug(tmp_path: Path) -> None:
+    migrate(config.load(home=tmp_path).store_url)
+    told = one_line("keys", "revoke", "al\udcffice", "--home", tmp_path)
+    assert told == "skyrl-tinker: '\\udcff' is no text in utf-8\n"
+
+
+def test_a_full_disk_is_told_where_a_write_names_no_file(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
+    try:
+        told = one_line("keys", "create", "--name", "a", "--home", tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert told == "skyrl-tinker: home, /tmp or /dev/shm: File too large\n"
+
+
+@pytest.mark.parametrize("setting", ["home", "checkpoints", "snapshots"])
+def test_a_file_in_place_of_a_directory_is_told_with_its_option(tmp_path: Path, setting: str) -> None:
+    (file := tmp_path / "file").touch()
+    told = one_line("serve", "--home", tmp_path / "home", f"--{setting}", file)
+    assert told.startswith(f"skyrl-tinker: cannot create {file}")
+    assert told.endswith(f"; choose another directory with --{setting}\n")
+
+
+def test_any_home_has_its_own_database(tmp_path: Path) -> None:
+    home = tmp_path / "50%25 of a?b"
+    assert file_of(config.load(home=home).store_url) == home / "skyrl-tinker.db"
+    assert one_line("keys", "list", "--home", home).startswith(f"skyrl-tinker: no database {home}/")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_ipv6_address_may_have_its_brackets() -> None:
+    assert config.load(host="[::1]").host == config.load(host="::1").host == "::1"
+
+
+def test_more_lines_than_memory_are_refused() -> None:
+    assert CliRunner().invoke(app, ["logs", "-n", "99999999999999999999"]).exit_code == 2
+
+
+@pytest.mark.parametrize("option", ["--models", "--stored-gb"])
+def test_a_limit_that_no_integer_of_64_bits_has_is_refused(tmp_path: Path, option: str) -> None:
+    assert CliRunner().invoke(app, ["keys", "create", "--name", "a", "--home", str(tmp_path)]).exit_code == 0
+    huge = "9" * 400 if option == "--stored-gb" else "9" * 23
+    told = one_line("keys", "limit", "a", option, huge, "--home", tmp_path)
+    assert told.startswith(f"skyrl-tinker: key_{option[2:].replace('-', '_')}: ")

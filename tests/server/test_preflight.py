@@ -192,6 +192,21 @@ def test_a_port_in_use_is_refused_and_port_0_finds_a_free_one() -> None:
             assert free.getsockname()[1] not in (0, port)
 
 
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("192.0.2.1", "Cannot assign requested address"),
+        ("no.such.host.invalid", ""),
+        ("a..b", ""),
+        ("a" * 70, ""),
+    ],
+)
+def test_a_host_that_is_not_of_this_machine_is_told_as_such(host: str, reason: str) -> None:
+    told = rf"cannot listen on {host}:0 \((?!Unknown).*{reason}.*\); expected --host of"
+    with pytest.raises(StartupError, match=told):
+        preflight.listen(host, 0)
+
+
 def test_a_home_has_one_server_at_a_time(tmp_path: Path) -> None:
     directories = Directories(config.load(home=tmp_path))
     directories.make()

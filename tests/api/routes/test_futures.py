@@ -46,10 +46,10 @@ async def test_not_ready_is_held_for_the_whole_long_poll_then_408(world: World) 
 
 async def test_a_408_says_why_while_the_engine_is_not_ready(world: World) -> None:
     request_id = await submitted(world)
-    await world.set_engine("restarting", "it was killed")
+    await world.set_engine("restarting", "/srv/h/models/a cannot be read")
     answer = (await world.retrieve(request_id)).json()
     assert answer["queue_state"] == "paused_capacity"
-    assert answer["queue_state_reason"] == "the engine is restarting: it was killed"
+    assert answer["queue_state_reason"] == "the engine is restarting: …/a cannot be read"
 
 
 @pytest.fixture
