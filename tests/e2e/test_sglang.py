@@ -17,7 +17,10 @@ from tokenizers import Tokenizer
 
 from tests.e2e.support.client import Client, logprobs_of, metrics_of, prompt, random_tokens
 from tests.e2e.support.policies import ATOL, TOKENS, step
-from tests.e2e.test_full_parameter import (  # noqa: F401 - kept here as with vLLM
+from tests.e2e.test_examples import (  # noqa: F401 - kept here as with vLLM
+    test_openai_client_streams_text_and_samples_saved_weights,
+)
+from tests.e2e.test_full_parameter import (  # noqa: F401 - likewise
     snapshot,
     test_full_parameter_training_learns_and_syncs,
     test_named_full_parameter_weights_are_sampled_by_path,
