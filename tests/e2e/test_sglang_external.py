@@ -27,14 +27,14 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pat
         yield url, root / "model"
 
 
-@pytest.fixture(params=["first", "second"])
+@pytest.fixture(params=["recompute", "keep"])
 def client(request: pytest.FixtureRequest, running: tuple[str, Path], tmp_path: Path) -> Iterator[Client]:
     """Of one server after the other: SGLang stays, and keeps nothing of the first for the second."""
     url, directory = running
     options = ["--base-model", str(directory), "--model-name", "mine", "--max-lora-rank", "16"]
     options += ["--context-length", str(CONTEXT), "--sampler-urls", f"{url}/"]
     with (
-        sampling(tmp_path / "home", *options) as server,
+        sampling(tmp_path / "home", *options, INFLIGHT_CACHE=request.param) as server,
         tinker.ServiceClient(base_url=server.url) as service,
     ):
         yield Client(server.url, service, "mine")
