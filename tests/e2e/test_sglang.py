@@ -142,6 +142,21 @@ def test_a_streamed_completion_says_the_same_as_a_whole_one(
         assert [*chain(*(getattr(part, field) for part in parts))] == getattr(whole.logprobs, field)
 
 
+def test_a_chat_lists_the_likeliest_tokens_and_not_the_sampled_one(
+    oai: openai.OpenAI,  # noqa: F811
+    client: Client,
+) -> None:
+    asked: Any = {"model": client.model, "messages": CHAT, "n": 4, "max_tokens": 16}
+    answer = oai.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    logprobs = [choice.logprobs for choice in answer.choices]
+    rows = [row for each in logprobs if each is not None for row in each.content or ()]
+    for row in rows:
+        first, second = (likely.logprob for likely in row.top_logprobs)
+        assert first >= second
+        assert first >= row.logprob - ATOL
+    assert any(row.token not in [likely.token for likely in row.top_logprobs] for row in rows)
+
+
 def test_every_end_of_text_token_ends_a_completion(oai: openai.OpenAI, client: Client) -> None:  # noqa: F811
     """An untrained model takes each of the two about once in 512 tokens."""
     ends: set[Any] = set()
