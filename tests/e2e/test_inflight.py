@@ -72,7 +72,6 @@ def test_rollouts_of_others_do_not_feel_an_update(client: Client) -> None:
     publish(training)
     rollouts = [roll(sampler, LONG, seed=1) for sampler in samplers]
     for _ in range(2):
-        roll(other, FEW).result()  # the long ones go on beside it
         step(training)
         publish(training)
     for rollout, before in zip(rollouts, alone, strict=True):
