@@ -27,9 +27,9 @@ CHAT: Any = [{"role": "user", "content": "Which letter?"}]
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """The server's URL, and the directory of its model, for whose name SGLang has a chat template."""
     root = tmp_path_factory.mktemp("running")
-    facts = write_model(root / "points", tied=False)
+    facts = write_model(root / "vicuna", tied=False)
     with serving(spec_of(facts, root), interpreter()) as url:
-        yield url, root / "points"
+        yield url, root / "vicuna"
 
 
 @pytest.fixture(params=["recompute", "keep"])
