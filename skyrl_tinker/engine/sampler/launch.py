@@ -34,6 +34,7 @@ def launch_servers(settings: Settings, spec: SamplerSpec, to_end: ToEnd) -> Serv
             "sampler_urls" if settings.sampler_urls else "prefill_urls or decode_urls",
             spec.router_replay,
             dialect=spec.engine.dialect,
+            keeps_cache=spec.keeps_cache,
         )
     else:
         servers = ServerGroup.launch(spec)
