@@ -24,7 +24,9 @@ def _lines(plan: dict[str, Any], place: str) -> dict[str, float]:
 
 def test_an_8b_trains_32k_tokens_on_one_gpu_with_recomputed_layers(tmp_path: Path) -> None:
     result = _plan(
-        tmp_path, QWEN3_8B, *"--context-length 32768 --max-lora-rank 32 --tenants 8 --json".split()
+        tmp_path,
+        QWEN3_8B,
+        *["--context-length", "32768", "--max-lora-rank", "32", "--tenants", "8", "--json"],
     )
     assert result.returncode == 0, result.stderr
     plan = json.loads(result.stdout)
