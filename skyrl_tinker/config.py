@@ -553,7 +553,7 @@ def load(config: Path | None = None, **overrides: Any) -> Settings:
 
     try:
         read = _FromFile(**overridden)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"--config: not a TOML file: {error}") from error
     except SettingsError as error:
         raise _no_json(error) from error

@@ -138,7 +138,7 @@ def engine(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Directory of reward.png and metrics.jsonl")] = Path("demo-out"),
-    seed: Annotated[int, typer.Option(help="Of the adapter and the samples")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the adapter and the samples", min=0)] = 0,
     steps: Annotated[
         int | None,
         typer.Option(help="Steps of the optimizer [default: 40, of other families than qwen3 70]", min=8),
@@ -166,7 +166,7 @@ def make_model(
     untied: Annotated[
         bool, typer.Option("--untied", help="With a separate lm_head, as a gpt-oss always")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the random weights")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random weights", min=0)] = 0,
 ) -> None:
     """Write a small untrained model with its own tokenizer and chat template to DIRECTORY.
 

@@ -60,6 +60,7 @@ def test_it_tells_its_version() -> None:
     [
         (b"port = = 1\n", "--config: not a TOML file: Invalid value (at line 1, column 8)"),
         (b"\xff\xfe", "--config: not a TOML file: "),
+        (b"a = " + b"[" * 5000, "--config: not a TOML file: maximum recursion depth"),
         (b"prot = 1\n", "settings: prot: there is no such setting, did you mean port?\n"),
         (b"fine_tuning = 1\n", "settings: fine_tuning: there is no such setting\n"),
         (b"port = -1\n", "settings: port: "),
@@ -148,6 +149,11 @@ def test_a_disk_that_is_full_under_the_database_is_told(tmp_path: Path) -> None:
 
 def test_a_file_where_a_directory_has_to_be_is_named() -> None:
     assert one_line("make-model", "/dev/null/x") == "skyrl-tinker: /dev/null/x: Not a directory\n"
+
+
+def test_a_seed_below_0_is_refused_by_its_option() -> None:
+    told = CliRunner().invoke(app, ["make-model", "/dev/null/x", "--seed", "-1"])
+    assert (told.exit_code, "'--seed'" in told.stderr) == (2, True)
 
 
 def test_help_names_the_values_of_a_closed_set() -> None:
