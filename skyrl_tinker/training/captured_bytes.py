@@ -15,13 +15,19 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def host_memory(own_cgroup: Path = Path("/proc/self/cgroup"), cgroups: Path = CGROUPS) -> int:
-    """Return the bytes of memory for this process: the host's, or its cgroups' lowest limit (version 2)."""
+    """Return the bytes of memory for this process: the host's, or its cgroups' lowest limit."""
     limits = [psutil.virtual_memory().total]
     lines = own_cgroup.read_text().splitlines() if own_cgroup.exists() else []
-    for name in (line.removeprefix("0::/") for line in lines if line.startswith("0::/")):
-        own = cgroups / name
-        for cgroup in (own, *own.parents[: len(own.parts) - len(cgroups.parts)]):
-            limit = cgroup / "memory.max"
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if not controllers:  # version 2
+            root, name = cgroups, "memory.max"
+        elif "memory" in controllers.split(","):  # version 1
+            root, name = cgroups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        own = root / path.removeprefix("/")
+        for cgroup in (own, *own.parents[: len(own.parts) - len(root.parts)]):
+            limit = cgroup / name
             text = limit.read_text().strip() if limit.exists() else "max"
             limits += [int(text)] if text.isdecimal() else []
     return min(limits)

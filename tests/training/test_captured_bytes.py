@@ -56,3 +56,14 @@ def test_a_cgroup_bounds_the_memory(tmp_path: Path) -> None:
     assert host_memory(own, tmp_path) == 4096
     (inner / "memory.max").write_text("1024\n")
     assert host_memory(own, tmp_path) == 1024
+
+
+@pytest.mark.parametrize("inner", ["memory/pod/container", "memory/pod", "memory"])
+def test_a_cgroup_of_version_1_bounds_the_memory(tmp_path: Path, inner: str) -> None:
+    """A container may not see the directory of its own, but that of the root, which then has its limit."""
+    own = tmp_path / "cgroup"
+    own.write_text("5:cpuset:/other\n4:hugetlb,memory:/pod/container\n0::/\n")
+    (tmp_path / inner).mkdir(parents=True)
+    (tmp_path / "memory/memory.limit_in_bytes").write_text("9223372036854771712\n")
+    (tmp_path / inner / "memory.limit_in_bytes").write_text("4096\n")
+    assert host_memory(own, tmp_path) == 4096
