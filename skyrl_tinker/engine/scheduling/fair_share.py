@@ -33,7 +33,6 @@ W = TypeVar("W", bound=Waiter)
 Path = tuple[OwnerId | SessionId | ModelKey | None, ...]
 """An owner, a session of this owner, and perhaps a model of this session."""
 Cost = Callable[[W], float]
-Part = Callable[[Sequence[W]], Sequence[W]]
 STALE = 4
 """Number of places beyond twice a level's members at which stale places are dropped."""
 
@@ -44,7 +43,7 @@ def path_of(row: Waiter) -> Path:
     return above if row.model_key is None else (*above, row.model_key)
 
 
-def _whole(rows: Sequence[W]) -> Sequence[W]:
+def _whole(rows: Sequence[W]) -> Iterable[W]:
     return rows
 
 
@@ -110,8 +109,8 @@ class FairShare(Generic[W]):
         self._set_places()
         self._choice += 1
 
-    def order(self, cost: Cost[W], part: Part[W] = _whole) -> Iterator[tuple[W, float]]:
-        """Yield the rows, with their costs, in the order of their virtual start, ties by age.
+    def order(self, cost: Cost[W], part: Callable[[Sequence[W]], Iterable[W]] = _whole) -> Iterator[W]:
+        """Yield the rows in the order of their virtual start, ties by age.
 
         `part`: selects the rows of a queue that count. Nothing may be put or charged before the iterator is
         dropped.
@@ -230,15 +229,14 @@ def _head(node: _Node[W]) -> W:
     return node.rows[0]
 
 
-def _merged(level: _Node[W], cost: Cost[W], part: Part[W]) -> Iterator[tuple[W, float]]:
+def _merged(level: _Node[W], cost: Cost[W], part: Callable[[Sequence[W]], Iterable[W]]) -> Iterator[W]:
     """Yield the rows below, while nothing changes. A node is not visited before its place is reached."""
     level.first()
     places = level.places
-    # A heap, in which ids differ, but those of a place.
-    ahead: list[Any] = [(*place[:2], 0, None, _NOTHING) for place in places[:1]]
+    ahead = [(*place[:2], 0, None, _NOTHING) for place in places[:1]]  # a heap; ids differ, but of a place
     while ahead:
-        start, _, number, priced, rows = heappop(ahead)
-        if priced is None:
+        start, _, number, row, rows = heappop(ahead)
+        if row is None:
             for child in (2 * number + 1, 2 * number + 2):  # in the heap of places
                 if child < len(places):
                     heappush(ahead, (*places[child][:2], child, None, _NOTHING))
@@ -247,16 +245,12 @@ def _merged(level: _Node[W], cost: Cost[W], part: Part[W]) -> Iterator[tuple[W, 
                 continue
             while len(node.places) == 1:  # nothing is to be merged
                 node = node.places[0][3]
-            if node.rows:
-                counted = part(node.rows)
-                rows = zip(counted, map(cost, counted), strict=True)
-            else:
-                rows = _merged(node, cost, part)
-            if (priced := next(rows, None)) is None:
+            rows = iter(part(node.rows)) if node.rows else _merged(node, cost, part)
+            if (row := next(rows, None)) is None:
                 continue
-            if ahead and (start, priced[0].id) > ahead[0][:2]:
-                heappush(ahead, (start, priced[0].id, number, priced, rows))
+            if ahead and (start, row.id) > ahead[0][:2]:
+                heappush(ahead, (start, row.id, number, row, rows))
                 continue
-        yield priced
+        yield row
         if (following := next(rows, None)) is not None:
-            heappush(ahead, (start + priced[1], following[0].id, number, following, rows))
+            heappush(ahead, (start + cost(row), following.id, number, following, rows))

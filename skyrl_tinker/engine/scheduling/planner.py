@@ -10,9 +10,9 @@
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind, SessionId
 from skyrl_tinker.engine.scheduling.fair_share import FairShare, Path, path_of
@@ -100,8 +100,7 @@ class Planner:
         self._shares: FairShare[QueuedRow] = FairShare()
         self._short: SessionId | None = None  # session with little work that decided the running unit
         self._lead_s = self._lead_before_s = 0.0  # trainer time of such sessions beyond that of the others
-        self._left: dict[SessionId, float] = {}  # sessions without a runnable row: when they last had one
-        self._bounded_at = -math.inf  # when the bounds were last asked for
+        self._active: dict[SessionId, float] = {}  # when a session last had a runnable row
 
     def pop(self, ahead: tuple[QueuedRow, ...] = ()) -> Unit | None:
         """Take the next unit; None when nothing is runnable. It counts as its estimate until `charge`.
@@ -134,7 +133,7 @@ class Planner:
     def in_turn(self) -> tuple[QueuedRow, ...]:
         """Return the next row of every model with runnable work, in the order of their turns."""
         self._look()
-        return tuple(row for row, _ in self._shares.order(self._seconds, lambda rows: rows[:1]))
+        return tuple(self._shares.order(self._seconds, lambda rows: rows[:1]))
 
     def _seconds(self, row: QueuedRow) -> float:
         return self._estimate((work_of(row),))
@@ -187,9 +186,8 @@ class Planner:
                 del self._sessions[session_id]
             if session.runnable:
                 self._runnable[session_id] = session
-                self._left.pop(session_id, None)
-            elif self._runnable.pop(session_id, None):
-                self._left[session_id] = self._bounded_at
+            else:
+                self._runnable.pop(session_id, None)
             if session.runnable and len(works) <= SHORT_ROWS:
                 self._works[session_id], self._works_s[session_id] = works, self._estimate(works)
             elif self._works.pop(session_id, None):
@@ -220,11 +218,11 @@ class Planner:
         return {each for each, work_s in self._works_s.items() if work_s == least}
 
     def _bounds(self) -> PassBudget:
-        self._bounded_at = now = self._clock()
-        for each in list(takewhile(lambda each: self._left[each] <= now - ACTIVE_S, self._left)):
-            del self._left[each]
-        several = len(self._runnable) + len(self._left) > 1
-        return self._budget if several else replace(self._budget, seconds=math.inf)
+        now = self._clock()
+        self._active |= dict.fromkeys(self._runnable, now)
+        if len(self._active) > len(self._runnable):
+            self._active = {each: at for each, at in self._active.items() if at > now - ACTIVE_S}
+        return self._budget if len(self._active) > 1 else replace(self._budget, seconds=math.inf)
 
 
 def _first_of(rows: Iterable[QueuedRow], waiting: Waiting) -> bool:
@@ -258,23 +256,20 @@ def next_unit(
             return ()
         return rows if row is first or shares.ahead(path_of(row)) <= budget.ahead_s else ()
 
-    others = (each for each in shares.order(seconds, joining) if each[0] is not first)
-    return _pass(chain([(first, seconds(first))], others), budget)
+    others = (row for row in shares.order(seconds, joining) if row is not first)
+    return _pass(chain([first], others), budget, seconds)
 
 
 def _age(row: QueuedRow) -> int:
     return row.id
 
 
-def _pass(rows: Iterable[tuple[QueuedRow, float]], budget: PassBudget) -> Pass:
-    """Build a pass of the first row, however large, and of the next ones that fit the budget.
-
-    `rows`: with their estimates in seconds.
-    """
+def _pass(rows: Iterator[QueuedRow], budget: PassBudget, seconds: Seconds) -> Pass:
+    """Build a pass of the first row, however large, and of the next ones that fit the budget."""
     batch: list[QueuedRow] = []
     tokens, left = budget.tokens, budget.seconds
-    for row, took_s in rows:
-        size = cost(row)
+    for row in rows:
+        size, took_s = cost(row), seconds(row)
         if batch and (size > tokens or took_s > left):
             return Pass(tuple(batch), full=True)
         batch.append(row)

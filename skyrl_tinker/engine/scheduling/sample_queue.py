@@ -81,7 +81,7 @@ class SampleQueue:
         """
         stride = max(1, math.ceil(self._count / SHOWN))
         queues: dict[str, QueueView] = {}
-        for turn, _ in self._shares.order(_tokens, _head):
+        for turn in self._shares.order(_tokens, _head):
             queue, of_session = self._queues[path_of(turn)], str(turn.session_id)
             shown = [each for each in queue if each.id not in away] if away else queue
             if not shown:
@@ -95,14 +95,14 @@ class SampleQueue:
 
     def _beginning(self) -> Iterator[SampleTurn]:
         """Yield turns in order while there is room for the next, then turns of newcomers for the reserve."""
-        for turn, _ in self._shares.order(_tokens):
+        for turn in self._shares.order(_tokens):
             if not (self._slots.take(turn) or self._slots.take_reserved(turn)):
                 break
             yield turn
         if self._slots.reserve_left() < self._narrowest:
             return  # usual under load: avoids a walk over all sessions for each turn that ends
         narrowest = math.inf
-        for turn, _ in self._shares.order(_tokens, self._newcomer):
+        for turn in self._shares.order(_tokens, self._newcomer):
             if self._slots.take_reserved(turn):
                 yield turn
             else:

@@ -12,7 +12,6 @@ from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.scheduling.fair_share import FairShare, Path, path_of
 from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, Work, model_of, work_of
 from skyrl_tinker.engine.scheduling.planner import (
-    ACTIVE_S,
     SHORT_ROWS,
     Apart,
     Barriers,
@@ -340,19 +339,6 @@ def test_what_a_session_has_to_do_is_estimated_again_after_each_unit() -> None:
     estimates[SAVE] = 10.0
     planner.charge([(older[0], 5.0)])
     assert planner.pop() == Barriers((older[1],)), "it has little to do now, beside the other one"
-
-
-@pytest.mark.parametrize(("after_s", "passes"), [(ACTIVE_S - 1, 1), (ACTIVE_S + 1, 2)])
-def test_passes_are_short_while_another_session_trained_lately(after_s: float, passes: int) -> None:
-    now, other, mine = 0.0, row(A), [row(B, tokens=20) for _ in range(2)]
-    waiting = waiting_lanes(other)
-    planner = Planner(waiting, PassBudget(100, 0.03), estimate, lambda: now)
-    assert planner.pop() == Pass((other,), full=False)
-    waiting.open(B, mine[0].seq_id)
-    for each in mine:
-        waiting.add(each)
-    now = after_s
-    assert planner.pop() == Pass(tuple(mine[:passes]), full=passes == 1)
 
 
 def test_a_session_may_change_its_owner_while_its_requests_wait() -> None:
