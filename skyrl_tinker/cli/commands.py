@@ -39,48 +39,8 @@ def main(
     """Serve the Tinker API on your own machines."""
 
 
-_SERVED = (
-    "base_model",
-    "model_name",
-    "host",
-    "port",
-    "api_processes",
-    "allowed_hosts",
-    "tls_cert",
-    "tls_key",
-    "insecure",
-    "home",
-    "database_url",
-    "checkpoints",
-    "snapshots",
-    "standby",
-    "engine_listen",
-    "device",
-    "trainer_ranks",
-    "trainer_dtype",
-    "token_budget",
-    "gradient_checkpointing",
-    "resident_models",
-    "replicas",
-    "tensor_parallel_size",
-    "sampler_engine",
-    "sampler_python",
-    "vllm_args",
-    "sampler_urls",
-    "prefill_urls",
-    "decode_urls",
-    "router_url",
-    "placement",
-    "plan",
-    "max_lora_rank",
-    "context_length",
-    "ray_address",
-)
-"""Settings that are options of the command line."""
-
-
 @app.command()
-@with_settings(*_SERVED)
+@with_settings(*Settings.model_fields)
 def serve(
     settings: Settings,
     show_config: Annotated[
@@ -251,7 +211,7 @@ def plan(
 
 
 @app.command()
-@with_settings(*_SERVED)
+@with_settings(*Settings.model_fields)
 def doctor(settings: Settings) -> None:
     """Check whether `serve` with these options would work here; name fixes; exit code 1 if not."""
     from skyrl_tinker.cli import doctor as checks

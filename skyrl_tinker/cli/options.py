@@ -23,12 +23,12 @@ from skyrl_tinker.errors import SkyrlTinkerError
 def option(setting: str) -> Any:
     """Return the option of one setting: its help names the default, but an absent one counts as not given."""
     field = Settings.model_fields[setting]
-    assert field.description is not None
+    description = config.description_of(field)
     if field.annotation is bool:
         name = setting.replace("_", "-")
-        return typer.Option(f"--{name}/--no-{name}" if field.default else f"--{name}", help=field.description)
+        return typer.Option(f"--{name}/--no-{name}" if field.default else f"--{name}", help=description)
     default = "" if field.default in (None, (), {}) else f" [default: {field.default}]"
-    return typer.Option(help=field.description + default, metavar=_values(field.annotation))
+    return typer.Option(help=description + default, metavar=_values(field.annotation))
 
 
 def _values(annotation: Any) -> str | None:

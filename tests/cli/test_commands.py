@@ -20,12 +20,11 @@ def test_help_names_the_defaults() -> None:
 
 def test_every_option_of_serve_is_a_setting_with_its_description() -> None:
     options = {option.name: option for option in get_command(app).commands["serve"].params}
-    assert options.keys() - config.Settings.model_fields.keys() == {"config_file", "show_config"}
+    assert options.keys() - {"config_file", "show_config"} == config.Settings.model_fields.keys()
     for name, field in config.Settings.model_fields.items():
-        assert field.description
-        if name in options:
-            assert options[name].help.startswith(field.description)
-            assert options[name].default is None
+        assert (description := config.description_of(field))
+        assert options[name].help.startswith(description)
+        assert options[name].default is None
 
 
 def test_sampler_urls_are_given_one_by_one() -> None:
