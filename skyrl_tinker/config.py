@@ -91,8 +91,6 @@ class Settings(BaseSettings):
         description="float32 or bfloat16, of the trainer's computation and the samplers "
         f"[on cuda: {_ON_CUDA['trainer_dtype']}]",
     )
-    trainer_threads: int = Field(1, ge=1)
-    """Torch threads per FSDP worker on CPU"""
     token_budget: int = Field(
         2048,
         ge=1,
@@ -112,10 +110,6 @@ class Settings(BaseSettings):
     unit_tokens: int | None = Field(None, ge=1)
     """Tokens that one unit of work takes from all lanes [default: 16384, or two micro-batches of every worker
     if that is more]
-    """
-    unit_ms: float = Field(150.0, gt=0)
-    """Most work of other sessions, in milliseconds, that a training request waits for or shares a pass with:
-    while several sessions train, a pass of several requests takes half of it
     """
     max_lora_rank: int = Field(64, ge=0, le=512)
     """Highest LoRA rank that a client may choose; 0: full parameters only, samplers take no adapters"""
@@ -137,10 +131,6 @@ class Settings(BaseSettings):
     """A vLLM server that runs already and continues prompts of prefill_urls' ones; give it once for each"""
     router_url: str | None = None
     """A router before the servers by URL [default: one of our own]"""
-    router_policy: Literal[
-        "consistent_hash", "sticky_least_loaded", "round_robin", "random", "cache_aware"
-    ] = "consistent_hash"
-    """Policy of the vllm-router before several replicas; consistent_hash: not for samples"""
     placement: Literal["auto", "separate", "colocated"] = "auto"
     """separate, or colocated: trainer and samplers take turns on the same devices; auto: colocated where not
     both fit on the GPUs
@@ -157,8 +147,6 @@ class Settings(BaseSettings):
     """Share of a GPU's memory that vLLM takes, while awake"""
     weight_transport: Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"] = "auto"
     """Way of full parameters to the samplers; auto: by device and placement"""
-    weight_chunk_mb: int = Field(256, ge=1)
-    """Weights sent at once; each rank that sends takes twice so much memory"""
     max_loras: int = Field(8, ge=1)
     """Adapters that run at once, in the batches of the replicas; more take turns"""
     max_cpu_loras: int = Field(32, ge=1)
@@ -167,14 +155,6 @@ class Settings(BaseSettings):
     """Sequences in flight per replica, of each data-parallel rank if it has several, beyond which samples
     wait for their turns; sessions that have none there get more. Default: 256, on a CPU 96 unless one session
     is alone
-    """
-    sampler_startup_s: float = Field(300.0, gt=0)
-    """Time that a replica may take to start"""
-    sampler_hang_s: float = Field(10.0, gt=0)
-    """Silence after which a replica counts as dead"""
-    sampler_step_s: float | None = Field(None, gt=0)
-    """Longest step of vLLM: a replica whose engine core answers nothing for so long is replaced [default: 60,
-    on a CPU 600]
     """
     sampled_logprobs: Literal["raw", "processed"] = "raw"
     """Logprobs of sampled tokens: raw are the model's at temperature 1, processed those of the distribution
@@ -412,6 +392,18 @@ class Settings(BaseSettings):
         return self.snapshots if self.snapshots and "://" in self.snapshots else None
 
 
+FORMER = {
+    "router_policy",
+    "sampler_hang_s",
+    "sampler_startup_s",
+    "sampler_step_s",
+    "trainer_threads",
+    "unit_ms",
+    "weight_chunk_mb",
+}
+"""Names that were settings."""
+
+
 def load(config: Path | None = None, **overrides: Any) -> Settings:
     """Parse the settings. Overrides that are None count as not given; model_fields_set names the given ones.
 
@@ -428,6 +420,11 @@ def load(config: Path | None = None, **overrides: Any) -> Settings:
 def description_of(field: FieldInfo) -> str:
     """Return the description in one line."""
     return " ".join((field.description or "").split())
+
+
+def successor(name: str) -> str:
+    """Return the remedy for a name that was a setting, "" for any other."""
+    return "no setting any more" if name in FORMER else ""
 
 
 def limit_changes(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -453,7 +450,7 @@ def _split_address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"found {text!r}, expected HOST:PORT")
+        raise ValueError("expected HOST:PORT")
     return host, int(port)
 
 

@@ -9,7 +9,7 @@ import typer
 
 from skyrl_tinker import __version__, config
 from skyrl_tinker.cli import database, keys, server_commands
-from skyrl_tinker.cli.options import one_line_errors, with_options, with_settings
+from skyrl_tinker.cli.options import SettingsCommand, one_line_errors, with_options, with_settings
 from skyrl_tinker.cli.terminal import tell
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.units import GB
@@ -39,7 +39,7 @@ def main(
     """Serve the Tinker API on your own machines."""
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @with_settings(*Settings.model_fields)
 def serve(
     settings: Settings,
@@ -210,7 +210,7 @@ def plan(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @with_settings(*Settings.model_fields)
 def doctor(settings: Settings) -> None:
     """Check whether `serve` with these options would work here; name fixes; exit code 1 if not."""

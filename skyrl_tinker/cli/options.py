@@ -13,11 +13,13 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from pydantic import ValidationError
 from sqlalchemy.exc import OperationalError
+from typer.core import TyperCommand
 
 from skyrl_tinker import config
 from skyrl_tinker.cli import terminal
 from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import SkyrlTinkerError
+from skyrl_tinker.protocol.schemas.base import describe
 
 
 def option(setting: str) -> Any:
@@ -88,6 +90,18 @@ def _option_type(setting: str) -> Any:
     return parsed | None
 
 
+class SettingsCommand(TyperCommand):
+    """Command whose options are settings: an option that was one is refused with its successor."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for given in args:
+            name = given.partition("=")[0]
+            remedy = config.successor(name.removeprefix("--").replace("-", "_"))
+            if remedy and name.startswith("--"):
+                _fail(f"settings: {name}: {remedy}")
+        return super().parse_args(ctx, args)
+
+
 Home = Annotated[Path | None, option("home")]
 Config = Annotated[
     Path | None, typer.Option("--config", help="A TOML file of settings", exists=True, dir_okay=False)
@@ -117,13 +131,14 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _problem(found: Any) -> str:
-    name = ".".join(map(str, found["loc"]))
     if found["type"] != "extra_forbidden":
-        return f"{name}: {found['msg']}"
+        return describe([found])
+    name = ".".join(map(str, found["loc"]))
     near = difflib.get_close_matches(name, Settings.model_fields, 1)
-    if (variable := f"SKYRL_TINKER_{name.upper()}") in os.environ:
-        name = f"environment variable {variable}"
-    return f"{name}: there is no such setting{f', did you mean {near[0]}?' if near else ''}"
+    unknown = f"there is no such setting{f', did you mean {near[0]}?' if near else ''}"
+    variable = f"SKYRL_TINKER_{name.upper()}"
+    shown = f"environment variable {variable}" if variable in os.environ else name
+    return f"{shown}: {config.successor(name) or unknown}"
 
 
 def _fail(message: str) -> None:

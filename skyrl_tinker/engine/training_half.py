@@ -39,6 +39,8 @@ from skyrl_tinker.training.trainer_group import TrainerGroup
 
 UNIT_TOKENS = 16384
 """Least default of the setting unit_tokens."""
+SHARED_PASS_S = 0.075
+"""Most work of a pass of several requests while several sessions train: a request waits for one other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ def compose_training(
         store, trainer, lanes, models, executors, commits, pending, snapshots, metrics, woken
     )
     pace = TrainerPace()
-    planner = Planner(lanes, PassBudget(unit_tokens, settings.unit_ms / 2000), pace.seconds)
+    planner = Planner(lanes, PassBudget(unit_tokens, SHARED_PASS_S), pace.seconds)
     driver = TrainerDriver(
         store,
         trainer,

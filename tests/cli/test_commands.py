@@ -58,7 +58,8 @@ def test_it_tells_its_version() -> None:
         (b"\xff\xfe", "--config: not a TOML file: "),
         (b"prot = 1\n", "settings: prot: there is no such setting, did you mean port?\n"),
         (b"fine_tuning = 1\n", "settings: fine_tuning: there is no such setting\n"),
-        (b"port = -1\n", "settings: port: "),
+        (b"unit_ms = 1\n", "settings: unit_ms: no setting any more\n"),
+        (b"port = -1\n", "settings: port: Input should be greater than or equal to 0, found -1\n"),
     ],
 )
 def test_a_bad_config_file_ends_with_one_line(tmp_path: Path, content: bytes, message: str) -> None:
@@ -74,6 +75,12 @@ def test_a_variable_that_is_no_setting_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("SKYRL_TINKER_PROT", "1")
     told = CliRunner().invoke(app, ["serve"]).stderr
     assert "environment variable SKYRL_TINKER_PROT: there is no such setting, did you mean port?" in told
+
+
+def test_a_name_that_was_a_setting_is_refused_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert one_line("serve", "--unit-ms=5") == "skyrl-tinker: settings: --unit-ms: no setting any more\n"
+    monkeypatch.setenv("SKYRL_TINKER_TRAINER_THREADS", "2")
+    assert "environment variable SKYRL_TINKER_TRAINER_THREADS: no setting any more" in one_line("serve")
 
 
 def test_the_shown_settings_are_a_file_that_gives_them_again(tmp_path: Path) -> None:

@@ -255,8 +255,8 @@ class History:
         self._early = _stream("early", seed, 9, EARLY)
         self._clocks = _stream("clocks", seed, 13, CLOCKS)
         self._full = _stream("full", seed, 17, FULL)
-        if self._full:  # a tensor is a chunk
-            settings |= {"weight_chunk_mb": 0, **self._full.choice(TRANSPORTS)}
+        if self._full:
+            settings |= self._full.choice(TRANSPORTS)
         if seed % 13 in PROBED:
             settings |= {"gap_probe_tokens": 8}
         if self._away == UNREAD:
