@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import SettingsError
 from sqlalchemy.exc import OperationalError
 from typer.core import TyperCommand
 
@@ -29,8 +31,12 @@ def option(setting: str) -> Any:
     if field.annotation is bool:
         name = setting.replace("_", "-")
         return typer.Option(f"--{name}/--no-{name}" if field.default else f"--{name}", help=description)
-    default = "" if field.default in (None, (), {}) else f" [default: {field.default}]"
-    return typer.Option(help=description + default, metavar=_values(field.annotation))
+    metavar = "NAME=VALUE" if config.takes_pairs(setting) else _values(field.annotation)
+    return typer.Option(help=description + _default(field), metavar=metavar)
+
+
+def _default(field: FieldInfo) -> str:
+    return f" [default: {default}]" if (default := config.default_of(field)) else ""
 
 
 def _values(annotation: Any) -> str | None:
@@ -85,13 +91,26 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
 def _option_type(setting: str) -> Any:
     """Return the type that the command line reads; Settings refuses wrong values, as from any source."""
-    annotation = Settings.model_fields[setting].annotation
-    parsed: Any = {Literal: str, tuple: list[str], dict: list[str]}.get(get_origin(annotation), annotation)
+    annotation = list[str] if config.takes_pairs(setting) else Settings.model_fields[setting].annotation
+    parsed: Any = {Literal: str, tuple: list[str]}.get(get_origin(annotation), annotation)
     return parsed | None
 
 
 class SettingsCommand(TyperCommand):
-    """Command whose options are settings: an option that was one is refused with its successor."""
+    """Command whose options are settings: `--help` has their sections, former ones are refused."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        title, sections = "Options", dict[str, list[tuple[str, str]]]()
+        for param in self.get_params(ctx):
+            name = str(param.name)
+            title = config.SECTIONS.get(name, "Options" if name == "help" else title)
+            keys = config.keys_of(name).items()
+            of_table = ((f"  {key}", config.description_of(field) + _default(field)) for key, field in keys)
+            rows = sections.setdefault(title, [])
+            rows += [*filter(None, [param.get_help_record(ctx)]), *of_table]
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for given in args:
@@ -118,6 +137,8 @@ def one_line_errors() -> Iterator[None]:
         yield
     except ValidationError as error:
         _fail(f"settings: {'; '.join(map(_problem, error.errors()))}")
+    except SettingsError as error:
+        _fail(f"settings: environment: {error}, expected JSON")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         _fail(f"--config: not a TOML file: {error}")
     except SkyrlTinkerError as error:
@@ -134,7 +155,8 @@ def _problem(found: Any) -> str:
     if found["type"] != "extra_forbidden":
         return describe([found])
     name = ".".join(map(str, found["loc"]))
-    near = difflib.get_close_matches(name, Settings.model_fields, 1)
+    known = [each for setting in Settings.model_fields for each in (setting, *config.keys_of(setting))]
+    near = difflib.get_close_matches(name, known, 1)
     unknown = f"there is no such setting{f', did you mean {near[0]}?' if near else ''}"
     variable = f"SKYRL_TINKER_{name.upper()}"
     shown = f"environment variable {variable}" if variable in os.environ else name

@@ -72,7 +72,7 @@ def compose_training(
         samplers,
         facts,
         metrics,
-        tokens=settings.gap_probe_tokens,
+        tokens=settings.parity.probe_tokens,
         bound=allowed_gap(settings),
     )
     commits = UnitCommits(outbox)
@@ -83,8 +83,8 @@ def compose_training(
         directories.snapshot_dir,
         versions.keep_sampled,
         open_storage(directories.snapshot_dir, settings.snapshot_url, "models"),
-        replay_s=settings.replay_s,
-        share=settings.snapshot_share,
+        replay_s=settings.recovery.replay_s,
+        share=settings.recovery.snapshot_share,
     )
     pending = PendingWrites()
     saver = Saver(store, trainer, commits, pending, root, storage)
