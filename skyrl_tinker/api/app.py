@@ -196,7 +196,12 @@ def make_app(settings: Settings) -> FastAPI:
     app.add_middleware(FastPaths)
     app.add_middleware(
         BodyLimitMiddleware,
-        limits=_body_limits(settings),
+        limits=BodyLimits(
+            wire=settings.bodies.wire_mb * MiB,
+            expanded=settings.bodies.expanded_mb * MiB,
+            json=settings.bodies.json_mb * MiB,
+            held=settings.api_share(settings.bodies.held_mb * MiB),
+        ),
         spool=Directories(settings).run_dir,
     )
     app.add_middleware(AdmissionMiddleware)
@@ -205,15 +210,6 @@ def make_app(settings: Settings) -> FastAPI:
     app.add_middleware(OwnHostsMiddleware, host=settings.host, allowed=settings.allowed_hosts)
     app.add_middleware(RequestMetricsMiddleware, routes=app.routes)  # added last, runs first
     return app
-
-
-def _body_limits(settings: Settings) -> BodyLimits:
-    return BodyLimits(
-        wire=settings.bodies.wire_mb * MiB,
-        expanded=settings.bodies.expanded_mb * MiB,
-        json=settings.bodies.json_mb * MiB,
-        held=settings.api_share(settings.bodies.held_mb * MiB),
-    )
 
 
 @asynccontextmanager

@@ -16,8 +16,6 @@ from skyrl_tinker.inference.servers.router import Router, RouterSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.inference.servers.version_server import VersionServer
 
-ANSWER_S = 300.0
-"""Time for a server by URL to answer: it may still be starting."""
 STEP_S = {"cuda": 60.0, "cpu": 600.0}
 """Longer than any step. On a CPU, a large model's prefill beside a busy trainer takes minutes."""
 ToEnd = list[Callable[[], Awaitable[None]]]
@@ -29,7 +27,7 @@ def launch_servers(settings: Settings, spec: SamplerSpec, to_end: ToEnd) -> Serv
     if settings.external_urls:
         servers = ExternalServers(
             settings.external_urls,
-            ANSWER_S,
+            300.0,  # to answer: they may still be starting
             spec.hang_s,
             spec.max_model_len,
             spec.sampled_logprobs,
