@@ -19,7 +19,7 @@ minutes.
 Prints, as its last line, one JSON object. take_us_N: choosing what begins after one sample of N sessions has
 ended; queues_ms_N: a look at the queue; plan_ms_N_models: planning a unit, the look ahead and the charge.
 cleanup_ms_N: a run of all steps of the clean-up, with N unnamed versions of --models that are in use: as many
-as ephemeral_keep of each, and a quarter more.
+as ephemeral.keep of each, and a quarter more.
 All four are medians of this process's time. heartbeats_cpu_N: cores that it takes to collect the heartbeats
 of N sessions, one in ten seconds from each, and to write them to SQLite, with the engine's looks for silent
 sessions; no HTTP. heartbeats_http_cpu_N: cores of a whole API process that gets the same heartbeats over
@@ -408,7 +408,7 @@ async def heartbeats_cpu(sessions: int) -> float:
         await _each_beats(named, lambda session: beats.keep(None, session))
         cores = (time.process_time() - busy) / BEATS_S
         running.cancel()
-        looks, silent = [], (settings.session_timeout_s, settings.history_ttl_s)
+        looks, silent = [], (settings.timeouts.session_s, settings.retention.history_s)
         for _ in range(VIEWS):
             busy = time.process_time()
             assert not await store.fetch(

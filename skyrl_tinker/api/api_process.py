@@ -50,8 +50,8 @@ class ApiServer(uvicorn.Server):
         self._services: Services = app.state.services
         settings = self._services.settings
         caps = ConnectionCaps(
-            settings.api_share(settings.max_connections),
-            settings.api_share(settings.max_connections_per_address),
+            settings.api_share(settings.connections.total),
+            settings.api_share(settings.connections.per_address),
         )
         self._listens = listens
         self._patience_s: float = _DRAIN_S

@@ -9,7 +9,7 @@ import typer
 
 from skyrl_tinker import __version__, config
 from skyrl_tinker.cli import database, keys, server_commands
-from skyrl_tinker.cli.options import one_line_errors, with_options, with_settings
+from skyrl_tinker.cli.options import SettingsCommand, one_line_errors, with_options, with_settings
 from skyrl_tinker.cli.terminal import tell
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.units import GB
@@ -39,48 +39,8 @@ def main(
     """Serve the Tinker API on your own machines."""
 
 
-_SERVED = (
-    "base_model",
-    "model_name",
-    "host",
-    "port",
-    "api_processes",
-    "allowed_hosts",
-    "tls_cert",
-    "tls_key",
-    "insecure",
-    "home",
-    "database_url",
-    "checkpoints",
-    "snapshots",
-    "standby",
-    "engine_listen",
-    "device",
-    "trainer_ranks",
-    "trainer_dtype",
-    "token_budget",
-    "gradient_checkpointing",
-    "resident_models",
-    "replicas",
-    "tensor_parallel_size",
-    "sampler_engine",
-    "sampler_python",
-    "vllm_args",
-    "sampler_urls",
-    "prefill_urls",
-    "decode_urls",
-    "router_url",
-    "placement",
-    "plan",
-    "max_lora_rank",
-    "context_length",
-    "ray_address",
-)
-"""Settings that are options of the command line."""
-
-
-@app.command()
-@with_settings(*_SERVED)
+@app.command(cls=SettingsCommand)
+@with_settings(*Settings.model_fields)
 def serve(
     settings: Settings,
     show_config: Annotated[
@@ -251,8 +211,8 @@ def plan(
         raise typer.Exit(1)
 
 
-@app.command()
-@with_settings(*_SERVED)
+@app.command(cls=SettingsCommand)
+@with_settings(*Settings.model_fields)
 def doctor(settings: Settings) -> None:
     """Check whether `serve` with these options would work here; name fixes; exit code 1 if not."""
     from skyrl_tinker.cli import doctor as checks

@@ -231,9 +231,9 @@ def _no_password() -> str:
 
 def _check_colocated(settings: Settings) -> None:
     """Refuse contradictions when colocated: trainer rank i and sampler GPU i are then one device."""
-    if settings.phase_min_s > settings.phase_max_s:
+    if settings.phases.min_s > settings.phases.max_s:
         raise StartupError(
-            f"phase_min_s {settings.phase_min_s:g} > phase_max_s {settings.phase_max_s:g}: "
+            f"phases.min_s {settings.phases.min_s:g} > phases.max_s {settings.phases.max_s:g}: "
             "the shortest phase cannot exceed the longest wait of the other side"
         )
     if settings.external_urls:

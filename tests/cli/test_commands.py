@@ -21,14 +21,24 @@ def test_help_names_the_defaults() -> None:
         assert default in shown
 
 
+def test_help_has_sections_and_the_keys_of_tables() -> None:
+    shown = CliRunner().invoke(app, ["serve", "--help"]).stdout
+    titles = [line.removesuffix(":") for line in shown.splitlines() if line.endswith(":") and line[0] != " "]
+    assert titles == ["Options", *config.SECTIONS.values()]
+    words = " ".join(shown.split())
+    assert "--keys NAME=VALUE" in words
+    assert "keys.models Models in training [default: any number]" in words
+    assert "bodies.json_mb Largest other body, as sent and after decompression [default: 16]" in words
+
+
 def test_every_option_of_serve_is_a_setting_with_its_description() -> None:
     options = {option.name: option for option in get_command(app).commands["serve"].params}
-    assert options.keys() - config.Settings.model_fields.keys() == {"config_file", "show_config"}
+    assert options.keys() - {"config_file", "show_config"} == config.Settings.model_fields.keys()
     for name, field in config.Settings.model_fields.items():
-        assert field.description
-        if name in options:
-            assert options[name].help.startswith(field.description)
-            assert options[name].default is None
+        assert (description := config.description_of(field))
+        assert all(config.description_of(key) for key in config.keys_of(name).values())
+        assert options[name].help.startswith(description)
+        assert options[name].default is None
 
 
 def test_sampler_urls_are_given_one_by_one() -> None:
@@ -63,7 +73,17 @@ def test_it_tells_its_version() -> None:
         (b"a = " + b"[" * 5000, "--config: not a TOML file: maximum recursion depth"),
         (b"prot = 1\n", "settings: prot: there is no such setting, did you mean port?\n"),
         (b"fine_tuning = 1\n", "settings: fine_tuning: there is no such setting\n"),
-        (b"port = -1\n", "settings: port: "),
+        (b"unit_ms = 1\n", "settings: unit_ms: no setting any more\n"),
+        (b"key_models = 1\n", "settings: key_models: now keys.models (--keys models=…, [keys] in a file)\n"),
+        (
+            b"[keys]\nmodel = 1\n",
+            "settings: keys.model: there is no such setting, did you mean keys.models?\n",
+        ),
+        (
+            b"[keys]\nmodels = -1\n",
+            "settings: keys.models: Input should be greater than or equal to 0, found -1\n",
+        ),
+        (b"port = -1\n", "settings: port: Input should be greater than or equal to 0, found -1\n"),
     ],
 )
 def test_a_bad_config_file_ends_with_one_line(tmp_path: Path, content: bytes, message: str) -> None:
@@ -81,19 +101,43 @@ def test_a_variable_that_is_no_setting_is_named(monkeypatch: pytest.MonkeyPatch)
     assert "environment variable SKYRL_TINKER_PROT: there is no such setting, did you mean port?" in told
 
 
+def test_a_name_that_was_a_setting_is_refused_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert one_line("serve", "--unit-ms=5") == "skyrl-tinker: settings: --unit-ms: no setting any more\n"
+    monkeypatch.setenv("SKYRL_TINKER_TRAINER_THREADS", "2")
+    assert "environment variable SKYRL_TINKER_TRAINER_THREADS: no setting any more" in one_line("serve")
+    told = one_line("serve", "--key-models", "5")
+    assert (
+        told == "skyrl-tinker: settings: --key-models: now keys.models (--keys models=…, [keys] in a file)\n"
+    )
+
+
+def test_former_names_have_successors_and_are_free() -> None:
+    keys = {key for name in config.Settings.model_fields for key in config.keys_of(name)}
+    assert {new for new in config.FORMER.values() if new} <= keys
+    assert not config.FORMER.keys() & config.Settings.model_fields.keys()
+
+
+def test_a_table_that_is_no_json_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYRL_TINKER_KEYS", "models=3")
+    told = one_line("serve")
+    assert 'settings: environment: error parsing value for field "keys"' in told
+    assert "expected JSON" in told
+
+
 def test_the_shown_settings_are_a_file_that_gives_them_again(tmp_path: Path) -> None:
     given = ["--port", "3", "--vllm-args", 'speculative-config={"a": [1, true]}', "--placement", "separate"]
+    given += ["--keys", "models=3"]
     shown = CliRunner().invoke(app, ["serve", "--show-config", *given, "--sampler-urls", "http://a:1"]).stdout
     file = tmp_path / "settings.toml"
     file.write_text(shown)
     loaded = config.load(file)
-    assert loaded.model_fields_set == {"port", "vllm_args", "placement", "sampler_urls"}
+    assert loaded.model_fields_set == {"port", "vllm_args", "placement", "sampler_urls", "keys"}
+    assert loaded.keys.model_fields_set == {"models"}
     assert loaded.vllm_args == {"speculative-config": {"a": [1, True]}}
     assert (loaded.port, loaded.sampler_urls) == (3, ("http://a:1",))
     assert "\n# token_budget = 2048\n" in shown
-    assert {line.removeprefix("# ").split()[0] for line in shown.splitlines()[1:]} == {
-        *config.Settings.model_fields
-    }
+    expected = {key for name in config.Settings.model_fields for key in config.keys_of(name) or (name,)}
+    assert {line.removeprefix("# ").split()[0] for line in shown.splitlines()[1:]} == expected
 
 
 def test_all_of_make_model_has_help() -> None:

@@ -55,7 +55,7 @@ from tests.support.certificates import write_certificate
             {"prefill_urls": ["http://a:9"], "decode_urls": ["http://b:9"], "replicas": 2},
             "--replicas 2 and prefill_urls",
         ),
-        ({"placement": "colocated", "phase_min_s": 2, "phase_max_s": 1}, "phase_min_s 2 > phase_max_s 1"),
+        ({"placement": "colocated", "phases": {"min_s": 2, "max_s": 1}}, "phases.min_s 2 > phases.max_s 1"),
         (
             {"placement": "colocated", "device": "cuda", "trainer_ranks": 2},
             "2 trainer ranks share their GPUs with 1 sampler GPUs .* make the numbers equal",

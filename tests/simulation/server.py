@@ -11,6 +11,7 @@ from functools import cache, partial
 from random import Random
 from types import MappingProxyType
 from typing import Any, cast
+from unittest.mock import patch
 
 import httpx
 from fastapi import FastAPI
@@ -318,7 +319,8 @@ class Server:
         await StartUp(env, self._facts, []).tidy_up()
         client = vllm_client(router.url if router else replicas.urls[0], replicas.urls)
         fleet = Fleet(replicas, client, cast(Any, router))
-        samplers = make_samplers(settings, self._facts, trainer, fleet, env.metrics)
+        with patch("skyrl_tinker.engine.compose.CHUNK_BYTES", 0):  # a tensor is a chunk
+            samplers = make_samplers(settings, self._facts, trainer, fleet, env.metrics)
         backends = Backends(trainer, fleet, samplers, SEPARATE)
         engine = Engine(env)
         process.is_up = lambda: engine._ready

@@ -8,12 +8,12 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import ModelId, OwnerId, Reach, RequestKind, SessionId
-from skyrl_tinker.domain.key_limits import KeyLimits
 from skyrl_tinker.domain.state_size import state_bytes
 from skyrl_tinker.domain.values import BaseModelFacts, Failure, LoraSpec
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas.training import CreateModelRequest, CreateViaLoadRequest
 from skyrl_tinker.protocol.stored_requests import CreateModelBody, payload_digest
+from skyrl_tinker.protocol.validation.key_limits import KeyLimits
 from skyrl_tinker.protocol.validation.limits import Limits, validate_base_model
 from skyrl_tinker.protocol.validation.models import validate_lora_config, validate_optimizer_config
 from skyrl_tinker.protocol.validation.steps import validate_create_via_load

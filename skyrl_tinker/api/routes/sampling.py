@@ -10,7 +10,6 @@ from skyrl_tinker.api.requests.request_body import json_object, read_model
 from skyrl_tinker.api.requests.submission import announce
 from skyrl_tinker.api.services import Deps, Owner, Reached, caller_of
 from skyrl_tinker.domain.ids import OwnerId, SamplingSessionId, SessionId, VersionId
-from skyrl_tinker.domain.key_limits import KeyLimits
 from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError
 from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.base import parse
@@ -24,6 +23,7 @@ from skyrl_tinker.protocol.schemas.sampling import (
     JoinSamplingSessionResponse,
 )
 from skyrl_tinker.protocol.stored_requests import body_digest, sample_body
+from skyrl_tinker.protocol.validation.key_limits import KeyLimits
 from skyrl_tinker.protocol.validation.limits import Limits, validate_base_model
 from skyrl_tinker.protocol.validation.sampling import stop_bytes, validate_sample
 from skyrl_tinker.store import checkpoint_rules, owners, sampling_sessions

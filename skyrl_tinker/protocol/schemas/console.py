@@ -294,7 +294,7 @@ class KeySummary(Message):
 
 
 class AdminResponse(Message):
-    """Keys, oldest first, and the work done without one. `limits`: of all keys (settings key_…)."""
+    """Keys, oldest first, and the work done without one. `limits`: of all keys (setting keys)."""
 
     keys: list[KeySummary]
     without_key: OwnedNow

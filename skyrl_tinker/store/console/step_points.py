@@ -1,4 +1,4 @@
-"""Points of training curves: one for each optimizer step, kept for `history_ttl_s`."""
+"""Points of training curves: one for each optimizer step, kept for `retention.history_s`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
