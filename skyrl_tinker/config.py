@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import quote
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import BaseModel, Field, JsonValue, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -22,20 +22,13 @@ from pydantic_settings import (
 )
 
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.protocol.schemas.base import MAX_INT64
-from skyrl_tinker.protocol.validation.key_limits import KeyLimits
+from skyrl_tinker.protocol.validation.key_limits import KeyLimits, Table, fit_json
 
 _SETUP_ONLY = frozenset({"torch_index"})  # SKYRL_TINKER_… variables that only scripts/setup reads
 _ON_CUDA = {"trainer_dtype": "bfloat16", "token_budget": 16384}
 """Defaults that device cuda changes: attention in float32 would keep matrices of [T, T], and a GPU waits for
 the launches of short rows.
 """
-
-
-class Table(BaseModel):
-    """Base of settings that belong together."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class SdkFlags(Table):
@@ -165,8 +158,9 @@ class Settings(BaseSettings):
         extra="forbid",
         frozen=True,
         use_attribute_docstrings=True,
-        allow_inf_nan=False,  # JSON, by which other processes get the settings, has no such numbers
+        allow_inf_nan=False,
     )
+    _fit_json = field_validator("*")(fit_json)
 
     base_model: str = "tiny"
     """'tiny', a model directory, or a hub name"""
@@ -361,14 +355,6 @@ class Settings(BaseSettings):
             _split_address(given)
         return given
 
-    @field_validator("*")
-    @classmethod
-    def _fit_json(cls, given: object) -> object:
-        """Refuse integers that JSON, by which other processes get the settings, has no place for."""
-        if isinstance(given, int) and given > MAX_INT64:
-            raise ValueError(f"expected at most {MAX_INT64}")
-        return given
-
     @field_validator("host")
     @classmethod
     def _without_brackets(cls, given: str) -> str:
@@ -558,7 +544,7 @@ def _no_json(error: SettingsError) -> UserError:
     """Name the variable of pydantic_settings' words: error parsing value for field "NAME" from source …."""
     name = str(error).split('"')[1].upper()
     return UserError(
-        f'environment variable {Settings.model_config["env_prefix"]}{name}: expected JSON, as ["a", "b"]'
+        f'environment variable {Settings.model_config["env_prefix"]}{name}: expected JSON, as ["a", "b"] or {"a": 1}'
     )
 
 

@@ -267,7 +267,6 @@ def _check_samplers(settings: Settings) -> None:
         "processed_logprobs": settings.sampled_logprobs == "processed",
         "prefill_urls": bool(settings.prefill_urls),
         "router_url": settings.router_url is not None,
-        "router_policy": settings.router_policy != "consistent_hash",
         "ray_address": settings.ray_address is not None,
     }
     _require_abilities(settings, asked)

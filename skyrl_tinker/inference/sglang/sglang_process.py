@@ -134,7 +134,6 @@ class SglangProcess:
         processed_logprobs=False,
         prefill_urls=False,
         router_url=False,  # vllm-router drops fields of /generate, such as `priority` and `top_logprobs_num`
-        router_policy=False,  # other ones would send samples to it
         colocated=False,
         ray_address=False,
     )

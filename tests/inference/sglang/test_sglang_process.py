@@ -67,7 +67,6 @@ def _check(settings: config.Settings) -> None:
         ({"sampled_logprobs": "processed"}, "processed_logprobs"),
         ({"prefill_urls": ("http://a:1",), "decode_urls": ("http://b:1",)}, "prefill_urls"),
         ({"sampler_urls": ("http://a:1",), "router_url": "http://b:1"}, "router_url"),
-        ({"router_policy": "round_robin"}, "router_policy"),
         ({"placement": "colocated"}, "colocated"),
         ({"ray_address": "auto"}, "ray_address"),
     ],
