@@ -1,5 +1,6 @@
 """Sessions live while they heartbeat; what they held is let go afterwards."""
 
+import sqlite3
 import time
 from functools import partial
 
@@ -10,6 +11,7 @@ from skyrl_tinker.domain.ids import ModelState, OwnerId, SamplingSessionId, Sess
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.errors import GoneError, NotFoundError
 from skyrl_tinker.store import model_records, sampling_sessions, session_records
+from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.tables import AdapterVersion, Model, Session
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.session_records import Beat
@@ -41,6 +43,8 @@ async def beat(store: Store, *beats: Beat) -> dict[Beat, Exception]:
 
 async def droppable(store: Store) -> list[WeightVersion]:
     with reading(store) as conn:
+        if conn.dialect.name == "sqlite":  # its default, which some builds raise
+            sqlite.raw(conn).setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 32_766)
         usage = sampling_sessions.ephemeral_usage(conn)
         return sampling_sessions.list_droppable_versions(conn, usage)
 
