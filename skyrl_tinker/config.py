@@ -544,7 +544,7 @@ def _no_json(error: SettingsError) -> UserError:
     """Name the variable of pydantic_settings' words: error parsing value for field "NAME" from source …."""
     name = str(error).split('"')[1].upper()
     return UserError(
-        f'environment variable {Settings.model_config["env_prefix"]}{name}: expected JSON, as ["a", "b"] or {"a": 1}'
+        f'environment variable {Settings.model_config["env_prefix"]}{name}: expected JSON, as ["a", "b"] or {{"a": 1}}'
     )
 
 
