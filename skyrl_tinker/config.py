@@ -543,9 +543,8 @@ def _split_address(text: str) -> tuple[str, int]:
 def _no_json(error: SettingsError) -> UserError:
     """Name the variable of pydantic_settings' words: error parsing value for field "NAME" from source …."""
     name = str(error).split('"')[1].upper()
-    return UserError(
-        f'environment variable {Settings.model_config["env_prefix"]}{name}: expected JSON, as ["a", "b"] or {{"a": 1}}'
-    )
+    variable = f"{Settings.model_config['env_prefix']}{name}"
+    return UserError(f'environment variable {variable}: expected JSON, as ["a", "b"] or {{"a": 1}}')
 
 
 def _read_pairs(name: str, pairs: Sequence[str]) -> dict[str, Any]:
