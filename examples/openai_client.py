@@ -25,7 +25,7 @@ def main() -> None:
         model=models[0],
         messages=[{"role": "user", "content": QUESTION}],
         max_tokens=32,
-        seed=0,
+        temperature=0,
         stream=True,
     )
     print("chat: ", end="")

@@ -10,8 +10,11 @@ It needs `tinker`, `tqdm`, `matplotlib`, and TINKER_BASE_URL and TINKER_API_KEY 
 import argparse
 import json
 import math
+import os
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,7 +64,9 @@ class Answer:
 def main(options: Options) -> bool:
     """Train; write metrics.jsonl and reward.png; return whether the reward rose."""
     options.out.mkdir(parents=True, exist_ok=True)
-    with tinker.ServiceClient() as service:  # its models leave the server at the end
+    with tinker.ServiceClient(
+        display_name="rl_loop: the next letter"
+    ) as service:  # its models leave the server at the end
         model = options.base_model or service.get_server_capabilities().supported_models[0].model_name
         trainer = service.create_lora_training_client(model, rank=options.rank, seed=options.seed).result()
         task = Task(trainer.get_tokenizer())
@@ -115,10 +120,25 @@ def reinforce(trainer: tinker.TrainingClient, task: Task, options: Options) -> l
             step = reinforce_once(trainer, task, number, options.seed)
             done.append(step)
             file.write(json.dumps(asdict(step)) + "\n")
+            tell(trainer, step)
             bar.set_postfix_str(
                 f"reward {step.reward:.2f}, loss {step.loss:.1f}, {step.tokens_per_s:.0f} tokens/s"
             )
     return done
+
+
+def tell(trainer: tinker.TrainingClient, step: Step) -> None:
+    """Report numbers that only this script knows to the server's dashboard, if it has one."""
+    body = json.dumps(
+        {"step": step.step, "values": {"reward": step.reward, "tokens_per_s": step.tokens_per_s}}
+    )
+    url = f"{os.environ['TINKER_BASE_URL'].rstrip('/')}/api/v1/console/runs/{trainer.model_id}/metrics"
+    headers = {"X-API-Key": os.environ["TINKER_API_KEY"], "Content-Type": "application/json"}
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers)).close()
+    except urllib.error.HTTPError as error:
+        if error.code != 404:  # of a server without dashboard
+            raise
 
 
 def reinforce_once(trainer: tinker.TrainingClient, task: Task, number: int, seed: int) -> Step:

@@ -1,431 +1,352 @@
 """Settings, frozen and parsed once.
 
-Sources, strongest first: arguments, SKYRL_TINKER_…, --config FILE.toml.
+Sources, strongest first, for each key of a table: arguments, SKYRL_TINKER_…, --config FILE.toml.
 """
 
 import json
 import os
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
+from urllib.parse import quote
 
-from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, JsonValue, field_validator, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
     TomlConfigSettingsSource,
 )
 
-from skyrl_tinker.domain.key_limits import NAMES, KeyLimits
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.protocol.schemas.base import describe
+from skyrl_tinker.protocol.validation.key_limits import KeyLimits, Table, fit_json
 
 _SETUP_ONLY = frozenset({"torch_index"})  # SKYRL_TINKER_… variables that only scripts/setup reads
 _ON_CUDA = {"trainer_dtype": "bfloat16", "token_budget": 16384}
 """Defaults that device cuda changes: attention in float32 would keep matrices of [T, T], and a GPU waits for
 the launches of short rows.
 """
-_PLANNED = "on cuda: as planned"
+
+
+class SdkFlags(Table):
+    """Flags that the SDK reads, by its own names."""
+
+    sample_use_retrieve_futures: bool = False
+    """Let SDKs from 0.27 on wait for all samples of a client on one connection"""
+    sample_max_concurrent_requests: int = Field(2000, ge=1)
+    """Most samples that a sampling client of the SDK has in flight"""
+    sample_dispatch_bytes_semaphore_size: int = Field(10 << 20, ge=1)
+    """Bytes of prompts that a client of the SDK sends at once"""
+    inflight_response_bytes_semaphore_size: int = Field(50 << 20, ge=1)
+    """Bytes of results that a client of the SDK fetches at once"""
+    proto_compress_fwdbwd: bool = False
+    """Have SDKs from 0.24 on compress bodies of forward_backward with zstd, for slow networks"""
+    fwdbwd_max_chunk_len: int = Field(1024, ge=1)
+    """Most datums that the SDK sends in one request; never more than bodies.datums"""
+    fwdbwd_max_chunk_bytes_count: int = Field(5_000_000, ge=1)
+    """Bytes, before compression, that the SDK sends in one forward_backward"""
+    fwdbwd_dispatch_bytes_semaphore_size: int = Field(50_000_000, ge=1)
+    """Bytes of forward_backward that a client of the SDK sends at once"""
+    custom_loss_server_side: bool = True
+    """Run the losses of create_custom_loss on the server, not on the client"""
+
+
+class Timeouts(Table):
+    """Waits of clients and of their requests."""
+
+    long_poll_s: float = Field(20.0, gt=0, lt=45)
+    """Longest wait of a request for a result"""
+    session_s: float = Field(600.0, gt=0)
+    """Time without heartbeat and request after which a session's models are released"""
+    request_s: float = Field(86400.0, gt=0)
+    """Time after which a waiting request fails and names the reason of its wait"""
+    gap_s: float = Field(900.0, gt=0)
+    """Longest time that a model waits for a missing seq_id, as one of a client that is away; then that number
+    counts as a failed request. The SDK tries to send one for 300 s
+    """
+
+
+class ConnectionLimits(Table):
+    """Connections of clients at once."""
+
+    total: int = Field(10_000, ge=1)
+    """Connections at once; beyond it new ones get 503 and are closed"""
+    per_address: int = Field(5_000, ge=1)
+    """Connections at once from one address, which for a proxy's clients is its own; beside others fewer, so
+    that newcomers find some
+    """
+
+
+class Bodies(Table):
+    """Bounds of request bodies."""
+
+    wire_mb: int = Field(64, ge=1)
+    """Largest body of a pass as sent, in protobuf"""
+    expanded_mb: int = Field(64, ge=1)
+    """Largest body of a pass after decompression"""
+    json_mb: int = Field(16, ge=1)
+    """Largest other body, as sent and after decompression"""
+    held_mb: int = Field(32, ge=1)
+    """Large request bodies held at once, as sent; as much again expanded"""
+    datums: int = Field(4096, ge=1)
+    """Most datums of a forward_backward"""
+
+
+class EphemeralWeights(Table):
+    """Room of unnamed sampler weights."""
+
+    keep: int = Field(32, ge=1)
+    """Newest unnamed sampler weights that each model keeps in any case"""
+    idle_s: float = Field(3600.0, gt=0)
+    """Time after their last sample that older unnamed sampler weights are kept"""
+    gb: float | None = Field(None, gt=0)
+    """Memory and disk that unnamed sampler weights of all models may take; beyond it the oldest go; sampling
+    them then fails and asks for a new save [default: a quarter of the disk under home]
+    """
+
+
+class Retention(Table):
+    """Time that records are kept."""
+
+    results_s: float = Field(86400.0, gt=0)
+    """Time that results are kept; twice that the records of ended requests"""
+    history_s: float = Field(7776000.0, gt=0)
+    """Time that usage, audit events, removed checkpoints and ended sessions are listed"""
+    stability_s: float = Field(86400.0, gt=0)
+    """Time that the record of a sample is kept after its last use"""
+
+
+class Recovery(Table):
+    """Return of models after a crash, and the snapshots for it."""
+
+    replay_s: float = Field(30.0, gt=0)
+    """Time that models may take to come back after a crash, once fresh trainer ranks are up; snapshots see to
+    it as far as snapshot_share allows
+    """
+    snapshot_share: float = Field(0.02, gt=0, lt=1)
+    """Share of the trainer's time that snapshots for such a return may take"""
+
+
+class Phases(Table):
+    """Turns of trainer and samplers on the same devices."""
+
+    min_s: float = Field(0.2, gt=0)
+    """Shortest phase when colocated"""
+    max_s: float = Field(10.0, gt=0)
+    """Longest wait of one side while the other is busy when colocated"""
+
+
+class Parity(Table):
+    """Comparison of trainer and samplers."""
+
+    canary: bool = True
+    """Compare samplers and trainer at start; a mismatch is not served"""
+    probe_tokens: int = Field(32, ge=0)
+    """Tokens on which samplers and trainer are compared after each sync; 0 = never"""
+    gap_bound: float | None = Field(None, gt=0)
+    """Difference that causes a warning, at start a refusal [default: 1e-3, for bfloat16 0.25]"""
 
 
 class Settings(BaseSettings):
     """Every setting of the server. Unknown keys are refused."""
 
     model_config = SettingsConfigDict(
-        env_prefix="SKYRL_TINKER_", extra="forbid", frozen=True, protected_namespaces=()
+        env_prefix="SKYRL_TINKER_",
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
     )
+    _fit_json = field_validator("*")(fit_json)
 
-    base_model: str = Field("tiny", description="'tiny', a model directory, or a hub name")
-    model_name: str | None = Field(
-        None, description="Name that clients use for the base model [default: the base model as given]"
-    )
-    host: str = Field("127.0.0.1", description="Address to listen on")
-    port: int = Field(8000, ge=0, le=65535, description="0 = any free one")
-    api_processes: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="API processes on this host, which share its port, and of the limits of connections and "
-        "held bodies have one part each",
-    )
-    allowed_hosts: tuple[str, ...] = Field(
-        (),
-        description="Further name by which clients reach a server without keys, such as a proxy's, beside "
-        "localhost, its host name and addresses; give it once for each, * for any",
-    )
-    tls_cert: Path | None = Field(None, description="Certificate chain in PEM: clients then use https://")
-    tls_key: Path | None = Field(None, description="The certificate's private key in PEM, not encrypted")
-    insecure: bool = Field(False, description="Allow a host that is open to the network without API keys")
-    home: Path = Field(Path(".skyrl-tinker"), description="Database, logs and checkpoints")
-    database_url: str | None = Field(
-        None, description="postgresql+psycopg://USER@HOST/NAME, or a file [default: SQLite under home]"
-    )
-    checkpoints: str | None = Field(
-        None,
-        description="Where checkpoints lie: a directory, or a URL such as s3://BUCKET/PREFIX (extra s3), of "
-        "which <home>/checkpoints then is the cache [default: <home>/checkpoints]",
-    )
-    checkpoint_cache_gb: float | None = Field(
-        None,
-        gt=0,
-        description="Size of the cache of checkpoints, beyond which those go that were not used for longest, "
-        "but for an hour at least [default: no bound]",
-    )
-    snapshots: str | None = Field(
-        None,
-        description="Place of snapshots, which bring models back after a crash: a directory, or "
-        "a URL as for checkpoints [default: under home]",
-    )
-    standby: bool = Field(
-        False,
-        description="Wait while another server works on the database (PostgreSQL), and take over once it "
-        "gives no sign of life; checkpoints and snapshots lie where both hosts find them",
-    )
-    engine_listen: str | None = Field(
-        None,
-        description="HOST:PORT where the engine answers API processes on other hosts (skyrl-tinker api), "
-        "of a private network [default: none]",
-    )
+    base_model: str = "tiny"
+    """'tiny', a model directory, or a hub name"""
+    model_name: str | None = None
+    """Name that clients use for the base model [default: the base model as given]"""
+    host: str = "127.0.0.1"
+    """Address to listen on"""
+    port: int = Field(8000, ge=0, le=65535)
+    """0 = any free one"""
+    api_processes: int = Field(1, ge=1, le=64)
+    """API processes on this host, which share its port, and of the limits of connections and held bodies have
+    one part each
+    """
+    allowed_hosts: tuple[str, ...] = ()
+    """Further name by which clients reach a server without keys, such as a proxy's, beside localhost, its
+    host name and addresses; give it once for each, * for any
+    """
+    trust_forwarded: bool = False
+    """Make download URLs from X-Forwarded-Proto, -Host and -Prefix, where a proxy sets them"""
+    tls_cert: Path | None = None
+    """Certificate chain in PEM: clients then use https://"""
+    tls_key: Path | None = None
+    """The certificate's private key in PEM, not encrypted"""
+    insecure: bool = False
+    """Allow a host that is open to the network without API keys"""
+    engine_listen: str | None = None
+    """HOST:PORT where the engine answers API processes on other hosts (skyrl-tinker api), of a private
+    network [default: none]
+    """
+    standby: bool = False
+    """Wait while another server works on the database (PostgreSQL), and take over once it gives no sign of
+    life; checkpoints and snapshots lie where both hosts find them
+    """
 
-    device: Literal["cpu", "cuda"] = Field("cpu", description="cpu or cuda")
-    trainer_ranks: int = Field(1, ge=1, le=64, description=f"FSDP workers [{_PLANNED}]")
+    home: Path = Path(".skyrl-tinker")
+    """Database, logs and checkpoints"""
+    database_url: str | None = None
+    """postgresql+psycopg://USER@HOST/NAME, or a file [default: SQLite under home]"""
+    checkpoints: str | None = None
+    """Where checkpoints lie: a directory, or a URL such as s3://BUCKET/PREFIX (extra s3), of which
+    <home>/checkpoints then is the cache [default: <home>/checkpoints]
+    """
+    checkpoint_cache_gb: float | None = Field(None, gt=0)
+    """Size of the cache of checkpoints, beyond which those go that were not used for longest, but for an hour
+    at least [default: no bound]
+    """
+    snapshots: str | None = None
+    """Place of snapshots, which bring models back after a crash: a directory, or a URL as for checkpoints
+    [default: under home]
+    """
+    min_free_gb: float = Field(1.0, ge=0)
+    """Free disk, under home and for checkpoints, below which new work is refused; accepted requests go on,
+    and all resumes once there is room
+    """
+    retention: Retention = Retention()
+    ephemeral: EphemeralWeights = EphemeralWeights()
+    log_mb: int = Field(64, ge=1)
+    """Largest size of a log file; two older ones are kept of each"""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cpu or cuda"""
+    trainer_ranks: int = Field(1, ge=1, le=64)
+    """FSDP workers [on cuda: as planned]"""
     trainer_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="float32 or bfloat16, of the trainer's computation and the samplers "
         f"[on cuda: {_ON_CUDA['trainer_dtype']}]",
     )
-    trainer_threads: int = Field(1, ge=1, description="Torch threads per FSDP worker on CPU")
     token_budget: int = Field(
         2048,
         ge=1,
-        description=f"Tokens per micro-batch and FSDP worker [{_PLANNED}, else {_ON_CUDA['token_budget']}]",
+        description="Tokens per micro-batch and FSDP worker "
+        f"[on cuda: as planned, else {_ON_CUDA['token_budget']}]",
     )
-    gradient_checkpointing: bool | None = Field(
-        None,
-        description="Keep only the inputs of the layers for the backward pass and compute the rest again: "
-        "less memory for a third more work [default: in micro-batches that would not fit otherwise]",
-    )
-    resident_models: int = Field(
-        0,
-        ge=0,
-        description="LoRA models on the trainer's devices at once, the others wait on the host; 0 = all "
-        f"[{_PLANNED}]",
-    )
-    trainer_memory_gb: float | None = Field(
-        None,
-        gt=0,
-        description="Memory that models may take per FSDP worker; beyond it no full-parameter model is made "
-        "[default: the machine's memory]",
-    )
-    unit_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Tokens that one unit of work takes from all lanes [default: 16384, or two micro-batches "
-        "of every worker if that is more]",
-    )
-    unit_ms: float = Field(
-        150.0,
-        gt=0,
-        description="Most work of other sessions, in milliseconds, that a training request waits for or "
-        "shares a pass with: while several sessions train, a pass of several requests takes half of it",
-    )
-    max_lora_rank: int = Field(
-        64,
-        ge=0,
-        le=512,
-        description="Highest LoRA rank that a client may choose; 0: full parameters only, samplers take no "
-        "adapters",
-    )
-    context_length: int | None = Field(
-        None,
-        ge=2,
-        description="Most prompt and generated tokens of a sequence [default: the model's, at most 4096]",
-    )
+    gradient_checkpointing: bool | None = None
+    """Keep only the inputs of the layers for the backward pass and compute the rest again: less memory for a
+    third more work [default: in micro-batches that would not fit otherwise]
+    """
+    resident_models: int = Field(0, ge=0)
+    """LoRA models on the trainer's devices at once, others wait on the host; 0 = all [on cuda: as planned]"""
+    trainer_memory_gb: float | None = Field(None, gt=0)
+    """Memory that models may take per FSDP worker; beyond it no full-parameter model is made [default: the
+    machine's memory]
+    """
+    unit_tokens: int | None = Field(None, ge=1)
+    """Tokens that one unit of work takes from all lanes [default: 16384, or two micro-batches of every worker
+    if that is more]
+    """
+    max_lora_rank: int = Field(64, ge=0, le=512)
+    """Highest LoRA rank that a client may choose; 0: full parameters only, samplers take no adapters"""
+    context_length: int | None = Field(None, ge=2)
+    """Most prompt and generated tokens of a sequence [default: the model's, at most 4096]"""
+    recovery: Recovery = Recovery()
 
-    replicas: int = Field(
-        1, ge=1, le=64, description=f"vLLM servers, each with a full copy of the model [{_PLANNED}]"
-    )
-    tensor_parallel_size: int = Field(
-        1, ge=1, le=64, description=f"GPUs, on a CPU processes, of each replica [{_PLANNED}]"
-    )
-    sampler_urls: tuple[str, ...] = Field(
-        (),
-        description="A server of sampler_engine that runs already, in place of replicas; give it once for "
-        "each. On this host it must see our files under our paths, vLLM's on others pull them "
-        "(docs/external-samplers.md)",
-    )
-    prefill_urls: tuple[str, ...] = Field(
-        (),
-        description="A vLLM server that runs already and computes prompts for those of decode_urls, "
-        "with a KV connector between them; give it once for each",
-    )
-    decode_urls: tuple[str, ...] = Field(
-        (),
-        description="A vLLM server that runs already and continues prompts of those of prefill_urls; "
-        "give it once for each",
-    )
-    router_url: str | None = Field(
-        None, description="A router before the servers by URL [default: one of our own]"
-    )
-    router_policy: Literal[
-        "consistent_hash", "sticky_least_loaded", "round_robin", "random", "cache_aware"
-    ] = Field(
-        "consistent_hash",
-        description="Policy of the vllm-router before several replicas; consistent_hash: not for samples",
-    )
-    placement: Literal["auto", "separate", "colocated"] = Field(
-        "auto",
-        description="separate, or colocated: trainer and samplers take turns on the same devices; auto: "
-        "colocated where not both fit on the GPUs",
-    )
-    plan: bool = Field(
-        True,
-        description="On cuda: estimate the memory, choose by it the ranks, replicas, row lengths and "
-        "resident models that are not given, and refuse settings that do not fit; else choose the "
-        "placement alone",
-    )
-    phase_min_s: float = Field(0.2, gt=0, description="Shortest phase when colocated")
-    phase_max_s: float = Field(
-        10.0, gt=0, description="Longest wait of one side while the other is busy when colocated"
-    )
-    gpu_memory_utilization: float = Field(
-        0.85, gt=0, lt=1, description="Share of a GPU's memory that vLLM takes, while awake"
-    )
-    weight_transport: Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"] = Field(
-        "auto",
-        description="Way of full parameters to the samplers; auto: by device and placement",
-    )
-    weight_chunk_mb: int = Field(
-        256, ge=1, description="Weights sent at once; each rank that sends takes twice so much memory"
-    )
-    max_loras: int = Field(
-        8, ge=1, description="Adapters that run at once, in the batches of the replicas; more take turns"
-    )
-    max_cpu_loras: int = Field(32, ge=1, description="Adapters that a replica holds in the host's memory")
-    sample_concurrency: int | None = Field(
-        None,
-        ge=1,
-        description="Sequences in flight per replica, of each data-parallel rank if it has several, "
-        "beyond which samples wait for their turns; "
-        "sessions that have none there get more. Default: 256, on a CPU 96 unless one session is alone",
-    )
-    sampler_startup_s: float = Field(300.0, gt=0, description="Time that a replica may take to start")
-    sampler_hang_s: float = Field(10.0, gt=0, description="Silence after which a replica counts as dead")
-    sampler_step_s: float | None = Field(
-        None,
-        gt=0,
-        description="Longest step of vLLM: a replica whose engine core answers nothing for so long is "
-        "replaced [default: 60, on a CPU 600]",
-    )
-    sampled_logprobs: Literal["raw", "processed"] = Field(
-        "raw",
-        description="Logprobs of sampled tokens: raw are the model's at temperature 1, processed those of "
-        "the distribution sampled from, after temperature, top_k and top_p",
-    )
-    inflight_cache: Literal["recompute", "keep"] = Field(
-        "recompute",
-        description="Keys and values of samples under way when new weights of all parameters come: computed "
-        "again, or kept, which saves a prefill of each and leaves them as the old weights made them. Under "
-        "adapters they are always computed again",
-    )
-    router_replay: bool = Field(
-        False,
-        description="Qwen3-MoE: record the experts of each token of samples made with "
-        "record_stability_info, and train datums whose provenance spans name these samples with them",
-    )
-    reasoning_parser: str | None = Field(
-        None,
-        description="vLLM's parser that puts the reasoning of chat answers in a field of its own, as qwen3 "
-        "[default: it stays in their text]",
-    )
-    tool_parser: str | None = Field(
-        None,
-        description="vLLM's parser that reads tool calls in chat answers, as hermes for Qwen3 [default: "
-        "requests with tools are refused]",
-    )
-    sampler_engine: Literal["vllm", "sglang"] = Field(
-        "vllm", description="Sampling engine; docs/samplers.md has the abilities of each"
-    )
-    sampler_python: Path | None = Field(
-        None,
-        description="Python interpreter of the environment that has SGLang [default: the server's own]",
-    )
-    vllm_args: dict[str, JsonValue] = Field(
-        {},
-        description="A further argument of vLLM as NAME=VALUE, such as max-num-seqs=512 or "
-        "enable-prefix-caching=false; give it once for each. A table in a file, JSON in the environment",
-    )
-    canary: bool = Field(True, description="Compare samplers and trainer at start; a mismatch is not served")
-    gap_probe_tokens: int = Field(
-        32, ge=0, description="Tokens on which samplers and trainer are compared after each sync; 0 = never"
-    )
-    logprob_gap_bound: float | None = Field(
-        None,
-        gt=0,
-        description="Difference that causes a warning, at start a refusal [default: 1e-3, for bfloat16 0.25]",
-    )
-    ray_address: str | None = Field(
-        None,
-        description="Ray cluster to join, as HOST:6379 or auto; this host must be a node of it "
-        "[default: one of our own on this host]",
-    )
-    network_interface: str | None = Field(
-        None,
-        description="Network interface of the traffic between trainer ranks, and of weights over NCCL "
-        "[default: that of the address which Ray has for the host]",
-    )
+    sampler_engine: Literal["vllm", "sglang"] = "vllm"
+    """Sampling engine; docs/samplers.md has the abilities of each"""
+    sampler_python: Path | None = None
+    """Python interpreter of the environment that has SGLang [default: the server's own]"""
+    replicas: int = Field(1, ge=1, le=64)
+    """vLLM servers, each with a full copy of the model [on cuda: as planned]"""
+    tensor_parallel_size: int = Field(1, ge=1, le=64)
+    """GPUs, on a CPU processes, of each replica [on cuda: as planned]"""
+    vllm_args: dict[str, JsonValue] = {}
+    """A further argument of vLLM as NAME=VALUE, such as max-num-seqs=512 or enable-prefix-caching=false; give
+    it once for each. A table in a file, JSON in the environment
+    """
+    gpu_memory_utilization: float = Field(0.85, gt=0, lt=1)
+    """Share of a GPU's memory that vLLM takes, while awake"""
+    max_loras: int = Field(8, ge=1)
+    """Adapters that run at once, in the batches of the replicas; more take turns"""
+    max_cpu_loras: int = Field(32, ge=1)
+    """Adapters that a replica holds in the host's memory"""
+    sample_concurrency: int | None = Field(None, ge=1)
+    """Sequences in flight per replica, of each data-parallel rank if it has several, beyond which samples
+    wait for their turns; sessions that have none there get more. Default: 256, on a CPU 96 unless one session
+    is alone
+    """
+    sampled_logprobs: Literal["raw", "processed"] = "raw"
+    """Logprobs of sampled tokens: raw are the model's at temperature 1, processed those of the distribution
+    sampled from, after temperature, top_k and top_p
+    """
+    inflight_cache: Literal["recompute", "keep"] = "recompute"
+    """Keys and values of samples under way when new weights of all parameters come: computed again, or kept,
+    which saves a prefill of each and leaves them as the old weights made them. Under adapters they are always
+    computed again
+    """
+    router_replay: bool = False
+    """Qwen3-MoE: record the experts of each token of samples made with record_stability_info, and train
+    datums whose provenance spans name these samples with them
+    """
+    reasoning_parser: str | None = None
+    """vLLM's parser that puts the reasoning of chat answers in a field of its own, as qwen3 [default: it
+    stays in their text]
+    """
+    tool_parser: str | None = None
+    """vLLM's parser that reads tool calls in chat answers, as hermes for Qwen3 [default: requests with tools
+    are refused]
+    """
+    sampler_urls: tuple[str, ...] = ()
+    """A server of sampler_engine that runs already, in place of replicas; give it once for each. On this host
+    it must see our files under our paths, vLLM's on others pull them (docs/external-samplers.md)
+    """
+    prefill_urls: tuple[str, ...] = ()
+    """A vLLM server that runs already and computes prompts for those of decode_urls, with a KV connector
+    between them; give it once for each
+    """
+    decode_urls: tuple[str, ...] = ()
+    """A vLLM server that runs already and continues prompts of prefill_urls' ones; give it once for each"""
+    router_url: str | None = None
+    """A router before the servers by URL [default: one of our own]"""
 
-    long_poll_s: float = Field(20.0, gt=0, lt=45, description="Longest wait of a request for a result")
-    session_timeout_s: float = Field(
-        600.0,
-        gt=0,
-        description="Time without heartbeat and request after which a session's models are released",
-    )
-    request_deadline_s: float = Field(
-        86400.0, gt=0, description="Time after which a waiting request fails and names the reason of its wait"
-    )
-    gap_deadline_s: float = Field(
-        900.0,
-        gt=0,
-        description="Longest time that a model waits for a missing seq_id, as one of a client that is away; "
-        "then that number counts as a failed request. The SDK tries to send one for 300 s",
-    )
-    sample_backlog: int = Field(
-        20000,
-        ge=1,
-        description="Samples that may wait; beyond it asample and /oai answer 429 and clients try again",
-    )
-    sample_use_retrieve_futures: bool = Field(
-        False, description="Let SDKs from 0.27 on wait for all samples of a client on one connection"
-    )
-    sample_max_concurrent_requests: int = Field(
-        2000, ge=1, description="Most samples that a sampling client of the SDK has in flight"
-    )
-    sample_dispatch_bytes_semaphore_size: int = Field(
-        10 << 20, ge=1, description="Bytes of prompts that a client of the SDK sends at once"
-    )
-    inflight_response_bytes_semaphore_size: int = Field(
-        50 << 20, ge=1, description="Bytes of results that a client of the SDK fetches at once"
-    )
-    proto_compress_fwdbwd: bool = Field(
-        False,
-        description="Have SDKs from 0.24 on compress bodies of forward_backward with zstd, for slow networks",
-    )
-    fwdbwd_max_chunk_len: int = Field(
-        1024, ge=1, description="Most datums that the SDK sends in one request; never more than max_datums"
-    )
-    fwdbwd_max_chunk_bytes_count: int = Field(
-        5_000_000, ge=1, description="Bytes, before compression, that the SDK sends in one forward_backward"
-    )
-    fwdbwd_dispatch_bytes_semaphore_size: int = Field(
-        50_000_000, ge=1, description="Bytes of forward_backward that a client of the SDK sends at once"
-    )
-    ephemeral_keep: int = Field(
-        32, ge=1, description="Newest unnamed sampler weights that each model keeps in any case"
-    )
-    ephemeral_idle_s: float = Field(
-        3600.0, gt=0, description="Time after their last sample that older unnamed sampler weights are kept"
-    )
-    ephemeral_gb: float | None = Field(
-        None,
-        gt=0,
-        description="Memory and disk that unnamed sampler weights of all models may take; beyond it the "
-        "oldest go; sampling them then fails and asks for a new save [default: a quarter of the disk "
-        "under home]",
-    )
-    min_free_gb: float = Field(
-        1.0,
-        ge=0,
-        description="Free disk, under home and for checkpoints, below which new work is refused; "
-        "accepted requests go on, and all resumes once there is room",
-    )
-    replay_s: float = Field(
-        30.0,
-        gt=0,
-        description="Time that models may take to come back after a crash, once fresh trainer ranks are up; "
-        "snapshots see to it as far as snapshot_share allows",
-    )
-    snapshot_share: float = Field(
-        0.02, gt=0, lt=1, description="Share of the trainer's time that snapshots for such a return may take"
-    )
-    result_ttl_s: float = Field(
-        86400.0, gt=0, description="Time that results are kept; twice that the records of ended requests"
-    )
-    history_ttl_s: float = Field(
-        7776000.0,
-        gt=0,
-        description="Time that usage, audit events, removed checkpoints and ended sessions are listed",
-    )
-    stability_ttl_s: float = Field(
-        86400.0, gt=0, description="Time that the record of a sample is kept after its last use"
-    )
-    log_mb: int = Field(64, ge=1, description="Largest size of a log file; two older ones are kept of each")
-    otlp_endpoint: str | None = Field(
-        None,
-        description="OpenTelemetry collector, as http://localhost:4318, that gets a trace of each request by "
-        "OTLP over HTTP; needs the extra otlp [default: none]",
-    )
-    key_models: int | None = Field(
-        None, ge=0, description="Models in training that one API key may have [default: any number]"
-    )
-    key_resident_gb: float | None = Field(
-        None,
-        ge=0,
-        description="State (weights, gradients, moments) of the models in training of one API key "
-        "[default: any amount]",
-    )
-    key_stored_gb: float | None = Field(
-        None, ge=0, description="Checkpoints of one API key; beyond it saves fail [default: any amount]"
-    )
-    key_sessions: int | None = Field(
-        None, ge=0, description="Open sessions of one API key [default: any number, with several keys 1000]"
-    )
-    key_backlog: int | None = Field(
-        None,
-        ge=1,
-        description="Waiting requests of one API key; beyond it new ones are answered with 429 and the SDK "
-        "tries again [default: any number, with several keys 10000]",
-    )
-    key_requests_per_s: float | None = Field(
-        None,
-        gt=0,
-        description="Requests per second of one API key, on average over ten seconds, without those that "
-        "wait for results; beyond it 429 [default: any number]",
-    )
-    key_metadata_kb: float | None = Field(
-        None,
-        ge=0,
-        description="Metadata, tags and names in one request, as JSON [default: 256, with several keys 16]",
-    )
-    key_stop_kb: float | None = Field(64, ge=0, description="Stop strings of one sample")
-    trust_forwarded: bool = Field(
-        False,
-        description="Make download URLs from X-Forwarded-Proto, -Host and -Prefix, where a proxy sets them",
-    )
-    metrics_key: bool = Field(
-        False,
-        description="Have /metrics ask for an admin key, and then also count requests and tokens by owner",
-    )
-    max_connections: int = Field(
-        10_000, ge=1, description="Connections at once; beyond it new ones get 503 and are closed"
-    )
-    max_connections_per_address: int = Field(
-        5_000,
-        ge=1,
-        description="Connections at once from one address, which for a proxy's clients is its own; "
-        "beside others fewer, so that newcomers find some",
-    )
-    wire_body_mb: int = Field(64, ge=1, description="Largest body of a pass as sent, in protobuf")
-    expanded_body_mb: int = Field(64, ge=1, description="Largest body of a pass after decompression")
-    json_body_mb: int = Field(16, ge=1, description="Largest other body, as sent and after decompression")
-    held_bodies_mb: int = Field(
-        32, ge=1, description="Large request bodies held at once, as sent; as much again expanded"
-    )
-    max_datums: int = Field(4096, ge=1, description="Most datums of a forward_backward")
-    custom_loss_server_side: bool = Field(
-        True, description="Run the losses of create_custom_loss on the server, not on the client"
-    )
+    placement: Literal["auto", "separate", "colocated"] = "auto"
+    """separate, or colocated: trainer and samplers take turns on the same devices; auto: colocated where not
+    both fit on the GPUs
+    """
+    plan: bool = True
+    """On cuda: estimate the memory, choose by it the ranks, replicas, row lengths and resident models that
+    are not given, and refuse settings that do not fit; else choose the placement alone
+    """
+    phases: Phases = Phases()
+    weight_transport: Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"] = "auto"
+    """Way of full parameters to the samplers; auto: by device and placement"""
+    parity: Parity = Parity()
+    ray_address: str | None = None
+    """Ray cluster to join, as HOST:6379 or auto; this host must be a node of it [default: one of our own on
+    this host]
+    """
+    network_interface: str | None = None
+    """Network interface of the traffic between trainer ranks, and of weights over NCCL [default: that of the
+    address which Ray has for the host]
+    """
+
+    sdk: SdkFlags = SdkFlags()
+    timeouts: Timeouts = Timeouts()
+    sample_backlog: int = Field(20000, ge=1)
+    """Samples that may wait; beyond it asample and /oai answer 429 and clients try again"""
+    keys: KeyLimits = KeyLimits()
+    connections: ConnectionLimits = ConnectionLimits()
+    bodies: Bodies = Bodies()
+
+    metrics_key: bool = False
+    """Have /metrics ask for an admin key, and then also count requests and tokens by owner"""
+    otlp_endpoint: str | None = None
+    """OpenTelemetry collector, as http://localhost:4318, that gets a trace of each request by OTLP over HTTP;
+    needs the extra otlp [default: none]
+    """
 
     @field_validator("engine_listen")
     @classmethod
@@ -433,6 +354,12 @@ class Settings(BaseSettings):
         if given is not None:
             _split_address(given)
         return given
+
+    @field_validator("host")
+    @classmethod
+    def _without_brackets(cls, given: str) -> str:
+        """Take an IPv6 address as it stands in a URL, too."""
+        return given.removeprefix("[").removesuffix("]")
 
     @field_validator("tls_cert", "tls_key", "sampler_python")
     @classmethod
@@ -444,15 +371,6 @@ class Settings(BaseSettings):
     @classmethod
     def _read_place(cls, given: object) -> object:
         return str(given) if isinstance(given, Path) else given
-
-    @field_validator("vllm_args", mode="before")
-    @classmethod
-    def _read_pairs(cls, given: object) -> object:
-        """Read texts NAME=VALUE, as on the command line: JSON where it is such; a name alone is true."""
-        if not isinstance(given, list | tuple):
-            return given
-        split = [str(text).partition("=") for text in given]
-        return {name: _json_or_text(value) if equals else True for name, equals, value in split}
 
     @classmethod
     def settings_customise_sources(
@@ -491,18 +409,13 @@ class Settings(BaseSettings):
         """URLs of servers that are not ours, those that decode first."""
         return self.sampler_urls + self.decode_urls + self.prefill_urls
 
-    @property
-    def key_limits(self) -> KeyLimits:
-        """Limits of every key that has none of its own, as they are set."""
-        return KeyLimits(**{name: getattr(self, f"key_{name}") for name in NAMES})
-
     def api_share(self, value: int) -> int:
         """Return the part of one API process in a limit of all on this host."""
         return -(-value // self.api_processes)
 
     @property
     def store_url(self) -> str:
-        return self.database_url or f"sqlite:///{self.root / 'skyrl-tinker.db'}"
+        return self.database_url or f"sqlite:///{quote(str(self.root / 'skyrl-tinker.db'))}"
 
     @property
     def checkpoint_root(self) -> Path:
@@ -519,44 +432,126 @@ class Settings(BaseSettings):
         return self.snapshots if self.snapshots and "://" in self.snapshots else None
 
 
+FORMER: Mapping[str, str | None] = {
+    **{f"key_{name}": f"keys.{name}" for name in KeyLimits.model_fields},
+    **{f"ephemeral_{name}": f"ephemeral.{name}" for name in EphemeralWeights.model_fields},
+    **{f"phase_{name}": f"phases.{name}" for name in Phases.model_fields},
+    **{name: f"recovery.{name}" for name in Recovery.model_fields},
+    **{name: f"sdk.{name}" for name in SdkFlags.model_fields},
+    "canary": "parity.canary",
+    "expanded_body_mb": "bodies.expanded_mb",
+    "gap_deadline_s": "timeouts.gap_s",
+    "gap_probe_tokens": "parity.probe_tokens",
+    "held_bodies_mb": "bodies.held_mb",
+    "history_ttl_s": "retention.history_s",
+    "json_body_mb": "bodies.json_mb",
+    "logprob_gap_bound": "parity.gap_bound",
+    "long_poll_s": "timeouts.long_poll_s",
+    "max_connections": "connections.total",
+    "max_connections_per_address": "connections.per_address",
+    "max_datums": "bodies.datums",
+    "request_deadline_s": "timeouts.request_s",
+    "result_ttl_s": "retention.results_s",
+    "router_policy": None,
+    "sampler_hang_s": None,
+    "sampler_startup_s": None,
+    "sampler_step_s": None,
+    "session_timeout_s": "timeouts.session_s",
+    "stability_ttl_s": "retention.stability_s",
+    "trainer_threads": None,
+    "unit_ms": None,
+    "weight_chunk_mb": None,
+    "wire_body_mb": "bodies.wire_mb",
+}
+"""Former names of settings with the present ones, None where there is none."""
+SECTIONS = {
+    "base_model": "Server",
+    "home": "Storage",
+    "device": "Trainer",
+    "sampler_engine": "Samplers",
+    "placement": "Trainer and samplers",
+    "sdk": "Clients",
+    "metrics_key": "Observation",
+}
+"""Titles of the sections of the settings, each by its first setting."""
+
+
 def load(config: Path | None = None, **overrides: Any) -> Settings:
     """Parse the settings. Overrides that are None count as not given; model_fields_set names the given ones.
 
-    Raises pydantic.ValidationError that names the unknown key or the bad value.
+    A table may be given as texts NAME=VALUE. Raises pydantic.ValidationError that names the unknown key or
+    the bad value, and UserError for a file that is no TOML, or a variable that is no JSON where it has to be.
     """
-    overridden = _unknown_variables() | {key: value for key, value in overrides.items() if value is not None}
+    overridden: dict[str, Any] = _unknown_variables() | {
+        name: _read_pairs(name, value) if takes_pairs(name) and isinstance(value, list | tuple) else value
+        for name, value in overrides.items()
+        if value is not None
+    }
 
     class _FromFile(Settings):
         model_config = SettingsConfigDict(toml_file=config)
 
-    return Settings.model_validate(_FromFile(**overridden).model_dump(exclude_unset=True))
-
-
-def limit_changes(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return changes of a key's limits, by name: "none" is None, "default" that of all keys.
-
-    Raises UserError that names a wrong limit.
-    """
-    if unknown := sorted(given.keys() - set(NAMES)):
-        raise UserError(f"limits: found {unknown[0]!r}, expected any of {', '.join(NAMES)}")
-    words = {"none": None, "default": "default"}
-    numbers = {f"key_{name}": value for name, value in given.items() if value not in words}
     try:
-        read = Settings.model_validate(numbers)
-    except ValidationError as error:
-        raise UserError(describe(error.errors(include_url=False))) from error
-    return {
-        name: words[value] if value in words else getattr(read, f"key_{name}")
-        for name, value in given.items()
-    }
+        read = _FromFile(**overridden)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"--config: not a TOML file: {error}") from error
+    except SettingsError as error:
+        raise _no_json(error) from error
+    return Settings.model_validate(read.model_dump(exclude_unset=True))
+
+
+def keys_of(name: str) -> dict[str, FieldInfo]:
+    """Return the keys of a setting that is a table of ours, by their full names."""
+    field = Settings.model_fields.get(name)
+    keys: dict[str, FieldInfo] = getattr(field and field.annotation, "model_fields", {})
+    return {f"{name}.{key}": each for key, each in keys.items()}
+
+
+def takes_pairs(name: str) -> bool:
+    """Return whether the command line takes a setting as NAME=VALUE."""
+    return name == "vllm_args" or bool(keys_of(name))
+
+
+def default_of(field: FieldInfo) -> str:
+    """Return the default as a file has it, "" where the description has it."""
+    if field.default in (None, (), {}) or isinstance(field.default, BaseModel):
+        return ""
+    return str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+
+
+def description_of(field: FieldInfo) -> str:
+    """Return the description in one line, of a table that of its class."""
+    return " ".join((field.description or field.annotation.__doc__ or "").split()).removesuffix(".")
+
+
+def successor(name: str) -> str:
+    """Return the remedy for a name that was a setting, "" for any other."""
+    if (new := FORMER.get(name)) is None:
+        return "no setting any more" if name in FORMER else ""
+    table, _, key = new.partition(".")
+    return f"now {new} (--{table} {key}=…, [{table}] in a file)"
 
 
 def _split_address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"found {text!r}, expected HOST:PORT")
+        raise ValueError("expected HOST:PORT")
     return host, int(port)
+
+
+def _no_json(error: SettingsError) -> UserError:
+    """Name the variable of pydantic_settings' words: error parsing value for field "NAME" from source …."""
+    name = str(error).split('"')[1].upper()
+    variable = f"{Settings.model_config['env_prefix']}{name}"
+    return UserError(f'environment variable {variable}: expected JSON, as ["a", "b"] or {{"a": 1}}')
+
+
+def _read_pairs(name: str, pairs: Sequence[str]) -> dict[str, Any]:
+    """Read texts NAME=VALUE, of which a name alone is true. Values of vLLM are JSON where they can be."""
+    split = (pair.partition("=") for pair in pairs)
+    texts = {key: value if equals else "true" for key, equals, value in split}
+    return texts if keys_of(name) else {key: _json_or_text(value) for key, value in texts.items()}
 
 
 def _json_or_text(value: str) -> Any:

@@ -41,9 +41,9 @@ class Directories:
         for directory in (self.home, self.run_dir, self.log_dir, self.models_dir):
             _make(directory)
             close_to_others(directory)
-        for directory in (self.checkpoint_root, self.snapshot_dir):
+        for directory, setting in ((self.checkpoint_root, "checkpoints"), (self.snapshot_dir, "snapshots")):
             existed = directory.exists()
-            _make(directory)
+            _make(directory, "home" if directory.is_relative_to(self.home) else setting)
             if directory.is_relative_to(self.home) or not existed:
                 close_to_others(directory)
         for directory in (self.bell_dir, self.ephemeral_dir):
@@ -87,10 +87,10 @@ def _home_in(note: Path) -> Path:
         return note
 
 
-def _make(directory: Path) -> None:
+def _make(directory: Path, setting: str = "home") -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StartupError(
-            f"cannot create {directory}: {error.strerror}; choose another directory with --home"
+            f"cannot create {directory}: {error.strerror}; choose another directory with --{setting}"
         ) from error

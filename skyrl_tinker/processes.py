@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from skyrl_tinker.atomic_directory import write_file
+from skyrl_tinker.errors import StartupError
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -226,10 +227,16 @@ def write_pid_file(path: Path, running: Iterable[Identity]) -> None:
 
 
 def read_pid_file(path: Path) -> list[Identity]:
-    """Read the identities of a pid file; empty if it is missing."""
+    """Read the identities of a pid file; empty if it is missing. StartupError if it is damaged."""
     if not path.exists():
         return []
-    return [Identity(int(pid), float(created)) for pid, created in json.loads(path.read_text())]
+    try:
+        return [Identity(int(pid), float(created)) for pid, created in json.loads(path.read_text())]
+    except (ValueError, TypeError) as error:
+        raise StartupError(
+            f"{path} is damaged ({error}): end the processes that an earlier server has left, delete that "
+            "file, and start again"
+        ) from error
 
 
 def end_leftovers(path: Path, grace_s: float) -> int:

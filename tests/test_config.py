@@ -5,6 +5,8 @@ import pytest
 from pydantic import ValidationError
 
 from skyrl_tinker import config
+from skyrl_tinker.config import SdkFlags, Settings
+from skyrl_tinker.protocol.validation.key_limits import KeyLimits
 
 
 def test_arguments_beat_the_environment_which_beats_the_file(
@@ -53,6 +55,29 @@ def test_arguments_of_vllm_are_given_one_by_one_as_a_table_or_as_json(
     assert config.load().vllm_args == table
 
 
+def test_each_key_of_a_table_counts_by_its_strongest_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("[keys]\nmodels = 1\nsessions = 1\nbacklog = 1\n[sdk]\nproto_compress_fwdbwd = true\n")
+    monkeypatch.setenv("SKYRL_TINKER_KEYS", '{"models": 2, "sessions": 2}')
+    settings = config.load(file, keys=["models=3"], sdk=["sample_use_retrieve_futures"])
+    assert settings.keys == KeyLimits(models=3, sessions=2, backlog=1)
+    assert settings.sdk == SdkFlags(proto_compress_fwdbwd=True, sample_use_retrieve_futures=True)
+    assert settings.model_fields_set == {"keys", "sdk"}
+    assert settings.keys.model_fields_set == {"models", "sessions", "backlog"}
+
+
+@pytest.mark.parametrize("given", ["models=-1", "models=three", "models", "model=3", "metadata_kb=-0.5"])
+def test_a_wrong_key_of_a_table_is_refused_by_its_full_name(given: str) -> None:
+    with pytest.raises(ValidationError, match=rf"keys\.{given.partition('=')[0]}\n"):
+        config.load(keys=[given])
+
+
+def test_there_are_few_settings() -> None:
+    assert len(Settings.model_fields) <= 65
+
+
 def test_none_counts_as_not_given() -> None:
     assert config.load(port=None).port == 8000
 
@@ -75,8 +100,9 @@ def test_misspelt_variables_are_refused_by_name(monkeypatch: pytest.MonkeyPatch)
 
 def test_children_read_back_the_same_settings(tmp_path: Path) -> None:
     arguments = {"seed": 7, "enforce-eager": False, "kv-offloading-size": 1.5, "hf-overrides": {"a": [1]}}
-    settings = config.load(home=tmp_path, port=1234, context_length=128, vllm_args=arguments)
-    assert config.Settings.model_validate_json(settings.model_dump_json()) == settings
+    limits = KeyLimits(models=3)
+    settings = config.load(home=tmp_path, port=1234, context_length=128, vllm_args=arguments, keys=limits)
+    assert Settings.model_validate_json(settings.model_dump_json()) == settings
 
 
 def test_everything_lies_under_home_unless_said_otherwise(tmp_path: Path) -> None:
@@ -87,4 +113,4 @@ def test_everything_lies_under_home_unless_said_otherwise(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("processes", "share"), [(1, 10), (3, 4), (64, 1)])
 def test_api_processes_have_a_share_of_a_limit(processes: int, share: int) -> None:
-    assert config.Settings(api_processes=processes).api_share(10) == share
+    assert Settings(api_processes=processes).api_share(10) == share

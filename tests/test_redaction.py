@@ -2,10 +2,12 @@
 
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 
-from skyrl_tinker.errors import NotFoundError, OverloadedError
+from skyrl_tinker.domain.manifest import read_manifest
+from skyrl_tinker.errors import NotFoundError, OverloadedError, UserError
 from skyrl_tinker.redaction import RedactingFormatter, redact, without_paths
 
 KEY = "tml-" + "aB3_-" * 8 + "xyz"
@@ -88,3 +90,9 @@ def test_log_lines_and_tracebacks_are_without_secrets() -> None:
 )
 def test_absolute_paths_are_shortened_to_their_last_part(text: str, shown: str) -> None:
     assert without_paths(text) == shown
+
+
+def test_the_place_of_a_checkpoint_is_left_out_also_where_it_has_spaces(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as missing:
+        read_manifest(tmp_path / "my home" / "a")
+    assert without_paths(str(missing.value)) == "no checkpoint at …/a: expected manifest.json, found none"

@@ -19,7 +19,7 @@ minutes.
 Prints, as its last line, one JSON object. take_us_N: choosing what begins after one sample of N sessions has
 ended; queues_ms_N: a look at the queue; plan_ms_N_models: planning a unit, the look ahead and the charge.
 cleanup_ms_N: a run of all steps of the clean-up, with N unnamed versions of --models that are in use: as many
-as ephemeral_keep of each, and a quarter more.
+as ephemeral.keep of each, and a quarter more.
 All four are medians of this process's time. heartbeats_cpu_N: cores that it takes to collect the heartbeats
 of N sessions, one in ten seconds from each, and to write them to SQLite, with the engine's looks for silent
 sessions; no HTTP. heartbeats_http_cpu_N: cores of a whole API process that gets the same heartbeats over
@@ -27,7 +27,8 @@ HTTP, on 400 connections that stay open: most of it is parsing and answering the
 restore_ready_s_N_models, restore_first_step_s_N_models: of the clock, from the start of an engine that finds
 N models with a snapshot each, and whose ranks take no time but LOAD_S to check a snapshot's files, until it
 takes work, and until a step of one of them. woken_s_N_models: of the clock, from there on until a step of
-each of N others that sleep, all asked at once. rss_mb: of this process, at its end.
+each of N others that sleep, all asked at once; saved_s_N_models: then until a save of each of N more. rss_mb:
+of this process, at its end.
 For each number of replicas: samples_per_s (of one core of the engine), wall_per_s, cost_us (of a sample),
 router_us; idle_share: of a core, when nothing is to be done;
 fanout_p50_ms: an adapter on all replicas, each of which takes 20 ms; pause_p50_ms: pause and resume of all.
@@ -44,7 +45,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -96,7 +97,7 @@ from skyrl_tinker.inference.constants import RESERVED_SEQUENCES
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.inference.vllm.vllm_process import VllmProcess
 from skyrl_tinker.processes import freeze_gc, raise_open_files_limit
-from skyrl_tinker.protocol.stored_requests import sample_body
+from skyrl_tinker.protocol.stored_requests import SaveWeightsBody, sample_body
 from skyrl_tinker.store import sampling_sessions, session_records
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.tables import AdapterVersion, Future, Model, Session
@@ -407,7 +408,7 @@ async def heartbeats_cpu(sessions: int) -> float:
         await _each_beats(named, lambda session: beats.keep(None, session))
         cores = (time.process_time() - busy) / BEATS_S
         running.cancel()
-        looks, silent = [], (settings.session_timeout_s, settings.history_ttl_s)
+        looks, silent = [], (settings.timeouts.session_s, settings.retention.history_s)
         for _ in range(VIEWS):
             busy = time.process_time()
             assert not await store.fetch(
@@ -475,12 +476,10 @@ async def restore(models: int) -> dict[str, float]:
         ready_s = time.perf_counter() - began
         await _train(after, trained[models // 2], 3)
         first_step_s = time.perf_counter() - began
-        others = [model for model in trained if model != trained[models // 2]][:WOKEN]
-        began = time.perf_counter()
-        await asyncio.gather(*(_ask(after, model, 3) for model in others))
-        await after.until(lambda: _counted(store, FutureStatus.PENDING), (0).__eq__)
-        assert not _counted(store, FutureStatus.FAILED)
-        woken_s = time.perf_counter() - began
+        asleep = [model for model in trained if model != trained[models // 2]]
+        woken, saved = asleep[:WOKEN], asleep[WOKEN : 2 * WOKEN]
+        woken_s = await _all_done_s(after, (_ask(after, model, 3) for model in woken))
+        saved_s = await _all_done_s(after, (_save(after, model, 3) for model in saved))
         after.running.cancel()
         await asyncio.wait([after.running])
         bell.close()
@@ -488,8 +487,18 @@ async def restore(models: int) -> dict[str, float]:
         return {
             f"restore_ready_s_{models}_models": round(ready_s, 2),
             f"restore_first_step_s_{models}_models": round(first_step_s, 2),
-            f"woken_s_{len(others)}_models": round(woken_s, 2),
+            f"woken_s_{len(woken)}_models": round(woken_s, 2),
+            f"saved_s_{len(saved)}_models": round(saved_s, 2),
         }
+
+
+async def _all_done_s(world: World, asked: Iterable[Awaitable[Accepted]]) -> float:
+    """Return the seconds until all that is asked at once is done."""
+    began = time.perf_counter()
+    await asyncio.gather(*asked)
+    await world.until(lambda: _counted(world.store, FutureStatus.PENDING), (0).__eq__)
+    assert not _counted(world.store, FutureStatus.FAILED)
+    return time.perf_counter() - began
 
 
 async def _train(world: World, model: ModelId, seq_id: int) -> None:
@@ -500,6 +509,11 @@ async def _train(world: World, model: ModelId, seq_id: int) -> None:
 async def _ask(world: World, model: ModelId, seq_id: int) -> Accepted:
     await journal.submit_pass(world.store, model, seq_id)
     return await journal.submit_step(world.store, model, seq_id + 1)
+
+
+async def _save(world: World, model: ModelId, seq_id: int) -> Accepted:
+    body = SaveWeightsBody("a").to_bytes()
+    return await journal.submit(world.store, model, seq_id, RequestKind.SAVE_WEIGHTS, body)
 
 
 def _counted(store: Store, status: FutureStatus) -> int:

@@ -57,9 +57,12 @@ from tests.support.kills import VICTIMS, Victims, await_recovery
 from tests.support.serve import CORE, KINDS, Serve, serving
 
 DEFAULT, FULL = (3_840, 60), (131_072, 2_000)  # samples, steps
-SETTINGS = {"result_ttl_s": 20, "stability_ttl_s": 20, "ephemeral_keep": 4, "ephemeral_idle_s": 10}
+SETTINGS = """
+retention = {results_s = 20, stability_s = 20}
+ephemeral = {keep = 4, idle_s = 10}
+"""
 REST_S = 90.0
-"""Time in which all has been purged: dropped weights twice `result_ttl_s` after that, at intervals of one."""
+"""Time in which all has been purged: dropped weights twice `results_s` after that, at intervals of one."""
 RESULT_S, PROGRESS_S = 600.0, 30.0
 PROMPT, TOKENS, TRAINED = 16, 16, 8
 GAP = 1e-3
@@ -432,7 +435,7 @@ def main() -> int:
         parser.error("--steps must be at least 10, and --samples at least as many")
     with tempfile.TemporaryDirectory() as directory:
         config = Path(directory) / "settings.toml"
-        config.write_text("".join(f"{name} = {value}\n" for name, value in SETTINGS.items()))
+        config.write_text(SETTINGS)
         home = Path(directory) / "home"
         with serving(home, "--config", str(config)) as serve:
             result = asyncio.run(soak(serve, arguments))

@@ -54,7 +54,7 @@ SLOWER, SLOWER_SHORT = {"p50": 1.1, "p99": 1.1}, {"p50": 1.5}
 """Bars of last / first. Of a short run there are too few for a p99, and the machine's noise is more."""
 RSS_GROWTH, RSS_GROWTH_SHORT = 1.15, 1.5
 """A short run is still filling caches: primitives of oneDNN, pools of connections, adapters."""
-SETTINGS = {"result_ttl_s": 60, "ephemeral_keep": 2, "ephemeral_idle_s": 60}
+SETTINGS = "retention = {results_s = 60}\nephemeral = {keep = 2, idle_s = 60}\n"
 Json = dict[str, Any]
 
 
@@ -324,7 +324,7 @@ def main() -> int:
     arguments.kills = kills if arguments.kills is None else arguments.kills
     with tempfile.TemporaryDirectory() as directory:
         config = Path(directory) / "settings.toml"
-        config.write_text("".join(f"{name} = {value}\n" for name, value in SETTINGS.items()))
+        config.write_text(SETTINGS)
         home = Path(directory) / "home"
         with serving(home, "--config", str(config)) as serve:
             result = asyncio.run(run(serve, arguments))

@@ -48,8 +48,8 @@ class ApiServer(uvicorn.Server):
         self._services: Services = app.state.services
         settings = self._services.settings
         caps = ConnectionCaps(
-            settings.api_share(settings.max_connections),
-            settings.api_share(settings.max_connections_per_address),
+            settings.api_share(settings.connections.total),
+            settings.api_share(settings.connections.per_address),
         )
         self._listens = listens
         self._patience_s: float = _DRAIN_S
@@ -123,7 +123,6 @@ async def read_bases(store: Store, bell: Doorbell, within_s: float = FACTS_WITHI
             "the API is started by `skyrl-tinker serve`, which writes them"
         ) from None
     return bases
-
 
 
 async def run(

@@ -130,7 +130,7 @@ def make_services(
     alone = settings.api_processes == 1 and settings.engine_listen is None
     queues = EngineQueues(engine, alone=alone)
     metrics = ApiMetrics()
-    keys = KeyRing(store, signing, settings.key_limits, clock)
+    keys = KeyRing(store, signing, settings.keys, clock)
     room = DiskRoom((settings.root, settings.checkpoint_root), settings.min_free_gb)
     metrics.watch(
         "disk_free_bytes",
@@ -194,7 +194,12 @@ def make_app(settings: Settings) -> FastAPI:
     app.add_middleware(FastPaths)
     app.add_middleware(
         BodyLimitMiddleware,
-        limits=_body_limits(settings),
+        limits=BodyLimits(
+            wire=settings.bodies.wire_mb * MiB,
+            expanded=settings.bodies.expanded_mb * MiB,
+            json=settings.bodies.json_mb * MiB,
+            held=settings.api_share(settings.bodies.held_mb * MiB),
+        ),
         spool=Directories(settings).run_dir,
     )
     app.add_middleware(AdmissionMiddleware)
@@ -203,15 +208,6 @@ def make_app(settings: Settings) -> FastAPI:
     app.add_middleware(OwnHostsMiddleware, host=settings.host, allowed=settings.allowed_hosts)
     app.add_middleware(RequestMetricsMiddleware, routes=app.routes)  # added last, runs first
     return app
-
-
-def _body_limits(settings: Settings) -> BodyLimits:
-    return BodyLimits(
-        wire=settings.wire_body_mb * MiB,
-        expanded=settings.expanded_body_mb * MiB,
-        json=settings.json_body_mb * MiB,
-        held=settings.api_share(settings.held_bodies_mb * MiB),
-    )
 
 
 @asynccontextmanager

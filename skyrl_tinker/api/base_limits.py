@@ -63,7 +63,7 @@ def _limits(settings: Settings, facts: BaseModelFacts) -> Limits:
     return Limits(
         vocab_size=facts.vocab_size,
         context_length=facts.context_length,
-        max_datums=settings.max_datums,
+        max_datums=settings.bodies.datums,
         max_lora_rank=settings.max_lora_rank,
         sampler=facts.sampler,
     )

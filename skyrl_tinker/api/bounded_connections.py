@@ -65,11 +65,11 @@ class ConnectionCaps:
         """Count a connection, which then needs a `release`, and return None; or return why it is refused."""
         own, free = self._open[address], self._total - self._count
         if free <= 0:
-            return f"found {self._total} connections, the server's setting max_connections"
+            return f"found {self._total} connections, the server's setting connections.total"
         if own * (self._total - self._per_address) >= self._per_address * free:
             return (
                 f"found {own} connections from this address and {self._count - own} from others, "
-                f"the server's setting max_connections_per_address: {self._per_address}, fewer beside others"
+                f"the server's setting connections.per_address: {self._per_address}, fewer beside others"
             )
         self._open[address] += 1
         self._count += 1

@@ -9,7 +9,7 @@ import typer
 
 from skyrl_tinker import __version__, config
 from skyrl_tinker.cli import database, keys, server_commands
-from skyrl_tinker.cli.options import one_line_errors, with_options, with_settings
+from skyrl_tinker.cli.options import SettingsCommand, one_line_errors, with_options, with_settings
 from skyrl_tinker.cli.terminal import tell
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.units import GB
@@ -39,48 +39,8 @@ def main(
     """Serve the Tinker API on your own machines."""
 
 
-_SERVED = (
-    "base_model",
-    "model_name",
-    "host",
-    "port",
-    "api_processes",
-    "allowed_hosts",
-    "tls_cert",
-    "tls_key",
-    "insecure",
-    "home",
-    "database_url",
-    "checkpoints",
-    "snapshots",
-    "standby",
-    "engine_listen",
-    "device",
-    "trainer_ranks",
-    "trainer_dtype",
-    "token_budget",
-    "gradient_checkpointing",
-    "resident_models",
-    "replicas",
-    "tensor_parallel_size",
-    "sampler_engine",
-    "sampler_python",
-    "vllm_args",
-    "sampler_urls",
-    "prefill_urls",
-    "decode_urls",
-    "router_url",
-    "placement",
-    "plan",
-    "max_lora_rank",
-    "context_length",
-    "ray_address",
-)
-"""Settings that are options of the command line."""
-
-
-@app.command()
-@with_settings(*_SERVED)
+@app.command(cls=SettingsCommand)
+@with_settings(*Settings.model_fields)
 def serve(
     settings: Settings,
     show_config: Annotated[
@@ -138,7 +98,7 @@ def engine(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Directory of reward.png and metrics.jsonl")] = Path("demo-out"),
-    seed: Annotated[int, typer.Option(help="Of the adapter and the samples")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the adapter and the samples", min=0)] = 0,
     steps: Annotated[
         int | None,
         typer.Option(help="Steps of the optimizer [default: 40, of other families than qwen3 70]", min=8),
@@ -166,7 +126,7 @@ def make_model(
     untied: Annotated[
         bool, typer.Option("--untied", help="With a separate lm_head, as a gpt-oss always")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the random weights")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random weights", min=0)] = 0,
 ) -> None:
     """Write a small untrained model with its own tokenizer and chat template to DIRECTORY.
 
@@ -211,6 +171,8 @@ def import_adapter(
 
 @app.command()
 @with_options(
+    "context_length",
+    "max_lora_rank",
     "trainer_ranks",
     "replicas",
     "tensor_parallel_size",
@@ -223,15 +185,14 @@ def plan(
     base_model: Annotated[str, typer.Option(help="A directory with config.json, or a hub name")],
     gpus: Annotated[int, typer.Option(min=1, max=64)] = 1,
     gpu_memory: Annotated[float, typer.Option(help="GB of each GPU", min=1)] = 80,
-    rank: Annotated[int, typer.Option(help="Of LoRA adapters", min=1, max=512)] = 32,
-    full: Annotated[bool, typer.Option("--full", help="Train all parameters, without adapters")] = False,
-    context: Annotated[int, typer.Option(help="Tokens of the longest sequence", min=16)] = 32768,
+    full: Annotated[bool, typer.Option("--full", help="As --max-lora-rank 0: all parameters train")] = False,
     tenants: Annotated[int, typer.Option(help="Models in training at once", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
     **given: Any,
 ) -> None:
-    """Show whether a server fits on GPUs, before there are any; exit code 1 if not. Options given are kept.
+    """Show whether `serve` with these options fits on GPUs, before there are any, and the command to copy.
 
+    Options that are given are kept, the others have the defaults of `serve`. Exit code 1 if it does not fit.
     The trainer's forward and backward run on tensors without content, which takes seconds on a CPU and no
     weights: config.json is enough.
     """
@@ -239,19 +200,19 @@ def plan(
     from skyrl_tinker.server import start_plan
 
     with one_line_errors():
-        highest = 0 if full else rank
-        settings = config.load(
-            base_model=base_model, device="cuda", context_length=context, max_lora_rank=highest, **given
-        )
-        hardware = start_plan.Gpus(gpus, gpu_memory * GB)
-        found = start_plan.plan(settings, hardware, tenants=tenants)
-    print(plan_output.as_json(found) if as_json else plan_output.as_table(found))
+        if full:
+            given["max_lora_rank"] = 0
+        settings = config.load(base_model=base_model, device="cuda", **given)
+        if sys.stderr.isatty():
+            tell("counting the memory of the longest row: some seconds, of a mixture of experts a minute")
+        found = start_plan.plan(settings, start_plan.Gpus(gpus, gpu_memory * GB), tenants=tenants)
+    print((plan_output.as_json if as_json else plan_output.as_table)(found, settings))
     if found.problem is not None:
         raise typer.Exit(1)
 
 
-@app.command()
-@with_settings(*_SERVED)
+@app.command(cls=SettingsCommand)
+@with_settings(*Settings.model_fields)
 def doctor(settings: Settings) -> None:
     """Check whether `serve` with these options would work here; name fixes; exit code 1 if not."""
     from skyrl_tinker.cli import doctor as checks

@@ -6,6 +6,7 @@ A check raises StartupError, as those of `serve` do; its message is the finding,
 import ctypes
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import resource
 import runpy
@@ -17,7 +18,7 @@ from contextlib import closing
 from pathlib import Path
 
 import psutil
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories, free_bytes
@@ -56,6 +57,7 @@ def report(settings: Settings) -> bool:
         **({"plan": lambda: _plan(settings)} if cuda and running is None else {}),
         "memory": lambda: running or _memory(),
         "/dev/shm": lambda: running or _shared_memory(),
+        "home": lambda: _home(settings.root),
         "disk": lambda: _disk(settings),
         "database": lambda: _database(settings),
         **({"storage": lambda: _storage(settings)} if elsewhere else {}),
@@ -233,6 +235,13 @@ def _plan(settings: Settings) -> str:
     return said[0] if said else "as given"
 
 
+def _home(home: Path) -> str:
+    """Look whether it is, or can become, a directory that this user can write to."""
+    there = next(path for path in (home, *home.parents) if os.path.lexists(path))
+    writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    return _need(writable, str(home) if writable else f"{there} is no directory that this user can write to")
+
+
 def _disk(settings: Settings) -> str:
     """Check the room for checkpoints, and for logs and database."""
     roots = {str(root): free_bytes(root) for root in (settings.root, settings.checkpoint_root)}
@@ -252,7 +261,7 @@ def _database(settings: Settings) -> str:
     try:
         with closing(database), database.connect() as conn, database.reading(conn):
             version = ".".join(map(str, conn.dialect.server_version_info or ()))
-    except OperationalError as error:
+    except (OperationalError, ProgrammingError) as error:
         raise StartupError(f"database_url: cannot connect: {error.orig}") from error
     return str(file) if file is not None else f"PostgreSQL {version}"
 

@@ -10,8 +10,8 @@ import typer
 
 from skyrl_tinker.cli.database import existing_database
 from skyrl_tinker.cli.options import with_added, with_settings
-from skyrl_tinker.config import Settings, limit_changes
-from skyrl_tinker.domain.key_limits import NAMES
+from skyrl_tinker.config import Settings
+from skyrl_tinker.protocol.validation.key_limits import NAMES, changes_of
 
 if TYPE_CHECKING:  # the other commands need none of its imports
     from sqlalchemy import Connection
@@ -217,9 +217,9 @@ def limit(settings: Settings, key: Which, **limits: str | None) -> None:
     """
     from skyrl_tinker.store import api_keys
 
-    changes = limit_changes({name: text for name, text in limits.items() if text is not None})
+    changes = changes_of({name: text for name, text in limits.items() if text is not None})
     now = _run(settings, lambda conn: api_keys.limit(conn, key, changes))
-    print(", ".join(_limits(now)) or "the limits of all keys (settings key_…)")
+    print(", ".join(_limits(now)) or "the limits of all keys (setting keys)")
 
 
 def _limits(limits: Mapping[str, Any]) -> list[str]:

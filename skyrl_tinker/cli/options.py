@@ -1,8 +1,8 @@
 """Options that commands share, made from the settings' fields, and the end of a command by an error."""
 
 import difflib
+import errno
 import os
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -12,23 +12,30 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from sqlalchemy.exc import OperationalError
+from typer.core import TyperCommand
 
 from skyrl_tinker import config
 from skyrl_tinker.cli import terminal
 from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import SkyrlTinkerError
+from skyrl_tinker.protocol.schemas.base import describe
 
 
 def option(setting: str) -> Any:
     """Return the option of one setting: its help names the default, but an absent one counts as not given."""
     field = Settings.model_fields[setting]
-    assert field.description is not None
+    description = config.description_of(field)
     if field.annotation is bool:
         name = setting.replace("_", "-")
-        return typer.Option(f"--{name}/--no-{name}" if field.default else f"--{name}", help=field.description)
-    default = "" if field.default in (None, (), {}) else f" [default: {field.default}]"
-    return typer.Option(help=field.description + default, metavar=_values(field.annotation))
+        return typer.Option(f"--{name}/--no-{name}" if field.default else f"--{name}", help=description)
+    metavar = "NAME=VALUE" if config.takes_pairs(setting) else _values(field.annotation)
+    return typer.Option(help=description + _default(field), metavar=metavar)
+
+
+def _default(field: FieldInfo) -> str:
+    return f" [default: {default}]" if (default := config.default_of(field)) else ""
 
 
 def _values(annotation: Any) -> str | None:
@@ -83,9 +90,38 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
 def _option_type(setting: str) -> Any:
     """Return the type that the command line reads; Settings refuses wrong values, as from any source."""
-    annotation = Settings.model_fields[setting].annotation
-    parsed: Any = {Literal: str, tuple: list[str], dict: list[str]}.get(get_origin(annotation), annotation)
+    annotation = list[str] if config.takes_pairs(setting) else Settings.model_fields[setting].annotation
+    parsed: Any = {Literal: str, tuple: list[str]}.get(get_origin(annotation), annotation)
     return parsed | None
+
+
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors of a write, which names no file."""
+
+
+class SettingsCommand(TyperCommand):
+    """Command whose options are settings: `--help` has their sections, former ones are refused."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        title, sections = "Options", dict[str, list[tuple[str, str]]]()
+        for param in self.get_params(ctx):
+            name = str(param.name)
+            title = config.SECTIONS.get(name, "Options" if name == "help" else title)
+            keys = config.keys_of(name).items()
+            of_table = ((f"  {key}", config.description_of(field) + _default(field)) for key, field in keys)
+            rows = sections.setdefault(title, [])
+            rows += [*filter(None, [param.get_help_record(ctx)]), *of_table]
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for given in args:
+            name = given.partition("=")[0]
+            remedy = config.successor(name.removeprefix("--").replace("-", "_"))
+            if remedy and name.startswith("--"):
+                _fail(f"settings: {name}: {remedy}")
+        return super().parse_args(ctx, args)
 
 
 Home = Annotated[Path | None, option("home")]
@@ -104,26 +140,28 @@ def one_line_errors() -> Iterator[None]:
         yield
     except ValidationError as error:
         _fail(f"settings: {'; '.join(map(_problem, error.errors()))}")
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        _fail(f"--config: not a TOML file: {error}")
     except SkyrlTinkerError as error:
         _fail(str(error))
     except OperationalError as error:
         _fail(f"the database failed: {error.orig}")
+    except UnicodeEncodeError as error:  # an argument with bytes beyond UTF-8, or a terminal of fewer letters
+        _fail(f"{error.object[error.start : error.end]!r} is no text in {error.encoding}")
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno not in _NO_ROOM:
             raise
-        _fail(f"{error.filename}: {error.strerror}")
+        _fail(f"{error.filename or 'home, /tmp or /dev/shm'}: {error.strerror}")
 
 
 def _problem(found: Any) -> str:
-    name = ".".join(map(str, found["loc"]))
     if found["type"] != "extra_forbidden":
-        return f"{name}: {found['msg']}"
-    near = difflib.get_close_matches(name, Settings.model_fields, 1)
-    if (variable := f"SKYRL_TINKER_{name.upper()}") in os.environ:
-        name = f"environment variable {variable}"
-    return f"{name}: there is no such setting{f', did you mean {near[0]}?' if near else ''}"
+        return describe([found])
+    name = ".".join(map(str, found["loc"]))
+    known = [each for setting in Settings.model_fields for each in (setting, *config.keys_of(setting))]
+    near = difflib.get_close_matches(name, known, 1)
+    unknown = f"there is no such setting{f', did you mean {near[0]}?' if near else ''}"
+    variable = f"SKYRL_TINKER_{name.upper()}"
+    shown = f"environment variable {variable}" if variable in os.environ else name
+    return f"{shown}: {config.successor(name) or unknown}"
 
 
 def _fail(message: str) -> None:

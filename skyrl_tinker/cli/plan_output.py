@@ -1,18 +1,20 @@
 """Output of `skyrl-tinker plan`: a table or JSON."""
 
 import json
+import shlex
 from dataclasses import asdict
 from itertools import groupby
 
+from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.server.capacity_plan import CapacityPlan
 
 
-def as_json(found: CapacityPlan) -> str:
-    return json.dumps({"fits": found.problem is None, **asdict(found)}, indent=1)
+def as_json(found: CapacityPlan, settings: Settings) -> str:
+    return json.dumps({"fits": found.problem is None, "serve": _serve(settings), **asdict(found)}, indent=1)
 
 
-def as_table(found: CapacityPlan) -> str:
+def as_table(found: CapacityPlan, settings: Settings) -> str:
     parts = []
     for place, group in groupby(found.lines, key=lambda line: line.place):
         lines = list(group)
@@ -26,8 +28,20 @@ def as_table(found: CapacityPlan) -> str:
     parts.append("\nsettings")
     parts += [f"  {choice}" for choice in found.choices]
     parts.append(f"\nto the samplers\n  full parameters by {found.weights_by}, adapters by shared memory")
-    parts.append(f"\n{'does not fit: ' + found.problem if found.problem else 'fits'}")
+    parts.append(f"\ndoes not fit: {found.problem}" if found.problem else f"\nfits:\n  {_serve(settings)}")
     return "\n".join(parts)
+
+
+def _serve(settings: Settings) -> str:
+    """Return the command that serves it: with what was given, as the rest is planned again."""
+    words = ["skyrl-tinker", "serve"]
+    for name in sorted(settings.model_fields_set, key=[*Settings.model_fields].index):
+        value, option = getattr(settings, name), name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words += [f"--{option}", str(value)]
+    return shlex.join(words)
 
 
 def _size(size: float) -> str:

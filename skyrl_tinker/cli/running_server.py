@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import ssl
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from urllib.parse import quote
 
 import httpx
 
+from skyrl_tinker import __version__
 from skyrl_tinker.cli.terminal import printable, show
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
@@ -21,21 +24,29 @@ from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.process_lock import holder
 from skyrl_tinker.processes import listens
-from skyrl_tinker.server.addresses import local_url
+from skyrl_tinker.server.addresses import is_http, local_url
 
 PATIENCE_S = 10.0
 MOST_METADATA = 60
 """Characters shown of a run's metadata."""
 Facts = Mapping[str, Any]
+_KEY = re.compile(r"[!-~]*")
+"""Characters that a header may have."""
+
+
+class ServerAwayError(StartupError):
+    """No server answers."""
 
 
 class RunningServer:
     """Server that is known to be the right one: it is sent the key of TINKER_API_KEY."""
 
     def __init__(self, url: str, trusted: ssl.SSLContext) -> None:
-        """Use `at` or `of_home`."""
+        """Use `at` or `of_home`. StartupError for a key that cannot be sent."""
         self.url = url.rstrip("/")
-        key = os.environ.get("TINKER_API_KEY")
+        key = os.environ.get("TINKER_API_KEY", "")
+        if not _KEY.fullmatch(key):
+            raise StartupError("TINKER_API_KEY: found white space or a letter beyond ASCII, expected a key")
         self._http = httpx.Client(
             base_url=self.url,
             headers={"X-API-Key": key} if key else {},
@@ -59,6 +70,17 @@ class RunningServer:
         """Return the runs with the latest requests."""
         return self._ask("GET", "/api/v1/console/runs", params={"limit": most})
 
+    def newest_run(self) -> str:
+        """Return the run with the latest request. Raises StartupError if there is none."""
+        if not (runs := self.runs(1)["runs"]):
+            raise StartupError(f"{self.url} has no runs: start the script first, or give --run")
+        return str(runs[0]["run_id"])
+
+    def report(self, run: str, step: int, values: Mapping[str, float]) -> None:
+        """Report numbers of a step of a run. Raises ServerAwayError, or StartupError if they are refused."""
+        path = f"/api/v1/console/runs/{quote(run, safe='')}/metrics"
+        self._ask("POST", path, json={"step": step, "values": dict(values)})
+
     def end(self, session: str) -> None:
         """Finish a session; its models leave the trainer."""
         self._ask("POST", f"/api/v1/sessions/{quote(session, safe='')}/finish", json={})
@@ -66,19 +88,44 @@ class RunningServer:
     def _ask(self, method: str, path: str, **content: Any) -> Facts:
         try:
             answer = self._http.request(method, path, **content)
-        except httpx.TransportError as error:
-            raise StartupError(f"no server answers at {self.url}: {error}") from error
+        except httpx.RequestError as error:
+            raise ServerAwayError(f"no server answers at {self.url}: {error}") from error
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise StartupError(f"{self.url} needs an API key that it knows: set TINKER_API_KEY")
-        if answer.is_error:
+        if not answer.is_success:
             raise StartupError(f"{self.url}: {_detail(answer)}")
-        found: Facts = answer.json()
+        try:
+            found: Facts = answer.json()
+        except ValueError as error:
+            raise StartupError(f"{self.url}: {_other_form(answer.text[:200])}") from error
         return found
 
 
 def at(url: str) -> RunningServer:
-    """Return the server of a URL that the user names; authorities of SSL_CERT_FILE are trusted."""
-    return RunningServer(url, httpx.create_ssl_context())
+    """Return the server of a URL that the user names; authorities of SSL_CERT_FILE are trusted.
+
+    Raises StartupError for a text that is no URL, and for authorities that cannot be read.
+    """
+    try:
+        valid = is_http(str(httpx.URL(url)))
+    except httpx.InvalidURL:
+        valid = False
+    if not valid:
+        raise StartupError(f"--url, or TINKER_BASE_URL: found {url!r}, expected http://host:port")
+    try:
+        trusted = httpx.create_ssl_context()
+    except OSError as error:  # ssl.SSLError is one
+        raise StartupError(f"SSL_CERT_FILE or SSL_CERT_DIR: {error}") from error
+    return RunningServer(url, trusted)
+
+
+@contextmanager
+def understood() -> Iterator[None]:
+    """Context in which an answer is used. Raises StartupError for one of another form than ours."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise StartupError(f"the server: {_other_form(repr(error))}") from error
 
 
 def of_home(settings: Settings) -> RunningServer:
@@ -108,10 +155,16 @@ def of_home(settings: Settings) -> RunningServer:
 
 
 def _only(certificate: Path) -> ssl.SSLContext:
-    """Trust one certificate, under any name: it has that for clients, not that of this machine's loopback."""
+    """Trust one certificate, under any name: it has that for clients, not that of this machine's loopback.
+
+    Raises StartupError for a damaged one.
+    """
     _, begin, rest = certificate.read_text().partition("-----BEGIN CERTIFICATE-----")
     first, end, _ = rest.partition("-----END CERTIFICATE-----")  # the others signed it
-    context = ssl.create_default_context(cadata=begin + first + end)
+    try:
+        context = ssl.create_default_context(cadata=begin + first + end)
+    except ssl.SSLError as error:
+        raise StartupError(f"{certificate} is damaged: {error}") from error
     context.check_hostname = False
     context.verify_flags = ssl.VERIFY_X509_PARTIAL_CHAIN
     return context
@@ -123,6 +176,10 @@ def _detail(answer: httpx.Response) -> str:
         return str(answer.json()["detail"])
     except (ValueError, KeyError, TypeError):  # a proxy's answer
         return f"answered {answer.status_code}: {answer.text[:200]}"
+
+
+def _other_form(found: str) -> str:
+    return f"answered in another form than skyrl-tinker {__version__} ({found}): is it one, of this version?"
 
 
 def watch(server: RunningServer, interval_s: float, times: int | None, *, as_json: bool) -> None:
@@ -206,17 +263,19 @@ def run_lines(runs: Facts) -> Iterator[str]:
     """Yield the runs, and the reasons of those that failed, are lost or parked."""
     rows = [
         (
+            run["name"] or "",
             run["run_id"],
             run["owner"],
             run["state"],
             run["steps"],
-            "" if run["last"] is None or run["last"]["loss"] is None else f"{run['last']['loss']:.4g}",
+            "" if run["reward"] is None else f"{run['reward']:.4g}",
+            "" if run["loss"] is None else f"{run['loss']:.4g}",
             run["last_request_at"][:19],
             _metadata(run["user_metadata"]),
         )
         for run in runs["runs"]
     ]
-    heads = ("run", "owner", "state", "steps", "loss", "last request", "metadata")
+    heads = ("name", "run", "owner", "state", "steps", "reward", "loss", "last request", "metadata")
     yield from _table(heads, rows) if rows else ("there are no runs",)
     if len(rows) < runs["total"]:
         yield f"and {runs['total'] - len(rows)} before"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import tomlkit
+from pydantic import BaseModel
 from tomlkit.items import Item
 
 from skyrl_tinker.config import Settings
@@ -15,11 +16,15 @@ def as_toml(settings: Settings) -> str:
     return "\n".join(("# Commented lines are defaults.", *_lines(settings)))
 
 
-def _lines(settings: Settings) -> Iterator[str]:
-    for name in Settings.model_fields:
-        value = getattr(settings, name)
-        given = "" if name in settings.model_fields_set else "# "
-        yield f"{given}{name} = {_item(value).as_string()}" if value is not None else f"# {name} is not set"
+def _lines(settings: BaseModel, table: str = "") -> Iterator[str]:
+    for name, value in settings:
+        full, given = table + name, "" if name in settings.model_fields_set else "# "
+        if isinstance(value, BaseModel):
+            yield from _lines(value, f"{full}.")
+        else:
+            yield (
+                f"{given}{full} = {_item(value).as_string()}" if value is not None else f"# {full} is not set"
+            )
 
 
 def _item(value: Any) -> Item:

@@ -20,9 +20,10 @@ export function wide(section) {
   return section;
 }
 
-// A table whose rows can be replaced while it stays where it was scrolled to.
-export function table(label, columns) {
-  const head = columns.map(([name, kind]) => h("th", { scope: "col", class: kind }, name));
+// A table whose rows can be replaced while it stays where it was scrolled to. `sort(place)`: a head was clicked.
+export function table(label, columns, sort = null) {
+  const head = columns.map(([name, kind], place) => h("th", { scope: "col", class: kind },
+    sort && name ? h("button", { type: "button", class: "plain", onclick: () => sort(place) }, name) : name));
   const body = h("tbody");
   const empty = h("p", { class: "quiet" }, "none");
   const scroll = h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label },
@@ -32,10 +33,13 @@ export function table(label, columns) {
     scroll.hidden = rows.length === 0;
     empty.hidden = rows.length > 0;
     body.replaceChildren(...rows.map((cells) =>
-      h("tr", {}, ...cells.map((cell, place) => h("td", { class: columns[place][1] }, cell ?? "–")))));
+      h("tr", {}, ...cells.map((cell, place) => h("td", { class: columns[place][1], "data-label": columns[place][0] }, cell ?? "–")))));
+  }
+  function mark(place, down) {
+    head.forEach((cell, each) => cell.setAttribute("aria-sort", each !== place ? "none" : down ? "descending" : "ascending"));
   }
   fill([]);
-  return { node, fill };
+  return { node, fill, mark };
 }
 
 export function facts(pairs) {
@@ -65,4 +69,21 @@ export function duration(seconds) {
 
 export function moment(text) {
   return text ? new Date(text).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "medium" }) : "–";
+}
+
+// How long ago, with the moment as its title. `tick` tells the time of all below a node again.
+export function ago(text) {
+  return text ? h("time", { datetime: text, title: moment(text) }, since(text)) : "–";
+}
+
+export function tick(node) {
+  for (const each of node.querySelectorAll("time")) each.textContent = since(each.dateTime);
+}
+
+function since(text) {
+  return `${duration(Math.max(1, (Date.now() - Date.parse(text)) / 1000))} ago`;
+}
+
+export function plural(amount, noun) {
+  return `${number(amount)} ${noun}${amount === 1 ? "" : "s"}`;
 }

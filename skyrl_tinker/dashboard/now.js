@@ -1,11 +1,11 @@
 // Now: problems first, then what runs and what waits.
 
-import { bytes, card, duration, facts, h, moment, number, table, wide } from "./dom.js";
+import { bytes, card, duration, facts, h, moment, number, plural, table, wide } from "./dom.js";
 import { get, poll } from "./server.js";
 import { timeChart } from "./charts.js";
 
 const EVERY_MS = 2000;
-const REMEMBERED = 300;
+const REMEMBERED_S = 3600;
 
 export function showNow(main, { now, failed, recovered }) {
   const badge = h("span", { class: "badge" });
@@ -14,7 +14,7 @@ export function showNow(main, { now, failed, recovered }) {
   const trainer = h("div");
   const samplers = h("div");
   const rates = h("div");
-  const chart = timeChart("Tokens per second over the last ten seconds", ["trained", "sampled"]);
+  const chart = timeChart("Tokens per second, means over ten seconds", ["trained", "sampled"]);
   const queue = table("Queue by session", [
     ["owner", ""], ["session", "id"], ["kind", ""], ["waiting", "number"], ["oldest", "number"], ["reason", ""]]);
   const replicas = table("Replicas", [
@@ -50,13 +50,22 @@ export function showNow(main, { now, failed, recovered }) {
     processes.fill((answer.processes ?? []).map((each) => [
       each.name, String(each.pid), bytes(each.rss_bytes), `${Math.round(each.cpu_percent)} %`, duration(each.age_s)]));
     if (answer.rates) {
-      history.push([Date.parse(answer.at) / 1000, answer.rates.trained.over_10_s, answer.rates.sampled.over_10_s]);
-      if (history.length > REMEMBERED) history.shift();
+      const at = Date.parse(answer.at) / 1000;
+      history.push([at, answer.rates.trained.over_10_s, answer.rates.sampled.over_10_s]);
+      while (history[0][0] < at - REMEMBERED_S) history.shift();
       chart.draw([0, 1, 2].map((column) => history.map((row) => row[column])));
     }
   }
 
+  // Before the page was opened.
+  async function remember() {
+    const { every_s, trained, sampled } = await get("console/rates");
+    const last = Date.parse(now.at) / 1000;
+    history.unshift(...trained.map((rate, place) => [last - every_s * (trained.length - place), rate, sampled[place]]));
+  }
+
   show(now);
+  remember().catch(failed);
   const stop = poll(EVERY_MS, async () => show(await get("console/now")), failed);
   return () => { stop(); chart.close(); };
 }
@@ -69,7 +78,7 @@ function served(server) {
   const models = server.base_models.flatMap((each) => [
     ["model", each.base_model],
     ["context", `${number(each.context_length)} tokens`],
-    ["runs on", `${server.device}, ${each.trainer_ranks} trainer rank(s), ${each.replicas} replica(s), ${each.placement}`],
+    ["runs on", `${server.device}, ${plural(each.trainer_ranks, "trainer rank")}, ${plural(each.replicas, "replica")}, ${each.placement}`],
   ]);
   return facts([...models, ["started", moment(server.started_at)], ["version", server.version]]);
 }
@@ -84,7 +93,7 @@ function training(trainer) {
 }
 
 function unit({ kind, model_ids, others, tokens, running_s }) {
-  const whose = [...model_ids, ...(others ? [`${others} model(s) of others`] : [])];
+  const whose = [...model_ids, ...(others ? [`${plural(others, "model")} of others`] : [])];
   const more = [tokens ? `${number(tokens)} tokens` : null, running_s === null || running_s === undefined ? null : `for ${duration(running_s)}`];
   return h("span", {}, h("b", {}, kind), ` ${more.filter(Boolean).join(" ")}`, h("br"), h("span", { class: "small quiet" }, whose.join(", ")));
 }

@@ -1,35 +1,57 @@
 // Runs: a list to choose from, the curves of those chosen, and the checkpoints of one.
 
-import { bytes, card, duration, facts, h, moment, number, table, wide } from "./dom.js";
-import { download, get, poll, request, save, send } from "./server.js";
+import { ago, bytes, card, duration, facts, h, moment, number, plural, table, tick, wide } from "./dom.js";
+import { download, get, poll, Refused, request, save, send } from "./server.js";
 import { stepChart } from "./charts.js";
 
 const EVERY_MS = 3000;
 const MOST_COMPARED = 8;
+const MOST_PARENTS = 20;
+const SILENT_S = 60;
+const ROUNDING = 1e-3; // smaller differences would fill a chart of their own and look like drift
 const CURVES = [
-  ["loss", "Loss per trained token"],
-  ["reward_proxy", "Reward proxy: mean of advantage × logprob"],
-  ["entropy_proxy", "Entropy proxy: mean of −logprob of sampled tokens"],
-  ["policy_shift", "Policy shift: mean of sampled − trained logprob"],
-  ["sampler_gap", "Trainer–sampler gap on the probe"],
-  ["grad_norm", "Gradient norm"],
-  ["learning_rate", "Learning rate"],
-  ["tokens", "Tokens of a step"],
+  ["loss", "Loss per trained token", "sum of the losses by sum of the weights, or by trained positions"],
+  ["sampler_gap", "Trainer–sampler gap", "difference of their logprobs on the probe after a sync", [0, ROUNDING]],
+  ["policy_shift", "Policy shift", "mean of sampled − trained logprob: 0 while the policy is the one that sampled", [-ROUNDING, ROUNDING]],
+  ["entropy_proxy", "Entropy proxy", "mean of −logprob of the trained tokens, as sampled"],
+  ["grad_norm", "Gradient norm", "before clipping"],
+  ["learning_rate", "Learning rate", "as given to optim_step"],
+  ["tokens", "Tokens of a step", "of all data since the step before"],
+  ["reward_proxy", "Advantage × logprob", "its mean, not the reward: with advantages centred in their group it goes to 0"],
 ];
 const SECONDS = ["wait_s", "compute_s", "answer_s"];
+const COLUMNS = [
+  ["", "", null],
+  ["run", "run", (run) => run.name ?? run.run_id],
+  ["owner", "", (run) => run.owner],
+  ["rank", "number", (run) => run.lora_rank],
+  ["state", "", (run) => run.state],
+  ["steps", "number", (run) => run.steps_before + run.steps],
+  ["reward", "number", (run) => run.reward],
+  ["loss", "number", (run) => run.loss],
+  ["last request", "", (run) => run.last_request_at],
+];
 
 export function showRuns(main, { path, failed, recovered }) {
   return path[0] ? showCurves(main, path[0].split(",").slice(0, MOST_COMPARED), failed, recovered) : showList(main, failed, recovered);
 }
 
 function showList(main, failed, recovered) {
-  const runs = table("Training runs", [
-    ["compare", ""], ["run", "id"], ["metadata", ""], ["owner", ""], ["rank", "number"], ["state", ""], ["steps", "number"],
-    ["loss", "number"], ["reward proxy", "number"], ["last request", ""]]);
+  const order = { place: COLUMNS.length - 1, down: true };
+  const runs = table("Training runs", COLUMNS, (place) => {
+    order.down = order.place === place ? !order.down : place >= 5;
+    order.place = place;
+    fill();
+  });
   const chosen = new Set();
   const compare = h("button", { type: "button", disabled: true, onclick: () => { location.hash = `#/runs/${[...chosen].join(",")}`; } }, "Compare");
   const count = h("span", { class: "quiet" });
-  main.append(h("h1", {}, "Runs"), wide(card("Training runs", h("div", { class: "row" }, compare, count), runs.node)));
+  const search = h("input", { type: "search", placeholder: "name, project, metadata, state …", oninput: () => fill() });
+  const others = h("input", { type: "checkbox", onchange: () => fill() });
+  main.append(h("h1", {}, "Runs"), wide(card("Training runs",
+    h("div", { class: "row" }, h("label", {}, "Search", search), h("label", { class: "check" }, others, "also of the tinker command"), compare, count),
+    runs.node)));
+  let answer = { runs: [], total: 0 };
   let shown = "";
 
   function choose(run, box) {
@@ -38,22 +60,71 @@ function showList(main, failed, recovered) {
     compare.disabled = chosen.size < 1 || chosen.size > MOST_COMPARED;
   }
 
-  async function refresh() {
-    const answer = await get("console/runs?limit=200");
-    recovered();
-    const text = JSON.stringify(answer);
-    if (text === shown) return; // keeps the focus where it is
-    shown = text;
-    count.textContent = answer.total > answer.runs.length ? `the last ${answer.runs.length} of ${answer.total}` : `${answer.total} run(s)`;
-    runs.fill(answer.runs.map((run) => {
-      const box = h("input", { type: "checkbox", "aria-label": `compare ${run.run_id}`, onchange: (event) => choose(run.run_id, event.target) });
+  function fill() {
+    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const found = answer.runs.filter((run) => (others.checked || !ofCommand(run)) && words.every((word) => wordsOf(run).includes(word)));
+    const key = COLUMNS[order.place][2];
+    const sign = order.down ? -1 : 1;
+    found.sort((one, other) => compared(key(one), key(other), sign));
+    runs.mark(order.place, order.down);
+    const of = answer.total > answer.runs.length ? `the last ${answer.runs.length} of ${answer.total}` : plural(answer.total, "run");
+    count.textContent = found.length === answer.runs.length ? of : `${found.length} shown, of ${of}`;
+    runs.fill(found.map((run) => {
+      const box = h("input", { type: "checkbox", "aria-label": `compare ${run.name ?? run.run_id}`, onchange: (event) => choose(run.run_id, event.target) });
       box.checked = chosen.has(run.run_id);
-      return [box, h("a", { href: `#/runs/${encodeURIComponent(run.run_id)}` }, run.run_id), metadata(run), run.owner,
-        rank(run), run.state, number(run.steps), number(run.last?.loss), number(run.last?.reward_proxy),
-        moment(run.last_request_at)];
+      return [box, named(run), run.owner, rank(run), state(run), number(run.steps_before + run.steps), number(run.reward), number(run.loss), ago(run.last_request_at)];
     }));
   }
+
+  async function refresh() {
+    const read = await get("console/runs?limit=200");
+    recovered();
+    tick(main);
+    const text = JSON.stringify(read.runs.map(({ last_heartbeat_at, ...run }) => [run, silence(last_heartbeat_at) > SILENT_S]));
+    if (text === shown) return; // keeps the focus where it is
+    shown = text;
+    answer = read;
+    fill();
+  }
   return poll(EVERY_MS, refresh, failed);
+}
+
+// Without a value last, whichever way.
+function compared(one, other, sign) {
+  if (one === null || other === null) return (one === null) - (other === null);
+  return sign * (typeof one === "number" ? one - other : one.localeCompare(other));
+}
+
+function ofCommand(run) {
+  return run.steps === 0 && (run.user_metadata.created_by ?? "").startsWith("tinker ");
+}
+
+function wordsOf(run) {
+  return [run.run_id, run.name, run.project_id, run.owner, run.base_model, run.state, metadata(run)].join(" ").toLowerCase();
+}
+
+function named(run) {
+  return h("div", {}, h("a", { href: `#/runs/${encodeURIComponent(run.run_id)}` }, title(run)),
+    h("div", { class: "small quiet" }, [run.project_id, metadata(run)].filter(Boolean).join(" · ")),
+    h("div", { class: "small quiet id" }, run.run_id));
+}
+
+function title(run) {
+  return run.name ?? short(run.run_id);
+}
+
+function silence(heartbeat) {
+  return (Date.now() - Date.parse(heartbeat)) / 1000;
+}
+
+// Only of one in training: others need no heartbeat.
+function state(run) {
+  if (!inTraining(run) || silence(run.last_heartbeat_at) <= SILENT_S) return run.state;
+  return h("span", { class: "warning", title: "No heartbeat: its script may have been killed" }, `${run.state}, silent since `, ago(run.last_heartbeat_at));
+}
+
+function inTraining(run) {
+  return run.state === "ready" || run.state === "creating";
 }
 
 function rank(run) {
@@ -65,60 +136,139 @@ function metadata(run) {
 }
 
 function showCurves(main, names, failed, recovered) {
-  const points = new Map(names.map((name) => [name, { next: 0, columns: {} }]));
-  const alone = names.length === 1;
-  const charts = CURVES.map(([column, title]) => [column, title, stepChart(title, names.map(short))]);
+  let stop = null;
+  let left = false;
+  const begin = async () => {
+    const runs = [];
+    for (const name of names) runs.push(await lineage(await get(`console/runs/${encodeURIComponent(name)}`)));
+    if (!left) stop = drawCurves(main, runs, failed, recovered);
+  };
+  begin().catch(failed);
+  return () => { left = true; stop?.(); };
+}
+
+// A run behind those that it goes on from, the first of them first, as far as they are still there.
+async function lineage(run) {
+  const chain = [run];
+  while (chain[0].parent && chain.length < MOST_PARENTS) {
+    try {
+      chain.unshift(await get(`console/runs/${encodeURIComponent(chain[0].parent)}`));
+    } catch (error) {
+      if (!(error instanceof Refused)) throw error;
+      break;
+    }
+  }
+  return chain;
+}
+
+function drawCurves(main, chains, failed, recovered) {
+  const runs = chains.map((chain) => chain.at(-1));
+  const points = chains.map((chain) => chain.map((run, place) =>
+    ({ run: run.run_id, next: 0, columns: {}, before: run.steps_before, until: chain[place + 1]?.steps_before ?? Infinity })));
+  const reports = chains.map((chain) => ({ parts: chain.map((run) => ({ run: run.run_id, next: 0 })), reward: new Map(), values: new Map() }));
+  const alone = runs.length === 1;
+  const titles = runs.map(title);
+  const charts = CURVES.map(([column, label, about, least]) => [column, stepChart(label, titles, least), label, about]);
+  const reward = stepChart("Reward", titles);
+  const reported = stepChart("Reported number", titles);
+  const choice = h("select", { "aria-label": "Reported number", onchange: () => drawReports() });
+  const rewardCard = card("Reward", h("p", { class: "quiet small" }, "as its script reports it"), reward.node);
+  const reportedCard = card("Reported by the script", choice, reported.node);
   const time = stepChart("Seconds of a step: wait, compute, answer", ["wait", "compute", "answer"]);
   const last = h("div");
   const about = h("div");
-  const checkpoints = alone ? checkpointCard(names[0], failed) : null;
+  const checkpoints = alone ? checkpointCard(runs[0].run_id, failed) : null;
+  rewardCard.hidden = reportedCard.hidden = true;
   main.append(
-    h("h1", {}, alone ? names[0] : `${names.length} runs compared`),
-    h("p", { class: "row" }, h("a", { href: "#/runs" }, "All runs"), ...names.map((name) =>
-      h("button", { type: "button", onclick: () => download(`console/runs/${encodeURIComponent(name)}/points.csv`, `${name.replaceAll(":", "-")}.csv`).catch(failed) },
-        alone ? "Export CSV" : `CSV of ${short(name)}`))),
+    h("h1", {}, alone ? titles[0] : `${runs.length} runs compared`),
+    alone ? h("p", { class: "quiet small id" }, runs[0].run_id) : "",
+    h("p", { class: "row" }, h("a", { href: "#/runs" }, "All runs"),
+      alone ? h("a", { href: `#/tokens/run/${encodeURIComponent(runs[0].run_id)}` }, "Tokens of this run") : null, ...runs.map((run) =>
+      h("button", { type: "button", onclick: () => download(`console/runs/${encodeURIComponent(run.run_id)}/points.csv`, `${run.run_id.replaceAll(":", "-")}.csv`).catch(failed) },
+        alone ? "Export CSV" : `CSV of ${title(run)}`))),
     h("div", { class: "grid curves" },
       alone ? card("Run", about) : null,
       alone ? card("Last step", last) : null,
-      ...charts.map(([, title, chart]) => card(title, chart.node)),
+      rewardCard,
+      ...charts.map(([, chart, label, text]) => card(label, h("p", { class: "quiet small" }, text), chart.node)),
+      reportedCard,
       alone ? card("Seconds of a step", time.node) : null,
       checkpoints?.node));
 
+  function drawReports() {
+    const known = [...new Set(reports.flatMap(({ values }) => [...values.keys()]))].sort();
+    if (known.length !== choice.length) {
+      const chosen = choice.value;
+      choice.replaceChildren(...known.map((name) => h("option", { value: name, selected: name === chosen }, name)));
+    }
+    rewardCard.hidden = reports.every((each) => each.reward.size === 0);
+    reportedCard.hidden = known.length === 0;
+    reward.draw(aligned(reports.map((each) => curve(each.reward))));
+    reported.draw(aligned(reports.map((each) => curve(each.values.get(choice.value) ?? new Map()))));
+  }
+
   async function refresh() {
-    for (const [name, kept] of points) await more(name, kept);
+    for (const part of points.flat()) await more(part);
+    for (const kept of reports) for (const part of kept.parts) await moreReports(part, kept);
     recovered();
-    for (const [column, , chart] of charts) chart.draw(aligned([...points.values()].map((kept) => [kept.columns.step, kept.columns[column]])));
+    for (const [column, chart] of charts) chart.draw(aligned(points.map((parts) => joined(parts, column))));
+    drawReports();
     if (!alone) return;
-    showRun(about, await get(`console/runs/${encodeURIComponent(names[0])}`), failed);
-    const { columns } = points.get(names[0]);
-    time.draw(aligned(SECONDS.map((column) => [columns.step, columns[column]])));
-    last.replaceChildren(lastStep(columns));
+    showRun(about, await get(`console/runs/${encodeURIComponent(runs[0].run_id)}`), failed);
+    time.draw(aligned(SECONDS.map((column) => joined(points[0], column))));
+    last.replaceChildren(lastStep(points[0].at(-1)));
   }
   const stop = poll(EVERY_MS, refresh, failed);
   const stopCheckpoints = checkpoints ? poll(EVERY_MS * 3, checkpoints.refresh, failed) : () => {};
   return () => {
     stop();
     stopCheckpoints();
-    for (const [, , chart] of charts) chart.close();
-    time.close();
+    for (const chart of [...charts.map(([, each]) => each), reward, reported, time]) chart.close();
   };
 }
 
-async function more(name, kept) {
+async function more(kept) {
   let answer;
   do {
-    answer = await get(`console/runs/${encodeURIComponent(name)}/points?after=${kept.next}`);
+    answer = await get(`console/runs/${encodeURIComponent(kept.run)}/points?after=${kept.next}`);
     for (const [column, values] of Object.entries(answer.columns)) (kept.columns[column] ??= []).push(...values);
     kept.next = answer.next;
   } while (answer.more);
 }
 
-// Join curves of different steps on one axis.
+// Of several reports of one step the last counts.
+async function moreReports(part, kept) {
+  let answer;
+  do {
+    answer = await get(`console/runs/${encodeURIComponent(part.run)}/metrics?after=${part.next}`);
+    for (const { step, reward, values } of answer.reports) {
+      if (reward !== null) kept.reward.set(step, reward);
+      for (const [name, value] of Object.entries(values)) {
+        if (!kept.values.has(name)) kept.values.set(name, new Map());
+        kept.values.get(name).set(step, value);
+      }
+    }
+    part.next = answer.next;
+  } while (answer.more);
+}
+
+// A curve through the parents of a run, as far as it goes on from each, and the run itself.
+function joined(parts, column) {
+  const rows = parts.flatMap(({ columns, before, until }) =>
+    (columns.step ?? []).map((step, place) => [before + step, columns[column][place]]).filter(([step]) => step <= until));
+  return [rows.map(([step]) => step), rows.map(([, value]) => value)];
+}
+
+function curve(bySteps) {
+  return [[...bySteps.keys()], [...bySteps.values()]];
+}
+
+// Join curves of different steps on one axis. Null is a value that is not known: a gap. Undefined is a step of others: none.
 function aligned(curves) {
   const steps = [...new Set(curves.flatMap(([steps]) => steps ?? []))].sort((one, other) => one - other);
   return [steps, ...curves.map(([own, values]) => {
     const byStep = new Map((own ?? []).map((step, place) => [step, values[place]]));
-    return steps.map((step) => byStep.get(step) ?? null);
+    return steps.map((step) => byStep.get(step));
   })];
 }
 
@@ -128,26 +278,31 @@ function short(name) {
 
 // What it is, and why it is not in training. The button keeps the focus: only the facts before it are replaced.
 function showRun(node, run, failed) {
-  const inTraining = run.state === "ready" || run.state === "creating";
   const end = node.querySelector("button") ?? h("button", { type: "button", class: "danger", onclick: async () => {
     if (await ask(`End session ${run.session_id}? Its models leave the trainer; checkpoints stay.`) === null) return;
     await send("POST", `sessions/${run.session_id}/finish`, {}).catch(failed);
   } }, "End session");
-  end.hidden = !inTraining;
+  end.hidden = !inTraining(run);
   const about = facts([
-    ["state", run.state], ...(run.state_reason ? [["reason", run.state_reason]] : []), ["owner", run.owner], ["base model", run.base_model],
-    ["rank", rank(run)], ["created", moment(run.created_at)], ["last request", moment(run.last_request_at)],
+    ["state", state(run)], ...(run.state_reason ? [["reason", run.state_reason]] : []), ["owner", run.owner],
+    ...(run.parent ? [["continues", parent(run)]] : []), ...(run.project_id ? [["project", run.project_id]] : []), ["base model", run.base_model],
+    ["rank", rank(run)], ["learning rate", number(run.last?.learning_rate)], ["datums of a step", number(run.last?.datums)],
+    ["created", ago(run.created_at)], ["last request", ago(run.last_request_at)], ["last heartbeat", ago(run.last_heartbeat_at)],
     ...Object.entries(run.user_metadata)]);
   if (node.firstChild) node.firstChild.replaceWith(about);
   else node.append(about, h("p", {}, end));
 }
 
-function lastStep(columns) {
+function parent(run) {
+  return h("span", {}, h("a", { href: `#/runs/${encodeURIComponent(run.parent)}` }, short(run.parent)), ` from step ${number(run.steps_before)}`);
+}
+
+function lastStep({ columns, before }) {
   const place = (columns.step ?? []).length - 1;
   if (place < 0) return h("p", { class: "quiet" }, "No optimizer step yet.");
   const of = (column) => columns[column][place];
   return facts([
-    ["step", number(of("step"))], ["at", moment(1000 * of("at"))], ["loss", number(of("loss"))], ["reward proxy", number(of("reward_proxy"))],
+    ["step", number(before + of("step"))], ["at", moment(1000 * of("at"))], ["loss", number(of("loss"))],
     ["grad norm", number(of("grad_norm"))], ["tokens", `${number(of("tokens"))} in ${number(of("datums"))} datums`],
     ["seconds", `${duration(of("wait_s"))} waiting, ${duration(of("compute_s"))} computing, ${duration(of("answer_s"))} to the answer`],
   ]);

@@ -9,24 +9,32 @@ const MOST_ROWS = 1000;
 const LOWEST_LOGPROB = -6;
 
 export function showTokens(main, { path, failed, recovered }) {
-  if (path[0]) {
+  const run = path[0] === "run" ? path[1] : null;
+  if (path[0] && run === null) {
     showOne(main, path[0], Number(path[1] ?? 0)).then(recovered, failed);
     return () => {};
   }
   const list = table("Finished passes and samples", [["request", "id"], ["kind", ""], ["seq_id", "number"], ["of", "id"], ["accepted", ""]]);
   const more = h("button", { type: "button", onclick: () => { most += PAGE; refresh().catch(failed); } }, "Older");
-  main.append(h("h1", {}, "Tokens"), wide(card("Your finished passes and samples", list.node, more)));
+  const kind = h("select", { onchange: () => refresh().catch(failed) },
+    ...[["", "all"], ["forward_backward", "forward_backward"], ["forward", "forward"], ["sample", "sample"]].map(([value, name]) => h("option", { value }, name)));
+  main.append(h("h1", {}, "Tokens"),
+    run === null ? "" : h("p", { class: "row" }, h("a", { href: `#/runs/${encodeURIComponent(run)}` }, "The run"), h("a", { href: "#/tokens" }, "All runs"),
+      h("span", { class: "quiet small id" }, run)),
+    wide(card("Your finished passes and samples", h("div", { class: "row" }, h("label", {}, "Kind", kind)), list.node, more)));
   let shown = "";
   let most = PAGE;
   async function refresh() {
-    const { requests } = await get(`console/requests?limit=${most}`);
+    const of = (run === null ? "" : `&run=${encodeURIComponent(run)}`) + (kind.value && `&kind=${kind.value}`);
+    const { requests } = await get(`console/requests?limit=${most}${of}`);
     recovered();
     more.hidden = requests.length < most;
     const text = JSON.stringify(requests);
     if (text === shown) return; // keeps the focus where it is
     shown = text;
     list.fill(requests.map((each) => [
-      h("a", { href: `#/tokens/${each.request_id}` }, each.request_id), each.kind, each.seq_id === null ? "–" : String(each.seq_id), each.origin, moment(each.created_at)]));
+      each.readable ? h("a", { href: `#/tokens/${each.request_id}` }, each.request_id)
+        : h("span", { class: "quiet", title: "A snapshot of its model holds its effect: its data is no longer stored" }, each.request_id), each.kind, each.seq_id === null ? "–" : String(each.seq_id), each.origin, moment(each.created_at)]));
   }
   return poll(EVERY_MS, refresh, failed);
 }
@@ -40,6 +48,7 @@ async function showOne(main, request, item) {
   const spans = answer.texts.map((piece, place) => h("span", { title: described(answer, place) }, piece || "·"));
   text.append(...spans);
   const values = table("Values of each token", [["position", "number"], ["token", "number"], ["text", ""], ...names.map((name) => [name, "number"])]);
+  values.node.classList.add("flat");
   values.fill(answer.tokens.slice(0, MOST_ROWS).map((token, place) => [
     String(place), String(token), JSON.stringify(answer.texts[place]), ...names.map((name) => number(answer.values[name][place]))]));
   const step = (label, next) => (next < 0 || next >= answer.items ? null : h("a", { href: `#/tokens/${request}/${next}` }, label));

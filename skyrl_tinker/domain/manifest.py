@@ -100,7 +100,7 @@ def _read(directory: str | Path, parse: Callable[[Mapping[str, Any]], T]) -> T:
     try:
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"no checkpoint at {directory}: expected {FILE_NAME}, found none") from None
+        raise UserError(f"no checkpoint at '{directory}': expected {FILE_NAME}, found none") from None
     return _parse(text, str(path), parse)
 
 
@@ -108,10 +108,10 @@ def _parse(text: bytes, path: str, parse: Callable[[Mapping[str, Any]], T]) -> T
     try:
         raw = json.loads(text)
         if (version := raw.get("format")) != FORMAT:
-            raise UserError(f"{path}: expected checkpoint format {FORMAT}, found {version}: save it again")
+            raise UserError(f"'{path}': expected checkpoint format {FORMAT}, found {version}: save it again")
         return parse(raw)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged: {error!r}") from error
+        raise UserError(f"'{path}' is damaged: {error!r}") from error
 
 
 def entry_of(path: Path) -> FileEntry:
@@ -126,6 +126,6 @@ def verify_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> N
         entry = entry_of(path) if path.is_file() else None
         if entry != expected:
             raise UserError(
-                f"checkpoint {directory} is damaged: {name}: found {entry or 'none'}, expected {expected}; "
+                f"checkpoint '{directory}' is damaged: {name}: found {entry or 'none'}, expected {expected}; "
                 "bring that file back from a copy, or use another checkpoint"
             )

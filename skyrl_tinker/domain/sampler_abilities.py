@@ -34,6 +34,7 @@ class SamplerAbilities:
     tool_parser: bool = _ability("`tool_parser`: tools in chats")
     processed_logprobs: bool = _ability('`sampled_logprobs = "processed"`')
     prefill_urls: bool = _ability("`prefill_urls` and `decode_urls`: prompts computed apart")
+    router_url: bool = _ability("`router_url`: a router of your own before servers by URL")
     colocated: bool = _ability('`placement = "colocated"`: turns with the trainer on the same GPUs')
     ray_address: bool = _ability("`ray_address`: replicas on other hosts")
 

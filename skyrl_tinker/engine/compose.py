@@ -46,7 +46,7 @@ from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
-from skyrl_tinker.weight_sync.factory import TransportName, backend_of, choose, make_transport
+from skyrl_tinker.weight_sync.factory import CHUNK_BYTES, TransportName, backend_of, choose, make_transport
 from skyrl_tinker.weight_sync.gloo import LOOPBACK
 
 if TYPE_CHECKING:
@@ -136,8 +136,8 @@ def compose(env: Environment, runtime: BaseRuntime) -> Parts:
             driver,
             sampler_driver,
             outbox,
-            Gaps(store, env.bell, driver, settings.gap_deadline_s),
-            settings.request_deadline_s,
+            Gaps(store, env.bell, driver, settings.timeouts.gap_s),
+            settings.timeouts.request_s,
         ),
         EngineHttpServer(
             directories.engine_socket,
@@ -145,7 +145,7 @@ def compose(env: Environment, runtime: BaseRuntime) -> Parts:
             metrics,
             lambda: replica_metrics(fleet.client.control.http, fleet.members, engine_of(settings).dialect),
             lambda: QueuesView(driver.view(), sampler_driver.view()),
-            settings.json_body_mb * MiB,
+            settings.bodies.json_mb * MiB,
             _open_address(settings),
         ),
         make_span_export(settings, store, metrics),
@@ -186,8 +186,7 @@ def make_samplers(
     host: str = LOOPBACK,
 ) -> Samplers:
     """`host`: address of this host for samplers on others."""
-    chunk_bytes = settings.weight_chunk_mb * MiB
-    transport = make_transport(_transport_name(settings), trainer, chunk_bytes, host)
+    transport = make_transport(_transport_name(settings), trainer, CHUNK_BYTES, host)
     storage = open_storage(settings.checkpoint_root, settings.checkpoint_url)
     adapters = AdapterLimits(settings.max_cpu_loras, settings.max_loras if settings.max_lora_rank else 0)
     keep_cache = settings.inflight_cache == "keep"
@@ -206,7 +205,7 @@ def trainer_spec(settings: Settings, directories: Directories, facts: BaseModelF
         ranks=settings.trainer_ranks,
         device=settings.device,
         dtype=settings.trainer_dtype,
-        threads=settings.trainer_threads,
+        threads=1,  # several would sum up in another order
         token_budget=settings.token_budget,
         resident_models=settings.resident_models,
         memory_gb=settings.trainer_memory_gb,
@@ -229,10 +228,8 @@ def sampler_spec(
         max_loras=settings.max_loras,
         max_cpu_loras=settings.max_cpu_loras,
         log_dir=str(directories.log_dir),
-        startup_s=settings.sampler_startup_s,
         replicas=settings.replicas,
         tensor_parallel_size=settings.tensor_parallel_size,
-        hang_s=settings.sampler_hang_s,
         sampled_logprobs=settings.sampled_logprobs,
         router_replay=settings.router_replay,
         reasoning_parser=settings.reasoning_parser,

@@ -90,4 +90,4 @@ class Deadlines:
 
     @property
     def _waited(self) -> str:
-        return f"was not done within {self._request_s:g} s (setting request_deadline_s)"
+        return f"was not done within {self._request_s:g} s (setting timeouts.request_s)"

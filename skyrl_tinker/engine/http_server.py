@@ -14,9 +14,11 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
+from skyrl_tinker.engine.scheduling.throughput import SLOT_S
 from skyrl_tinker.engine.telemetry.engine_metrics import CONTENT_TYPE, Metrics
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.protocol.queue_views import QueuesView
+from skyrl_tinker.protocol.schemas.console import RecentRates
 from skyrl_tinker.store.cluster.signing_secrets import ENGINE_HEADER
 
 SHUTDOWN_S = 1.0
@@ -56,6 +58,7 @@ class EngineHttpServer:
             web.get("/metrics", self._metrics_text),
             web.get("/queues", self._queues_json),
             web.get("/activity", self._activity_json),
+            web.get("/rates", self._rates_json),
         ]
         app.add_routes([*openai.routes(), *reports])
         # A client that goes away cancels its handler.
@@ -112,3 +115,8 @@ class EngineHttpServer:
     async def _activity_json(self, request: web.Request) -> web.Response:
         activity = self._metrics.activity.since(float(request.query["since"]))
         return web.Response(body=await asyncio.to_thread(activity.to_bytes), content_type="application/json")
+
+    async def _rates_json(self, _: web.Request) -> web.Response:
+        trained, sampled = self._metrics.trained_meter.hour(), self._metrics.sampled_meter.hour()
+        rates = RecentRates(every_s=SLOT_S, trained=trained, sampled=sampled)
+        return web.Response(text=rates.model_dump_json(), content_type="application/json")

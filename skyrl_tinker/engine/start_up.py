@@ -119,7 +119,7 @@ class StartUp:
     async def _start_trainer(self, trainer: TrainerGroup) -> startup_check.Probe | None:
         await self._await_ready("trainer", trainer.ready())
         await trainer.look_for_shared([self._directories.checkpoint_root, self._directories.snapshot_dir])
-        probed = await startup_check.probe(trainer, self._facts) if self._settings.canary else None
+        probed = await startup_check.probe(trainer, self._facts) if self._settings.parity.canary else None
         if self._settings.colocated:
             await trainer.offload()  # the first phase is the samplers'
         return probed

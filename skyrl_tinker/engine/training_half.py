@@ -39,6 +39,8 @@ from skyrl_tinker.training.trainer_group import TrainerGroup
 
 UNIT_TOKENS = 16384
 """Least default of the setting unit_tokens."""
+SHARED_PASS_S = 0.075
+"""Most work of a pass of several requests while several sessions train: a request waits for one other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ def compose_training(
         samplers,
         facts,
         metrics,
-        tokens=settings.gap_probe_tokens,
+        tokens=settings.parity.probe_tokens,
         bound=allowed_gap(settings),
     )
     commits = UnitCommits(outbox)
@@ -81,8 +83,8 @@ def compose_training(
         directories.snapshot_dir,
         versions.keep_sampled,
         open_storage(directories.snapshot_dir, settings.snapshot_url, "models"),
-        replay_s=settings.replay_s,
-        share=settings.snapshot_share,
+        replay_s=settings.recovery.replay_s,
+        share=settings.recovery.snapshot_share,
     )
     pending = PendingWrites()
     saver = Saver(store, trainer, commits, pending, root, storage)
@@ -112,7 +114,7 @@ def compose_training(
         store, trainer, lanes, models, executors, commits, pending, snapshots, metrics, woken
     )
     pace = TrainerPace()
-    planner = Planner(lanes, PassBudget(unit_tokens, settings.unit_ms / 2000), pace.seconds)
+    planner = Planner(lanes, PassBudget(unit_tokens, SHARED_PASS_S), pace.seconds)
     driver = TrainerDriver(
         store,
         trainer,

@@ -1,6 +1,7 @@
 """Addresses of a server: for clients, and from its own machine."""
 
 import socket
+from urllib.parse import urlsplit
 
 from skyrl_tinker.config import Settings
 
@@ -15,6 +16,15 @@ def client_url(settings: Settings) -> str:
 def local_url(settings: Settings) -> str:
     """Return a URL for this machine."""
     return _url(settings, _LOOPBACK.get(settings.host, settings.host))
+
+
+def is_http(url: str) -> bool:
+    """Return whether a text is the URL of a server, with a port that there can be."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is not a number
+        return False
 
 
 def _url(settings: Settings, host: str) -> str:

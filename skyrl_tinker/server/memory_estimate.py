@@ -33,7 +33,7 @@ class Demand:
     context: int  # tokens of the longest sequence
     rank: int  # of LoRA; 0: full parameters
     tenants: int  # models in training at once
-    chunk_bytes: int  # of full parameters on their way to the samplers: weight_chunk_mb
+    chunk_bytes: int  # of full parameters on their way to the samplers
     adapter_slots: int  # of a sampler's batch: max_loras
     sampler_share: float  # of a GPU that it takes: gpu_memory_utilization
     cached_adapters: int = 0  # that it keeps on the host: max_cpu_loras

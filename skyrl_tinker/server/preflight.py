@@ -1,5 +1,6 @@
 """Checks of `serve` before a process starts. Each raises a StartupError that names a setting to change."""
 
+import errno
 import ipaddress
 import os
 import socket
@@ -9,7 +10,6 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from sqlalchemy import Connection
 
@@ -18,6 +18,7 @@ from skyrl_tinker.directories import Directories, free_bytes
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import NotSupportedError, StartupError, StorageError
 from skyrl_tinker.inference.sampling_engine import engine_of
+from skyrl_tinker.server.addresses import is_http
 from skyrl_tinker.storage import owner_mark
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, CheckpointStorage, Storage, open_storage
 from skyrl_tinker.storage.owner_mark import LocalPlace
@@ -176,7 +177,7 @@ def _check_otlp(settings: Settings) -> None:
     endpoint = settings.otlp_endpoint
     if endpoint is None:
         return
-    if not _is_http(endpoint):
+    if not is_http(endpoint):
         raise StartupError(f"otlp_endpoint: found {endpoint!r}, expected http://host:port")
     if not all(map(_is_installed, ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"))):
         raise StartupError(
@@ -230,9 +231,9 @@ def _no_password() -> str:
 
 def _check_colocated(settings: Settings) -> None:
     """Refuse contradictions when colocated: trainer rank i and sampler GPU i are then one device."""
-    if settings.phase_min_s > settings.phase_max_s:
+    if settings.phases.min_s > settings.phases.max_s:
         raise StartupError(
-            f"phase_min_s {settings.phase_min_s:g} > phase_max_s {settings.phase_max_s:g}: "
+            f"phases.min_s {settings.phases.min_s:g} > phases.max_s {settings.phases.max_s:g}: "
             "the shortest phase cannot exceed the longest wait of the other side"
         )
     if settings.external_urls:
@@ -265,6 +266,7 @@ def _check_samplers(settings: Settings) -> None:
         "tool_parser": settings.tool_parser is not None,
         "processed_logprobs": settings.sampled_logprobs == "processed",
         "prefill_urls": bool(settings.prefill_urls),
+        "router_url": settings.router_url is not None,
         "ray_address": settings.ray_address is not None,
     }
     _require_abilities(settings, asked)
@@ -290,7 +292,7 @@ def _check_urls(settings: Settings) -> None:
     for name in (*_URL_SETTINGS, "router_url"):
         given = getattr(settings, name)
         for url in (given,) if isinstance(given, str) else given or ():
-            if not _is_http(url):
+            if not is_http(url):
                 raise StartupError(f"{name}: found {url!r}, expected http://host:port")
     urls = settings.external_urls
     if len({url.rstrip("/") for url in urls}) < len(urls):
@@ -313,14 +315,6 @@ def _url_setting(settings: Settings) -> str:
     return next(name for name in _URL_SETTINGS if getattr(settings, name))
 
 
-def _is_http(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is not a number
-        return False
-
-
 def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
@@ -339,8 +333,12 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise StartupError(
-            f"cannot listen on {host}:{port} ({reason}); choose another --port (0 = any free one)"
-        ) from error
+    except (OSError, UnicodeError) as error:  # a name of the wrong form is a UnicodeError
+        code = getattr(error, "errno", 0) or 0
+        unknown = str(getattr(error, "strerror", error)).partition(" (")[0]  # those of names are below 0
+        reason = os.strerror(code) if code > 0 else unknown
+        if code in (errno.EADDRINUSE, errno.EACCES):
+            message = f"cannot listen on {host}:{port} ({reason}); choose another --port (0 = any free one)"
+        else:
+            message = f"cannot listen on {host}:{port} ({reason}); expected --host of this machine"
+        raise StartupError(message) from error

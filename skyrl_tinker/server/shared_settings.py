@@ -37,7 +37,10 @@ class ServerSettings:
 
     def joined(self, own: Settings) -> Settings:
         """Return the server's settings, but for those that were given here, and those of a host."""
-        given = own.model_dump(exclude_unset=True)
+        given = {
+            name: self.settings[name] | value if isinstance(value, dict) else value  # of a table some keys
+            for name, value in own.model_dump(exclude_unset=True).items()
+        }
         return Settings.model_validate(self.settings | given)
 
 

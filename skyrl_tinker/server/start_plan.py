@@ -11,13 +11,14 @@ from typing import Any
 from skyrl_tinker import processes
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
-from skyrl_tinker.domain.units import GB, MiB
+from skyrl_tinker.domain.units import GB
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.inference.sampling_engine import engine_of
 from skyrl_tinker.server.base_models import base_model
 from skyrl_tinker.server.capacity_plan import MOST_TOKENS, CapacityPlan, make_plan
 from skyrl_tinker.server.gpu_division import divide
 from skyrl_tinker.server.memory_estimate import SAMPLER, TRAINER, Demand
+from skyrl_tinker.weight_sync.factory import CHUNK_BYTES
 
 _DIVIDED = ("placement", "trainer_ranks", "replicas", "tensor_parallel_size")
 _KEPT = (
@@ -86,7 +87,7 @@ def plan(
         context=facts.context_length,
         rank=settings.max_lora_rank,
         tenants=tenants,
-        chunk_bytes=settings.weight_chunk_mb * MiB,
+        chunk_bytes=CHUNK_BYTES,
         adapter_slots=settings.max_loras,
         cached_adapters=settings.max_cpu_loras,
         sampler_share=settings.gpu_memory_utilization,

@@ -193,7 +193,7 @@ class CheckpointStorage(Storage):
         the storage has none, too: then there is no directory.
         """
         if directory.is_relative_to(self._root):
-            with self._lock(directory), storage_errors(f"{directory} could not be fetched"):
+            with self._lock(directory), storage_errors(f"'{directory}' could not be fetched"):
                 if not self._find(directory) and self._fetch(directory):
                     self._find(directory)
 

@@ -4,14 +4,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Select, bindparam, insert, select, update
+from sqlalchemy import Connection, Select, bindparam, func, insert, select, update
 
 from skyrl_tinker.domain.ids import ModelId, ModelKey, ModelState, Reach, SessionId
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.store import session_records
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import AnyRow, as_row, database_time, insert_id
-from skyrl_tinker.store.database.tables import Model, Session
+from skyrl_tinker.store.database.tables import Model, Session, StepPoint
 from skyrl_tinker.store.owners import within
 
 DEFAULT_OPTIMIZER: Mapping[str, Any] = {"type": "adamw"}
@@ -129,6 +129,16 @@ def set_spec(conn: Connection, key: ModelKey, spec: LoraSpec, optimizer_config: 
     """Set the spec of a model that is created from a checkpoint."""
     values = {"optimizer_config": dict(optimizer_config), **spec_columns(spec)}
     conn.execute(update(Model).where(Model.key == key).values(values))
+
+
+def note_parent(conn: Connection, key: ModelKey, parent: ModelId, saved_at: float) -> None:
+    """Note the run that a model without steps goes on from, by a checkpoint saved then, and its steps."""
+    if conn.scalar(select(StepPoint.id).where(StepPoint.model_key == key).limit(1)) is not None:
+        return
+    taken = select(StepPoint.step).where(StepPoint.model_key == Model.key, StepPoint.at <= saved_at)
+    last = taken.order_by(StepPoint.step.desc()).limit(1).scalar_subquery()
+    steps = conn.scalar(select(Model.steps_before + func.coalesce(last, 0)).where(Model.model_id == parent))
+    conn.execute(update(Model).where(Model.key == key).values(parent=parent, steps_before=steps or 0))
 
 
 def spec_columns(spec: LoraSpec) -> dict[str, Any]:

@@ -4,8 +4,9 @@ A session is pinned to its version, or, if that version is inflight, follows the
 the same model. It holds the versions that it samples from until it is finished, as expired sessions are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +23,8 @@ from skyrl_tinker.store.database.rows import AnyRow, as_row, database_time, inse
 from skyrl_tinker.store.database.tables import AdapterVersion, Future, Model, SamplingSession, Session
 from skyrl_tinker.store.owners import owned_by, within
 
+MODELS_AT_ONCE = 1000
+"""Models of one query, which binds up to three values for each: SQLite takes 32,766, PostgreSQL 65,535."""
 _UNNAMED = AdapterVersion.durable.is_(False)
 
 
@@ -239,15 +242,16 @@ def list_droppable_versions(conn: Connection, usage: Sequence[EphemeralUsage]) -
     These are superseded inflight versions, and versions of which neither the model's session nor the session
     of any sampling session is live. (The model's counts, since its sampling session may yet be created.)
     """
-    some = [each for each in usage if each.ended or each.inflight > 1]
-    if not some:
-        return []
-    of_ended = AdapterVersion.model_key.in_([each.model_key for each in some if each.ended])
-    unused = and_(of_ended, ~is_held(AdapterVersion.id), ~_followed())
-    newest = [each.newest_inflight for each in some if each.inflight]
-    superseded = and_(AdapterVersion.inflight, AdapterVersion.id.not_in(newest))
-    of_some = AdapterVersion.model_key.in_([each.model_key for each in some])
-    return _published(conn, _UNNAMED, of_some, or_(unused, superseded))
+
+    def of_part(part: Sequence[EphemeralUsage]) -> list[WeightVersion]:
+        of_ended = AdapterVersion.model_key.in_([each.model_key for each in part if each.ended])
+        unused = and_(of_ended, ~is_held(AdapterVersion.id), ~_followed())
+        newest = [each.newest_inflight for each in part if each.inflight]
+        superseded = and_(AdapterVersion.inflight, AdapterVersion.id.not_in(newest))
+        of_models = AdapterVersion.model_key.in_([each.model_key for each in part])
+        return _published(conn, _UNNAMED, of_models, or_(unused, superseded))
+
+    return _in_parts([each for each in usage if each.ended or each.inflight > 1], of_part)
 
 
 def list_surplus_versions(
@@ -257,9 +261,6 @@ def list_surplus_versions(
 
     `created_before`: of those, only the ones of before then, UTC seconds.
     """
-    many = [each.model_key for each in usage if each.versions - each.inflight > keep]
-    if not many:
-        return []
     newest = aliased(AdapterVersion)
     oldest_kept = (
         select(newest.id)
@@ -268,15 +269,27 @@ def list_surplus_versions(
         .offset(keep - 1)
         .limit(1)
     )
-    of_models = (
-        select(Model.key, oldest_kept.scalar_subquery().label("oldest_kept"))
-        .where(Model.key.in_(many))
-        .group_by(Model.key)  # else SQLite looks for the oldest once per version
-        .subquery()
-    )
-    older = AdapterVersion.model_key == of_models.c.key, AdapterVersion.id < of_models.c.oldest_kept
     old = () if created_before is None else (AdapterVersion.created_at < created_before,)
-    return _published(conn, *_pinned(), *older, *old)
+
+    def of_part(part: Sequence[EphemeralUsage]) -> list[WeightVersion]:
+        of_models = (
+            select(Model.key, oldest_kept.scalar_subquery().label("oldest_kept"))
+            .where(Model.key.in_([each.model_key for each in part]))
+            .group_by(Model.key)  # else SQLite looks for the oldest once per version
+            .subquery()
+        )
+        older = AdapterVersion.model_key == of_models.c.key, AdapterVersion.id < of_models.c.oldest_kept
+        return _published(conn, *_pinned(), *older, *old)
+
+    return _in_parts([each for each in usage if each.versions - each.inflight > keep], of_part)
+
+
+def _in_parts(
+    usage: Sequence[EphemeralUsage], of_part: Callable[[Sequence[EphemeralUsage]], list[WeightVersion]]
+) -> list[WeightVersion]:
+    """Return the versions that are found for MODELS_AT_ONCE at a time, oldest first."""
+    parts = (usage[first : first + MODELS_AT_ONCE] for first in range(0, len(usage), MODELS_AT_ONCE))
+    return sorted((version for part in parts for version in of_part(part)), key=attrgetter("id"))
 
 
 def ephemeral_sizes(conn: Connection) -> dict[VersionId, int]:

@@ -15,13 +15,19 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def host_memory(own_cgroup: Path = Path("/proc/self/cgroup"), cgroups: Path = CGROUPS) -> int:
-    """Return the bytes of memory for this process: the host's, or its cgroups' lowest limit (version 2)."""
+    """Return the bytes of memory for this process: the host's, or its cgroups' lowest limit."""
     limits = [psutil.virtual_memory().total]
     lines = own_cgroup.read_text().splitlines() if own_cgroup.exists() else []
-    for name in (line.removeprefix("0::/") for line in lines if line.startswith("0::/")):
-        own = cgroups / name
-        for cgroup in (own, *own.parents[: len(own.parts) - len(cgroups.parts)]):
-            limit = cgroup / "memory.max"
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if not controllers:  # version 2
+            root, name = cgroups, "memory.max"
+        elif "memory" in controllers.split(","):  # version 1
+            root, name = cgroups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        own = root / path.removeprefix("/")
+        for cgroup in (own, *own.parents[: len(own.parts) - len(root.parts)]):
+            limit = cgroup / name
             text = limit.read_text().strip() if limit.exists() else "max"
             limits += [int(text)] if text.isdecimal() else []
     return min(limits)
@@ -31,17 +37,18 @@ class CapturedBytes:
     """Bytes captured on all ranks together, with their bound.
 
     The bound is that of the smallest host, as one host may hold everything: rank 0's holds all adapters. If
-    nothing is captured, one capture is always allowed. A capture counts as its model's weights and moments.
+    nothing is captured, one capture is always allowed. A capture counts as its model's weights in float32, or
+    with the optimizer's moments as its whole state.
     """
 
     def __init__(self) -> None:
         self.most = 0
-        self._of_model: dict[ModelKey, int] = {}
+        self._of_model: dict[ModelKey, tuple[int, int]] = {}  # weights, state
         self._held: dict[int, int] = {}  # by number of the capture
         self._freed = asyncio.Event()
 
-    def know(self, model: ModelKey, state_bytes: int) -> None:
-        self._of_model[model] = state_bytes
+    def know(self, model: ModelKey, weight_bytes: int, state_bytes: int) -> None:
+        self._of_model[model] = weight_bytes, state_bytes
 
     def forget(self, model: ModelKey) -> None:
         self._of_model.pop(model, None)
@@ -50,18 +57,22 @@ class CapturedBytes:
     def held(self) -> int:
         return sum(self._held.values())
 
-    def fitting(self, models: Sequence[ModelKey]) -> int:
-        """Return how many of these models, from the first on, may be captured together now."""
+    def size(self, model: ModelKey, *, optimizer: bool) -> int:
+        """Return the bytes of a capture, with or without the moments; 0 of an unknown model."""
+        return self._of_model.get(model, (0, 0))[optimizer]
+
+    def fitting(self, sizes: Sequence[int]) -> int:
+        """Return how many captures of these sizes, from the first on, may be held together now."""
         left, count = self.most - self.held, 0
-        for model in models:
-            left -= self._of_model.get(model, 0)
+        for size in sizes:
+            left -= size
             if left < 0 and (count or self._held):
                 break
             count += 1
         return count
 
-    def take(self, number: int, model: ModelKey) -> None:
-        self._held[number] = self._of_model.get(model, 0)
+    def take(self, number: int, size: int) -> None:
+        self._held[number] = size
 
     def free(self, number: int) -> None:
         """Idempotent."""

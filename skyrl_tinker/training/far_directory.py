@@ -36,7 +36,7 @@ class FarDirectory:
         TrainerError when a rank has died.
         """
         if self._apart:
-            with storage_errors(f"{self._directory} cannot be read"):
+            with storage_errors(f"'{self._directory}' cannot be read"):
                 for path in await asyncio.to_thread(_files, self._directory):
                     await self._carry_file(path)
 

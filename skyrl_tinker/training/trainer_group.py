@@ -161,11 +161,11 @@ class TrainerGroup:
         Raises UserError when a full-parameter copy would not fit into memory, ExhaustedError when it ran out.
         """
         try:
-            state_bytes, *_ = await self._on_all_ranks("create_model", model, spec, optimizer)
+            sizes, *_ = await self._on_all_ranks("create_model", model, spec, optimizer)
         except ExhaustedError:
             await self.release(model)  # by ranks that had the memory
             raise
-        self.captured.know(model, state_bytes)
+        self.captured.know(model, *sizes)
 
     def prepare(self, items: Sequence[PassItem]) -> PreparedPass:
         """Build the batch of a pass; call it from a thread when there is much data."""
@@ -201,13 +201,13 @@ class TrainerGroup:
         numbers = {model: next(self._captures) for model in durable}
         contents, *_ = await self._on_all_ranks("capture_weights", numbers, durable)
         return {
-            model: self._taken(model, number, contents[model], "sampler_weights")
+            model: self._taken(model, number, contents[model], "sampler_weights", optimizer=False)
             for model, number in numbers.items()
         }
 
     async def capture_state(self, model: ModelKey, *, optimizer: bool) -> CapturedState:
         """Copy a model into host memory, as a unit of work; `CapturedState.drop` frees the copies."""
-        return await self._capture("capture_state", model, optimizer)
+        return await self._capture("capture_state", model, optimizer, optimizer=optimizer)
 
     async def capture_states(
         self, models: Sequence[ModelKey], most_bytes: int
@@ -219,11 +219,14 @@ class TrainerGroup:
         """
         numbers = {model: next(self._captures) for model in models}
         contents, *_ = await self._on_all_ranks("capture_states", numbers, most_bytes)
-        return {model: self._taken(model, numbers[model], each) for model, each in contents.items()}
+        return {
+            model: self._taken(model, numbers[model], each, optimizer=True)
+            for model, each in contents.items()
+        }
 
     async def capture_export(self, model: ModelKey, shard_bytes: int) -> CapturedState:
         """Copy the weights alone, in the layout of PEFT (LoRA) or Hugging Face (full parameters)."""
-        return await self._capture("capture_export", model, shard_bytes)
+        return await self._capture("capture_export", model, shard_bytes, optimizer=False)
 
     async def persist_state(self, captured: CapturedState, directory: str) -> int:
         """Write the checkpoint directory while units of work go on, as CapturedState.persist does."""
@@ -368,15 +371,21 @@ class TrainerGroup:
             return False
         return True
 
-    async def _capture(self, method: str, model: ModelKey, *args: Any) -> CapturedState:
+    async def _capture(self, method: str, model: ModelKey, *args: Any, optimizer: bool) -> CapturedState:
         number = next(self._captures)
         contents: list[CheckpointContents] = await self._on_all_ranks(method, model, number, *args)
-        return self._taken(model, number, contents[0])
+        return self._taken(model, number, contents[0], optimizer=optimizer)
 
     def _taken(
-        self, model: ModelKey, number: int, contents: CheckpointContents, writer: Writer = "checkpoints"
+        self,
+        model: ModelKey,
+        number: int,
+        contents: CheckpointContents,
+        writer: Writer = "checkpoints",
+        *,
+        optimizer: bool,
     ) -> CapturedState:
-        self.captured.take(number, model)
+        self.captured.take(number, self.captured.size(model, optimizer=optimizer))
         return CapturedState(number, contents, self._ranks, self.captured.free, writer)
 
 

@@ -104,8 +104,12 @@ class Worker:
         freeze_gc()
 
     @_out_of_memory("create_model")
-    def create_model(self, key: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily = "adamw") -> int:
-        """Create a model; returns its state's bytes. ExhaustedError is of this rank alone: release it on all.
+    def create_model(
+        self, key: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily = "adamw"
+    ) -> tuple[int, int]:
+        """Create a model; returns the bytes of its weights, and of its state.
+
+        ExhaustedError is of this rank alone: release the model on all.
 
         Reading weights has no time limit, as no collective waits for a slow disk.
         """
@@ -124,7 +128,7 @@ class Worker:
         shortage = Shortage()
         shortage.survive(lambda: self._add_model(key, self._make_model(key, spec, optimizer)))
         shortage.report()
-        return self._models[key].state_bytes
+        return self._models[key].weight_bytes, self._models[key].state_bytes
 
     def host_memory(self) -> int:
         return host_memory()

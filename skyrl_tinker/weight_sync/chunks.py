@@ -107,7 +107,7 @@ def read_chunks(directory: Path, limit: int) -> tuple[StoredChunk, ...]:
     """
     entries = [entry for file in _weight_files(directory.absolute()) for entry in _read_index(file)]
     if not entries:
-        raise SamplerError(f"{directory} holds no {WEIGHTS_FILE}, so there are no weights to serve")
+        raise SamplerError(f"'{directory}' holds no {WEIGHTS_FILE}, so there are no weights to serve")
     aligned = sorted(entries, key=lambda entry: -entry.itemsize)
     return tuple(StoredChunk(group) for group in cut(aligned, limit))
 
@@ -146,7 +146,7 @@ def _read_index(path: Path) -> list[StoredTensor]:
             _entry(name, value, path, data, total) for name, value in header.items() if name != "__metadata__"
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SamplerError(f"{path} is not a whole safetensors file: {error}") from error
+        raise SamplerError(f"'{path}' is not a whole safetensors file: {error}") from error
 
 
 def _entry(name: str, value: dict[str, Any], path: Path, data: int, total: int) -> StoredTensor:

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import Way
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.weight_sync.cuda_ipc import CudaIpcTransport
@@ -14,6 +15,8 @@ from skyrl_tinker.weight_sync.transport import Senders, WeightTransport
 Setting = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
 TransportName = Literal["shared_memory", "gloo", "nccl", "cuda_ipc", "torch_gloo", "torch_nccl"]
 Device = Literal["cpu", "cuda"]
+CHUNK_BYTES = 256 * MiB
+"""Weights that are sent at once: of two, of which the next one is read meanwhile, each sender has room."""
 _TORCH: dict[Device, tuple[Setting, TransportName]] = {
     "cpu": ("gloo", "torch_gloo"),
     "cuda": ("nccl", "torch_nccl"),

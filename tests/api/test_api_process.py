@@ -21,7 +21,7 @@ from skyrl_tinker.api.api_process import ApiServer, read_bases
 from skyrl_tinker.api.app import create_app
 from skyrl_tinker.api.middleware import arriving_body
 from skyrl_tinker.api.services import Services
-from skyrl_tinker.config import Settings
+from skyrl_tinker.config import Bodies, ConnectionLimits, SdkFlags, Settings, Timeouts
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.errors import StartupError
@@ -48,7 +48,7 @@ def listener() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def settings(tmp_path: Path, listener: socket.socket) -> Settings:
-    made = settings_for(tmp_path / "home", long_poll_s=20.0, port=listener.getsockname()[1])
+    made = settings_for(tmp_path / "home", timeouts={"long_poll_s": 20.0}, port=listener.getsockname()[1])
     migrate(made.store_url)
     return made
 
@@ -106,7 +106,7 @@ async def test_the_sdk_hears_at_once_what_was_wrong(api: Api, engine: Engine) ->
 async def test_one_of_several_processes_has_its_part_of_the_connections(
     settings: Settings, listener: socket.socket, store: Store
 ) -> None:
-    changes = {"api_processes": 3, "max_connections_per_address": 7}
+    changes = {"api_processes": 3, "connections": ConnectionLimits(per_address=7)}
     with launched(settings.model_copy(update=changes), listener) as api, ExitStack() as stack:
         await write_facts(store)
         await asyncio.to_thread(api.wait_until_up)
@@ -119,7 +119,7 @@ async def test_the_sdk_sends_zstd_where_the_setting_asks_for_it(
     settings: Settings, listener: socket.socket, store: Store, compress: bool
 ) -> None:
     """A body of more than a MiB is accepted here only if it is compressed."""
-    changes = {"wire_body_mb": 1, "proto_compress_fwdbwd": compress}
+    changes = {"bodies": Bodies(wire_mb=1), "sdk": SdkFlags(proto_compress_fwdbwd=compress)}
     with launched(settings.model_copy(update=changes), listener) as api:
         await write_facts(store)
         await asyncio.to_thread(api.wait_until_up)
@@ -186,7 +186,7 @@ def signal_ourselves(signum: signal.Signals) -> None:
 
 
 async def test_sigterm_answers_long_polls(settings: Settings, listener: socket.socket, store: Store) -> None:
-    settings = settings.model_copy(update={"long_poll_s": 3600.0})
+    settings = settings.model_copy(update={"timeouts": Timeouts.model_construct(long_poll_s=3600.0)})
     url = f"http://127.0.0.1:{settings.port}/api/v1"
     async with (
         serving(settings, listener, store) as made,

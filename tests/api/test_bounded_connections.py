@@ -116,7 +116,7 @@ async def test_the_second_head_of_a_connection_has_a_time(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("caps", "named"),
-    [({"total": 3}, b"max_connections"), ({"per_address": 3}, b"max_connections_per_address")],
+    [({"total": 3}, b"connections.total"), ({"per_address": 3}, b"connections.per_address")],
 )
 async def test_connections_over_the_caps_are_told_and_closed(caps: dict[str, int], named: bytes) -> None:
     async with served(**caps) as connect:

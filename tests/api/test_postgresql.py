@@ -65,7 +65,9 @@ async def test_a_failure_that_quotes_a_nul_reaches_the_client(world: World) -> N
 async def test_a_model_trains_is_told_what_was_refused_and_ends(postgres: Postgres, tmp_path: Path) -> None:
     """All reads of the engine go through threads here, with others' work in between."""
     (tmp_path / "home").mkdir()
-    settings = settings_for(tmp_path / "home", database_url=postgres.new_database(), long_poll_s=10.0)
+    settings = settings_for(
+        tmp_path / "home", database_url=postgres.new_database(), timeouts={"long_poll_s": 10.0}
+    )
     async with waiting(settings) as made:
         made.samplers.go_on.set()
         models = [await ready_model(made.api) for _ in range(2)]

@@ -8,7 +8,7 @@ import pytest
 import zstandard
 from pydantic import ValidationError
 
-from skyrl_tinker.config import Settings
+from skyrl_tinker.config import Bodies, Settings
 from skyrl_tinker.errors import SkyrlTinkerError
 from skyrl_tinker.protocol.protobuf import pass_results, sample_results
 from skyrl_tinker.protocol.schemas.base import Message
@@ -59,8 +59,8 @@ def test_every_error_has_a_category_that_the_sdk_knows() -> None:
 @pytest.mark.parametrize("seconds", [45, 60, 0])
 def test_a_long_poll_beyond_the_patience_of_old_sdks_cannot_be_set(seconds: float) -> None:
     """Trap 14."""
-    with pytest.raises(ValidationError, match="long_poll_s"):
-        Settings(long_poll_s=seconds)
+    with pytest.raises(ValidationError, match=r"timeouts\.long_poll_s"):
+        Settings(timeouts={"long_poll_s": seconds})
 
 
 @pytest.mark.parametrize("result", RESULTS, ids=lambda result: type(result).__name__)
@@ -127,7 +127,7 @@ async def test_an_old_pass_that_cannot_be_a_protobuf_takes_its_seq_id(world: Wor
 @pytest.mark.parametrize("how", ["large", "in pieces", "compressed, large", "compressed, grows", "cut off"])
 async def test_a_pass_that_cannot_be_read_whole_takes_its_seq_id(settings: Settings, how: str) -> None:
     """Trap 2: a 4xx would leave a gap in the numbers, for which all later requests wait."""
-    small = settings.model_copy(update={"wire_body_mb": 1, "expanded_body_mb": 2, "held_bodies_mb": 4})
+    small = settings.model_copy(update={"bodies": Bodies(wire_mb=1, expanded_mb=2, held_mb=4)})
     async with running(small) as world:
         model = await world.model()
         tokens = np.random.default_rng(0).integers(0, VOCABULARY, 60).tolist()

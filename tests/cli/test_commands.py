@@ -1,6 +1,8 @@
 """Output of the command line: help, and errors of mistyped settings."""
 
 import resource
+import sqlite3
+import stat
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 from skyrl_tinker import __version__, config
 from skyrl_tinker.cli.commands import app
 from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.database.opening import file_of
 
 
 def test_help_names_the_defaults() -> None:
@@ -18,14 +21,24 @@ def test_help_names_the_defaults() -> None:
         assert default in shown
 
 
+def test_help_has_sections_and_the_keys_of_tables() -> None:
+    shown = CliRunner().invoke(app, ["serve", "--help"]).stdout
+    titles = [line.removesuffix(":") for line in shown.splitlines() if line.endswith(":") and line[0] != " "]
+    assert titles == ["Options", *config.SECTIONS.values()]
+    words = " ".join(shown.split())
+    assert "--keys NAME=VALUE" in words
+    assert "keys.models Models in training [default: any number]" in words
+    assert "bodies.json_mb Largest other body, as sent and after decompression [default: 16]" in words
+
+
 def test_every_option_of_serve_is_a_setting_with_its_description() -> None:
     options = {option.name: option for option in get_command(app).commands["serve"].params}
-    assert options.keys() - config.Settings.model_fields.keys() == {"config_file", "show_config"}
+    assert options.keys() - {"config_file", "show_config"} == config.Settings.model_fields.keys()
     for name, field in config.Settings.model_fields.items():
-        assert field.description
-        if name in options:
-            assert options[name].help.startswith(field.description)
-            assert options[name].default is None
+        assert (description := config.description_of(field))
+        assert all(config.description_of(key) for key in config.keys_of(name).values())
+        assert options[name].help.startswith(description)
+        assert options[name].default is None
 
 
 def test_sampler_urls_are_given_one_by_one() -> None:
@@ -57,9 +70,20 @@ def test_it_tells_its_version() -> None:
     [
         (b"port = = 1\n", "--config: not a TOML file: Invalid value (at line 1, column 8)"),
         (b"\xff\xfe", "--config: not a TOML file: "),
+        (b"a = " + b"[" * 5000, "--config: not a TOML file: maximum recursion depth"),
         (b"prot = 1\n", "settings: prot: there is no such setting, did you mean port?\n"),
         (b"fine_tuning = 1\n", "settings: fine_tuning: there is no such setting\n"),
-        (b"port = -1\n", "settings: port: "),
+        (b"unit_ms = 1\n", "settings: unit_ms: no setting any more\n"),
+        (b"key_models = 1\n", "settings: key_models: now keys.models (--keys models=…, [keys] in a file)\n"),
+        (
+            b"[keys]\nmodel = 1\n",
+            "settings: keys.model: there is no such setting, did you mean keys.models?\n",
+        ),
+        (
+            b"[keys]\nmodels = -1\n",
+            "settings: keys.models: Input should be greater than or equal to 0, found -1\n",
+        ),
+        (b"port = -1\n", "settings: port: Input should be greater than or equal to 0, found -1\n"),
     ],
 )
 def test_a_bad_config_file_ends_with_one_line(tmp_path: Path, content: bytes, message: str) -> None:
@@ -77,19 +101,36 @@ def test_a_variable_that_is_no_setting_is_named(monkeypatch: pytest.MonkeyPatch)
     assert "environment variable SKYRL_TINKER_PROT: there is no such setting, did you mean port?" in told
 
 
+def test_a_name_that_was_a_setting_is_refused_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert one_line("serve", "--unit-ms=5") == "skyrl-tinker: settings: --unit-ms: no setting any more\n"
+    monkeypatch.setenv("SKYRL_TINKER_TRAINER_THREADS", "2")
+    assert "environment variable SKYRL_TINKER_TRAINER_THREADS: no setting any more" in one_line("serve")
+    told = one_line("serve", "--key-models", "5")
+    assert (
+        told == "skyrl-tinker: settings: --key-models: now keys.models (--keys models=…, [keys] in a file)\n"
+    )
+
+
+def test_former_names_have_successors_and_are_free() -> None:
+    keys = {key for name in config.Settings.model_fields for key in config.keys_of(name)}
+    assert {new for new in config.FORMER.values() if new} <= keys
+    assert not config.FORMER.keys() & config.Settings.model_fields.keys()
+
+
 def test_the_shown_settings_are_a_file_that_gives_them_again(tmp_path: Path) -> None:
     given = ["--port", "3", "--vllm-args", 'speculative-config={"a": [1, true]}', "--placement", "separate"]
+    given += ["--keys", "models=3"]
     shown = CliRunner().invoke(app, ["serve", "--show-config", *given, "--sampler-urls", "http://a:1"]).stdout
     file = tmp_path / "settings.toml"
     file.write_text(shown)
     loaded = config.load(file)
-    assert loaded.model_fields_set == {"port", "vllm_args", "placement", "sampler_urls"}
+    assert loaded.model_fields_set == {"port", "vllm_args", "placement", "sampler_urls", "keys"}
+    assert loaded.keys.model_fields_set == {"models"}
     assert loaded.vllm_args == {"speculative-config": {"a": [1, True]}}
     assert (loaded.port, loaded.sampler_urls) == (3, ("http://a:1",))
     assert "\n# token_budget = 2048\n" in shown
-    assert {line.removeprefix("# ").split()[0] for line in shown.splitlines()[1:]} == {
-        *config.Settings.model_fields
-    }
+    expected = {key for name in config.Settings.model_fields for key in config.keys_of(name) or (name,)}
+    assert {line.removeprefix("# ").split()[0] for line in shown.splitlines()[1:]} == expected
 
 
 def test_all_of_make_model_has_help() -> None:
@@ -147,6 +188,11 @@ def test_a_file_where_a_directory_has_to_be_is_named() -> None:
     assert one_line("make-model", "/dev/null/x") == "skyrl-tinker: /dev/null/x: Not a directory\n"
 
 
+def test_a_seed_below_0_is_refused_by_its_option() -> None:
+    told = CliRunner().invoke(app, ["make-model", "/dev/null/x", "--seed", "-1"])
+    assert (told.exit_code, "'--seed'" in told.stderr) == (2, True)
+
+
 def test_help_names_the_values_of_a_closed_set() -> None:
     shown = " ".join(CliRunner().invoke(app, ["serve", "--help"]).stdout.split())
     for values in ("--device cpu|cuda", "--placement auto|separate|colocated"):
@@ -156,3 +202,95 @@ def test_help_names_the_values_of_a_closed_set() -> None:
 def test_an_example_in_help_keeps_its_lines() -> None:
     shown = CliRunner().invoke(app, ["db", "relocate", "--help"]).stdout
     assert "\n    mv /disk/checkpoints /large/checkpoints\n    skyrl-tinker db relocate" in shown
+
+
+def test_a_variable_of_several_values_that_is_no_json_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYRL_TINKER_SAMPLER_URLS", "http://a:1")
+    told = one_line("serve")
+    assert told.startswith("skyrl-tinker: environment variable SKYRL_TINKER_SAMPLER_URLS: expected JSON, as ")
+
+
+def test_a_number_without_an_end_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("retention = {history_s = inf}\n")
+    assert one_line("serve", "--config", file) == (
+        "skyrl-tinker: settings: retention.history_s: Input should be a finite number, found inf\n"
+    )
+
+
+@pytest.mark.parametrize("text", ["", "[[1, ", "[1]", '{"a": 1}'])
+def test_a_damaged_list_of_processes_is_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "run" / "processes.json"
+    file.parent.mkdir()
+    file.write_text(text)
+    told = one_line("serve", "--home", tmp_path)
+    assert told.startswith(f"skyrl-tinker: {file} is damaged (")
+    assert told.endswith("delete that file, and start again\n")
+
+
+def test_a_database_of_a_newer_release_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "skyrl-tinker.db"
+    migrate(f"sqlite:///{file}")
+    with sqlite3.connect(file) as database:
+        database.execute("UPDATE alembic_version SET version_num = '9999'")
+    database.close()
+    told = one_line("keys", "list", "--home", tmp_path)
+    assert told.startswith("skyrl-tinker: the database is of another release than this one, ")
+    assert "'9999'" in told
+
+
+def test_a_directory_in_place_of_the_database_is_named_and_left_alone(tmp_path: Path) -> None:
+    place = tmp_path / "data"
+    place.mkdir(mode=0o755)
+    told = one_line(
+        "keys", "create", "--name", "a", "--home", tmp_path, "--database-url", f"sqlite:///{place}"
+    )
+    assert told == f"skyrl-tinker: database_url: {place} is a directory, expected a file\n"
+    assert stat.S_IMODE(place.stat().st_mode) == 0o755
+
+
+def test_a_name_with_bytes_beyond_utf_8_is_no_bug(tmp_path: Path) -> None:
+    migrate(config.load(home=tmp_path).store_url)
+    told = one_line("keys", "revoke", "al\udcffice", "--home", tmp_path)
+    assert told == "skyrl-tinker: '\\udcff' is no text in utf-8\n"
+
+
+def test_a_full_disk_is_told_where_a_write_names_no_file(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
+    try:
+        told = one_line("keys", "create", "--name", "a", "--home", tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert told == "skyrl-tinker: home, /tmp or /dev/shm: File too large\n"
+
+
+@pytest.mark.parametrize("setting", ["home", "checkpoints", "snapshots"])
+def test_a_file_in_place_of_a_directory_is_told_with_its_option(tmp_path: Path, setting: str) -> None:
+    (file := tmp_path / "file").touch()
+    told = one_line("serve", "--home", tmp_path / "home", f"--{setting}", file)
+    assert told.startswith(f"skyrl-tinker: cannot create {file}")
+    assert told.endswith(f"; choose another directory with --{setting}\n")
+
+
+def test_any_home_has_its_own_database(tmp_path: Path) -> None:
+    home = tmp_path / "50%25 of a?b"
+    assert file_of(config.load(home=home).store_url) == home / "skyrl-tinker.db"
+    assert one_line("keys", "list", "--home", home).startswith(f"skyrl-tinker: no database {home}/")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_ipv6_address_may_have_its_brackets() -> None:
+    assert config.load(host="[::1]").host == config.load(host="::1").host == "::1"
+
+
+def test_more_lines_than_memory_are_refused() -> None:
+    assert CliRunner().invoke(app, ["logs", "-n", "99999999999999999999"]).exit_code == 2
+
+
+@pytest.mark.parametrize("option", ["--models", "--stored-gb"])
+def test_a_limit_that_no_integer_of_64_bits_has_is_refused(tmp_path: Path, option: str) -> None:
+    assert CliRunner().invoke(app, ["keys", "create", "--name", "a", "--home", str(tmp_path)]).exit_code == 0
+    huge = "9" * 400 if option == "--stored-gb" else "9" * 23
+    told = one_line("keys", "limit", "a", option, huge, "--home", tmp_path)
+    assert told.startswith(f"skyrl-tinker: {option[2:].replace('-', '_')}: ")

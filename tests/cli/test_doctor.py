@@ -130,6 +130,8 @@ def test_it_asks_database_and_storage(capsys: pytest.CaptureFixture[str], tmp_pa
     assert found["storage"].startswith("FAIL  --checkpoints nothing://here: Protocol not known")
     assert found["database"].startswith("FAIL  database_url: cannot connect: ")
     assert "hidden" not in str(found)
+    found = _doctor(capsys, home=tmp_path / "home", database_url=f"{away}?no_such_option=1")
+    assert found["database"].startswith("FAIL  database_url: cannot connect: invalid connection option")
 
 
 def test_it_tells_the_version_of_postgresql(
@@ -146,3 +148,12 @@ def test_it_knows_the_server_that_runs_here(capsys: pytest.CaptureFixture[str], 
         found = _doctor(capsys, home=tmp_path)
         assert found["port"].startswith(f"a server runs here already (pid {os.getpid()})")
     assert _doctor(capsys, home=tmp_path, port=0)["port"] == "127.0.0.1:0 is free"
+
+
+def test_a_home_that_cannot_be_is_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    (gone := tmp_path / "gone").symlink_to(tmp_path / "nowhere" / "else")
+    for home, obstacle in ((file, file), (file / "home", file), (gone, gone), (gone / "home", gone)):
+        told = f"FAIL  {obstacle} is no directory that this user can write to"
+        assert _doctor(capsys, home=home)["home"] == told
+    assert _doctor(capsys, home=tmp_path / "a" / "b")["home"] == str(tmp_path / "a" / "b")

@@ -23,7 +23,11 @@ def _lines(plan: dict[str, Any], place: str) -> dict[str, float]:
 
 
 def test_an_8b_trains_32k_tokens_on_one_gpu_with_recomputed_layers(tmp_path: Path) -> None:
-    result = _plan(tmp_path, QWEN3_8B, "--tenants", "8", "--json")
+    result = _plan(
+        tmp_path,
+        QWEN3_8B,
+        *["--context-length", "32768", "--max-lora-rank", "32", "--tenants", "8", "--json"],
+    )
     assert result.returncode == 0, result.stderr
     plan = json.loads(result.stdout)
     chosen = {choice["setting"]: choice["value"] for choice in plan["choices"]}
@@ -40,7 +44,7 @@ def test_an_8b_trains_32k_tokens_on_one_gpu_with_recomputed_layers(tmp_path: Pat
 
 def test_the_table_names_places_settings_and_reasons_and_keeps_what_is_given(tmp_path: Path) -> None:
     given = ("--trainer-ranks 1", "--token-budget 3000", "--resident-models 5")
-    result = _plan(tmp_path, SMALL, "--gpus", "4", "--context", "4096", *" ".join(given).split())
+    result = _plan(tmp_path, SMALL, "--gpus", "4", "--context-length", "4096", *" ".join(given).split())
     assert result.returncode == 0, result.stderr
     for text in ("GPU of a trainer rank, GB", "host memory, GB", "shared memory, GB", "disk, GB"):
         assert f"\n{text}\n" in result.stdout
@@ -48,24 +52,35 @@ def test_the_table_names_places_settings_and_reasons_and_keeps_what_is_given(tmp
         assert re.search(rf"\n  {setting} +as given\n", result.stdout)
     assert re.search(r"\n  --placement separate .*\n(.*\n)+  --replicas 3 ", result.stdout)
     assert "\n  full parameters by nccl, adapters by shared memory\n" in result.stdout
-    assert result.stdout.endswith("\nfits\n")
+    served = f"--base-model {tmp_path} --device cuda {' '.join(given)} --context-length 4096"
+    fits, command = result.stdout.splitlines()[-2:]
+    assert fits == "fits:"
+    assert set(command.split()) == {"skyrl-tinker", "serve", *served.split()}
+
+
+def test_a_plan_has_the_defaults_of_the_server(tmp_path: Path) -> None:
+    result = _plan(tmp_path, SMALL, "--json")
+    assert result.returncode == 0, result.stderr
+    plan = json.loads(result.stdout)
+    assert "row of 4096 tokens, layers recomputed" in _lines(plan, "GPU of a trainer rank")
+    assert plan["serve"] == f"skyrl-tinker serve --base-model {tmp_path} --device cuda"
 
 
 def test_what_does_not_fit_ends_with_an_error(tmp_path: Path) -> None:
-    result = _plan(tmp_path, SMALL, "--full", "--gpu-memory", "3.2", "--context", "32768")
+    result = _plan(tmp_path, SMALL, "--full", "--gpu-memory", "3.2", "--context-length", "32768")
     assert result.returncode == 1
     assert "does not fit: " in result.stdout
     assert re.search(r"\n  --max-lora-rank 0 +as given\n", result.stdout)
 
 
 def test_a_model_that_the_trainer_refuses_is_refused_with_its_words(tmp_path: Path) -> None:
-    result = _plan(tmp_path, SMALL | {"logit_scale": 2.0}, "--context", "4096")
+    result = _plan(tmp_path, SMALL | {"logit_scale": 2.0}, "--context-length", "4096")
     assert result.returncode == 1
     assert re.fullmatch("skyrl-tinker: no plan .*: the trainer does not support logit_scale\n", result.stderr)
 
 
 def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path) -> None:
-    result = _plan(tmp_path, SMALL, "--context", "100000")
+    result = _plan(tmp_path, SMALL, "--context-length", "100000")
     assert result.returncode == 1
     assert result.stderr.startswith("skyrl-tinker: context_length is 100000")
     assert len(result.stderr.splitlines()) == 1

@@ -54,6 +54,8 @@ def answering(status: int, body: bytes) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(body)
 
+        do_GET = do_POST  # noqa: N815
+
         def log_message(self, *_: object) -> None:
             """Log nothing."""
 
@@ -74,3 +76,40 @@ def answering(status: int, body: bytes) -> Iterator[str]:
 def test_a_refusal_is_told_in_the_words_of_the_server(status: int, body: bytes, told: str) -> None:
     with answering(status, body) as url:
         assert fail("end", "nosuch", "--url", url) == f"skyrl-tinker: {url}: {told}\n"
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:8000", "http://localhost:port", "http://localhost:99999", "http://[::1", "http://a b\n"],
+)
+def test_a_text_that_is_no_url_is_told(url: str) -> None:
+    told = f"skyrl-tinker: --url, or TINKER_BASE_URL: found {url!r}, expected http://host:port\n"
+    assert fail("status", "--url", url) == told
+
+
+@pytest.mark.parametrize("body", [b"<html>Welcome", b"{}", b"[]", b'{"state": "ready", "server": null}'])
+@pytest.mark.parametrize("command", ["status", "ps", "top", "runs", "usage"])
+def test_another_program_or_version_behind_the_url_is_told(command: str, body: bytes) -> None:
+    with answering(200, body) as url:
+        assert "answered in another form than skyrl-tinker " in fail(command, "--url", url)
+
+
+def test_a_page_that_leads_elsewhere_is_no_answer() -> None:
+    with answering(301, b"moved") as url:
+        assert fail("status", "--url", url) == f"skyrl-tinker: {url}: answered 301: moved\n"
+
+
+@pytest.mark.parametrize("key", ["tml-a\r", "tml-ä", "tml-a b"])
+def test_a_key_that_no_header_can_have_is_told_without_it(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", key)
+    told = fail("status", "--url", "http://127.0.0.1:9")
+    assert (
+        told == "skyrl-tinker: TINKER_API_KEY: found white space or a letter beyond ASCII, expected a key\n"
+    )
+
+
+def test_authorities_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "authorities.pem").touch()
+    monkeypatch.setenv("SSL_CERT_FILE", str(file))
+    told = fail("status", "--url", "https://127.0.0.1:9")
+    assert told.startswith("skyrl-tinker: SSL_CERT_FILE or SSL_CERT_DIR: ")

@@ -24,10 +24,12 @@ from tests.support.certificates import write_certificate
 HOSTILE = "\x1b[31mred\x1b]0;title\x07\u202e\x9b1m\nfake-run  root  ready"
 RUN = {
     "run_id": "run-1",
+    "name": HOSTILE,
     "owner": "alice",
     "state": "failed",
     "steps": 3,
-    "last": None,
+    "loss": None,
+    "reward": None,
     "last_request_at": "2026-01-01T00:00:00Z",
     "user_metadata": {"note": HOSTILE},
     "state_reason": HOSTILE,
@@ -201,7 +203,8 @@ def test_what_clients_wrote_does_nothing_to_the_terminal(home: Path, note: Any) 
         as_json = run("--home", home, "--json").stdout
     heads, row, reason = shown.splitlines()
     escaped = r"\x1b[31mred\x1b]0;title\x07\u202e\x9b1m\nfake-run  root  ready"
-    assert heads.startswith("run    owner  state ")
+    assert heads.split()[:4] == ["name", "run", "owner", "state"]
+    assert row.startswith(f"{escaped}  run-1  ")
     assert row.endswith(f"note={escaped}"[: len(row)])
     assert reason == f"run-1 is failed: {escaped}"
     assert json.loads(as_json) == RUNS

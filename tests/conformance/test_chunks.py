@@ -244,7 +244,7 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
     }
     for content in damages.values():
         file.write_bytes(content)
-        with pytest.raises(SamplerError, match=r"model\.safetensors is not a whole safetensors file"):
+        with pytest.raises(SamplerError, match=r"model\.safetensors' is not a whole safetensors file"):
             read_chunks(tmp_path, LIMIT)
 
 

@@ -1,5 +1,8 @@
 """save_state, load_state and create-from-state, with and without the optimizer; named sampler weights."""
 
+from typing import Any
+
+import httpx
 import numpy as np
 import pytest
 import tinker
@@ -35,6 +38,32 @@ def test_a_run_resumed_with_its_optimizer_goes_on_as_if_never_stopped(client: Cl
     train(training, TOKENS)
     train(resumed, TOKENS)
     np.testing.assert_array_equal(logprobs_of(resumed, TOKENS), logprobs_of(training, TOKENS))
+
+
+@pytest.mark.filterwarnings("ignore:DEPRECATED. TrainingClient.load_state:FutureWarning")
+def test_a_resumed_run_knows_its_parent_and_the_step_it_goes_on_from(client: Client) -> None:
+    training = trained(client)
+    path = training.save_state("parent").result().path
+    train(training, TOKENS)
+    resumed = client.service.create_training_client_from_state(path).result()
+    train(resumed, TOKENS)
+    again = client.service.create_training_client_from_state(
+        resumed.save_state("child").result().path
+    ).result()
+    train(again, TOKENS)
+    again.load_state(path).result()  # which is no beginning
+    told = [run_of(client, each) for each in (training, resumed, again)]
+    assert [(run["parent"], run["steps_before"], run["steps"]) for run in told] == [
+        (None, 0, 3),
+        (training.model_id, 2, 1),
+        (resumed.model_id, 3, 1),
+    ]
+
+
+def run_of(client: Client, training: tinker.TrainingClient) -> dict[str, Any]:
+    url = f"{client.url}/api/v1/console/runs/{training.model_id}"
+    run: dict[str, Any] = httpx.get(url, headers={"X-API-Key": "tml-local"}).raise_for_status().json()
+    return run
 
 
 @pytest.mark.parametrize("rank", [8, 0])

@@ -28,7 +28,7 @@ SYNCS = "weight_sync_seconds_count"
 @contextmanager
 def colocating(root: Path, settings: str = "") -> Iterator[Serve]:
     file = root / "settings.toml"
-    file.write_text(f"phase_max_s = 0.6\nphase_min_s = 0.1\n{settings}")
+    file.write_text(f"phases = {{max_s = 0.6, min_s = 0.1}}\n{settings}")
     with serving(root / "home", "--placement", "colocated", "--config", str(file)) as server:
         yield server
 

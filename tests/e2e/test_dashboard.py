@@ -27,8 +27,8 @@ pytestmark = [
 ]
 STEPS = "Number(document.querySelector('section[aria-label=\"Last step\"] dd')?.innerText ?? 0)"
 """Number of the last step that the page shows."""
-REWARD = "[...document.querySelectorAll('.curves dt')].find((each) => each.innerText === 'reward proxy')"
-REWARD += ".nextSibling.innerText"
+REWARD = "document.querySelector('section[aria-label=\"Reward\"] .u-legend')?.innerText ?? ''"
+"""Legend of the curve of the reward, which has its last value."""
 NAMELESS = "[...document.querySelectorAll('button, input, select, a, [role=region], [role=img]')]"
 NAMELESS += ".filter((each) => !(each.innerText || each.ariaLabel || each.labels?.length)).length"
 
@@ -46,6 +46,27 @@ def page(chromium: Browser) -> Iterator[Page]:
         yield opened
 
 
+BY_NAME = "[...document.querySelectorAll('th button')].find((each) => each.innerText.startsWith('run'))"
+ROWS = "[...document.querySelectorAll('td.run a')].map((each) => each.innerText)"
+
+
+def test_runs_are_found_by_their_names_and_sorted(server: Serve, page: Page) -> None:
+    for name in ("sorted by name: b", "sorted by name: a"):
+        with tinker.ServiceClient(base_url=server.url, api_key="tml-local", display_name=name) as service:
+            service.create_lora_training_client(base_model="tiny", rank=8).result()
+    page.open(f"{server.url}/#/runs")
+    page.wait("document.querySelector('td.run a') !== null")
+    page.run("document.querySelector('input[type=search]').focus()")
+    page.type("sorted name:")
+    page.wait(f"{ROWS}.length === 2")
+    for expected in ("ab", "ba"):
+        page.run(f"{BY_NAME}.click()")
+        assert page.run(ROWS) == [f"sorted by name: {name}" for name in expected]
+    page.run("document.querySelector('td.run a').click()")
+    page.wait("document.querySelector('h1')?.innerText === 'sorted by name: b'")
+    assert page.errors == []
+
+
 @contextmanager
 def loop(client: Client) -> Iterator[tinker.TrainingClient]:
     """Samples, and steps that reinforce them, until the context ends."""
@@ -54,6 +75,7 @@ def loop(client: Client) -> Iterator[tinker.TrainingClient]:
     def reinforce() -> None:
         sampler = training.save_weights_and_get_sampling_client().result()
         asked = random_tokens(6, seed=3)
+        report = {"step": 3, "values": {"reward": 0.625, "length": 6}}
         while not ended.is_set():
             params = types.SamplingParams(max_tokens=6, seed=1, stop=[])
             (answer,) = sampler.sample(prompt(asked), 1, params).result().sequences
@@ -66,6 +88,7 @@ def loop(client: Client) -> Iterator[tinker.TrainingClient]:
             )
             training.forward_backward([data], "importance_sampling")
             training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+            client.post(f"console/runs/{training.model_id}/metrics", report).raise_for_status()
 
     thread = threading.Thread(target=reinforce)
     thread.start()
@@ -90,8 +113,12 @@ def test_the_pages_show_a_loop_while_it_trains_and_report_no_errors(
         page.run(f"{link}.click()")
         first = page.wait(STEPS)
         page.wait(f"{STEPS} > {first}")
-        assert page.run("document.querySelectorAll('.curves canvas').length") == 9
-        assert page.run(f"{REWARD}.match(/[0-9]/) !== null")
+        assert page.run("document.querySelectorAll('.curves canvas').length") == 11
+        page.wait(f"({REWARD}).includes('0.625')")
+        assert page.run("[...document.querySelectorAll('option')].map((each) => each.value)") == [
+            "length",
+            "reward",
+        ]
     assert page.errors == []
 
 
@@ -165,13 +192,13 @@ def test_a_key_is_asked_for_once_and_shows_its_own_runs_only(chromium: Browser, 
             page.wait("document.body.innerText.includes('unknown or revoked')")
             page.type(keys["alice"])
             page.press("Enter")
-            page.wait("document.querySelector('td.id a') !== null")
+            page.wait("document.querySelector('td.run a') !== null")
             assert runs["alice"] in page.text()
             assert runs["bob"] not in page.text()
             assert "Admin" not in page.text()
             assert keys["alice"] not in page.run("location.href")
             page.run("location.reload()")
-            page.wait("document.querySelector('td.id a') !== null")
+            page.wait("document.querySelector('td.run a') !== null")
             assert page.run("localStorage.length") == 0
             page.open("about:blank")
             page.open(f"{api.url}/#/runs/%")

@@ -1,13 +1,11 @@
 """kind="inflight": rollouts go on under the newest weights, from the token at which they are."""
 
-import time
-
 import numpy as np
 import pytest
 import tinker
 
 from tests.e2e.support.client import Client, logprobs_of, prompt
-from tests.e2e.support.policies import ATOL, START, TOKENS, policy, roll, step, switches
+from tests.e2e.support.policies import ATOL, FEW, START, TOKENS, begin, policy, roll, step, switches
 
 LONG = 700  # tokens: seconds
 
@@ -20,9 +18,8 @@ def publish(training: tinker.TrainingClient) -> tinker.SamplingClient:
 def test_a_long_rollout_spans_an_update_of_its_policy(client: Client, rank: int) -> None:
     training = policy(client, rank=rank, steps=1)
     sampler = publish(training)
-    rollouts = roll(sampler, LONG, samples=3)
-    time.sleep(0.5)
     step(training)
+    rollouts = begin(sampler, LONG, samples=3)
     publish(training)
     assert not rollouts.done()
     sequences = rollouts.result().sequences
@@ -38,9 +35,9 @@ def test_what_was_sampled_before_an_update_is_what_would_have_been_sampled_witho
     training = policy(client, rank=8, steps=1)
     pinned = training.save_weights_and_get_sampling_client().result()
     undisturbed = roll(pinned, LONG, samples=2, seed=3)
-    rollouts = roll(publish(training), LONG, samples=2, seed=3)
-    time.sleep(0.5)
+    sampler = publish(training)
     step(training)
+    rollouts = begin(sampler, LONG, samples=2, seed=3)
     publish(training)
     before = policy(client, rank=8, steps=1)
     for sequence, whole in zip(rollouts.result().sequences, undisturbed.result().sequences, strict=True):
@@ -52,9 +49,10 @@ def test_what_was_sampled_before_an_update_is_what_would_have_been_sampled_witho
 
 def test_a_rollout_spans_several_updates(client: Client) -> None:
     training = policy(client, rank=8, steps=1)
-    rollout = roll(publish(training), 2 * LONG)
+    sampler = publish(training)
+    rollout = roll(sampler, 2 * LONG)
     for _ in range(3):
-        time.sleep(0.5)
+        roll(sampler, FEW).result()  # the long one goes on beside it
         step(training)
         publish(training)
     assert not rollout.done()
@@ -74,7 +72,6 @@ def test_rollouts_of_others_do_not_feel_an_update(client: Client) -> None:
     publish(training)
     rollouts = [roll(sampler, LONG, seed=1) for sampler in samplers]
     for _ in range(2):
-        time.sleep(0.3)
         step(training)
         publish(training)
     for rollout, before in zip(rollouts, alone, strict=True):
@@ -118,9 +115,10 @@ def test_saves_in_a_row_end_on_the_last(client: Client) -> None:
 def test_a_greedy_rollout_across_an_update_is_told_once_and_copied(client: Client) -> None:
     training = policy(client, rank=8, steps=1)
     params = tinker.SamplingParams(max_tokens=LONG, temperature=0.0, stop=[])
-    rollouts = publish(training).sample(prompt(START), 2, params)
-    time.sleep(0.3)
+    sampler = publish(training)
     step(training)
+    rollouts = sampler.sample(prompt(START), 2, params)
+    roll(sampler, FEW).result()  # the long one goes on beside it
     publish(training)
     first, second = rollouts.result().sequences
     assert first.tokens == second.tokens

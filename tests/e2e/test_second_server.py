@@ -21,11 +21,9 @@ from tests.support.serve import Serve, serving
 pytestmark = pytest.mark.long
 
 SETTINGS = """
-logprob_gap_bound = 1e-12
-canary = false
-long_poll_s = 2
-ephemeral_keep = 1
-ephemeral_idle_s = 1
+parity = {gap_bound = 1e-12, canary = false}
+timeouts = {long_poll_s = 2}
+ephemeral = {keep = 1, idle_s = 1}
 """
 
 
@@ -81,7 +79,7 @@ def test_a_gap_beyond_the_bound_is_a_warning_that_users_see(
     assert " WARNING " in log
     assert running.process.stderr is not None
     warning = next(line for line in running.process.stderr if line.startswith("skyrl-tinker: warning: "))
-    assert "logprob_gap_bound" in warning
+    assert "parity.gap_bound" in warning
 
 
 def test_two_ranks_agree_with_a_plain_hugging_face_forward(second: Client, untied_model: Path) -> None:

@@ -17,7 +17,10 @@ from tokenizers import Tokenizer
 
 from tests.e2e.support.client import Client, logprobs_of, metrics_of, prompt, random_tokens
 from tests.e2e.support.policies import ATOL, TOKENS, step
-from tests.e2e.test_full_parameter import (  # noqa: F401 - kept here as with vLLM
+from tests.e2e.test_examples import (  # noqa: F401 - kept here as with vLLM
+    test_openai_client_streams_text_and_samples_saved_weights,
+)
+from tests.e2e.test_full_parameter import (  # noqa: F401 - likewise
     snapshot,
     test_full_parameter_training_learns_and_syncs,
     test_named_full_parameter_weights_are_sampled_by_path,
@@ -137,6 +140,21 @@ def test_a_streamed_completion_says_the_same_as_a_whole_one(
     assert whole.logprobs is not None
     for field in ("tokens", "text_offset"):
         assert [*chain(*(getattr(part, field) for part in parts))] == getattr(whole.logprobs, field)
+
+
+def test_a_chat_lists_the_likeliest_tokens_and_not_the_sampled_one(
+    oai: openai.OpenAI,  # noqa: F811
+    client: Client,
+) -> None:
+    asked: Any = {"model": client.model, "messages": CHAT, "n": 4, "max_tokens": 16}
+    answer = oai.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    logprobs = [choice.logprobs for choice in answer.choices]
+    rows = [row for each in logprobs if each is not None for row in each.content or ()]
+    for row in rows:
+        first, second = (likely.logprob for likely in row.top_logprobs)
+        assert first >= second
+        assert first >= row.logprob - ATOL
+    assert any(row.token not in [likely.token for likely in row.top_logprobs] for row in rows)
 
 
 def test_every_end_of_text_token_ends_a_completion(oai: openai.OpenAI, client: Client) -> None:  # noqa: F811

@@ -3,15 +3,18 @@
 from collections import Counter
 from collections.abc import Iterator
 
+import httpx
 import numpy as np
 import openai
 import pytest
 import tinker
 from prometheus_client.parser import text_string_to_metric_families
 
+from skyrl_tinker.inference.sglang.sglang_dialect import SGLANG
 from tests.e2e.support.client import Array, Client, logprobs_of, metrics_of, prompt
 from tests.e2e.support.policies import ATOL, TOKENS, roll, step
-from tests.support.processes import below, title
+from tests.e2e.support.streams import assert_taken_over
+from tests.support.processes import below, command, title
 from tests.support.serve import Serve
 from tests.support.sglang_cpu.sglang_server import START_S, interpreter, sampling
 from tests.support.waiting import wait_until
@@ -95,6 +98,13 @@ def test_its_own_metrics_come_with_the_number_of_their_replica(
     own = [sample for family in families if family.name.startswith("sglang:") for sample in family.samples]
     assert {sample.labels["replica"] for sample in own} == {"0", "1"}
     assert sum(prompt_tokens(server).values()) > 0
+
+
+def test_a_stream_of_which_nothing_was_sent_goes_on_at_the_other_replica(server: Serve) -> None:
+    named = (each for each in below(server.process.pid) if SERVER in title(each))
+    victim = next(each for each in named if "--port" in command(each))
+    assert_taken_over(server, victim, SGLANG)
+    wait_until(lambda: httpx.get(f"{server.url}/readyz").json()["detail"] == "", START_S)
 
 
 @pytest.mark.parametrize("name", [SCHEDULER, SERVER])

@@ -10,7 +10,9 @@ import pytest
 import tinker
 from tinker import types
 
+from skyrl_tinker.inference.vllm.vllm_dialect import VLLM
 from tests.e2e.support.client import Client, prompt, random_tokens, train
+from tests.e2e.support.streams import assert_taken_over
 from tests.support.processes import client_of, vllm_servers
 from tests.support.serve import HEAL_S, Serve, serving
 from tests.support.waiting import wait_until
@@ -119,6 +121,13 @@ def test_no_sample_is_lost_when_the_router_is_killed(server: Serve, client: Clie
     wait_until(lambda: server.find("router") not in (None, router))
     assert_right(sampler, [each.result(HEAL_S) for each in sample_many(server, sampler)])
     assert server.ready()
+
+
+def test_a_stream_of_which_nothing_was_sent_goes_on_at_the_other_replica(server: Serve) -> None:
+    """vLLM has answered 200 before it computes."""
+    victim, _ = vllm_servers(server.process.pid)
+    assert_taken_over(server, victim, VLLM)
+    wait_until(lambda: detail(server) == "")
 
 
 def test_both_replicas_killed_at_once_come_back_and_samples_wait(server: Serve, client: Client) -> None:

@@ -235,3 +235,26 @@ def test_a_model_with_a_missing_shard_is_refused(model: Path) -> None:
     _, second = write_index(model, ["a", "b"])
     with pytest.raises(StartupError, match=second.name):
         base_model.resolve(config.load(base_model=str(model)))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b"\xff\xfe{}", b'{"a": '])
+def test_a_file_that_is_no_json_is_named(model: Path, name: str, content: bytes) -> None:
+    (model / name).write_bytes(content)
+    with pytest.raises(StartupError, match=f"cannot read {model}/{name}: "):
+        base_model.resolve(config.load(base_model=str(model)))
+
+
+@pytest.mark.parametrize(
+    "values", [{"head_dim": "wide"}, {"num_key_value_heads": [1]}, {"architectures": {"a": 1}}]
+)
+def test_a_config_with_values_of_another_kind_is_named(model: Path, values: dict[str, Any]) -> None:
+    change(model, **values)
+    with pytest.raises(StartupError, match=rf"config\.json or generation_config\.json in {model} is damaged"):
+        base_model.resolve(config.load(base_model=str(model)))
+
+
+def test_an_end_of_sequence_of_another_kind_is_named(model: Path) -> None:
+    (model / "generation_config.json").write_text('{"eos_token_id": "<|im_end|>"}')
+    with pytest.raises(StartupError, match="is damaged: ValueError"):
+        base_model.resolve(config.load(base_model=str(model)))

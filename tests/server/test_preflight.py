@@ -55,7 +55,7 @@ from tests.support.certificates import write_certificate
             {"prefill_urls": ["http://a:9"], "decode_urls": ["http://b:9"], "replicas": 2},
             "--replicas 2 and prefill_urls",
         ),
-        ({"placement": "colocated", "phase_min_s": 2, "phase_max_s": 1}, "phase_min_s 2 > phase_max_s 1"),
+        ({"placement": "colocated", "phases": {"min_s": 2, "max_s": 1}}, "phases.min_s 2 > phases.max_s 1"),
         (
             {"placement": "colocated", "device": "cuda", "trainer_ranks": 2},
             "2 trainer ranks share their GPUs with 1 sampler GPUs .* make the numbers equal",
@@ -190,6 +190,21 @@ def test_a_port_in_use_is_refused_and_port_0_finds_a_free_one() -> None:
             preflight.listen("127.0.0.1", port)
         with preflight.listen("127.0.0.1", 0) as free:
             assert free.getsockname()[1] not in (0, port)
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("192.0.2.1", "Cannot assign requested address"),
+        ("no.such.host.invalid", ""),
+        ("a..b", ""),
+        ("a" * 70, ""),
+    ],
+)
+def test_a_host_that_is_not_of_this_machine_is_told_as_such(host: str, reason: str) -> None:
+    told = rf"cannot listen on {host}:0 \((?!Unknown).*{reason}.*\); expected --host of"
+    with pytest.raises(StartupError, match=told):
+        preflight.listen(host, 0)
 
 
 def test_a_home_has_one_server_at_a_time(tmp_path: Path) -> None:

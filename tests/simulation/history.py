@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 from sqlalchemy import Connection, text
 
-from skyrl_tinker.config import Settings
+from skyrl_tinker.config import Parity, Recovery, Settings
 from skyrl_tinker.domain.peft_config import ADAPTER_FILE
 from skyrl_tinker.engine.parity.drift_monitor import METRIC
 from skyrl_tinker.engine.trainer.model_returns import WAKES
@@ -246,7 +246,7 @@ class History:
         self._home = home
         home.mkdir(parents=True)
         often = self._random.choice((1.0, 8.0, 1e9))  # snapshots: often, seldom or never
-        settings = {"home": home, "replay_s": often, "database_url": url}
+        settings = {"home": home, "recovery": _recovery(often), "database_url": url}
         self._more = _stream("more", seed, 7, MORE)
         if self._more:  # several machines share all but their homes
             shared = {each: f"{home}/shared/{each}" for each in ("checkpoints", "snapshots")}
@@ -255,12 +255,12 @@ class History:
         self._early = _stream("early", seed, 9, EARLY)
         self._clocks = _stream("clocks", seed, 13, CLOCKS)
         self._full = _stream("full", seed, 17, FULL)
-        if self._full:  # a tensor is a chunk
-            settings |= {"weight_chunk_mb": 0, **self._full.choice(TRANSPORTS)}
+        if self._full:
+            settings |= self._full.choice(TRANSPORTS)
         if seed % 13 in PROBED:
-            settings |= {"gap_probe_tokens": 8}
+            settings |= {"parity": Parity(probe_tokens=8)}
         if self._away == UNREAD:
-            settings |= {"replay_s": 1.0}  # there are snapshots to be read
+            settings |= {"recovery": _recovery(1.0)}  # there are snapshots to be read
         if self._silence:
             settings |= silent.SETTINGS
         if self._stores:
@@ -620,7 +620,11 @@ def _shuffled(requests: list[Request], random: Random) -> list[Request]:
 
 @cache
 def _settings() -> Settings:
-    return Settings(snapshot_share=0.99, gap_probe_tokens=0)
+    return Settings(parity=Parity(probe_tokens=0))
+
+
+def _recovery(replay_s: float) -> Recovery:
+    return Recovery(replay_s=replay_s, snapshot_share=0.99)
 
 
 def make_template(directory: Path) -> None:

@@ -11,6 +11,7 @@ from functools import cache, partial
 from random import Random
 from types import MappingProxyType
 from typing import Any, cast
+from unittest.mock import patch
 
 import httpx
 from fastapi import FastAPI
@@ -29,6 +30,7 @@ from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.errors import LeaseLostError
 from skyrl_tinker.store.cluster.server_lease import Lease, own_epoch
 from skyrl_tinker.store.database.abstract_database import LeaseFence
 from skyrl_tinker.store.database.opening import open_database
@@ -48,6 +50,8 @@ STILL_S = 40.0
 """Most time for which an engine stands still that another one has replaced."""
 AHEAD_S = (0.0, 45.0, -90.0, 3600.0, -7200.0)
 """By how much a wall clock may be ahead of the database's."""
+BEAT_S = 2.0
+"""Time between two beats of the holder of the lease."""
 NO_CLOCKS: Mapping[str, float] = MappingProxyType({})
 Life = Callable[[Store], Awaitable[None]]
 
@@ -87,10 +91,11 @@ class Host:
         self.use(settings)
         self.ahead_s = ahead_s
         self.directories.run_dir.mkdir(parents=True)
+        self.late: Process | None = None  # its engine, once another host has taken over
         if ahead_s:
             seconds = itertools.count()  # of a moment in which the holder is silent
-            lease = Lease(settings.store_url, settings.root, lambda: next(seconds), lambda _: None)
-            lease.take(lambda _: None, standby=True)
+            self.lease = Lease(settings.store_url, settings.root, lambda: next(seconds), lambda _: None)
+            self.lease.take(lambda _: None, standby=True)
         self.connections: deque[tuple[float, Connection]] = deque()
         with closing(open_database(settings.store_url, settings.root)) as database:
             self.writing = database.connect()
@@ -136,6 +141,7 @@ class Server:
         lives: dict[str, Life] = {name: partial(self._run_api, app) for name, app in self.apis.items()}
         lives["engine"] = self._run_engine
         self._keeping = [asyncio.create_task(self._keep(name, life)) for name, life in lives.items()]
+        self._start_beats()
 
     @property
     def directories(self) -> Directories:
@@ -169,14 +175,35 @@ class Server:
             if process is not engine:
                 process.kill()
         home = self._host.settings.home.with_name(f"host {len(self._hosts)}")
+        self._host.late = engine
         self._host = Host(self._host.settings.model_copy(update={"home": home}), self._ahead_s())
         self._hosts.append(self._host)
+        self._start_beats()
         engine.died.set_result(None)
 
     def _ahead_s(self) -> Mapping[str, float]:
         if self._clocks is None:
             return NO_CLOCKS
         return {name: self._clocks.choice(AHEAD_S) for name in ("engine", *self.apis)}
+
+    def _start_beats(self) -> None:
+        if self._host.ahead_s:
+            self._keeping.append(asyncio.create_task(self._keep_lease(self._host)))
+
+    async def _keep_lease(self, host: Host) -> None:
+        """Count beats, as `serve` does, which ends its engine once another server has taken over."""
+        loop = asyncio.get_running_loop()
+        while host.late is None or not host.late.dead:
+            await asyncio.sleep(BEAT_S)
+            if host.late is not None and loop.time() < host.late.still_until + BEAT_S:
+                continue  # it stands still, too, or is as late
+            try:
+                host.lease.keep()
+            except LeaseLostError as error:
+                if host.late is not None:
+                    host.late.kill()
+                elif not self.failure.done():
+                    self.failure.set_exception(error)
 
     def reboot(self) -> None:
         """End all processes; lose what is in memory and not synced, with object storage all of the disk."""
@@ -293,7 +320,8 @@ class Server:
         await StartUp(env, self._facts, []).tidy_up()
         client = vllm_client(router.url if router else replicas.urls[0], replicas.urls)
         fleet = Fleet(replicas, client, cast(Any, router))
-        samplers = make_samplers(settings, self._facts, trainer, fleet, env.metrics)
+        with patch("skyrl_tinker.engine.compose.CHUNK_BYTES", 0):  # a tensor is a chunk
+            samplers = make_samplers(settings, self._facts, trainer, fleet, env.metrics)
         runtime = BaseRuntime(self._facts, trainer, fleet, samplers, SEPARATE)
         engine = Engine(env)
         process.is_up = lambda: engine._ready

@@ -7,6 +7,7 @@ from typing import Any
 
 from sqlalchemy import Connection, text
 
+from skyrl_tinker.config import EphemeralWeights, Timeouts
 from skyrl_tinker.directories import Directories
 from tests.api.support.world import Json, sample, step
 from tests.simulation.backends import ENDLESS, drawn
@@ -14,9 +15,12 @@ from tests.simulation.client import Client, error_of, loss_of, model_body, now, 
 from tests.simulation.faults import is_unread
 
 TIMEOUT_S, KEEP, IDLE_S = 60.0, 1, 45.0
-"""Settings of its server: session_timeout_s, ephemeral_keep, ephemeral_idle_s."""
+"""Settings of its server: timeouts.session_s, ephemeral.keep, ephemeral.idle_s."""
 SILENT_S = 0.6 * TIMEOUT_S
-SETTINGS = {"session_timeout_s": TIMEOUT_S, "ephemeral_keep": KEEP, "ephemeral_idle_s": IDLE_S}
+SETTINGS = {
+    "timeouts": Timeouts(session_s=TIMEOUT_S),
+    "ephemeral": EphemeralWeights(keep=KEEP, idle_s=IDLE_S),
+}
 
 
 class Silent:

@@ -1,16 +1,18 @@
 """Sessions live while they heartbeat; what they held is let go afterwards."""
 
+import sqlite3
 import time
 from functools import partial
 
 import pytest
-from sqlalchemy import Connection, update
+from sqlalchemy import Connection, insert, select, update
 
 from skyrl_tinker.domain.ids import ModelState, OwnerId, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.errors import GoneError, NotFoundError
 from skyrl_tinker.store import model_records, sampling_sessions, session_records
-from skyrl_tinker.store.database.tables import Session
+from skyrl_tinker.store.database import sqlite
+from skyrl_tinker.store.database.tables import AdapterVersion, Model, Session
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.session_records import Beat
 from skyrl_tinker.store.store import Store
@@ -41,6 +43,8 @@ async def beat(store: Store, *beats: Beat) -> dict[Beat, Exception]:
 
 async def droppable(store: Store) -> list[WeightVersion]:
     with reading(store) as conn:
+        if conn.dialect.name == "sqlite":  # its default, which some builds raise
+            sqlite.raw(conn).setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 32_766)
         usage = sampling_sessions.ephemeral_usage(conn)
         return sampling_sessions.list_droppable_versions(conn, usage)
 
@@ -264,6 +268,44 @@ async def test_of_each_model_all_but_the_newest_versions_are_surplus(
 
     assert [surplus(keep) for keep in (2, 3, 4)] == [[first, second], [first], []]
     assert surplus(2, before=0.0) == []
+
+
+async def test_surplus_versions_of_models_that_are_asked_for_apart_are_in_one_order(
+    store: Store, session: SessionId, model: ModelRow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling_sessions, "MODELS_AT_ONCE", 1)
+    other = await create(store, session, 1)
+    keys = model.key, other.key, model.key, other.key, model.key
+    versions = [await ephemeral(store, key) for key in keys]
+    with reading(store) as conn:
+        usage = sampling_sessions.ephemeral_usage(conn)
+        surplus = sampling_sessions.list_surplus_versions(conn, usage, 1)
+    assert [each.id for each in surplus] == versions[:3]
+
+
+async def test_more_models_may_have_versions_to_drop_than_a_statement_has_values(
+    store: Store, session: SessionId
+) -> None:
+    """SQLite takes 32,766 values, PostgreSQL 65,535."""
+    await store.write(partial(_keep_inflight, session=session, models=22_000, versions=2))
+    superseded = await droppable(store)
+    assert len(superseded) == 22_000
+    await finish_session(store, session)
+    assert len(await droppable(store)) == 44_000
+
+
+def _keep_inflight(conn: Connection, session: SessionId, models: int, versions: int) -> None:
+    """Insert models of a session, each with so many unnamed weights that are inflight."""
+    lora = {"lora_rank": 8, "seed": 1, "train_mlp": True, "train_attn": True, "train_unembed": True}
+    model = {"session_id": session, "base_model": "tiny", "optimizer_config": {}, "user_metadata": {}} | lora
+    made = model | {"state": ModelState.READY, "created_at": 0.0, "last_request_at": 0.0}
+    numbered = [{"model_id": f"{session}:{number}", "model_seq_id": number} for number in range(models)]
+    conn.execute(insert(Model), [made | each for each in numbered])
+    version = {"kind": "lora", "durable": False, "inflight": True, "directory": "/nowhere", "created_at": 0.0}
+    keys = conn.scalars(select(Model.key)).all()
+    conn.execute(
+        insert(AdapterVersion), [version | {"model_key": key} for key in keys for _ in range(versions)]
+    )
 
 
 async def test_a_durable_version_is_never_droppable(

@@ -101,7 +101,8 @@ class ScriptedTrainer:
     `told`: all calls, in order. `ran`: those of each model, as its requests asked for them.
     `go_on`, `disk`: calls of the ranks, and what is persisted, wait for them.
     `failing`: errors by call, of which a TrainerError breaks the ranks.
-    `sizes`: bytes of models to be created, by default 1 each; `most_captured`: of all at once, so far.
+    `sizes`: bytes of the weights of models to be created, by default 1 each; `moments`: tensors of that size
+    that their optimizers have; `most_captured`: bytes of all that was captured at once, so far.
     Models by what their passes come to: `bad_models` fail, for `large` ones there is no memory, of `deadly`
     ones the ranks die. For steps and captures of `short` ones there is no memory, either. Files of
     `unwritable` models cannot be written; `unreadable` directories not be read.
@@ -129,6 +130,7 @@ class ScriptedTrainer:
         self.spec = SimpleNamespace(dtype="float32", token_budget=2048, resident_models=0)
         self.captured, self.sizes, self.most_captured = CapturedBytes(), dict[ModelKey, int](), 0
         self.captured.most = 1 << 20
+        self.moments = 0
         self.go_on, self.disk = asyncio.Event(), asyncio.Event()
         self.go_on.set()
         self.disk.set()
@@ -165,7 +167,8 @@ class ScriptedTrainer:
         if model in self.trained:
             raise self._break(f"model {model} exists already")
         self.trained[model] = Trained()
-        self.captured.know(model, self.sizes.get(model, 1))
+        size = self.sizes.get(model, 1)
+        self.captured.know(model, size, (1 + self.moments) * size)
 
     async def release(self, model: ModelKey) -> None:
         with suppress(TrainerError):
@@ -257,7 +260,7 @@ class ScriptedTrainer:
     def _capture(self, kind: Callable[..., CapturedSteps], model: ModelKey) -> CapturedSteps:
         steps = copy.deepcopy(self._state(model).steps)
         captured = kind(model, steps, self.restarts, self.kept, self.captured.free)
-        self.captured.take(id(captured), model)
+        self.captured.take(id(captured), self.captured.size(model, optimizer=kind is CapturedSteps))
         self.most_captured = max(self.most_captured, self.captured.held)
         self.kept.append(captured)
         return captured

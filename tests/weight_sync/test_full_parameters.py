@@ -120,7 +120,7 @@ async def test_a_refused_update_leaves_the_old_weights_and_the_next_one_works(
         "missing": r"update failed: .*missing from the update, first model\.norm",
         "shape": r"update failed: .*model\.norm\.weight: expected shape",
         "name": r"update failed: .*model\.other",
-        "cut": r"open failed: .*00001-of-00001\.safetensors is not a whole safetensors file",
+        "cut": r"open failed: .*00001-of-00001\.safetensors' is not a whole safetensors file",
         "nothing": r"open failed: .*no .*safetensors",
     }
     for directory, match in refused.items():

@@ -50,8 +50,8 @@ class BodyLimits:
     def caps(self, headers: Headers) -> Caps:
         """Return the caps of a request's body."""
         if headers.get("content-type", "").startswith(PROTOBUF):
-            return Caps(self.wire, self.expanded, "setting wire_body_mb")
-        return Caps(min(self.json, self.wire), min(self.json, self.expanded), "setting json_body_mb")
+            return Caps(self.wire, self.expanded, "setting bodies.wire_mb")
+        return Caps(min(self.json, self.wire), min(self.json, self.expanded), "setting bodies.json_mb")
 
 
 class BodyTooLargeError(TooLargeError):

@@ -70,7 +70,7 @@ class RequestRates:
                     return
             if share.tokens < 1:
                 raise OverloadedError(
-                    f"key_requests_per_s: found more than {_most(rate):.6g} requests in {BURST_S:g} s, "
+                    f"keys.requests_per_s: found more than {_most(rate):.6g} requests in {BURST_S:g} s, "
                     f"expected at most {rate:.6g} a second from one API key: send this request again later",
                     max(1, math.ceil(share.empty_until - self._clock())),
                 )

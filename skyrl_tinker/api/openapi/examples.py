@@ -4,7 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_tinker.protocol.schemas.base import Message
-from skyrl_tinker.protocol.schemas.console import CreateKeyRequest, LimitKeyRequest, RotateKeyRequest
+from skyrl_tinker.protocol.schemas.console import (
+    CreateKeyRequest,
+    LimitKeyRequest,
+    ReportRequest,
+    RotateKeyRequest,
+)
 from skyrl_tinker.protocol.schemas.futures import (
     CancelFutureRequest,
     RetrieveFutureRequest,
@@ -148,6 +153,7 @@ EXAMPLES: Mapping[type[Message], Json] = {
     CreateKeyRequest: {"name": "alice", "admin": False, "expires_in_s": 7776000},
     RotateKeyRequest: {"overlap_s": 3600},
     LimitKeyRequest: {"limits": {"models": 4, "stored_gb": 200, "sessions": "default"}},
+    ReportRequest: {"step": 7, "values": {"reward": 0.5, "length": 212.0}},
     CancelFutureRequest: {"request_id": _REQUEST},
     CompletionRequest: {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 16},
     ChatCompletionRequest: {

@@ -10,12 +10,12 @@ from skyrl_tinker.api.base_limits import BaseLimits
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import ModelId, OwnerId, Reach, RequestKind, SessionId
-from skyrl_tinker.domain.key_limits import KeyLimits
 from skyrl_tinker.domain.state_size import state_bytes
 from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas.training import CreateModelRequest, CreateViaLoadRequest
 from skyrl_tinker.protocol.stored_requests import CreateModelBody, payload_digest
+from skyrl_tinker.protocol.validation.key_limits import KeyLimits
 from skyrl_tinker.protocol.validation.models import validate_lora_config, validate_optimizer_config
 from skyrl_tinker.protocol.validation.steps import validate_create_via_load
 from skyrl_tinker.redaction import redact

@@ -19,7 +19,7 @@ JSON = "application/json"
 PART_CHARACTERS = MiB
 """JSON that is sent before more rows are read."""
 AT_ONCE = 16
-"""Items that are read before their characters are counted: each may have metadata of `key_metadata_kb`."""
+"""Items that are read before their characters are counted: each may have metadata of `keys.metadata_kb`."""
 
 
 async def json_from_rows(store: Store, read: Op[Message]) -> Response:

@@ -40,7 +40,7 @@ class CheckpointFiles:
     async def open(self, name: str) -> BinaryIO:
         try:
             return await in_disk_thread(self._storage.open, Path(self._row.directory), name)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise NotFoundError(f"no checkpoint {self._row.path}: its files are gone") from None
 
     async def response(self, name: str) -> "StoredFileResponse":

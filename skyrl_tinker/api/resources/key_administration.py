@@ -5,10 +5,10 @@ from typing import Any
 from sqlalchemy import Connection
 
 from skyrl_tinker.api.security.tokens import Caller
-from skyrl_tinker.domain.key_limits import NAMES, KeyLimits
 from skyrl_tinker.errors import ForbiddenError, UserError
 from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.console import AdminResponse, KeySummary, OwnedNow
+from skyrl_tinker.protocol.validation.key_limits import NAMES, KeyLimits
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.api_keys import KeyRow
 from skyrl_tinker.store.reports.owner_totals import NOTHING, totals_by_owner

@@ -50,7 +50,9 @@ def listed_summary(run: Run) -> RunSummary:
 def run_summary(run: Run) -> RunSummary:
     return RunSummary(
         run_id=run.model_id,
+        name=run.name,
         session_id=run.session_id,
+        project_id=run.project_id,
         owner=run.owner,
         base_model=run.base_model,
         lora_rank=None if run.state is ModelState.FAILED else run.lora_rank,
@@ -59,7 +61,12 @@ def run_summary(run: Run) -> RunSummary:
         user_metadata=as_strings(run.user_metadata),
         created_at=utc(run.created_at),
         last_request_at=utc(run.last_request_at),
+        last_heartbeat_at=utc(run.last_heartbeat_at),
+        parent=run.parent,
+        steps_before=run.steps_before,
         steps=run.point.step if run.point else 0,
+        loss=run.loss,
+        reward=run.reward,
         last=run.point.measured if run.point else None,
     )
 

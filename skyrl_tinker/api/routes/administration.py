@@ -10,7 +10,6 @@ from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.resources.key_administration import overview, require_admin, require_other
 from skyrl_tinker.api.services import CallerDep, Deps, Services
-from skyrl_tinker.config import limit_changes
 from skyrl_tinker.protocol.schemas.base import MAX_INT64
 from skyrl_tinker.protocol.schemas.console import (
     AdminResponse,
@@ -20,6 +19,7 @@ from skyrl_tinker.protocol.schemas.console import (
     NewSecretResponse,
     RotateKeyRequest,
 )
+from skyrl_tinker.protocol.validation.key_limits import changes_of
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.database.group_commit import Op, T
 
@@ -73,7 +73,7 @@ async def rotate_key(key: KeyId, request: Request, deps: Deps, caller: CallerDep
 async def limit_key(key: KeyId, request: Request, deps: Deps, caller: CallerDep) -> KeyLimitsResponse:
     require_admin(caller)
     require_other(caller, key)
-    changes = limit_changes((await read_model(request, LimitKeyRequest)).limits)
+    changes = changes_of((await read_model(request, LimitKeyRequest)).limits)
     limits = await _change(deps, lambda conn: api_keys.limit(conn, str(key), changes, caller.name))
     return KeyLimitsResponse(limits=dict(limits))
 

@@ -4,7 +4,6 @@ from fastapi import APIRouter
 
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.services import Deps
-from skyrl_tinker.config import Settings
 from skyrl_tinker.protocol.schemas.session import (
     ClientConfigRequest,
     ClientConfigResponse,
@@ -20,12 +19,10 @@ router = APIRouter(tags=["client"])
     openapi_extra=takes(ClientConfigRequest),
 )
 async def client_config(deps: Deps) -> ClientConfigResponse:
-    """Every SDK version, which the request names, gets the same answer. Settings have the flags' names."""
-    settings = deps.settings
-    names = ClientConfigResponse.model_fields.keys() & Settings.model_fields.keys()
-    flags = {name: getattr(settings, name) for name in names}
-    flags["fwdbwd_max_chunk_len"] = min(settings.fwdbwd_max_chunk_len, settings.max_datums)
-    return ClientConfigResponse(**flags)
+    """Every SDK version, which the request names, gets the same answer."""
+    flags, most = deps.settings.sdk, deps.settings.bodies.datums
+    chunk = {"fwdbwd_max_chunk_len": min(flags.fwdbwd_max_chunk_len, most)}
+    return ClientConfigResponse(**flags.model_dump() | chunk)
 
 
 @router.post(

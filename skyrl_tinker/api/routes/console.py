@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from sqlalchemy import Connection
 from starlette.responses import Response, StreamingResponse
 
-from skyrl_tinker.api.openapi.documents import answers
+from skyrl_tinker.api.openapi.documents import answers, takes
+from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.requests.responses import json_by_parts, json_from_rows
 from skyrl_tinker.api.resources import step_curve
 from skyrl_tinker.api.resources.now_view import NowView
@@ -23,7 +24,12 @@ from skyrl_tinker.protocol.schemas.console import (
     NowResponse,
     PointsQuery,
     PointsResponse,
+    ReadableQuery,
     ReadableResponse,
+    RecentRates,
+    ReportRequest,
+    ReportsQuery,
+    ReportsResponse,
     RunsResponse,
     RunSummary,
     TokensQuery,
@@ -32,7 +38,7 @@ from skyrl_tinker.protocol.schemas.console import (
 )
 from skyrl_tinker.protocol.schemas.runs import Paging
 from skyrl_tinker.store import model_records
-from skyrl_tinker.store.console import step_points
+from skyrl_tinker.store.console import run_reports, step_points
 from skyrl_tinker.store.console.readable_requests import readable_requests, stored_tokens
 from skyrl_tinker.store.console.traced_requests import recent_requests
 from skyrl_tinker.store.reports import training_runs
@@ -48,6 +54,14 @@ async def now(deps: Deps, caller: CallerDep) -> NowResponse:
     It is at most a second old, however many ask.
     """
     return await NowView(deps, await deps.snapshots.read(), caller).message()
+
+
+@router.get("/rates", summary="Tokens per second over the last hour")
+async def rates(deps: Deps, caller: CallerDep) -> RecentRates:
+    try:
+        return RecentRates.model_validate_json(await deps.engine.get("/rates"))
+    except EngineUnavailableError:
+        return RecentRates(every_s=1, trained=[], sampled=[])
 
 
 @router.get(
@@ -106,6 +120,39 @@ async def points_csv(run: str, deps: Deps, reach: Reached) -> StreamingResponse:
     return StreamingResponse(step_curve.csv_lines(deps.store, model), media_type=CSV, headers=headers)
 
 
+@router.post(
+    "/runs/{run}/metrics",
+    summary="Report numbers of a step of a run that only its script knows, such as the reward",
+    openapi_extra=takes(ReportRequest),
+)
+async def report_metrics(run: str, request: Request, deps: Deps, owner: Owner) -> dict[str, str]:
+    """Accept them at any time, also of a run that is not in training. The dashboard draws each name."""
+    await deps.room.require()
+    report = await read_model(request, ReportRequest)
+
+    def write(conn: Connection) -> None:
+        run_reports.add(conn, _model(conn, owner, run), report.step, report.values)
+
+    await deps.store.write(write)
+    return {}
+
+
+@router.get(
+    "/runs/{run}/metrics",
+    summary="Numbers that the script of a run reported",
+    response_model=ReportsResponse,
+)
+async def reported_metrics(
+    run: str, query: Annotated[ReportsQuery, Query()], deps: Deps, reach: Reached
+) -> Response:
+    """Go on from `next` to get new ones only."""
+
+    def read(conn: Connection) -> ReportsResponse:
+        return run_reports.reports_after(conn, _model(conn, reach, run), query.after, query.limit)
+
+    return await json_from_rows(deps.store, read)
+
+
 @router.get(
     "/trace",
     summary="Trace of the last minutes for Perfetto: requests, units of work, weights, counters",
@@ -132,11 +179,11 @@ async def trace(query: Annotated[TraceQuery, Query()], deps: Deps, reach: Reache
     summary="Your finished passes and samples whose tokens are stored, newest first",
     response_model=ReadableResponse,
 )
-async def list_readable(query: Annotated[Paging, Query()], deps: Deps, owner: Owner) -> Response:
+async def list_readable(query: Annotated[ReadableQuery, Query()], deps: Deps, owner: Owner) -> Response:
     """Show the caller's requests only: admins do not read prompts."""
 
     def read(conn: Connection) -> ReadableResponse:
-        return ReadableResponse(requests=readable_requests(conn, owner, query.limit, query.offset))
+        return ReadableResponse(requests=readable_requests(conn, owner, query))
 
     return await json_from_rows(deps.store, read)
 

@@ -46,7 +46,7 @@ fast = APIRouter(tags=["futures"], route_class=FastRoute)
 async def retrieve_future(request: Request, deps: Deps) -> Response:
     message = await read_model(request, RetrieveFutureRequest)
     reach = reach_of(request)
-    outcome = await deps.waiter.wait(RequestId(message.request_id), reach, deps.settings.long_poll_s)
+    outcome = await deps.waiter.wait(RequestId(message.request_id), reach, deps.settings.timeouts.long_poll_s)
     if outcome is None:
         raise _unknown(message.request_id, request.headers.get("x-tinker-request-type"))
     if outcome.status is FutureStatus.PENDING:
@@ -82,7 +82,7 @@ async def _reason(deps: Services, request_id: RequestId) -> Reason:
 
 async def _result(outcome: Outcome, accepts_protobuf: bool) -> Response:
     if outcome.body is None or outcome.content_type is None:
-        raise GoneError(f"the result of {outcome.request_id} has expired (setting result_ttl_s)")
+        raise GoneError(f"the result of {outcome.request_id} has expired (setting retention.results_s)")
     if outcome.content_type == PROTOBUF and not accepts_protobuf:
         body = outcome.body
         converted = await off_loop(len(body), lambda: _as_json(outcome.kind, body))
@@ -110,7 +110,7 @@ async def retrieve_futures(request: Request, deps: Deps, reach: Reached) -> Retr
     message = await read_model(request, RetrieveFuturesRequest)
     session_id = SamplingSessionId(message.target.sampling_session_id)
     await deps.store.read(lambda conn: completions.require_sampler(conn, reach, session_id))
-    longest = deps.settings.long_poll_s
+    longest = deps.settings.timeouts.long_poll_s
     timeout_s = longest if message.timeout is None else min(message.timeout, longest)
     clone = message.target.cloned_sampler_id
     finished = await _finished(deps, session_id, clone, message.prev_cursor, timeout_s)

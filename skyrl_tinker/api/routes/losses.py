@@ -22,9 +22,9 @@ router = APIRouter(tags=["losses"])
     openapi_extra=takes(CreateCustomLossRequest),
 )
 async def create_custom_loss(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
-    if not deps.settings.custom_loss_server_side:
+    if not deps.settings.sdk.custom_loss_server_side:
         raise NotSupportedError(
-            "custom losses run on the client (the server's setting custom_loss_server_side is off)"
+            "custom losses run on the client (the server's setting sdk.custom_loss_server_side is off)"
         )
     body = await request.body()
     new = await off_loop(len(body), lambda: read_upload(json_object(body)))

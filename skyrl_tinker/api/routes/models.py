@@ -12,7 +12,6 @@ from skyrl_tinker.api.requests.request_body import read_as, read_model, require_
 from skyrl_tinker.api.requests.submission import announce, from_json, submit_training
 from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached, Services
 from skyrl_tinker.domain.ids import ModelId, OwnerId, RequestKind
-from skyrl_tinker.domain.key_limits import KeyLimits
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
@@ -27,6 +26,7 @@ from skyrl_tinker.protocol.schemas.training import (
     UnloadModelRequest,
 )
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody
+from skyrl_tinker.protocol.validation.key_limits import KeyLimits
 from skyrl_tinker.protocol.validation.steps import validate_load_weights
 from skyrl_tinker.store import audit_log, model_records
 from skyrl_tinker.store.futures import cancellation

@@ -17,6 +17,7 @@ from skyrl_tinker.protocol.schemas.session import (
     HeartbeatRequest,
     HeartbeatResponse,
 )
+from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.store import audit_log, owners, server_state, session_records
 from skyrl_tinker.store.reports import holdings
 
@@ -55,7 +56,7 @@ def _unready(engine: EngineState) -> str | None:
     if engine.ready:
         return None
     return (
-        f"the server is not ready: its engine is {engine.state} ({engine.detail}). "
+        f"the server is not ready: its engine is {engine.state} ({without_paths(engine.detail)}). "
         "Requests are accepted and wait for it"
     )
 

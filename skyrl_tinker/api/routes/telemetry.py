@@ -1,6 +1,6 @@
 """Telemetry, ignored. A slow or failing answer delays the client's fatal exceptions by up to 30 s.
 
-So does a refusal by `key_requests_per_s`, for which it counts: nothing that a key may send is without bound.
+So does a refusal by `keys.requests_per_s`, for which it counts: nothing that a key may send is without bound.
 """
 
 from fastapi import APIRouter

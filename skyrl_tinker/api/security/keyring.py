@@ -15,8 +15,8 @@ from skyrl_tinker.api.security import refusals, tokens
 from skyrl_tinker.api.security.refusals import Refusal, Refusals
 from skyrl_tinker.api.security.tokens import Caller, InvalidTokenError
 from skyrl_tinker.domain.ids import OwnerId
-from skyrl_tinker.domain.key_limits import UNLIMITED, KeyLimits
 from skyrl_tinker.errors import UnauthenticatedError
+from skyrl_tinker.protocol.validation.key_limits import UNLIMITED, KeyLimits
 from skyrl_tinker.store import api_keys, owners
 from skyrl_tinker.store.api_keys import End, Secret
 from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets

@@ -11,8 +11,8 @@ import jwt
 from jwt.types import Options
 
 from skyrl_tinker.domain.ids import ALL_OWNERS, OwnerId, Reach
-from skyrl_tinker.domain.key_limits import UNLIMITED, KeyLimits
 from skyrl_tinker.errors import UnauthenticatedError
+from skyrl_tinker.protocol.validation.key_limits import UNLIMITED, KeyLimits
 
 PREFIX = "eyJ"
 """Beginning of every JWT: its header is a JSON object in base64 (RFC 7519)."""

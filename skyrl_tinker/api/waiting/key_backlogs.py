@@ -43,7 +43,7 @@ class KeyBacklogs:
             count.waiting += 1
             return None
         return OverloadedError(
-            f"key_backlog: found {waiting} waiting requests, expected at most {limit} of one API key: "
+            f"keys.backlog: found {waiting} waiting requests, expected at most {limit} of one API key: "
             "send this request again later",
             RETRY_S,
         )

@@ -10,6 +10,7 @@ from skyrl_tinker.api.waiting.engine_client import EngineState
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.protocol.queue_views import QueuesView, SamplingView, TrainingView
 from skyrl_tinker.protocol.schemas.futures import QueueState
+from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.store.futures.cancellation import QueuePosition
 
 CREATED = "the model is being created"
@@ -37,7 +38,7 @@ def engine_reason(engine: EngineState) -> Reason | None:
     """Return why nothing runs; None while the engine takes work."""
     if engine.ready:
         return None
-    return Reason("paused_capacity", f"the engine is {engine.state}: {engine.detail}")
+    return Reason("paused_capacity", f"the engine is {engine.state}: {without_paths(engine.detail)}")
 
 
 def queue_reason(position: QueuePosition, queues: QueuesView) -> Reason:

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from skyrl_tinker.config import Phases
+
 IDLE_S = 0.05
 """Time for a client to send its next request after a result: a switch costs more."""
 
@@ -24,14 +26,6 @@ class PhaseTotals:
 
 
 @dataclass(frozen=True, slots=True)
-class PhaseLimits:
-    """Limits of a phase: it lasts `min_s` and ends when the other side has waited `max_s`, even if busy."""
-
-    min_s: float
-    max_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class PhaseView:
     """State of a phase at one moment; all times in seconds."""
 
@@ -40,7 +34,7 @@ class PhaseView:
     waited: float | None  # longest wait on the other side; None: nothing waits
 
 
-def due_in(view: PhaseView, limits: PhaseLimits) -> float:
+def due_in(view: PhaseView, limits: Phases) -> float:
     """Return the seconds until this phase should end; <= 0: now; infinity: not before the state changes.
 
     It goes on while this side has work and the other has waited less than `max_s`; without work it ends after

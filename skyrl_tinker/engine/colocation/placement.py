@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
 from typing import Protocol
 
-from skyrl_tinker.config import Settings
-from skyrl_tinker.engine.colocation.phases import PhaseLimits, PhaseState, PhaseTotals, PhaseView, due_in
+from skyrl_tinker.config import Phases, Settings
+from skyrl_tinker.engine.colocation.phases import PhaseState, PhaseTotals, PhaseView, due_in
 
 TICK_S = 0.001
 """Resolution of timers: a switch that is due within this time is due now."""
@@ -136,7 +136,7 @@ class Colocated:
     def __init__(
         self,
         trainer: Movable,
-        limits: PhaseLimits,
+        limits: Phases,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._trainer = trainer
@@ -329,5 +329,5 @@ def _finite(seconds: float) -> float | None:
 
 def make_placement(settings: Settings, trainer: Movable) -> Placement:
     if settings.colocated:
-        return Colocated(trainer, PhaseLimits(settings.phase_min_s, settings.phase_max_s))
+        return Colocated(trainer, settings.phases)
     return SEPARATE

@@ -22,7 +22,7 @@ from skyrl_tinker.engine.openai.openai_requests import (
     texts_to_count,
     upstream_body,
 )
-from skyrl_tinker.engine.outbox import persistently
+from skyrl_tinker.engine.outbox import failure_of, persistently
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
@@ -126,7 +126,7 @@ class OpenAIServer:
                 response, outcome = await self._complete(call), "ok"
         except SkyrlTinkerError as error:
             self._metrics.counted(kind, error.category, owner)
-            return web.json_response(error_body(error), status=error.status)
+            return web.json_response(error_body(error, failure_of(error).message), status=error.status)
         except (asyncio.CancelledError, ConnectionResetError):  # the client is gone
             self._metrics.counted(kind, "cancelled", owner)
             raise
@@ -202,7 +202,8 @@ class OpenAIServer:
                 await response.write(_PREFIX + _END + _SUFFIX)
             except SkyrlTinkerError as error:  # too late for a status
                 outcome = error.category
-                await response.write(_PREFIX + orjson.dumps(error_body(error)) + _SUFFIX)
+                body = error_body(error, failure_of(error).message)
+                await response.write(_PREFIX + orjson.dumps(body) + _SUFFIX)
             await response.write_eof()
         return response, outcome
 

@@ -132,7 +132,7 @@ class DriftMonitor:
             return
         warning = (
             f"the sampler's logprobs of {scored.model_id} differ from the trainer's by {gap:.1e}, "
-            f"allowed {self._bound:.0e} (logprob_gap_bound): importance ratios start away from 1"
+            f"allowed {self._bound:.0e} (parity.gap_bound): importance ratios start away from 1"
         )
         _log.warning("%s", warning)
         first = not self._drifted

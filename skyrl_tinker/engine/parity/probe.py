@@ -25,7 +25,7 @@ BOUNDS = {"float32": 1e-3, "bfloat16": 0.25}
 
 
 def allowed_gap(settings: Settings) -> float:
-    return settings.logprob_gap_bound or BOUNDS[settings.trainer_dtype]
+    return settings.parity.gap_bound or BOUNDS[settings.trainer_dtype]
 
 
 def probe_tokens(facts: BaseModelFacts, count: int) -> tuple[int, ...]:

@@ -103,7 +103,7 @@ def require_agreement(gap: LogprobGap, allowed: float) -> None:
     if gap.base <= allowed and (gap.adapter is None or gap.adapter <= allowed):  # false for NaN
         return
     raise StartupError(
-        f"trainer and sampler disagree on logprobs: {gap}, allowed {allowed:.0e} (logprob_gap_bound); "
+        f"trainer and sampler disagree on logprobs: {gap}, allowed {allowed:.0e} (parity.gap_bound); "
         "they may hold different base models, or the versions of torch, transformers and vLLM may not fit "
-        "each other (set canary = false to serve anyway)"
+        "each other (set parity.canary = false to serve anyway)"
     )

@@ -181,7 +181,8 @@ class SnapshotKeeper:
             return
         ready = self._ready()
         models = nlargest(MODELS_AT_ONCE, ready, key=lambda key: self._replay_s_of(ready[key]))
-        models = models[: self._trainer.captured.fitting(models)]
+        room = self._trainer.captured
+        models = models[: room.fitting([room.size(model, optimizer=True) for model in models])]
         if not models:
             return
         started = time.monotonic()

@@ -92,7 +92,7 @@ class EphemeralVersions:
 
     async def _list_unused(self) -> tuple[int, list[WeightVersion]]:
         """Return the bytes of all versions, and those that nobody samples any more."""
-        keep, idle_s = self._settings.ephemeral_keep, self._settings.ephemeral_idle_s
+        keep, idle_s = self._settings.ephemeral.keep, self._settings.ephemeral.idle_s
         before = self._store.now() - idle_s
 
         def op(conn: Connection) -> tuple[int, list[WeightVersion], list[WeightVersion]]:
@@ -131,13 +131,13 @@ class EphemeralVersions:
                 return
             size = sizes.get(version.id, 0)
             if size and await self._drop(version):
-                _log.warning("%s was dropped: unnamed weights take more than ephemeral_gb", version.name)
+                _log.warning("%s was dropped: unnamed weights take more than ephemeral.gb", version.name)
                 excess -= size
 
     def _cap(self) -> int:
         """Return the bytes that all versions may take."""
-        if self._settings.ephemeral_gb is not None:
-            return int(self._settings.ephemeral_gb * GB)
+        if self._settings.ephemeral.gb is not None:
+            return int(self._settings.ephemeral.gb * GB)
         return int(SHARE * shutil.disk_usage(self._settings.root).total)
 
     async def _move_oldest(self) -> None:

@@ -27,13 +27,14 @@ def launch_servers(settings: Settings, spec: SamplerSpec, to_end: ToEnd) -> Serv
     if settings.external_urls:
         servers = ExternalServers(
             settings.external_urls,
-            spec.startup_s,
+            300.0,  # to answer: they may still be starting
             spec.hang_s,
             spec.max_model_len,
             spec.sampled_logprobs,
             "sampler_urls" if settings.sampler_urls else "prefill_urls or decode_urls",
             spec.router_replay,
             dialect=spec.engine.dialect,
+            keeps_cache=spec.keeps_cache,
         )
     else:
         servers = ServerGroup.launch(spec)
@@ -59,13 +60,13 @@ async def assemble(
     if len(servers.urls) > 1 and settings.router_url is None:
         token = token or secrets.token_hex(32)  # servers by URL require none
         prefill = tuple(url.rstrip("/") for url in settings.prefill_urls)
-        router = Router(RouterSpec(str(log_dir), token, settings.router_policy, prefill))
+        router = Router(RouterSpec(str(log_dir), token, prefill))
         to_end.append(router.shutdown)
         await router.start(servers.urls)
     proxy_url = settings.router_url or (router.url if router else servers.urls[0])
     versions = VersionServer(base_model)
     to_end.append(versions.close)
-    hashes = router is not None and not router.disaggregates and settings.router_policy == "consistent_hash"
+    hashes = router is not None and not router.disaggregates
     client = RemoteInferenceClient(
         proxy_url.rstrip("/"),
         servers.urls,
@@ -77,9 +78,8 @@ async def assemble(
     if settings.prefill_urls:
         client.data.most_sequences = 1  # a prompt's keys and values can be fetched only once
     to_end.append(client.close)
-    step_s = settings.sampler_step_s or STEP_S[settings.device]
     cores = _cores(settings, len(servers.urls))
-    return Fleet(servers, client, router, placement, step_s, cores, clock)
+    return Fleet(servers, client, router, placement, STEP_S[settings.device], cores, clock)
 
 
 def sampler_gpus(settings: Settings) -> int:

@@ -343,7 +343,7 @@ def _session_version(
     if version is None:
         session_records.require_live(conn, row.session_id)
         raise StateLostError(
-            f"the weights of sampling session {session} have expired (settings ephemeral_keep and "
-            "ephemeral_idle_s): save them again"
+            f"the weights of sampling session {session} have expired (settings ephemeral.keep and "
+            "ephemeral.idle_s): save them again"
         )
     return row, version

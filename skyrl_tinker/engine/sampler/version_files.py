@@ -14,5 +14,5 @@ def require_files(version: WeightVersion) -> None:
     """Raise StateLostError if they are gone."""
     if not has_files(version):
         raise StateLostError(
-            f"the weights of this sampling client are gone from {version.directory}: save them again"
+            f"the weights of this sampling client are gone from '{version.directory}': save them again"
         )

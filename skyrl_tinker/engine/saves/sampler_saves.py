@@ -217,10 +217,14 @@ class Publisher(SaveFlow[SamplerSave]):
 
     async def _write(self, save: SamplerSave) -> int:
         size = await self._trainer.persist_state(save.captured, str(save.directory))
-        self._note_here(save)
         loading = self._samplers.load(save.version)  # may take long
-        await (loading if self._lends(save) else asyncio.gather(self._free(save), loading))
+        await asyncio.gather(self._need_ranks_no_more(save), loading)
         return size
+
+    async def _need_ranks_no_more(self, save: SamplerSave) -> None:
+        if not self._lends(save):
+            await self._free(save)
+        self._note_here(save)
 
     async def _free(self, save: SamplerSave) -> None:
         if self._lends(save):

@@ -16,6 +16,7 @@ UNITS = 16
 ENDS, ENDS_S = 1024, 60.0
 """Most completions that are kept, and for how many seconds."""
 METERED_S = 60
+SLOT_S, SLOTS = 10, 360  # an hour
 FIRST_GUESS = 3e-5, 4096.0
 """Seconds per token of a forward pass before any measurement, and the weight of this guess in tokens."""
 LEAST_S = 1e-4
@@ -103,22 +104,34 @@ class UnitTimes:
 
 
 class TokenMeter:
-    """Tokens of the last minute, by second."""
+    """Tokens of the last minute, by second, and of the last hour, by SLOT_S."""
 
     def __init__(self) -> None:
-        self._counts: deque[tuple[int, int]] = deque(maxlen=METERED_S)  # second, tokens
+        self._seconds: deque[tuple[int, int]] = deque(maxlen=METERED_S)  # second, tokens
+        self._slots: deque[tuple[int, int]] = deque(maxlen=SLOTS)  # the same of each SLOT_S
+        self._began = int(time.monotonic()) // SLOT_S
 
     def add(self, tokens: int) -> None:
         now = int(time.monotonic())
-        earlier = self._counts.pop()[1] if self._counts and self._counts[-1][0] == now else 0
-        self._counts.append((now, earlier + tokens))
+        _count(self._seconds, now, tokens)
+        _count(self._slots, now // SLOT_S, tokens)
 
     def rates(self) -> TokenRates:
         now = time.monotonic()
         return TokenRates(*(self._since(now - seconds) / seconds for seconds in (10, METERED_S)))
 
+    def hour(self) -> list[float]:
+        """Return the tokens per second of each whole SLOT_S of the last hour, the newest last."""
+        now, tokens = int(time.monotonic()) // SLOT_S, dict(self._slots)
+        return [tokens.get(slot, 0) / SLOT_S for slot in range(max(self._began, now - SLOTS), now)]
+
     def _since(self, at: float) -> int:
-        return sum(tokens for second, tokens in self._counts if second >= at)
+        return sum(tokens for second, tokens in self._seconds if second >= at)
+
+
+def _count(counts: deque[tuple[int, int]], now: int, tokens: int) -> None:
+    earlier = counts.pop()[1] if counts and counts[-1][0] == now else 0
+    counts.append((now, earlier + tokens))
 
 
 class EndRate:

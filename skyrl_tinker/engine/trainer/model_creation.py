@@ -134,13 +134,20 @@ class ModelCreation:
         except Exception:  # of any kind: without its weights the new model is useless
             await self._trainer.release(model.key)
             raise
-        ready = (_set_spec(model, checkpoint, config), _set_ready(model), keep)
+        ready = (
+            _set_spec(model, checkpoint, config),
+            _set_ready(model),
+            keep,
+            _note_parent(model, checkpoint),
+        )
         return Finished(_loaded(model, body.path), ready, Effect.LOADED)
 
     async def load(self, model: ModelRow, body: LoadWeightsBody, files: LoadFiles) -> Finished:
         """Load a checkpoint in place; the gradients accumulated so far are dropped."""
         keep = await self._load(model.key, files)
-        return Finished(_loaded(model, body.path), (keep,), Effect.LOADED)
+        return Finished(
+            _loaded(model, body.path), (keep, _note_parent(model, files.checkpoint)), Effect.LOADED
+        )
 
     async def _load(self, model: ModelKey, files: LoadFiles) -> Op[Any]:
         """Load a checkpoint; the returned op makes the kept copy the model's snapshot."""
@@ -163,9 +170,7 @@ class ModelCreation:
         if checkpoint is None:
             raise checkpoint_rules.not_found(path)
         checkpoint_rules.require_base(checkpoint, self._bases)
-        checkpoint_rules.require_resumable(
-            checkpoint, optimizer=optimizer, max_lora_rank=self._max_lora_rank
-        )
+        checkpoint_rules.require_resumable(checkpoint, optimizer=optimizer, max_lora_rank=self._max_lora_rank)
         return checkpoint
 
 
@@ -189,5 +194,12 @@ def _set_ready(model: ModelRow) -> Op[None]:
 def _set_spec(model: ModelRow, checkpoint: CheckpointRow, optimizer_config: Mapping[str, Any]) -> Op[None]:
     def op(conn: Connection) -> None:
         model_records.set_spec(conn, model.key, checkpoint.spec, optimizer_config)
+
+    return op
+
+
+def _note_parent(model: ModelRow, checkpoint: CheckpointRow) -> Op[None]:
+    def op(conn: Connection) -> None:
+        model_records.note_parent(conn, model.key, checkpoint.model_id, checkpoint.created_at)
 
     return op

@@ -1,7 +1,7 @@
 """Models that replay left asleep: they come back before their next unit, or while the trainer is idle."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from skyrl_tinker.domain.ids import ModelKey
@@ -9,7 +9,7 @@ from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.outbox import when_possible
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
-from skyrl_tinker.engine.trainer.model_returns import ModelReturns
+from skyrl_tinker.engine.trainer.model_returns import AT_ONCE, ModelReturns
 from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
 from skyrl_tinker.errors import SkyrlTinkerError
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -41,10 +41,21 @@ class SleepingModels:
         self._fetched.intersection_update(left)
         return left
 
-    async def wake_for(self, rows: Sequence[QueuedRow]) -> bool:
-        """Bring back the models of a unit; return False if one did not come back. Raises TrainerError."""
-        models = [model for model in dict.fromkeys(map(model_of, rows)) if self._returns.sleeps(model)]
-        return not models or await self._wake(models)
+    async def wake_for(self, rows: Sequence[QueuedRow], following: Callable[[], Sequence[QueuedRow]]) -> bool:
+        """Bring back the models of a unit; return False if one did not come back. Raises TrainerError.
+
+        `following`: returns the next row of each model, in the order of their turns. Its first models that
+        sleep come back beside those of the unit, up to AT_ONCE: a save or a load is a unit of its own.
+        """
+        models = self._sleeping(rows)
+        if not models:
+            return True
+        others = self._sleeping(following()) if len(models) < AT_ONCE else []
+        together = list(dict.fromkeys([*models, *others]))[: max(AT_ONCE, len(models))]
+        return (await self._wake(together)).isdisjoint(models)
+
+    def _sleeping(self, rows: Sequence[QueuedRow]) -> list[ModelKey]:
+        return [model for model in dict.fromkeys(map(model_of, rows)) if self._returns.sleeps(model)]
 
     async def wake_idle(self) -> bool:
         """Bring back the newest sleeping model, if any; return whether there was one. Raises TrainerError."""
@@ -53,25 +64,27 @@ class SleepingModels:
             await self._wake(waiting[:1])  # one at a time, so that a new request waits for one at most
         return bool(waiting)
 
-    async def _wake(self, models: Sequence[ModelKey]) -> bool:
-        """Bring back models; return False if one is parked or must be tried again later.
+    async def _wake(self, models: Sequence[ModelKey]) -> set[ModelKey]:
+        """Bring back models; return those that are parked or must be tried again later.
 
-        Files on other hosts are fetched first, while other models train.
+        Files on other hosts are fetched first, while other models train. Where trainer and samplers share
+        devices, the samplers may have them after each AT_ONCE models.
         """
         elsewhere = await self._returns.elsewhere([model for model in models if model not in self._fetched])
         for model in elsewhere:
             self._execution.hold(model, self._fetch(model))
         here = [model for model in models if model not in elsewhere]
         self._fetched.difference_update(here)
-        if not here:
-            return False
-        async with self._placement.training():
-            woken = await self._returns.wake(here)
-        for model, error in woken.later.items():
-            _log.warning("model %s is brought back later: %s", model, error)
-            self._execution.hold(model)
-        await self._models.park(woken.failed)
-        return not (elsewhere or woken.later or woken.failed)
+        missing = set(elsewhere)
+        for first in range(0, len(here), AT_ONCE):
+            async with self._placement.training():
+                woken = await self._returns.wake(here[first : first + AT_ONCE])
+            for model, error in woken.later.items():
+                _log.warning("model %s is brought back later: %s", model, error)
+                self._execution.hold(model)
+            await self._models.park(woken.failed)
+            missing |= woken.later.keys() | woken.failed.keys()
+        return missing
 
     async def _fetch(self, model: ModelKey) -> None:
         """Fetch a model's files, however long storage is away, while the model is open."""

@@ -261,7 +261,7 @@ class TrainerDriver:
     async def _awake(self, rows: Sequence[QueuedRow], report: Report) -> bool:
         """Bring the models of a unit onto the ranks; return False if one is not: the rows then wait again."""
         try:
-            if await self._sleeping.wake_for(rows):
+            if await self._sleeping.wake_for(rows, self._planner.in_turn):
                 await self._tell_awake(report)
                 return True
         except TrainerError:

@@ -170,7 +170,10 @@ class UnitExecution:
                 if row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER and row.status is FutureStatus.DONE:
                     model = await self._models.row(model_of(row))
                     await self._executors.sampler_saves.restore(row, model)
-            elif row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
+                continue
+            if not self._trainer.captured.fitting([self._captured_size(row)]):
+                await self._pending.settle()  # not for samplers, which may read a capture for long
+            if row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
                 await self._save_for_samplers([row], recorded=True)
             else:
                 await self._run_barrier(row, recorded=True)
@@ -280,7 +283,7 @@ class UnitExecution:
         captured = self._trainer.captured
         line = [row for row in self._for_room if row in unit.rows or self._lanes.waits(row)]
         line += [row for row in unit.rows if row not in line]
-        first = line[: captured.fitting([model_of(row) for row in line])]
+        first = line[: captured.fitting(list(map(self._captured_size, line)))]
         run = tuple(row for row in unit.rows if row in first) or (() if captured.held else unit.rows[:1])
         self._for_room = [row for row in line if row not in run]
         later = [row for row in unit.rows if row not in run]
@@ -288,6 +291,10 @@ class UnitExecution:
         for row in later:
             self.hold(model_of(row), captured.until_freed())
         return Barriers(run) if run else None
+
+    def _captured_size(self, row: QueuedRow) -> int:
+        """Return the bytes of host memory that a save takes."""
+        return self._trainer.captured.size(model_of(row), optimizer=row.kind is RequestKind.SAVE_WEIGHTS)
 
     def _postpone(self, row: QueuedRow, error: StorageAwayError) -> None:
         """Retry a request after AWAY_S, before all others of its model."""

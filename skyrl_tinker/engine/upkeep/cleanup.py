@@ -46,7 +46,7 @@ class Cleanup:
         self._is_loading = is_loading
         self._versions = versions
         self._storage = storage
-        self._timeout_s, self._parked_s = settings.session_timeout_s, settings.history_ttl_s
+        self._timeout_s, self._parked_s = settings.timeouts.session_s, settings.retention.history_s
         self._listening_since = store.now()
         self._ended_until = 0.0  # no samples are left of sessions finished before this
         self._suspends = Suspends(store.now)

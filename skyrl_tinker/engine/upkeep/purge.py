@@ -23,16 +23,16 @@ class Purge:
 
     def __init__(self, store: Store, settings: Settings) -> None:
         self._store = store
-        self.every_s = min(PURGE_S, settings.result_ttl_s)
-        result_s, history_s = settings.result_ttl_s, settings.history_ttl_s
-        request_s, stability_s = 2 * result_s, settings.stability_ttl_s
+        keep = settings.retention
+        self.every_s = min(PURGE_S, keep.results_s)
+        result_s, history_s, request_s = keep.results_s, keep.history_s, 2 * keep.results_s
         self._rules: dict[str, Callable[[float], Awaitable[None]]] = {
             "usage to be counted": lambda _: self._all(partial(usage_records.roll_up, most=COUNTED_AT_ONCE)),
             "results": self._older(row_purges.purge_results, "finished_before", result_s),
             "samples": self._older(row_purges.purge_samples, "finished_before", request_s),
             "training requests": lambda now: self._purge_training(now - request_s),
             "weight versions": self._older(row_purges.purge_versions, "dropped_before", request_s),
-            "stability records": self._older(row_purges.purge_stability, "used_before", stability_s),
+            "stability records": self._older(row_purges.purge_stability, "used_before", keep.stability_s),
             "the audit log": self._older(row_purges.purge_audit, "before", history_s),
             "usage": self._older(row_purges.purge_usage, "before", history_s),
             "training curves": self._older(row_purges.purge_points, "before", history_s),

@@ -82,8 +82,11 @@ class FanOut(ABC):
         await self._call_all("GET", "/health")
 
     @abstractmethod
-    async def require_arguments(self) -> None:
-        """Raise SamplerError for a server of others without arguments that no answer of it shows."""
+    async def require_arguments(self, *, keeps_cache: bool) -> None:
+        """Raise SamplerError for a server of others without arguments that no answer of it shows.
+
+        `keeps_cache`: also without those of SamplerSpec.keeps_cache.
+        """
 
     @abstractmethod
     async def _load(self, url: str, name: str, path: str) -> bool:

@@ -32,6 +32,7 @@ class ExternalServers:
         router_replay: bool = False,
         *,
         dialect: Dialect,
+        keeps_cache: bool = False,
     ) -> None:
         """URLs as http://host:port, given by `setting`. `startup_s`: limit for `ready`, per server."""
         self._setting = setting
@@ -42,6 +43,7 @@ class ExternalServers:
         self._sampled_logprobs = sampled_logprobs
         self._router_replay = router_replay
         self._dialect = dialect
+        self._keeps_cache = keeps_cache
         self._suspicion = Suspicion()
 
     async def ready(self) -> None:
@@ -89,7 +91,7 @@ class ExternalServers:
                 f"{url} ({self._setting}) is on another host and does not pull weights from this one: start "
                 f"it {advice.pull}"
             )
-        length, trial = await _prepare(url, self._setting, self._dialect)
+        length, trial = await _prepare(url, self._setting, self._dialect, self._keeps_cache)
         if length < self._max_model_len:
             raise SamplerError(
                 f"{url} ({self._setting}) takes {length} tokens, expected {self._max_model_len} "
@@ -133,7 +135,7 @@ async def _healthy(url: str) -> None:
             await asyncio.sleep(POLL_S)
 
 
-async def _prepare(url: str, setting: str, dialect: Dialect) -> tuple[int, Json]:
+async def _prepare(url: str, setting: str, dialect: Dialect, keeps_cache: bool) -> tuple[int, Json]:
     """Unload old adapters, whose names may recur; return the server's context and its answer to the trial.
 
     Raises SamplerError if it lacks a route or an adapter function that we need.
@@ -141,7 +143,7 @@ async def _prepare(url: str, setting: str, dialect: Dialect) -> tuple[int, Json]
     client = RemoteInferenceClient(url, (url,), dialect=dialect)
     control = client.control
     try:
-        await control.require_arguments()
+        await control.require_arguments(keeps_cache=keeps_cache)
         await control.weight_version()
         await control.resume()  # a pause that arrived after it hung would hold all requests
         for name in await control.adapters():

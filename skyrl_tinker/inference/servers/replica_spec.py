@@ -67,7 +67,7 @@ class SamplerSpec:
     max_loras: int  # adapters in one batch
     max_cpu_loras: int  # adapters kept in memory
     log_dir: str
-    startup_s: float
+    startup_s: float = 900.0  # time to start; vLLM gives up before, after VLLM_ENGINE_READY_TIMEOUT_S (600)
     engine: EngineProcess = field(kw_only=True)
     replicas: int = 1
     tensor_parallel_size: int = 1  # of each replica

@@ -50,7 +50,6 @@ LONGEST_REQUEST_S = 7 * 86400
 class RouterSpec:
     log_dir: str
     token: str = field(repr=False)  # required by it and by the servers behind it
-    policy: str = POLICY
     prefill_urls: tuple[str, ...] = ()  # workers that compute prompts for all others, if any
 
 
@@ -176,7 +175,7 @@ class Router:
             "--port": _port(self._guards[0]),
             "--prometheus-host": NOWHERE,
             "--prometheus-port": _port(self._guards[1]),
-            "--policy": self._spec.policy,
+            "--policy": POLICY,
             "--log-level": "error",
             "--health-check-interval-secs": 1,
             "--health-success-threshold": 1,

@@ -120,7 +120,7 @@ class _Replica:
             status: ServerStatus = await asyncio.wait_for(_answer(self._started), self._startup_s)
         except TimeoutError:
             raise SamplerError(
-                f"there was no room for a replica within {self._startup_s:.0f} s (sampler_startup_s): "
+                f"there was no room for a replica within {self._startup_s:.0f} s: "
                 + self._placement.describe()
             ) from None
         self.url, self.pid = status.url, status.pid
@@ -131,7 +131,7 @@ class _Replica:
                 )
             if time.monotonic() > deadline:
                 raise SamplerError(
-                    f"{self._title} did not start within {self._startup_s:.0f} s (sampler_startup_s); "
+                    f"{self._title} did not start within {self._startup_s:.0f} s; "
                     f"its log ends with:\n{await self.log_tail()}"
                 )
             await asyncio.sleep(STARTUP_POLL_S)

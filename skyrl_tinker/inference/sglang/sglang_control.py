@@ -16,6 +16,7 @@ ARGUMENTS = {
     "enable_priority_scheduling": True,
     "schedule_low_priority_values_first": True,
     "enable_cache_report": True,
+    "disable_priority_preemption": True,
 }
 """As GET /server_info tells them: those without which it samples, but not as this server counts on."""
 
@@ -26,10 +27,11 @@ class SglangControl(FanOut):
         answers = await self._call_all("GET", "/server_info")
         return tuple(int(answer["tp_size"]) for answer in answers)
 
-    async def require_arguments(self) -> None:
+    async def require_arguments(self, *, keeps_cache: bool) -> None:
+        kept = {"disable_overlap_schedule": True} if keeps_cache else {}
         for info in await self._call_all("GET", "/server_info"):
             of_cpu = {"prefill_max_requests": 1} if info.get("lora_backend") == "torch_native" else {}
-            for name, value in (ARGUMENTS | of_cpu).items():
+            for name, value in (ARGUMENTS | of_cpu | kept).items():
                 if (found := info.get(name)) != value:  # a server of another engine lacks all of them
                     raise SamplerError(f"{name}: found {found}, expected {value}")
 

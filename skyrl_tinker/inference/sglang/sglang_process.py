@@ -20,10 +20,15 @@ if TYPE_CHECKING:
 
 ENTRY = (
     "import os, runpy, sys; "
+    "from sglang.srt.parser import conversation; conversation.matching_function_registry.clear(); "
     f"sys.argv[1:] += ['--api-key', os.environ['{TOKEN}']] if os.environ['{TOKEN}'] else []; "
     "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
 )
-"""Starts the server with a key that is not visible in the list of processes."""
+"""Starts the server with a key that is not visible in the list of processes.
+
+Where the path of a model has a word such as `points` or `janus`, SGLang would take another chat template than
+the tokenizer's.
+"""
 VERSION = "0.5.23"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 ARCHITECTURES = frozenset({"Qwen3ForCausalLM"})
@@ -128,6 +133,7 @@ class SglangProcess:
         tool_parser=False,
         processed_logprobs=False,
         prefill_urls=False,
+        router_url=False,  # vllm-router drops fields of /generate, such as `priority` and `top_logprobs_num`
         colocated=False,
         ray_address=False,
     )

@@ -29,7 +29,7 @@ class VllmControl(FanOut):
         answers = await self._call_all("GET", "/get_world_size", params={"include_dp": "true"})
         return tuple(int(answer["world_size"]) for answer in answers)
 
-    async def require_arguments(self) -> None:
+    async def require_arguments(self, *, keeps_cache: bool) -> None:
         """Do nothing: the plugin has checked its server at the start, and the trial shows the rest."""
 
     async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:

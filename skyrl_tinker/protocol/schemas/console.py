@@ -1,16 +1,23 @@
 """Answers for the dashboard. Seconds are durations, times are UTC."""
 
 from datetime import datetime
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, Strict, StringConstraints
 
 from skyrl_tinker.domain.values import Way
 from skyrl_tinker.protocol.queue_views import TokenRates
 from skyrl_tinker.protocol.schemas.base import MAX_INT64, Message, StrictMessage, StrictRequest, Text
+from skyrl_tinker.protocol.schemas.runs import Paging
 
 MOST_S = 10 * 366 * 86400
 """Longest duration that a key may be given."""
+
+
+MOST_REPORTED, MOST_NAME = 64, 128
+"""Numbers in one report, and characters of their names."""
+Reported = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+ReportedName = Annotated[Text, StringConstraints(min_length=1, max_length=MOST_NAME)]
 
 
 class ServedModel(Message):
@@ -96,6 +103,17 @@ class RatesNow(Message):
     sampled: TokenRates
 
 
+class RecentRates(Message):
+    """Tokens per second of all owners in each `every_s` of the last hour, the newest last.
+
+    Empty: the engine does not answer, or has just begun.
+    """
+
+    every_s: float
+    trained: list[float]
+    sampled: list[float]
+
+
 class UnitNow(Message):
     """Unit of work of the trainer. `model_ids`: those that the caller sees; `others`: how many more."""
 
@@ -169,13 +187,17 @@ class StepMeasures(Message):
 
 
 class RunSummary(Message):
-    """Run with its last step; `steps` 0: none was taken.
+    """Run with its last step; `steps` 0: none was taken. `name`: that of its session.
 
     `lora_rank` 0: full parameters, null: it was not created. `state_reason`: why it is not in training.
+    `loss`, `reward`: the last ones known; the reward is what its script reported. `parent`: the run whose
+    checkpoint it goes on from, after `steps_before` steps of that and of its own parents.
     """
 
     run_id: str
+    name: str | None
     session_id: str
+    project_id: str | None
     owner: str
     base_model: str
     lora_rank: int | None
@@ -184,7 +206,12 @@ class RunSummary(Message):
     user_metadata: dict[str, str]
     created_at: datetime
     last_request_at: datetime
+    last_heartbeat_at: datetime
+    parent: str | None
+    steps_before: int
     steps: int
+    loss: float | None
+    reward: float | None
     last: StepMeasures | None
 
 
@@ -207,6 +234,35 @@ class PointsResponse(Message):
     """
 
     columns: dict[str, list[float | None]]
+    next: int
+    more: bool
+
+
+class ReportRequest(StrictRequest):
+    """Numbers of a step of a run that only its script knows, by name: the reward, lengths of episodes."""
+
+    step: Annotated[int, Strict(), Field(ge=0, le=MAX_INT64)]
+    values: Annotated[dict[ReportedName, Reported], Field(min_length=1, max_length=MOST_REPORTED)]
+
+
+class ReportsQuery(StrictMessage):
+    after: int = Field(0, ge=0, le=MAX_INT64, description="`next` of the answer before")
+    limit: int = Field(1000, ge=1, le=5000)
+
+
+class ReportedPoint(Message):
+    """Numbers that a script reported at `at` (UTC seconds). `reward`: the one among them, if any."""
+
+    step: int
+    at: float
+    reward: float | None
+    values: dict[str, float]
+
+
+class ReportsResponse(Message):
+    """Reports in the order in which they came; `next` and `more` as of PointsResponse."""
+
+    reports: list[ReportedPoint]
     next: int
     more: bool
 
@@ -244,7 +300,7 @@ class KeySummary(Message):
 
 
 class AdminResponse(Message):
-    """Keys, oldest first, and the work done without one. `limits`: of all keys (settings key_…)."""
+    """Keys, oldest first, and the work done without one. `limits`: of all keys (setting keys)."""
 
     keys: list[KeySummary]
     without_key: OwnedNow
@@ -285,14 +341,20 @@ class TraceQuery(StrictMessage):
     minutes: float = Field(5, gt=0, le=60, description="how far back")
 
 
+class ReadableQuery(Paging):
+    run: Text | None = Field(None, description="its passes, and samples from its weights")
+    kind: Literal["forward", "forward_backward", "sample"] | None = None
+
+
 class ReadableSummary(Message):
-    """Finished request whose tokens may be read. `origin`: its run, or its sampler."""
+    """Finished request. `origin`: its run, or its sampler. `readable`: its tokens are still stored."""
 
     request_id: str
     kind: str
     seq_id: int | None
     origin: str
     created_at: datetime
+    readable: bool
 
 
 class ReadableResponse(Message):

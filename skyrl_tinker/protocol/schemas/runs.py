@@ -17,7 +17,7 @@ from skyrl_tinker.protocol.schemas.base import (
 
 AccessScope = Literal["owned", "accessible"]
 MOST_ITEMS = 1000
-"""Items of one page, each of which may have metadata of `key_metadata_kb`."""
+"""Items of one page, each of which may have metadata of `keys.metadata_kb`."""
 
 
 class Paging(StrictQuery):

@@ -32,7 +32,7 @@ def validate_optimizer_config(config: Mapping[str, Any] | None) -> dict[str, Any
     """Return the config with all its keys. Absent means AdamW."""
     given = {} if config is None else config
     family = given.get("type", "adamw")
-    if family not in _OPTIMIZERS:
+    if not isinstance(family, str) or family not in _OPTIMIZERS:
         raise NotSupportedError(
             f"optimizer_config.type is {family!r}, expected one of {', '.join(_OPTIMIZERS)}"
         )

@@ -29,6 +29,7 @@ ARCHITECTURES = (
     "GptOssForCausalLM",
 )
 MIXTURES = frozenset({"Qwen3MoeForCausalLM", "GptOssForCausalLM"})
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 REPLAYED = frozenset({"Qwen3MoeForCausalLM"})
 """Architectures whose routers can be replayed."""
 
@@ -58,7 +59,15 @@ def read_config(settings: Settings) -> tuple[Mapping[str, Any], BaseModelFacts]:
     local = _directory(settings)
     directory = hub.fetch_description(settings.base_model) if local is None else local
     config = _read_json(directory / "config.json")
-    facts = _facts(settings, directory, config, None if local else settings.base_model)
+    try:
+        facts = _facts(settings, directory, config, None if local else settings.base_model)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StartupError(
+            f"config.json or generation_config.json in {directory} is damaged: {error!r}"
+        ) from error
+    for name in _TOKENIZER:
+        if (directory / name).is_file():
+            _read_json(directory / name)
     if quantization := config.get("quantization_config"):
         raise StartupError(
             f"{facts.architecture}: quantization_config: expected weights in bfloat16, float16 or float32, "
@@ -194,7 +203,7 @@ def _positive(config: Mapping[str, Any], key: str) -> int:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:  # no JSON, or no UTF-8
         raise StartupError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict):
         raise StartupError(f"{path} does not hold a JSON object")

@@ -2,13 +2,21 @@
 
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import ColumnElement, Connection, exists, func, or_, select, true
 
 from skyrl_tinker.domain.ids import FutureStatus, OwnerId, RequestKind
 from skyrl_tinker.protocol.schemas.base import utc
-from skyrl_tinker.protocol.schemas.console import ReadableSummary
+from skyrl_tinker.protocol.schemas.console import ReadableQuery, ReadableSummary
 from skyrl_tinker.store.console.traced_requests import MOST
-from skyrl_tinker.store.database.tables import Future, Model, Request, Result, SamplingSession, Session
+from skyrl_tinker.store.database.tables import (
+    AdapterVersion,
+    Future,
+    Model,
+    Request,
+    Result,
+    SamplingSession,
+    Session,
+)
 from skyrl_tinker.store.owners import owned_by
 
 KINDS = (RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD, RequestKind.SAMPLE)
@@ -25,10 +33,15 @@ class StoredTokens:
 
 
 def readable_requests(
-    conn: Connection, owner: OwnerId | None, limit: int, offset: int
+    conn: Connection, owner: OwnerId | None, wanted: ReadableQuery
 ) -> list[ReadableSummary]:
-    """Return a page of the owner's requests that are stored, the newest first."""
+    """Return a page of the owner's requests that are stored, the newest first.
+
+    Of a run: its passes, and samples from its weights as far as their versions are recorded.
+    """
     newest = conn.scalar(select(func.max(Future.id))) or 0
+    kinds = KINDS if wanted.kind is None else (RequestKind(wanted.kind),)
+    has_body = or_(Future.kind == RequestKind.SAMPLE, exists().where(Request.future_id == Future.id))
     query = (
         select(
             Future.request_id,
@@ -36,19 +49,30 @@ def readable_requests(
             Future.seq_id,
             func.coalesce(Model.model_id, Future.sampling_session_id).label("origin"),
             Future.created_at,
+            has_body.label("readable"),
         )
         .join(Session, Session.session_id == Future.session_id)
         .join(Result, Result.future_id == Future.id)
         .outerjoin(Model, Model.key == Future.model_key)
-        .where(Future.id > newest - MOST, Future.kind.in_(KINDS), Future.status == FutureStatus.DONE)
-        .where(owned_by(owner))
+        .where(Future.id > newest - MOST, Future.kind.in_(kinds), Future.status == FutureStatus.DONE)
+        .where(owned_by(owner), true() if wanted.run is None else _of_run(wanted.run))
         .order_by(Future.id.desc())
-        .limit(limit)
-        .offset(offset)
+        .limit(wanted.limit)
+        .offset(wanted.offset)
     )
     return [
         ReadableSummary(**{**row._mapping, "created_at": utc(row.created_at)}) for row in conn.execute(query)
     ]
+
+
+def _of_run(run: str) -> ColumnElement[bool]:
+    of_weights = (
+        select(SamplingSession.sampling_session_id)
+        .join(AdapterVersion, AdapterVersion.id == SamplingSession.version_id)
+        .join(Model, Model.key == AdapterVersion.model_key)
+        .where(Model.model_id == run)
+    )
+    return or_(Model.model_id == run, Future.sampling_session_id.in_(of_weights))
 
 
 def stored_tokens(conn: Connection, owner: OwnerId | None, request_id: str) -> StoredTokens | None:

@@ -1,4 +1,4 @@
-"""Points of training curves: one for each optimizer step, kept for `history_ttl_s`."""
+"""Points of training curves: one for each optimizer step, kept for `retention.history_s`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from sqlalchemy import Connection, bindparam, func, insert, select, tuple_
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.protocol.schemas.console import StepMeasures
 from skyrl_tinker.store.database.prepared import Prepared
-from skyrl_tinker.store.database.tables import StepPoint
+from skyrl_tinker.store.database.tables import Model, StepPoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,14 @@ _LAST = Prepared(
         StepPoint.model_key == bindparam("model_key")
     )
 )
+LAST_LOSS = (
+    select(StepPoint.loss)
+    .where(StepPoint.model_key == Model.key, StepPoint.loss.is_not(None))
+    .order_by(StepPoint.step.desc())
+    .limit(1)
+    .scalar_subquery()
+)
+"""In a query of models: the loss of the last step that has one."""
 _ADD = Prepared(insert(StepPoint), ("model_key", "step", "seq_id", "at", *NAMES))
 
 

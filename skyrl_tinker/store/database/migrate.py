@@ -5,9 +5,11 @@ from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
+from alembic.util import CommandError
 from sqlalchemy import Connection, inspect
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
+from skyrl_tinker import __version__
 from skyrl_tinker.bundled import bundled
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store.database.abstract_database import Database
@@ -40,7 +42,12 @@ def is_migrated(url: str) -> bool:
 
 
 def _private(path: Path) -> None:
-    """Make the file private: it holds all users' work. SQLite gives the files beside it the same mode."""
+    """Make the file private: it holds all users' work. SQLite gives the files beside it the same mode.
+
+    StartupError for a directory.
+    """
+    if path.is_dir():
+        raise StartupError(f"database_url: {path} is a directory, expected a file")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(mode=0o600)
     with suppress(PermissionError):  # a file of another user, who has granted access
@@ -57,6 +64,11 @@ def upgrade(database: Database) -> None:
         with connection, connection.begin(), database.writing(connection):
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
+    except CommandError as error:
+        raise StartupError(
+            f"the database is of another release than this one, {__version__} ({error}): serve it with that "
+            "release or a newer one, or go on from a backup"
+        ) from error
     except ProgrammingError as error:
         if getattr(error.orig, "sqlstate", None) != _NOT_ALLOWED:
             raise
@@ -67,5 +79,5 @@ def upgrade(database: Database) -> None:
 def _connected(database: Database) -> Connection:
     try:
         return database.connect()
-    except OperationalError as error:
+    except (OperationalError, ProgrammingError) as error:  # the latter of an option that there is not
         raise StartupError(f"database_url: cannot connect: {error.orig}") from error

@@ -29,7 +29,7 @@ def file_of(url: str) -> Path | None:
     """Return SQLite's file that a URL names, None for PostgreSQL. Raises StartupError for another URL."""
     try:
         parsed = make_url(url)
-    except ArgumentError:
+    except (ArgumentError, ValueError):  # ValueError: the port is no number
         raise StartupError(f"database_url cannot be used: {_EXPECTED}") from None
     if parsed.drivername == postgresql.DRIVER and parsed.database:
         return None

@@ -130,6 +130,8 @@ class Model(Base):
     created_at: Mapped[float]
     last_request_at: Mapped[float]
     trained_on: Mapped[str | None]
+    parent: Mapped[str | None]  # model_id of the run whose checkpoint it goes on from
+    steps_before: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))  # of it and its parents
 
 
 class AdapterVersion(Base):
@@ -291,6 +293,19 @@ class StepPoint(Base):
     wait_s: Mapped[float]
     compute_s: Mapped[float]
     answer_s: Mapped[float]
+
+
+class RunReport(Base):
+    """Numbers that a script reported of a step of its run. `reward`: the one that lists show."""
+
+    __tablename__ = "run_reports"
+    __table_args__ = (Index(None, "model_key", "id"), {"sqlite_autoincrement": True})
+    id: Mapped[int] = mapped_column(BigId, primary_key=True)
+    model_key: Mapped[int] = mapped_column(ForeignKey(Model.key))
+    step: Mapped[int] = mapped_column(BigInteger)
+    at: Mapped[float] = mapped_column(index=True)
+    reward: Mapped[float | None]
+    numbers: Mapped[dict[str, Any]]
 
 
 class UploadedLoss(Base):

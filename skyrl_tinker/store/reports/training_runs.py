@@ -11,7 +11,8 @@ from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.checkpoint_records import WITH_MODEL, CheckpointRow, checkpoint_from_row, is_live
 from skyrl_tinker.store.console import step_points
-from skyrl_tinker.store.console.step_points import Point
+from skyrl_tinker.store.console.run_reports import LAST_REWARD
+from skyrl_tinker.store.console.step_points import LAST_LOSS, Point
 from skyrl_tinker.store.database.rows import as_row
 from skyrl_tinker.store.database.tables import ApiKey, Model, SavedCheckpoint, Session
 from skyrl_tinker.store.owners import OWNER_NAME, in_project, within
@@ -24,19 +25,30 @@ Scope = Literal["owned", "accessible"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Model with its newest checkpoint of each kind (`last`); `lora_rank` 0: full parameters."""
+    """Model with its newest checkpoint of each kind (`last`); `lora_rank` 0: full parameters.
+
+    `name`: that of its session. `loss`, `reward`: the last ones known. `parent`: the run whose checkpoint it
+    goes on from, after `steps_before` steps.
+    """
 
     model_id: ModelId
+    name: str | None
     session_id: SessionId
+    project_id: str | None
     owner: str
     base_model: str
     lora_rank: int
     last_request_at: float
+    last_heartbeat_at: float
     state: ModelState
     state_reason: str | None  # of one that is not in training
     user_metadata: Mapping[str, Any]
     last: Mapping[CheckpointKind, CheckpointRow]
     created_at: float
+    parent: ModelId | None
+    steps_before: int
+    loss: float | None
+    reward: float | None
     point: Point | None  # of its last optimizer step
 
 
@@ -129,15 +141,22 @@ def _runs(conn: Connection, reach: Reach, *where: ColumnElement[bool]) -> dict[M
         select(
             Model.key,
             Model.model_id,
+            Session.display_name.label("name"),
             Model.session_id,
+            Session.project_id,
             OWNER_NAME.label("owner"),
             Model.base_model,
             Model.lora_rank,
             LAST_REQUEST_AT.label("last_request_at"),
+            Session.last_heartbeat_at,
             Model.state,
             Model.state_reason,
             Model.user_metadata,
             Model.created_at,
+            Model.parent,
+            Model.steps_before,
+            LAST_LOSS.label("loss"),
+            LAST_REWARD.label("reward"),
         )
         .join(Session, Session.session_id == Model.session_id)
         .outerjoin(ApiKey, ApiKey.id == Session.owner_id)

@@ -13,6 +13,7 @@ from skyrl_tinker.store.database.tables import (
     KeyEvent,
     Request,
     Result,
+    RunReport,
     SamplingSession,
     SavedCheckpoint,
     StabilityRecord,
@@ -140,8 +141,9 @@ def purge_usage(conn: Connection, before: float) -> bool:
 
 
 def purge_points(conn: Connection, before: float) -> bool:
-    """Delete points of training curves."""
-    return delete_some(conn, StepPoint, StepPoint.id, StepPoint.at < before)
+    """Delete points of training curves, and numbers that scripts reported."""
+    more = [delete_some(conn, table, table.id, table.at < before) for table in (StepPoint, RunReport)]
+    return any(more)
 
 
 def purge_removed_checkpoints(conn: Connection, removed_before: float) -> bool:

@@ -11,6 +11,7 @@ from skyrl_tinker.store.database.tables import (
     Model,
     Request,
     Result,
+    RunReport,
     SamplingSession,
     SavedCheckpoint,
     Session,
@@ -65,10 +66,9 @@ def forget_session(conn: Connection, session: SessionId) -> bool:
         if delete_some(conn, table, key, table.session_id == session):
             return True
     models = select(Model.key).where(Model.session_id == session)
-    if delete_some(conn, StepPoint, StepPoint.id, StepPoint.model_key.in_(models)):
-        return True
-    if delete_some(conn, AdapterVersion, AdapterVersion.id, AdapterVersion.model_key.in_(models)):
-        return True
+    for of_model in (StepPoint, RunReport, AdapterVersion):
+        if delete_some(conn, of_model, of_model.id, of_model.model_key.in_(models)):
+            return True
     conn.execute(delete(Model).where(Model.session_id == session))
     conn.execute(delete(Session).where(Session.session_id == session))
     return False

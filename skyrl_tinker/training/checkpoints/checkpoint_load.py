@@ -66,22 +66,22 @@ def _read_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"checkpoint {directory} cannot be read: {error.strerror or error}") from error
+        raise StorageError(f"checkpoint '{directory}' cannot be read: {error.strerror or error}") from error
     except SafetensorError as error:
-        raise UserError(f"checkpoint {directory} is damaged: {error}") from error
+        raise UserError(f"checkpoint '{directory}' is damaged: {error}") from error
 
 
 def _require_fit(model: TrainableModel, directory: Path, manifest: Manifest, optimizer: bool) -> None:
     if optimizer and manifest.optimizer is None:
-        raise UserError(f"checkpoint {directory} was saved without optimizer state")
+        raise UserError(f"checkpoint '{directory}' was saved without optimizer state")
     if optimizer and manifest.optimizer != model.optimizer:
         raise UserError(
-            f"checkpoint {directory} has the state of the optimizer {manifest.optimizer}, this model has "
+            f"checkpoint '{directory}' has the state of the optimizer {manifest.optimizer}, this model has "
             f"{model.optimizer}: load it without optimizer state"
         )
     if manifest.spec.rank != model.spec.rank:
         raise UserError(
-            f"checkpoint {directory}: expected LoRA rank {model.spec.rank}, found {manifest.spec.rank}"
+            f"checkpoint '{directory}': expected LoRA rank {model.spec.rank}, found {manifest.spec.rank}"
         )
 
 
@@ -112,9 +112,9 @@ def _require_shapes(
             for name in ("train_mlp", "train_attn", "train_unembed"):
                 wanted, saved = getattr(model.spec, name), getattr(spec, name)
                 if wanted != saved:
-                    raise UserError(f"checkpoint {directory}: {name}: expected {wanted}, found {saved}")
+                    raise UserError(f"checkpoint '{directory}': {name}: expected {wanted}, found {saved}")
             raise UserError(
-                f"checkpoint {directory}: {key}: expected shape {expected.get(key)}, found {found.get(key)}"
+                f"checkpoint '{directory}': {key}: expected shape {expected.get(key)}, found {found.get(key)}"
             )
 
 

@@ -127,7 +127,7 @@ def commit(
     Raises UserError when the directory exists, OSError when it cannot be written.
     """
     if directory.exists():
-        raise UserError(f"a checkpoint cannot be written to {directory}: the directory exists")
+        raise UserError(f"a checkpoint cannot be written to '{directory}': the directory exists")
     for name, text in contents.texts.items():
         (scratch / name).write_text(text)
     if contents.manifest is not None:

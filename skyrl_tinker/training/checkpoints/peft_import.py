@@ -84,12 +84,13 @@ def read_foreign(directory: Path) -> ForeignAdapter:
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     tensors = _read_tensors(directory / ADAPTER_FILE)
     pairs = {key: _checked(key, tensor) for key, tensor in tensors.items() if _module(key) is not None}
-    whole = sorted(config.get("target_parameters") or ()) == sorted(EXPERT_PARAMETERS)
+    parameters = config.get("target_parameters")
+    whole = isinstance(parameters, list) and sorted(map(str, parameters)) == sorted(EXPERT_PARAMETERS)
     shapes = {key: tuple(tensor.shape) for key, tensor in pairs.items()}
     inner = _stated_rank(config, int(rank)) if whole else expert_rank(shapes, int(rank))
     patterns = expert_patterns(inner, int(rank), alpha, whole)
     if whole:  # PEFT sorts them itself
-        patterns["target_parameters"] = config["target_parameters"]
+        patterns["target_parameters"] = parameters
     _require_plain(config, patterns)
     others = {key: tensor for key, tensor in tensors.items() if key not in pairs}
     return ForeignAdapter(int(rank), scale / (ALPHA / rank), pairs, others)

@@ -72,7 +72,7 @@ def policy_metrics(logprobs: torch.Tensor, q: torch.Tensor, active: torch.Tensor
     """Count the `active` tokens (bool [n]) and estimate the policy's KL from the sampler on them (k1)."""
     return {
         "active_tokens:sum": active.sum(),
-        "kl_sampler_policy:sum": torch.where(active, q - logprobs.detach(), 0.0).sum(),
+        "kl_sampler_policy:sum": torch.where(active, q - logprobs.detach(), 0.0).sum(dtype=torch.float64),
     }
 
 

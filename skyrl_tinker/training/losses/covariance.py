@@ -9,11 +9,11 @@ import torch
 def covariances(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
     """Compute (A - mean A) * (logp - mean logp), [n], without gradient; -inf where A = 0.
 
-    The means go over the tokens with A != 0, as there is no mask that names the sampled ones.
+    The means go over the tokens with A != 0, as there is no mask that names the sampled ones. In float64:
+    sums of advantages may be beyond float32.
     """
     counted = advantages != 0
-    logprobs = logprobs.detach()
-    product = _centred(advantages, counted) * _centred(logprobs, counted)
+    product = _centred(advantages.double(), counted) * _centred(logprobs.detach().double(), counted)
     return torch.where(counted, product, -torch.inf)
 
 

@@ -9,4 +9,4 @@ def cross_entropy(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
     Weights are any finite numbers, negative ones included.
     """
     weights = context.inputs["weights"]
-    return LossTerms(-weights * logprobs, {"weights:sum": weights.sum()})
+    return LossTerms(-weights * logprobs, {"weights:sum": weights.sum(dtype=torch.float64)})

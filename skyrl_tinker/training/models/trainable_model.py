@@ -88,9 +88,14 @@ class TrainableModel(ABC):
         return MOMENTS[self.optimizer]
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights on all ranks together."""
+        return 4 * sum(map(math.prod, self.shapes().values()))
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of weights and moments on all ranks together."""
-        return 4 * (1 + len(self.moments)) * sum(map(math.prod, self.shapes().values()))
+        return (1 + len(self.moments)) * self.weight_bytes
 
     def local(self, part: Part) -> list[torch.Tensor]:
         """Return this rank's tensors; moments are created on first use."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -48,9 +48,15 @@ def load(causal_lm: Any, root: nn.Module, directory: str, device: torch.device) 
 
 
 def _stored(directory: Path, stack: ExitStack) -> Iterator[tuple[str, Any]]:
-    """Yield name and slice of each tensor in the files, which stay open as long as the stack."""
+    """Yield name and slice of each tensor in the files, which stay open as long as the stack.
+
+    StartupError names a file that cannot be read.
+    """
     for path in weight_files(directory):
-        file = stack.enter_context(safe_open(path, "pt"))
+        try:
+            file = stack.enter_context(safe_open(path, "pt"))
+        except (OSError, SafetensorError) as error:
+            raise StartupError(f"{path} of the base model cannot be read: {error}") from error
         for name in file.keys():  # noqa: SIM118
             yield name, file.get_slice(name)
 

@@ -120,7 +120,7 @@ async def test_other_bodies_than_protobuf_have_a_lower_cap(compressed: bool, tmp
         passed = await http.post("/", content=body, headers={"Content-Type": PROTOBUF, **headers})
         refused = await http.post("/", content=body, headers={"Content-Type": "application/json", **headers})
     assert (passed.text, refused.status_code) == ("2000", 413)
-    assert ("the cap" if compressed else "json_body_mb") in refused.json()["detail"]
+    assert ("the cap" if compressed else "bodies.json_mb") in refused.json()["detail"]
 
 
 def test_json_nests_up_to_64_levels() -> None:

@@ -28,9 +28,7 @@ def api(tmp_path: Path) -> Iterator[Api]:
         settings = settings_for(
             tmp_path / "home",
             port=listener.getsockname()[1],
-            wire_body_mb=WIRE,
-            expanded_body_mb=EXPANDED,
-            held_bodies_mb=HELD,
+            bodies={"wire_mb": WIRE, "expanded_mb": EXPANDED, "held_mb": HELD},
         )
         migrate(settings.store_url)
         asyncio.run(_write_facts(settings.store_url))

@@ -3,6 +3,7 @@
 import email.utils
 import io
 import json
+import shutil
 import tarfile
 import time
 from pathlib import Path
@@ -87,3 +88,6 @@ async def test_files_that_somebody_removed_are_404(world: World, adapter: Path) 
     answer = await world.http.get(url)
     assert answer.status_code == 404
     assert "its files are gone" in answer.json()["detail"]
+    shutil.rmtree(adapter)
+    shutil.copy(__file__, adapter)  # a file in its place
+    assert (await world.http.get(url)).status_code == 404

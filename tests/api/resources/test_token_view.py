@@ -11,13 +11,16 @@ from tinker import types
 from transformers import AutoTokenizer
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.ids import ModelId, SessionId
 from skyrl_tinker.server.base_models.tiny_model import make_model
-from skyrl_tinker.store import api_keys
+from skyrl_tinker.store import api_keys, model_records, sampling_sessions
 from skyrl_tinker.store.database.tables import Request
 from skyrl_tinker.store.futures import finish
 from tests.api.support.passes import post_pass, protobuf
 from tests.api.support.users import get, new_user, speak_as
-from tests.api.support.world import FACTS, World, pass_output, running, sample, sample_output
+from tests.api.support.world import BASE, FACTS, World, pass_output, running, sample, sample_output
+from tests.store.support.rows import ephemeral
+from tests.support.reads import reading
 
 TEXT = "2+2=4, né 猫"
 PROTOBUF = "application/x-protobuf"
@@ -92,6 +95,37 @@ async def test_a_dropped_body_is_said_to_be_dropped(world: World) -> None:
     answer = await world.http.get(f"console/requests/{request}/tokens")
     assert answer.status_code == 410
     assert "a snapshot of its model holds its effect" in answer.json()["detail"]
+    (listed,) = (await get(world, "console/requests"))["requests"]
+    assert (listed["request_id"], listed["readable"]) == (request, False)
+
+
+async def test_requests_are_listed_by_run_and_by_kind(world: World) -> None:
+    passes = [await trained(world, [5, 6], [-1.0, -1.0]) for _ in range(2)]
+    listed = (await get(world, "console/requests"))["requests"]
+    runs = {each["request_id"]: each["origin"] for each in listed}
+    assert all(each["readable"] for each in listed)
+    with reading(world.store) as conn:
+        key = model_records.by_id(conn, ModelId(runs[passes[0]])).key
+    version = await ephemeral(world.store, key)
+    session = runs[passes[0]].partition(":")[0]
+    sampler = await world.store.write(
+        lambda conn: sampling_sessions.create(
+            conn, SessionId(session), 1, base_model=BASE, model_path=None, version_id=version
+        )
+    )
+    requests = {}
+    for name, of in (("base", await world.sampler()), ("mine", sampler)):
+        requests[name] = str((await world.ok("asample", sample(of, 0)))["request_id"])
+        await world.succeed(requests[name], PROTOBUF, sample_output([7, 8]))
+
+    async def found(**wanted: str) -> list[str]:
+        return [each["request_id"] for each in (await get(world, "console/requests", **wanted))["requests"]]
+
+    assert await found(run=runs[passes[0]]) == [requests["mine"], passes[0]]
+    assert await found(run=runs[passes[1]], kind="forward_backward") == [passes[1]]
+    assert await found(kind="sample") == [requests["mine"], requests["base"]]
+    assert await found(run="nobody") == []
+    assert (await world.http.get("console/requests?kind=steps")).status_code == 400
 
 
 async def test_tokens_are_the_owners_only(world: World) -> None:

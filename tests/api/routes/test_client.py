@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 from tinker.types import ClientConfigResponse
 
-from skyrl_tinker.config import Settings
+from skyrl_tinker.config import Bodies, SdkFlags, Settings
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from tests.api.support.world import BASE, CONTEXT, FACTS, World, running
 
@@ -21,7 +21,7 @@ async def test_client_config_answers_every_client_with_safe_flags(world: World, 
 
 async def test_clones_join_and_waiting_together_is_a_setting(settings: Settings) -> None:
     for together in (False, True):
-        changed = settings.model_copy(update={"sample_use_retrieve_futures": together})
+        changed = settings.model_copy(update={"sdk": SdkFlags(sample_use_retrieve_futures=together)})
         async with running(changed) as world:
             answer = await world.ok("client/config", {"sdk_version": "0.38.0"})
             assert answer["sample_use_retrieve_futures"] is together
@@ -40,7 +40,7 @@ LIMITS = {
 
 
 async def test_limits_of_clients_are_settings(settings: Settings) -> None:
-    async with running(settings.model_copy(update=LIMITS)) as world:
+    async with running(settings.model_copy(update={"sdk": SdkFlags(**LIMITS)})) as world:
         answer = await world.ok("client/config", {})
     assert {name: answer[name] for name in LIMITS} == LIMITS
 
@@ -52,7 +52,7 @@ async def test_limits_of_clients_are_the_sdk_s_own_by_default(world: World) -> N
 
 
 async def test_no_chunk_has_more_datums_than_a_pass_may_have(settings: Settings) -> None:
-    async with running(settings.model_copy(update={"max_datums": 10})) as world:
+    async with running(settings.model_copy(update={"bodies": Bodies(datums=10)})) as world:
         assert (await world.ok("client/config", {}))["fwdbwd_max_chunk_len"] == 10
 
 

@@ -5,16 +5,19 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from sqlalchemy import Connection, update
 
+from skyrl_tinker.api.middleware import disk_room
 from skyrl_tinker.api.resources import step_curve
 from skyrl_tinker.api.waiting import engine_queues, server_snapshot
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import ModelId
+from skyrl_tinker.engine.scheduling import throughput
 from skyrl_tinker.processes import identities, write_pid_file
 from skyrl_tinker.protocol.queue_views import Incident
 from skyrl_tinker.protocol.schemas.console import StepMeasures
@@ -129,6 +132,22 @@ async def test_tokens_per_second_are_those_of_the_last_samples(busy: Waiting) ->
     assert rates["sampled"]["over_10_s"] == pytest.approx(3 / 10)
     assert rates["sampled"]["over_60_s"] == pytest.approx(3 / 60)
     assert rates["trained"]["over_60_s"] == 0
+
+
+async def test_the_last_hour_of_rates_is_there_when_a_page_opens(
+    busy: Waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy.samplers.go_on.set()
+    request = await submit(busy.api, "asample", sample(await busy.api.sampler(), 0))
+    assert (await busy.api.result(request, Accept="application/x-protobuf")).status_code == 200
+    now, slot = time.monotonic(), throughput.SLOT_S
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(monotonic=lambda: now + 4000 + slot))
+    later = await get(busy.api, "console/rates")
+    assert (later["every_s"], len(later["sampled"]), sum(later["sampled"])) == (slot, throughput.SLOTS, 0)
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(monotonic=lambda: now + 2 * slot))
+    soon = await get(busy.api, "console/rates")
+    assert sum(soon["sampled"]) * slot == 3
+    assert len(soon["trained"]) == len(soon["sampled"]) <= 3
 
 
 async def test_keys_see_their_own_queue_and_only_admins_the_processes(world: World) -> None:
@@ -251,6 +270,102 @@ async def test_a_run_that_failed_says_why_and_has_no_rank(world: World) -> None:
     assert "lora_config.rank" in run["state_reason"]
     answer = await world.http.get("console/runs/none")
     assert (answer.status_code, answer.json()["detail"]) == (404, "not found: no training run none")
+
+
+async def test_a_run_has_the_name_of_its_session_and_the_last_loss_that_is_known(world: World) -> None:
+    named = {"sdk_version": "0.38.0", "display_name": "arithmetic, rank 32", "project_id": "maths"}
+    model = await world.model((await world.ok("create_session", named))["session_id"])
+    with reading(world.store) as conn:
+        row = model_records.by_id(conn, ModelId(model))
+
+    def add(conn: Connection) -> None:
+        for number, loss in enumerate((3.0, 2.0, None)):
+            step_points.add(conn, row.key, number + 1, 1000.0 + number, measured(loss=loss))
+
+    await world.store.write(add)
+    (run,) = (await get(world, "console/runs"))["runs"]
+    assert (run["name"], run["project_id"]) == ("arithmetic, rank 32", "maths")
+    assert (run["steps"], run["loss"], run["last"]["loss"]) == (3, 2.0, None)
+    assert run["last_heartbeat_at"] <= run["created_at"]
+
+
+async def report(world: World, run: str, step: object, **values: object) -> tuple[int, str]:
+    answer = await world.http.post(f"console/runs/{run}/metrics", json={"step": step, "values": values})
+    return answer.status_code, answer.text
+
+
+async def test_a_script_reports_numbers_that_only_it_knows(world: World) -> None:
+    model = await world.model()
+    for number, reward in ((1, 0.25), (2, 0.5)):
+        assert (await report(world, model, number, reward=reward, length=7))[0] == 200
+    assert (await report(world, model, 2, **{"test/accuracy": 0.125}))[0] == 200
+    first = await get(world, f"console/runs/{model}/metrics", limit=2)
+    assert [(each["step"], each["values"]) for each in first["reports"]] == [
+        (1, {"reward": 0.25, "length": 7.0}),
+        (2, {"reward": 0.5, "length": 7.0}),
+    ]
+    assert first["more"]
+    rest = await get(world, f"console/runs/{model}/metrics", after=first["next"])
+    assert [each["values"] for each in rest["reports"]] == [{"test/accuracy": 0.125}]
+    assert not rest["more"]
+    (run,) = (await get(world, "console/runs"))["runs"]
+    assert run["reward"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("values", "reward"),
+    [
+        ({"env/all/reward/format": 1.0, "env/all/reward/total": 0.5}, 0.5),
+        ({"env/all/reward/total": 0.5, "reward": 0.75}, 0.75),
+        ({"eval/reward/mean": 0.25, "loss": 1.0}, 0.25),
+        ({"rewarded": 1.0}, None),
+    ],
+)
+async def test_the_reward_of_a_report_is_known_by_its_name(
+    world: World, values: dict[str, float], reward: float | None
+) -> None:
+    model = await world.model()
+    assert (await report(world, model, 0, **values))[0] == 200
+    assert (await get(world, f"console/runs/{model}"))["reward"] == reward
+
+
+@pytest.mark.parametrize(
+    ("step", "values", "named"),
+    [
+        (-1, {"reward": 1.0}, "step"),
+        (1.5, {"reward": 1.0}, "step"),
+        (2**63, {"reward": 1.0}, "step"),
+        (1, {}, "values"),
+        (1, {"reward": "high"}, "values.reward"),
+        (1, {"reward": True}, "values.reward"),
+        (1, {"reward": None}, "values.reward"),
+        (1, {"reward": 10**400}, "number is infinity"),
+        (1, {"": 1.0}, "values"),
+        (1, {"n" * 129: 1.0}, "values"),
+        (1, {"a\0": 1.0}, "values"),
+        (1, {str(number): 1.0 for number in range(65)}, "values"),
+    ],
+)
+async def test_a_wrong_report_is_refused_by_name(
+    world: World, step: object, values: dict[str, object], named: str
+) -> None:
+    model = await world.model()
+    status, text = await report(world, model, step, **values)
+    assert status == 400
+    assert named in text
+    assert (await get(world, f"console/runs/{model}/metrics"))["reports"] == []
+
+
+async def test_a_report_of_no_run_or_on_a_full_disk_is_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, text = await report(world, "none", 1, reward=1.0)
+    assert status == 404
+    assert "no training run none" in text
+    model = await world.model()
+    monkeypatch.setattr(disk_room, "LOOK_S", 0.0)
+    world.services.room.least_bytes = float("inf")
+    assert (await report(world, model, 1, reward=1.0))[0] == 503
 
 
 async def test_points_come_in_pages_and_go_on_where_they_ended(world: World) -> None:

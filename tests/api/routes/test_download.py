@@ -23,7 +23,7 @@ from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.database.tables import SavedCheckpoint
 from tests.api.support.streaming import stream
-from tests.api.support.world import BASE, FACTS, World, running
+from tests.api.support.world import BASE, World, running
 from tests.support.object_storage import BUCKET, object_storage
 
 EXTERNAL = CheckpointKind.EXTERNAL_WEIGHTS

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from skyrl_tinker.config import Settings
+from skyrl_tinker.config import Settings, Timeouts
 from skyrl_tinker.domain.ids import RequestId
 from tests.api.support.world import (
     PROTOBUF,
@@ -38,7 +38,7 @@ async def test_not_ready_is_held_for_the_whole_long_poll_then_408(world: World) 
     request_id = await submitted(world)
     began = time.monotonic()
     answer = await world.retrieve(request_id)
-    assert time.monotonic() - began >= world.settings.long_poll_s * 0.95
+    assert time.monotonic() - began >= world.settings.timeouts.long_poll_s * 0.95
     assert answer.status_code == 408
     assert answer.json() == {"type": "try_again", "request_id": request_id, "queue_state": "active"}
     assert int(answer.headers["content-length"]) > 0
@@ -46,15 +46,15 @@ async def test_not_ready_is_held_for_the_whole_long_poll_then_408(world: World) 
 
 async def test_a_408_says_why_while_the_engine_is_not_ready(world: World) -> None:
     request_id = await submitted(world)
-    await world.set_engine("restarting", "it was killed")
+    await world.set_engine("restarting", "/srv/h/models/a cannot be read")
     answer = (await world.retrieve(request_id)).json()
     assert answer["queue_state"] == "paused_capacity"
-    assert answer["queue_state_reason"] == "the engine is restarting: it was killed"
+    assert answer["queue_state_reason"] == "the engine is restarting: …/a cannot be read"
 
 
 @pytest.fixture
 def patient(settings: Settings) -> Settings:
-    return settings.model_copy(update={"long_poll_s": 3600.0})
+    return settings.model_copy(update={"timeouts": Timeouts.model_construct(long_poll_s=3600.0)})
 
 
 async def are_held(world: World, polls: int) -> None:
@@ -98,7 +98,7 @@ async def test_what_was_announced_too_long_ago_to_be_remembered_is_looked_up_onc
         world.services.waiter.expect(RequestId(request_id), None)  # the writer's thread tells us late
         late = asyncio.create_task(world.retrieve(request_id))
         await are_held(world, 1)
-        skip(patient.long_poll_s)
+        skip(patient.timeouts.long_poll_s)
         assert (await late).status_code == 200
         again = await asyncio.wait_for(world.retrieve(request_id), PATIENCE_S)
         assert again.status_code == 200
@@ -181,7 +181,7 @@ async def test_an_unknown_id_is_404_but_410_for_a_sample_which_the_sdk_then_send
 
 
 async def test_waiting_leaves_nothing_behind(settings: Settings) -> None:
-    async with running(settings_for(settings.home, long_poll_s=0.05)) as world:
+    async with running(settings_for(settings.home, timeouts={"long_poll_s": 0.05})) as world:
         request_id = await submitted(world)
         await asyncio.gather(*(world.retrieve(request_id) for _ in range(10)))
         assert world.services.waiter.waiting == 0

@@ -97,10 +97,10 @@ async def test_the_engine_gets_nothing_to_do(world: World) -> None:
 
 async def test_the_setting_decides_where_custom_losses_run(world: World, tmp_path: Path) -> None:
     assert (await world.ok("client/config", {}))["custom_loss_server_side"] is True
-    settings = settings_for(tmp_path / "other", custom_loss_server_side=False)
+    settings = settings_for(tmp_path / "other", sdk={"custom_loss_server_side": False})
     migrate(settings.store_url)
     async with running(settings) as other:
         assert (await other.ok("client/config", {}))["custom_loss_server_side"] is False
         answer = await other.post("create_custom_loss", upload(await other.session()))
         assert answer.status_code == 400
-        assert "custom_loss_server_side" in answer.json()["detail"]
+        assert "sdk.custom_loss_server_side" in answer.json()["detail"]

@@ -86,7 +86,7 @@ async def test_a_long_poll_counts_with_its_wait(world: World, http: httpx.AsyncC
     accepted_s = time.perf_counter() - began
     assert (await world.retrieve(accepted["request_id"])).status_code == 408
     sums = await scraped(http, "http_request_seconds_sum")
-    assert sums["POST", "/api/v1/retrieve_future", "4xx"] >= world.settings.long_poll_s
+    assert sums["POST", "/api/v1/retrieve_future", "4xx"] >= world.settings.timeouts.long_poll_s
     assert sums["POST", "/api/v1/asample", "2xx"] < accepted_s
 
 

@@ -36,6 +36,7 @@ async def test_the_same_creation_again_is_the_same_model_and_promise(world: Worl
         ({"lora_config": {"rank": -1}}, "rank"),
         ({"lora_config": {"train_mlp": False, "train_attn": False, "train_unembed": False}}, "train_mlp"),
         ({"optimizer_config": {"type": "dimuon", "version": 2}}, "optimizer_config.version"),
+        ({"optimizer_config": {"type": ["adamw"]}}, "optimizer_config.type is ['adamw'], expected one of"),
     ],
 )
 async def test_a_wrong_model_is_accepted_and_its_future_fails(

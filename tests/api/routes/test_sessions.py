@@ -29,6 +29,9 @@ async def test_a_session_opened_meanwhile_says_what_the_engine_is_busy_with(worl
     warning = (await world.ok("create_session", {}))["warning_message"]
     assert "not ready: its engine is starting (replaying 12 of 40 units)" in warning
     assert "Requests are accepted and wait" in warning
+    await world.set_engine("failed", "/srv/h/models/a cannot be read")
+    warning = (await world.ok("create_session", {}))["warning_message"]
+    assert "its engine is failed (…/a cannot be read)" in warning
 
 
 async def test_after_finish_heartbeats_and_submits_answer_410(world: World) -> None:

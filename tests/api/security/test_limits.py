@@ -15,11 +15,11 @@ from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.api.waiting import key_backlogs
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import CheckpointKind, OwnerId
-from skyrl_tinker.domain.key_limits import NAMES, UNLIMITED, KeyLimits
 from skyrl_tinker.domain.state_size import state_bytes
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import OverloadedError
+from skyrl_tinker.protocol.validation.key_limits import UNLIMITED, KeyLimits
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.cluster import token_buckets
 from skyrl_tinker.store.store import Store
@@ -50,15 +50,13 @@ async def refused(world: World, path: str, body: dict[str, Any], status: int = 4
     return str(answer.json()["detail"])
 
 
-def test_every_limit_is_a_setting_and_none_counts_by_default_but_sizes() -> None:
-    limits = Settings(key_models=3).key_limits
-    assert limits == KeyLimits(models=3, stop_kb=64)
+def test_no_limit_counts_by_default_but_those_of_sizes() -> None:
+    limits = KeyLimits(models=3)
     assert limits.filled(several=False) == KeyLimits(models=3, metadata_kb=256, stop_kb=64)
     shared = limits.filled(several=True)
     assert shared == KeyLimits(models=3, sessions=1000, backlog=10_000, metadata_kb=16, stop_kb=64)
-    assert Settings(key_sessions=5000).key_limits.filled(several=True).sessions == 5000
+    assert KeyLimits(sessions=5000).filled(several=True).sessions == 5000
     assert limits.overridden({"models": None, "sessions": 2, "gone": 1}).sessions == 2
-    assert {f"key_{name}" for name in NAMES} <= set(Settings.model_fields)
 
 
 async def test_limits_are_finite_while_several_keys_share_the_server(world: World) -> None:
@@ -77,9 +75,9 @@ async def test_limits_are_finite_while_several_keys_share_the_server(world: Worl
 
 
 async def test_limits_of_a_key_win_over_the_settings_and_go_back_to_them(settings: Settings) -> None:
-    async with running(settings.model_copy(update={"key_sessions": 1})) as world:
+    async with running(settings.model_copy(update={"keys": KeyLimits(sessions=1)})) as world:
         await world.session()
-        assert "key_sessions: found 1 open sessions, expected at most 1" in await refused(
+        assert "keys.sessions: found 1 open sessions, expected at most 1" in await refused(
             world, "create_session", SESSION
         )
         await limited(world, sessions=2)
@@ -110,11 +108,11 @@ async def test_models_above_the_limit_are_refused_and_released_ones_make_room(wo
     model = await world.model(session)
     body = {"session_id": session, "model_seq_id": 1, "base_model": BASE, "lora_config": {"rank": 8}}
     said = await refused(world, "create_model", body)
-    assert said.startswith("key_models: found 1 models in training, expected at most 1 for one API key")
+    assert said.startswith("keys.models: found 1 models in training, expected at most 1 for one API key")
     assert await world.model(session) == model  # a repetition is no new one
     path = await world.checkpoint(model, CheckpointKind.WEIGHTS, "a")
     again = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": False}
-    assert "key_models" in await refused(world, "load_weights", again)
+    assert "keys.models" in await refused(world, "load_weights", again)
     assert [row.kind for row in await world.queued()] == ["create_model"]
     await limit(world, models=2)
     await world.ok("create_model", body)
@@ -130,7 +128,7 @@ async def test_the_state_of_all_models_has_a_size(world: World) -> None:
     body = {"session_id": session, "model_seq_id": 2, "base_model": BASE, "lora_config": {"rank": 8}}
     said = await refused(world, "create_model", body)
     assert said.startswith(
-        f"key_resident_gb: found {3 * one:.6g} GB of model state with this model, expected"
+        f"keys.resident_gb: found {3 * one:.6g} GB of model state with this model, expected"
     )
     assert f"expected at most {2.5 * one:.6g} for one API key" in said
     await world.ok("create_model", {**body, "lora_config": {"rank": 4}})
@@ -142,9 +140,9 @@ async def test_a_save_above_the_stored_bytes_fails_and_takes_its_seq_id(world: W
     path = await world.checkpoint(model, CheckpointKind.WEIGHTS, "a", size_bytes=10)
     body = {"model_id": model, "seq_id": 1, "path": "b"}
     said = await world.failure((await world.ok("save_weights", body))["request_id"])
-    assert said.startswith("key_stored_gb: found 1e-08 GB of checkpoints, expected at most 1e-08")
+    assert said.startswith("keys.stored_gb: found 1e-08 GB of checkpoints, expected at most 1e-08")
     copied = {"source_path": path, "destination_project_id": "p"}
-    assert "key_stored_gb: found 2e-08 GB" in await refused(world, "copy_weights", copied)
+    assert "keys.stored_gb: found 2e-08 GB" in await refused(world, "copy_weights", copied)
     await world.ok("save_weights_for_sampler", {"model_id": model, "seq_id": 2, "sampling_session_seq_id": 0})
     await world.http.delete(f"training_runs/{model}/checkpoints/weights/a")
     await world.ok("save_weights", {"model_id": model, "seq_id": 3, "path": "b"})
@@ -165,11 +163,11 @@ async def test_metadata_has_a_size(world: World) -> None:
         ),
     ):
         said = await refused(world, path, body)
-        assert said.startswith("key_metadata_kb: found "), said
+        assert said.startswith("keys.metadata_kb: found "), said
         assert "KB of metadata, expected at most 1 for one API key" in said
     model = await world.model(user_metadata={"a": "x" * 900})
     accepted = await world.ok("save_weights", {"model_id": model, "seq_id": 1, "path": "a", **large})
-    assert (await world.failure(accepted["request_id"])).startswith("key_metadata_kb: found ")
+    assert (await world.failure(accepted["request_id"])).startswith("keys.metadata_kb: found ")
 
 
 async def test_stop_strings_have_a_size(world: World) -> None:
@@ -178,12 +176,12 @@ async def test_stop_strings_have_a_size(world: World) -> None:
     for stop in ("é" * 6, ["aaaaaa", "bbbbbb"]):
         body = sample(sampler, 0, sampling_params={"max_tokens": 4, "stop": stop})
         said = await refused(world, "asample", body)
-        assert "key_stop_kb: found 0.0117188 KB of stop strings, expected at most 0.01" in said
+        assert "keys.stop_kb: found 0.0117188 KB of stop strings, expected at most 0.01" in said
     await world.ok("asample", sample(sampler, 0, sampling_params={"max_tokens": 4, "stop": [1] * 50}))
     answer = await world.http.post(
         "http://api/oai/api/v1/completions", json={"model": BASE, "prompt": "a", "stop": "x" * 20}
     )
-    assert (answer.status_code, "key_stop_kb" in answer.json()["error"]["message"]) == (400, True)
+    assert (answer.status_code, "keys.stop_kb" in answer.json()["error"]["message"]) == (400, True)
 
 
 async def test_a_backlog_is_the_keys_own_and_its_429_says_when_to_come_again(
@@ -199,12 +197,12 @@ async def test_a_backlog_is_the_keys_own_and_its_429_says_when_to_come_again(
         answer = await world.post(path, body)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
         assert answer.json()["detail"].startswith(
-            "key_backlog: found 3 waiting requests, expected at most 3 of one API key"
+            "keys.backlog: found 3 waiting requests, expected at most 3 of one API key"
         )
     completion = {"model": BASE, "prompt": "a"}
     answer = await world.http.post("http://api/oai/api/v1/completions", json=completion)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
-    assert "key_backlog: found 3" in answer.json()["error"]["message"]
+    assert "keys.backlog: found 3" in answer.json()["error"]["message"]
     assert await world.ok("optim_step", step(model, 1))  # a repetition gets its first answer
     assert await world.ok("asample", sample(sampler, 0)) == first
     assert (await world.post("asample", sample(sampler, 0, num_samples=2))).status_code == 422
@@ -362,7 +360,7 @@ async def test_a_429_says_when_there_is_a_token_again(
     rates, who = processes[0], caller(rate)
     await admitted(rates, who, 50)
     with pytest.raises(
-        OverloadedError, match=r"^key_requests_per_s: found more than \d+ requests"
+        OverloadedError, match=r"^keys\.requests_per_s: found more than \d+ requests"
     ) as refusal:
         await rates.admit(who)
     assert 1 <= refusal.value.retry_after_s <= 1 / rate + 1

@@ -171,6 +171,10 @@ CASES: dict[tuple[str, str], list[Case]] = {
     ],
     ("POST", "/api/v1/cancel_future"): [post("cancel_future", lambda t, o: {"request_id": t.future})],
     ("GET", "/api/v1/console/runs/{run}"): [at("console/runs/{model}")],
+    ("GET", "/api/v1/console/runs/{run}/metrics"): [at("console/runs/{model}/metrics")],
+    ("POST", "/api/v1/console/runs/{run}/metrics"): [
+        at("console/runs/{model}/metrics", {"step": 1, "values": {"reward": 1.0}})
+    ],
     ("GET", "/api/v1/console/runs/{run}/points"): [at("console/runs/{model}/points")],
     ("GET", "/api/v1/console/runs/{run}/points.csv"): [at("console/runs/{model}/points.csv")],
     ("GET", "/api/v1/training_runs/{run}"): [at("training_runs/{model}")],
@@ -224,6 +228,7 @@ ELSEWHERE = {
     ("POST", "/oai/api/v1/chat/completions"): "test_the_engine_hears_who_asks_from_the_api_alone",
 }
 NOBODYS = {
+    ("GET", "/api/v1/console/rates"),
     ("POST", "/api/v1/client/config"),
     ("POST", "/api/v1/client/dynamic_config"),
     ("POST", "/api/v1/auth/token"),
@@ -388,6 +393,7 @@ async def test_an_heir_finds_what_the_dead_key_made(world: World, alice: Tenant,
 
 READ_BY_ADMINS = {
     ("GET", "/api/v1/console/runs/{run}"),
+    ("GET", "/api/v1/console/runs/{run}/metrics"),
     ("GET", "/api/v1/console/runs/{run}/points"),
     ("GET", "/api/v1/console/runs/{run}/points.csv"),
     ("GET", "/api/v1/sessions/{session_id}"),

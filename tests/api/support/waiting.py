@@ -87,8 +87,8 @@ class Waiting:
             self.driver,
             self.sampler,
             outbox,
-            Gaps(store, self.bell, self.driver, self.settings.gap_deadline_s),
-            self.settings.request_deadline_s,
+            Gaps(store, self.bell, self.driver, self.settings.timeouts.gap_s),
+            self.settings.timeouts.request_s,
         )
         openai = OpenAIServer(
             store, samplers, cast(Any, None), FACTS, ChatAbilities(frozenset()), self.sampler, metrics

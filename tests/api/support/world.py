@@ -163,9 +163,8 @@ class World:
 
 
 def settings_for(home: Path, **changes: Any) -> Settings:
-    return Settings(
-        home=home, **{"long_poll_s": 0.3, "gap_probe_tokens": 0, "allowed_hosts": ("api",), **changes}
-    )
+    short: Json = {"timeouts": {"long_poll_s": 0.3}, "parity": {"probe_tokens": 0}, "allowed_hosts": ("api",)}
+    return Settings(home=home, **{**short, **changes})
 
 
 @asynccontextmanager

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 from sqlalchemy import Connection
 
-from skyrl_tinker.config import Settings
+from skyrl_tinker.config import Settings, Timeouts
 from skyrl_tinker.domain.ids import SamplingSessionId
 from skyrl_tinker.domain.values import SampleRequest, SamplingParams
 from skyrl_tinker.protocol.stored_requests import sample_body
@@ -19,7 +19,7 @@ from tests.support.waiting import until
 
 @pytest.fixture
 def settings(settings: Settings) -> Settings:
-    return settings.model_copy(update={"sample_concurrency": 2, "long_poll_s": 10.0})
+    return settings.model_copy(update={"sample_concurrency": 2, "timeouts": Timeouts(long_poll_s=10.0)})
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 from skyrl_tinker.api.api_process import ApiServer
 from skyrl_tinker.api.app import create_app
 from skyrl_tinker.api.services import Services
-from skyrl_tinker.config import Settings
+from skyrl_tinker.config import SdkFlags, Settings, Timeouts
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import RequestKind, SamplingSessionId
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
@@ -79,7 +79,9 @@ async def test_clones_hear_of_their_own_samples(world: World) -> None:
 
 @pytest.fixture
 async def patient(settings: Settings) -> AsyncIterator[World]:
-    async with running(settings.model_copy(update={"long_poll_s": 3600.0})) as world:
+    async with running(
+        settings.model_copy(update={"timeouts": Timeouts.model_construct(long_poll_s=3600.0)})
+    ) as world:
         yield world
 
 
@@ -141,7 +143,7 @@ async def test_without_news_the_cursor_stays_and_the_time_is_kept(world: World) 
     await finish(world, await submit(world, "asample", sample(other, 0)))
     began = time.monotonic()
     assert await world.ok("retrieve_futures", ask(sampler, 3)) == {"completions": [], "cursor": 3}
-    assert time.monotonic() - began >= world.settings.long_poll_s * 0.95
+    assert time.monotonic() - began >= world.settings.timeouts.long_poll_s * 0.95
 
 
 async def test_an_acknowledgement_is_answered_at_once_and_so_are_all_at_shutdown(
@@ -210,8 +212,8 @@ class Held(Engine):
 
 @pytest.mark.parametrize("together", [True, False])
 async def test_the_sdk_waits_for_many_samples_on_one_connection(settings: Settings, together: bool) -> None:
-    changes = {"sample_use_retrieve_futures": together, "long_poll_s": 20.0}
-    settings = settings.model_copy(update=changes)
+    flags = SdkFlags(sample_use_retrieve_futures=together)
+    settings = settings.model_copy(update={"sdk": flags, "timeouts": Timeouts()})
     store = Store.open(settings.store_url)
     bells = SocketBell.bind(settings.root, "api"), SocketBell.bind(settings.root, "engine")
     listener = socket.create_server(("127.0.0.1", 0))

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 from sqlalchemy import Connection, update
 
-from skyrl_tinker.config import Settings
+from skyrl_tinker.config import Settings, Timeouts
 from skyrl_tinker.domain.ids import ModelKey, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine import gaps
@@ -35,7 +35,7 @@ PROTO = "application/x-protobuf"
 
 @pytest.fixture
 def settings(settings: Settings) -> Settings:
-    return settings.model_copy(update={"sample_concurrency": 1, "long_poll_s": 10.0})
+    return settings.model_copy(update={"sample_concurrency": 1, "timeouts": Timeouts(long_poll_s=10.0)})
 
 
 @pytest.fixture
@@ -141,12 +141,12 @@ async def test_a_gap_has_its_time_again_after_the_machine_was_suspended(
 ) -> None:
     await parked(made, await ready_model(made.api), 2)
     now, wall = time.time(), time.time
-    await closes(made, now, made.settings.gap_deadline_s - NOTED_S - 1)
-    asleep_s = 2 * made.settings.gap_deadline_s
+    await closes(made, now, made.settings.timeouts.gap_s - NOTED_S - 1)
+    asleep_s = 2 * made.settings.timeouts.gap_s
     monkeypatch.setattr(time, "time", lambda: wall() + asleep_s)
     await made.deadlines.enforce(now + asleep_s)
     assert await stands(made, 1)
-    await closes(made, now + asleep_s, made.settings.gap_deadline_s)
+    await closes(made, now + asleep_s, made.settings.timeouts.gap_s)
     await until(lambda: not made.driver.gaps())
 
 
@@ -260,7 +260,7 @@ async def test_a_pass_that_has_begun_may_still_take_effect_so_its_window_fails(m
     await until(lambda: "pass" in made.trainer.names())
     await made.deadlines.enforce(time.time() + DAY + 1)
     text = await server_failure(made, backward)
-    assert "was not done within 86400 s (setting request_deadline_s): it has begun" in text
+    assert "was not done within 86400 s (setting timeouts.request_s): it has begun" in text
     stepped = await submit(made.api, "optim_step", step(model, 2))
     made.trainer.go_on.set()
     assert "the gradients of its window are cleared" in await made.api.failure(stepped)

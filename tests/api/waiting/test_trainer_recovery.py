@@ -1,6 +1,6 @@
 """A trainer that comes back waits for no sampler."""
 
-from skyrl_tinker.config import Settings
+from skyrl_tinker.config import Parity, Settings, Timeouts
 from skyrl_tinker.errors import TrainerError
 from tests.api.support.waiting import ready_model, submit, waiting
 from tests.api.support.world import STEP, step
@@ -10,7 +10,9 @@ from tests.support.waiting import until
 async def test_the_trainer_is_restarted_though_samplers_do_not_answer_a_comparison(
     settings: Settings,
 ) -> None:
-    comparing = settings.model_copy(update={"gap_probe_tokens": 4, "long_poll_s": 10.0})
+    comparing = settings.model_copy(
+        update={"parity": Parity(probe_tokens=4), "timeouts": Timeouts(long_poll_s=10.0)}
+    )
     async with waiting(comparing) as made:
         model = await ready_model(made.api)
         body = {"model_id": model, "seq_id": 1, "path": "a"}

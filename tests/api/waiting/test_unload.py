@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from skyrl_tinker.config import Settings
+from skyrl_tinker.config import Settings, Timeouts
 from skyrl_tinker.domain.ids import ModelKey
 from tests.api.support.waiting import Waiting, ready_model, submit, waiting
 from tests.api.support.world import STEP, Json, step
@@ -13,7 +13,7 @@ from tests.support.waiting import until
 
 @pytest.fixture
 def settings(settings: Settings) -> Settings:
-    return settings.model_copy(update={"long_poll_s": 10.0})
+    return settings.model_copy(update={"timeouts": Timeouts(long_poll_s=10.0)})
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from tests.e2e.support.client import Array, Client, logprobs_of, prompt, random_
 TOKENS = random_tokens(40, seed=31)
 START = TOKENS[:8]
 ATOL = 1e-3
+FEW = 20
+"""Tokens of a rollout that shows that others, asked for before it, are under way."""
 
 
 def step(training: tinker.TrainingClient) -> None:
@@ -32,6 +34,15 @@ def roll(
 ) -> "Future[types.SampleResponse]":
     params = types.SamplingParams(max_tokens=tokens, seed=seed, stop=[])
     return sampler.sample(prompt(START), samples, params).future()
+
+
+def begin(
+    sampler: tinker.SamplingClient, tokens: int, *, samples: int = 1, seed: int | None = None
+) -> "Future[types.SampleResponse]":
+    """Roll; returns when it is under way: a short rollout that was asked for after it has ended."""
+    rolling = roll(sampler, tokens, samples=samples, seed=seed)
+    roll(sampler, FEW).result()
+    return rolling
 
 
 def scores(training: tinker.TrainingClient, tokens: Sequence[int]) -> Array:

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_tinker.engine.colocation.phases import IDLE_S, PhaseLimits, PhaseState, PhaseView, due_in
+from skyrl_tinker.config import Phases
+from skyrl_tinker.engine.colocation.phases import IDLE_S, PhaseState, PhaseView, due_in
 from skyrl_tinker.engine.colocation.placement import AwakeLock, Colocated, Separate
 from tests.engine.support.simulation import now, simulate
 
-LIMITS = PhaseLimits(min_s=0.2, max_s=10.0)
+LIMITS = Phases(min_s=0.2, max_s=10.0)
 SLICE_S = 0.01
 SLACK_S = 0.01
 
@@ -21,7 +22,7 @@ SLACK_S = 0.01
 class Devices:
     """Trainer and samplers that note where they are; both at once would not fit."""
 
-    def __init__(self, switch_s: float = 0.5, limits: PhaseLimits = LIMITS) -> None:
+    def __init__(self, switch_s: float = 0.5, limits: Phases = LIMITS) -> None:
         self.switch_s = switch_s
         self.awake, self.weights_awake, self.onloaded = True, True, False
         self.updated_asleep: list[bool] = []
@@ -131,7 +132,7 @@ times = st.floats(0, 1e4)
 def test_patience_has_an_end_whatever_the_backlog(
     lasted: float, idle: float | None, waited: float, min_s: float, max_s: float
 ) -> None:
-    due = due_in(PhaseView(lasted, idle, waited), PhaseLimits(min_s, max_s))
+    due = due_in(PhaseView(lasted, idle, waited), Phases.model_construct(min_s=min_s, max_s=max_s))
     assert due <= max(min_s, max_s, IDLE_S)
     assert due >= min_s - lasted
 
@@ -154,7 +155,7 @@ def test_one_side_at_a_time_and_nobody_starves(
     max_s: float,
     switch_s: float,
 ) -> None:
-    devices = Devices(switch_s, PhaseLimits(min_s, max_s))
+    devices = Devices(switch_s, Phases.model_construct(min_s=min_s, max_s=max_s))
 
     async def in_turn(what, jobs) -> None:  # type: ignore[no-untyped-def]
         for gap, seconds in jobs:
@@ -211,7 +212,7 @@ def test_a_client_that_answers_at_once_costs_no_switch() -> None:
 
 
 def test_both_sides_flooded_share_the_time() -> None:
-    devices = Devices(limits=PhaseLimits(0.2, 3.0))
+    devices = Devices(limits=Phases(min_s=0.2, max_s=3.0))
 
     async def story() -> None:
         async with devices.running():

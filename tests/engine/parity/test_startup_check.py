@@ -27,4 +27,4 @@ def test_without_adapters_the_base_alone_decides() -> None:
 
 def test_the_setting_bounds_the_start_as_well() -> None:
     assert allowed_gap(config.load(trainer_dtype="bfloat16")) == 0.25
-    assert allowed_gap(config.load(trainer_dtype="bfloat16", logprob_gap_bound=0.5)) == 0.5
+    assert allowed_gap(config.load(trainer_dtype="bfloat16", parity={"gap_bound": 0.5})) == 0.5

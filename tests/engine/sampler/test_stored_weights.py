@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 from sqlalchemy import Connection
 
+from skyrl_tinker.atomic_directory import staging_of
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, SamplingSessionId, VersionId
 from skyrl_tinker.domain.manifest import write_listing
 from skyrl_tinker.domain.values import LoraSpec, WeightVersion
@@ -57,6 +60,26 @@ def samplers_of(storage: CheckpointStorage) -> Samplers:
     return Samplers(fleet, cast(Any, None), FACTS, AdapterLimits(4, 1), Metrics(), storage)
 
 
+async def saved(store: Store, directory: Path) -> str:
+    """The path of a checkpoint of sampler weights."""
+    key = await journal.key_of(store, model := await journal.ready_model(store))
+
+    def save(conn: Connection) -> None:
+        version = sampling_sessions.insert_version(conn, key, "lora", durable=True)
+        sampling_sessions.publish_version(conn, version, str(directory), 1)
+        kind, spec = CheckpointKind.SAMPLER_WEIGHTS, LoraSpec(8, 1)
+        new = NewCheckpoint(key, kind, "a", str(directory), FACTS.names[0], spec, 1, version_id=version)
+        checkpoint_records.add(conn, new, replace=False)
+
+    await store.write(save)
+    return f"tinker://{model}/sampler_weights/a"
+
+
+def openai_server(store: Store, storage: CheckpointStorage) -> OpenAIServer:
+    nothing = cast(Any, None)
+    return OpenAIServer(store, samplers_of(storage), nothing, FACTS, nothing, nothing, Metrics())
+
+
 async def test_weights_that_were_deleted_from_the_cache_are_fetched_again(tmp_path: Path) -> None:
     """At once, though they had counted as here."""
     storage = CheckpointStorage(tmp_path / "local", f"file://{tmp_path}/bucket")
@@ -76,25 +99,28 @@ async def test_openai_requests_fetch_what_has_left_the_cache_before_they_have_a_
     directory, exists, away = stored(storage, tmp_path), storage._files.exists, True
     shutil.rmtree(directory)
     monkeypatch.setattr(storage._files, "exists", lambda place: _there(away) and exists(place))
-    key = await journal.key_of(store, model := await journal.ready_model(store))
-
-    def save(conn: Connection) -> None:
-        version = sampling_sessions.insert_version(conn, key, "lora", durable=True)
-        sampling_sessions.publish_version(conn, version, str(directory), 1)
-        kind, spec = CheckpointKind.SAMPLER_WEIGHTS, LoraSpec(8, 1)
-        saved = NewCheckpoint(key, kind, "a", str(directory), FACTS.names[0], spec, 1, version_id=version)
-        checkpoint_records.add(conn, saved, replace=False)
-
-    await store.write(save)
-    nothing = cast(Any, None)
-    server = OpenAIServer(store, samplers_of(storage), nothing, FACTS, nothing, nothing, Metrics())
+    path, server = await saved(store, directory), openai_server(store, storage)
     with pytest.raises(StorageAwayError):
-        await server._version(f"tinker://{model}/sampler_weights/a", None)
+        await server._version(path, None)
     away = False
-    version = await server._version(f"tinker://{model}/sampler_weights/a", None)
+    version = await server._version(path, None)
     assert version is not None
     assert version.directory == str(directory)
     assert directory.exists()
+
+
+async def test_openai_clients_are_told_no_path_of_the_server(store: Store, tmp_path: Path) -> None:
+    storage = CheckpointStorage(tmp_path / "local", f"file://{tmp_path}/bucket", pauses_s=())
+    directory = stored(storage, tmp_path)
+    shutil.rmtree(directory)
+    staging_of(directory).touch()  # in the way
+    app = web.Application()
+    app.add_routes(openai_server(store, storage).routes())
+    async with TestClient(TestServer(app)) as client:
+        body = {"model": await saved(store, directory), "prompt": "a"}
+        answer = await client.post("/oai/api/v1/completions", json=body)
+        assert answer.status == 500
+        assert (await answer.json())["error"]["message"] == "…/v1 could not be fetched: File exists"
 
 
 async def test_samples_of_weights_in_storage_that_is_away_wait_and_others_have_their_turns(

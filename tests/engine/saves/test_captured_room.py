@@ -69,6 +69,20 @@ async def test_saves_wait_for_memory_while_the_disk_hangs_and_others_train(
     await world.until(lambda: not world.workers.held)
 
 
+@pytest.mark.parametrize(("kind", "together"), [*zip(KINDS, (1, 3, 3), strict=True)])
+async def test_a_save_counts_with_the_moments_that_it_has(
+    world: World, kind: RequestKind, together: int
+) -> None:
+    world.workers.moments, world.workers.captured.most = 2, 9
+    models = await models_of(world, [3, 3, 3])
+    world.workers.disk.clear()
+    saves = [await save(world, model, 1, kind) for model in models]
+    await world.until(lambda: len(world.workers.held) == together)
+    world.workers.disk.set()
+    await all_done(world, saves)
+    assert world.workers.most_captured == 9
+
+
 async def test_a_save_larger_than_the_bound_runs_alone_and_none_passes_it(world: World) -> None:
     world.workers.captured.most = 7
     small, large, late = await models_of(world, [3, 20, 3])
@@ -129,3 +143,24 @@ async def test_storage_that_hangs_holds_no_captured_state(
     assert stored.workers.held == []
     hanging.back.set()
     await all_done(stored, [accepted])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_saves_that_a_new_engine_repeats_wait_for_memory_too(
+    stored: World, hanging: HangingStorage, kind: RequestKind
+) -> None:
+    models = await models_of(stored, [3, 3, 3, 3])
+    saves = [await save(stored, model, 1, kind) for model in models]
+    await stored.until(lambda: len(hanging.asked) == len(models))
+    stored.running.cancel()
+    after = World(stored.store, stored.bell, stored.root)
+    after.workers.sizes, after.workers.captured.most = stored.workers.sizes, 7
+    after.workers.disk.clear()
+    try:
+        await after.until(lambda: len(after.workers.held) > 1)
+        after.workers.disk.set()
+        await all_done(after, saves)
+        assert after.workers.most_captured == 6
+    finally:
+        after.running.cancel()
+        await asyncio.wait([after.running])

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from skyrl_tinker.config import Settings
+from skyrl_tinker.config import Parity, Recovery, Settings
 from skyrl_tinker.domain.ids import FutureStatus, ModelId
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.engine.compose import make_tmpfs_spill
@@ -58,9 +58,8 @@ class World:
             home=root.parent,
             checkpoints=root,
             unit_tokens=unit_tokens,
-            replay_s=replay_s,
-            snapshot_share=0.99,
-            gap_probe_tokens=0,
+            recovery=Recovery(replay_s=replay_s, snapshot_share=0.99),
+            parity=Parity(probe_tokens=0),
         )
         metrics = Metrics()
         outbox = Outbox(store, bell, metrics)

@@ -5,7 +5,7 @@ import errno
 import itertools
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +18,10 @@ from sqlalchemy.exc import OperationalError, ProgrammingError
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelKey, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure, PassItem
 from skyrl_tinker.engine import outbox
+from skyrl_tinker.engine.colocation.placement import Separate
 from skyrl_tinker.engine.recovery import leftovers, parking, snapshot_keeper
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
-from skyrl_tinker.engine.trainer import model_returns, replay, trainer_driver, unit_execution
+from skyrl_tinker.engine.trainer import model_returns, replay, sleeping_models, trainer_driver, unit_execution
 from skyrl_tinker.errors import SEND_AGAIN, ExhaustedError, StorageAwayError, StorageError, TrainerError
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records, model_records
@@ -871,6 +872,55 @@ async def test_models_come_back_while_there_is_nothing_else_to_do(
     assert after.reports.count("") == 1
     assert after.workers.restarts == 0
     await after.until(lambda: sizes(after.driver)["ModelReturns._asleep"] == 0)
+
+
+async def test_models_that_are_to_be_saved_come_back_several_at_once(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each save is a unit of its own. One of the models cannot come back, which is known only then."""
+    *fine, damaged = [await with_snapshot(world, monkeypatch) for _ in range(4)]
+    world.running.cancel()
+    body = SaveWeightsBody("a").to_bytes()
+    *saves, failed = [
+        await journal.submit(world.store, model, 7, RequestKind.SAVE_WEIGHTS, body)
+        for model, _ in (*fine, damaged)
+    ]
+    after = new_engine(world)
+    after.workers.unreadable.add(str(damaged[1]))
+    load, loading, all_load = after.workers.load_state, list[ModelKey](), asyncio.Event()
+
+    async def together(model: ModelKey, directory: str, *, optimizer: bool) -> None:
+        loading.append(model)
+        if len(loading) == 4:
+            all_load.set()
+        await all_load.wait()
+        await load(model, directory, optimizer=optimizer)
+
+    monkeypatch.setattr(after.workers, "load_state", together)
+    await all_done(after, *saves)
+    await after.done(failed)
+    assert "is damaged; it is tried again" in (await journal.error_of(world.store, failed)).message
+    assert len(loading) == 4
+    assert after.workers.restarts == 0
+
+
+async def test_samplers_on_the_same_devices_may_have_them_before_all_models_of_a_unit_are_back(
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [(await with_snapshot(world, monkeypatch))[0] for _ in range(3)]
+    world.running.cancel()
+    passes = [await journal.submit_pass(world.store, model, 7) for model in models]
+    loaded: list[int] = []  # before each context of the trainer
+
+    def training(_: Separate) -> AbstractAsyncContextManager[None]:
+        loaded.append(len(after.workers.asked("load")))
+        return nullcontext()
+
+    monkeypatch.setattr(sleeping_models, "AT_ONCE", 2)
+    monkeypatch.setattr(Separate, "training", training)
+    after = new_engine(world)
+    await all_done(after, *passes)
+    assert loaded[:4] == [0, 0, 2, 3]
 
 
 async def test_a_unit_runs_without_the_model_that_cannot_come_back(

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker.config import Settings
+from skyrl_tinker.config import EphemeralWeights, Settings, Timeouts
 from skyrl_tinker.domain.ids import CheckpointKind, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.domain.values import LoraSpec, WeightVersion
 from skyrl_tinker.engine.outbox import Outbox
@@ -89,7 +89,8 @@ def cleanup_of(
     any_part = cast(Any, parts)
     spill = TmpfsSpill(root / "memory", root / "disk")
     (root / "memory").mkdir(exist_ok=True)
-    settings = Settings(home=root, session_timeout_s=timeout_s, ephemeral_keep=2, ephemeral_idle_s=60.0)
+    kept = EphemeralWeights(keep=2, idle_s=60.0)
+    settings = Settings(home=root, timeouts=Timeouts(session_s=timeout_s), ephemeral=kept)
     versions = EphemeralVersions(store, any_part, any_part, spill, settings)
     return Cleanup(store, any_part, sampler or any_part, parts.is_loading, versions, settings, storage)
 
@@ -403,7 +404,7 @@ async def test_above_the_cap_the_oldest_ephemeral_weights_go_but_never_the_newes
     any_part = cast(Any, parts)
 
     def capped(gb: float) -> EphemeralVersions:
-        settings = Settings(home=tmp_path, ephemeral_gb=gb)
+        settings = Settings(home=tmp_path, ephemeral={"gb": gb})
         return EphemeralVersions(store, any_part, any_part, spill, settings)
 
     parts.used.add(versions[0].id)

@@ -55,7 +55,7 @@ OPENAI: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Bodies of OpenAI's routes as the engine makes them, with those that its clients may leave out."""
-TOLD = ("version", "lora_backend", "prefill_max_requests", *ARGUMENTS)
+TOLD = ("version", "lora_backend", "prefill_max_requests", "disable_overlap_schedule", *ARGUMENTS)
 """Of what the server tells of itself."""
 
 

@@ -2,19 +2,26 @@
 
 import json
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from skyrl_tinker import config
+from skyrl_tinker.engine.sampler.launch import launch_servers
 from skyrl_tinker.errors import SamplerError, UserError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.sglang.sglang_dialect import SGLANG
+from skyrl_tinker.inference.sglang.sglang_process import SglangProcess
 from tests.inference.sglang.recording import FILE, OPENAI
+from tests.inference.support.samplers import spec_of, write_model
 
 RECORDED: dict[str, Any] = json.loads(FILE.read_text())
 
@@ -115,43 +122,64 @@ def test_numbers_that_are_none_say_that_training_has_diverged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "keeps_cache", "message"),
     [
-        ({}, None),
-        ({"version": "0.5.24"}, r"version: found 0\.5\.24, expected 0\.5\.23"),
-        ({"enable_cache_report": False}, "enable_cache_report: found False, expected True"),
-        ({"prefill_max_requests": None}, "prefill_max_requests: found None, expected 1"),
-        ({"prefill_max_requests": None, "lora_backend": "csgmv"}, None),
+        ({}, False, None),
+        ({}, True, None),
+        ({"version": "0.5.24"}, False, r"version: found 0\.5\.24, expected 0\.5\.23"),
+        ({"enable_cache_report": False}, False, "enable_cache_report: found False, expected True"),
+        ({"prefill_max_requests": None}, False, "prefill_max_requests: found None, expected 1"),
+        ({"prefill_max_requests": None, "lora_backend": "csgmv"}, False, None),
+        ({"disable_priority_preemption": False}, False, "disable_priority_preemption: found False"),
+        ({"disable_overlap_schedule": False}, False, None),
+        ({"disable_overlap_schedule": False}, True, "disable_overlap_schedule: found False, expected True"),
     ],
 )
 async def test_a_server_of_others_without_an_argument_that_counts_is_refused(
-    changed: dict[str, Any], message: str | None
+    changed: dict[str, Any], keeps_cache: bool, message: str | None
 ) -> None:
-    async def info(_: web.Request) -> web.Response:
-        return web.json_response(RECORDED["server"] | changed)
-
-    await _require(info, message)
+    async with _told(RECORDED["server"] | changed) as url:
+        await _require(url, message, keeps_cache=keeps_cache)
 
 
 async def test_a_server_of_vllm_is_refused_by_name() -> None:
-    async def info(_: web.Request) -> web.Response:
-        return web.json_response({"vllm_config": "", "vllm_env": {}})
-
-    await _require(info, r"version: found None, expected 0\.5\.23")
+    async with _told({"vllm_config": "", "vllm_env": {}}) as url:
+        await _require(url, r"version: found None, expected 0\.5\.23")
 
 
-async def _require(info: Callable[[web.Request], Awaitable[web.Response]], message: str | None) -> None:
-    """Check a server that tells of itself so; `message`: of its refusal."""
+async def test_a_server_of_others_is_asked_for_an_argument_that_a_setting_needs(tmp_path: Path) -> None:
+    facts = write_model(tmp_path / "model", tied=False)
+    spec = replace(spec_of(facts, tmp_path), engine=SglangProcess(), keeps_cache=True)
+    async with _told(RECORDED["server"] | {"disable_overlap_schedule": False}) as url:
+        servers = launch_servers(config.load(sampler_engine="sglang", sampler_urls=(url,)), spec, [])
+        with pytest.raises(SamplerError, match=r"\(sampler_urls\) .*disable_overlap_schedule: found False"):
+            await servers.ready()
+
+
+@asynccontextmanager
+async def _told(info: dict[str, Any]) -> AsyncIterator[str]:
+    """Yield the URL of a server that lives, and tells this of itself."""
+
+    async def health(_: web.Request) -> web.Response:
+        return web.Response()
+
+    async def server_info(_: web.Request) -> web.Response:
+        return web.json_response(info)
+
     app = web.Application()
-    app.router.add_get("/server_info", info)
+    app.add_routes([web.get("/health", health), web.get("/server_info", server_info)])
     async with TestServer(app) as server:
-        url = str(server.make_url("")).rstrip("/")
-        client = RemoteInferenceClient(url, (url,), dialect=SGLANG)
-        try:
-            if message is None:
-                await client.control.require_arguments()
-            else:
-                with pytest.raises(SamplerError, match=message):
-                    await client.control.require_arguments()
-        finally:
-            await client.close()
+        yield str(server.make_url("")).rstrip("/")
+
+
+async def _require(url: str, message: str | None, *, keeps_cache: bool = False) -> None:
+    """Check this server; `message`: of its refusal."""
+    client = RemoteInferenceClient(url, (url,), dialect=SGLANG)
+    try:
+        if message is None:
+            await client.control.require_arguments(keeps_cache=keeps_cache)
+        else:
+            with pytest.raises(SamplerError, match=message):
+                await client.control.require_arguments(keeps_cache=keeps_cache)
+    finally:
+        await client.close()

@@ -66,6 +66,7 @@ def _check(settings: config.Settings) -> None:
         ({"tool_parser": "hermes"}, "tool_parser"),
         ({"sampled_logprobs": "processed"}, "processed_logprobs"),
         ({"prefill_urls": ("http://a:1",), "decode_urls": ("http://b:1",)}, "prefill_urls"),
+        ({"sampler_urls": ("http://a:1",), "router_url": "http://b:1"}, "router_url"),
         ({"placement": "colocated"}, "colocated"),
         ({"ray_address": "auto"}, "ray_address"),
     ],

@@ -129,6 +129,21 @@ async def test_a_sample_that_runs_over_an_update_has_the_versions_of_both(
     assert not np.isclose(first.logprobs[:place], of_the_weights(new, first)[:place], atol=ATOL).any()
 
 
+async def test_weights_of_another_shape_are_refused_and_the_server_is_lost(
+    sampler: Sampler, trainer: TrainerGroup, transport: WeightTransport, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "other", tied=False, vocab=640)
+    refused = "update failed: .*Failed to update parameter online"
+    with pytest.raises(WeightSyncError, match=refused) as caught:
+        await bring(sampler, transport, tmp_path / "other", "v1")
+    assert caught.value.lost == sampler.client.server_urls
+    await sampler.client.control.finish_weight_update(PARTIAL)  # what takes its place has none open
+    base = Path(sampler.facts.directory)
+    await bring(sampler, make_transport("torch_gloo", trainer, CHUNK_BYTES), base, "base")
+    (sequence,) = (await sampler(BASE_MODEL, ask(PROMPT))).sequences
+    np.testing.assert_allclose(sequence.logprobs, of_the_weights(base, sequence), atol=ATOL, rtol=0)
+
+
 async def test_a_server_whose_sender_dies_in_the_middle_is_lost(
     sampler: Sampler, trainer: TrainerGroup, transport: WeightTransport, tmp_path: Path
 ) -> None:

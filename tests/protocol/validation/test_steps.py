@@ -146,6 +146,8 @@ def test_an_optimizer_is_adamw_unless_it_is_said() -> None:
     ("config", "message"),
     [
         ({"type": "sgd"}, "optimizer_config.type is 'sgd', expected one of adamw, dimuon"),
+        ({"type": ["adamw"]}, r"optimizer_config.type is \[.adamw.\], expected one of adamw, dimuon"),
+        ({"type": {}}, r"optimizer_config.type is \{\}, expected one of adamw, dimuon"),
         ({"type": "dimuon", "version": 2}, "optimizer_config.version is 2, expected 1"),
         ({"type": "dimuon", "nesterov": True}, "unknown key 'nesterov', for dimuon expected type, version"),
         ({"type": "adamw", "version": 1}, "unknown key 'version', for adamw expected type"),

@@ -449,7 +449,14 @@ async def test_a_busy_process_does_not_starve_another(store: Store, url: str) ->
 
 @pytest.mark.parametrize(
     "named",
-    ["postgresql+asyncpg://u:secret@h/d", "sqlite+aiosqlite:///x.db", "sqlite://", "mysql://h/d", "x"],
+    [
+        "postgresql+asyncpg://u:secret@h/d",
+        "sqlite+aiosqlite:///x.db",
+        "sqlite://",
+        "mysql://h/d",
+        "x",
+        "postgresql+psycopg://h:a/d",
+    ],
 )
 async def test_other_databases_are_refused_by_name(named: str) -> None:
     with pytest.raises(StartupError, match=r"expected sqlite:///.* or postgresql") as refused:

@@ -294,3 +294,8 @@ def test_other_databases_are_refused() -> None:
 @pytest.mark.parametrize("how", [["-c", "import alembic.command"], ["-m", "alembic", "--version"]])
 def test_our_alembic_directory_does_not_hide_the_package(how: list[str]) -> None:
     subprocess.run([sys.executable, *how], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=True)
+
+
+def test_an_option_that_the_driver_does_not_know_is_told() -> None:
+    with pytest.raises(StartupError, match="database_url: cannot connect: invalid connection option"):
+        migrate("postgresql+psycopg://u@127.0.0.1:9/n?no_such_option=1")

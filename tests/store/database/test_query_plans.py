@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection
 
-from skyrl_tinker.domain.ids import ModelKey, OwnerId, RequestId, SamplingSessionId, SessionId, VersionId
+from skyrl_tinker.domain.ids import (
+    ALL_OWNERS,
+    ModelKey,
+    OwnerId,
+    RequestId,
+    SamplingSessionId,
+    SessionId,
+    VersionId,
+)
 from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.store import (
     checkpoint_records,
@@ -15,14 +23,14 @@ from skyrl_tinker.store import (
     session_records,
     usage_records,
 )
-from skyrl_tinker.store.console import step_points
+from skyrl_tinker.store.console import run_reports, step_points
 from skyrl_tinker.store.console.pending import pending_groups
 from skyrl_tinker.store.console.traced_requests import finished_requests, requests_after
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.tables import Base, Future
 from skyrl_tinker.store.futures import cancellation, completions, finish, outcomes, queue
 from skyrl_tinker.store.replay import unit_records
-from skyrl_tinker.store.reports import holdings
+from skyrl_tinker.store.reports import holdings, training_runs
 from skyrl_tinker.store.retention import row_purges, session_purges
 from skyrl_tinker.store.store import Store
 from tests.store.support.databases import on_sqlite
@@ -113,6 +121,8 @@ SWEEPS: dict[str, Query] = {
     "purge of usage": lambda conn: row_purges.purge_usage(conn, time.time()),
     "purge of points": lambda conn: row_purges.purge_points(conn, time.time()),
     "points of a run": lambda conn: step_points.points_after(conn, MODEL, 1, 10),
+    "reports of a run": lambda conn: run_reports.reports_after(conn, MODEL, 1, 10),
+    "runs": lambda conn: training_runs.runs_of(conn, ALL_OWNERS, [MODEL]),
     "last points": lambda conn: step_points.last_points(conn, [MODEL]),
     "purge of checkpoints": lambda conn: row_purges.purge_removed_checkpoints(conn, time.time()),
     "clearing a session": lambda conn: session_purges.clear_session(conn, SessionId("s")),

@@ -27,7 +27,7 @@ from skyrl_tinker.store import (
     usage_records,
 )
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
-from skyrl_tinker.store.console import step_points
+from skyrl_tinker.store.console import run_reports, step_points
 from skyrl_tinker.store.database.tables import Base, Future, Model, SavedCheckpoint, Session
 from skyrl_tinker.store.futures import finish
 from skyrl_tinker.store.futures.record import Accepted
@@ -158,6 +158,7 @@ async def lived(store: Store, name: str = "") -> SessionId:
         await store.write(
             lambda conn, seq_id=seq_id: step_points.add(conn, model.key, seq_id, time.time(), POINT)
         )
+        await store.write(lambda conn: run_reports.add(conn, model.key, 1, {"reward": 1.0}))
     version = await ephemeral(store, model.key)
     sampler = await store.write(
         lambda conn: sampling_sessions.create(
@@ -206,7 +207,8 @@ async def test_an_ended_session_leaves_nothing(store: Store) -> None:
     assert await clear(store, time.time() + 1) == [session]
     assert await clear(store, time.time() + 1) == []
     await purge_versions(store, time.time() + 1)
-    assert set(await rows(store)) == {"sessions", "models", "usage_records", "audit_events", "step_points"}
+    history = {"usage_records", "audit_events", "step_points", "run_reports"}
+    assert set(await rows(store)) == {"sessions", "models", *history}
     assert await forget(store, time.time() + 1) == [session]
     assert await rows(store) == {}
 
@@ -302,6 +304,17 @@ async def test_old_points_of_curves_go_and_the_count_of_steps_goes_on(store: Sto
     await store.write(lambda conn: step_points.add(conn, model.key, 2, 40.0, POINT))
     with reading(store) as conn:
         assert [point.step for point in step_points.points_after(conn, model.key, 0, 10)] == [3, 4]
+
+
+async def test_old_reports_of_scripts_go(store: Store, model: ModelRow) -> None:
+    for reward in (1.0, 2.0):
+        await store.write(lambda conn, reward=reward: run_reports.add(conn, model.key, 1, {"reward": reward}))
+    await run_all(store, lambda conn: row_purges.purge_points(conn, time.time() - 60))
+    with reading(store) as conn:
+        assert len(run_reports.reports_after(conn, model.key, 0, 10).reports) == 2
+    await run_all(store, lambda conn: row_purges.purge_points(conn, time.time() + 60))
+    with reading(store) as conn:
+        assert run_reports.reports_after(conn, model.key, 0, 10).reports == []
 
 
 async def test_old_audit_events_and_usage_go(store: Store) -> None:

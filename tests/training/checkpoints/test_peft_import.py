@@ -83,6 +83,7 @@ def adapter(untied_model: str, tmp_path: Path) -> Path:
         ({"use_dora": True}, "use_dora is True"),
         ({"bias": "all"}, "bias is 'all', expected 'none'"),
         ({"lora_bias": True}, "lora_bias is True"),
+        ({"target_parameters": 5}, "target_parameters is 5, expected nothing"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
         ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern"),

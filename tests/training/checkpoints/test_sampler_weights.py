@@ -38,9 +38,11 @@ def test_unnamed_adapters_have_the_samplers_dtype_and_durable_ones_all_their_pre
     make_worker: MakeWorker, tied_model: str, tmp_path: Path
 ) -> None:
     worker = make_worker(tied_model, dtype="bfloat16")
-    worker.create_model(A, LORA)
+    sizes = worker.create_model(A, LORA)
     perturb(worker, A)
     weights = weights_of(worker, A)
+    weight_bytes = sum(tensor.nbytes for tensor in weights.values())
+    assert sizes == (weight_bytes, 3 * weight_bytes), "the bound of captured state counts these"
     write_weights(worker, A, tmp_path / "unnamed")
     write_weights(worker, A, tmp_path / "named", durable=True)
     unnamed, named = (load_file(tmp_path / name / ADAPTER_FILE) for name in ("unnamed", "named"))

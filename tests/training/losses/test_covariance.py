@@ -1,9 +1,10 @@
 """Tokens that clip_cov and kl_cov select."""
 
 import numpy as np
+import pytest
 import torch
 
-from skyrl_tinker.training.losses.covariance import share
+from skyrl_tinker.training.losses.covariance import covariances, share
 from tests.training.losses.support import naive
 from tests.training.losses.support.cases import filled, make, run
 
@@ -93,3 +94,11 @@ def test_without_any_advantage_there_is_no_loss() -> None:
 
 def test_a_share_is_at_least_one_token_unless_it_is_zero() -> None:
     assert [share(2e-4, 100), share(0.5, 7), share(0.0, 100), share(1.0, 0)] == [1, 3, 0, 0]
+
+
+def test_covariances_are_numbers_where_a_sum_of_advantages_is_beyond_float32() -> None:
+    logprobs, advantages = [-1.0, -2.0, -3.0, -4.0, -5.0], [3e38, 3e38, -1e38, 0.0, 3e38]
+    found = covariances(torch.tensor(logprobs), torch.tensor(advantages)).tolist()
+    expected = naive.covariances(logprobs, advantages)
+    assert found[3] == -torch.inf
+    assert {index: found[index] for index in expected} == pytest.approx(expected, rel=1e-5)

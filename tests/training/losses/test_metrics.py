@@ -3,6 +3,7 @@
 from math import exp
 
 import pytest
+import torch
 
 from tests.training.losses.support import naive
 from tests.training.losses.support.cases import NAMES, make, run
@@ -58,3 +59,13 @@ def test_dual_clipped_tokens_are_those_whose_loss_the_second_bound_holds_down() 
 def test_weights_are_added_up() -> None:
     logprobs, request = make("cross_entropy")
     assert run("cross_entropy", logprobs, request)[2]["weights:sum"] == sum(request.inputs["weights"])
+
+
+def test_sums_beyond_float32_are_numbers() -> None:
+    logprobs = torch.full((4,), -1e-3)
+    ones, huge = [1.0] * 4, [3e38] * 4
+    weighted = naive.Request({"weights": huge}, ((4,),), {})
+    assert run("cross_entropy", logprobs, weighted)[2]["weights:sum"] == pytest.approx(1.2e39)
+    improbable = naive.Request({"logprobs": huge, "advantages": ones}, ((4,),), {})
+    found = run("importance_sampling", logprobs, improbable)[2]["kl_sampler_policy:sum"]
+    assert found == pytest.approx(1.2e39)

@@ -86,6 +86,18 @@ def _changed(model: str, directory: Path, change: Callable[[dict[str, torch.Tens
     return str(directory)
 
 
+@pytest.mark.parametrize("kept", [0, 7, 4000])
+def test_a_file_that_was_cut_off_is_named(
+    make_worker: MakeWorker, untied_model: str, tmp_path: Path, kept: int
+) -> None:
+    directory = tmp_path / "m"
+    shutil.copytree(untied_model, directory)
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(StartupError, match=f"{file} of the base model cannot be read: "):
+        make_worker(str(directory))
+
+
 def test_a_missing_tensor_is_named(make_worker: MakeWorker, untied_model: str, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     directory = _changed(untied_model, tmp_path / "m", lambda tensors: tensors.pop(name))

@@ -1,38 +1,67 @@
 """Limits of one API key. A server without keys has one user, to whom its settings apply."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.units import GB, KiB
-from skyrl_tinker.errors import KeyLimitError
+from skyrl_tinker.errors import KeyLimitError, UserError
+from skyrl_tinker.protocol.schemas.base import MAX_INT64, describe
 
-_OF_ONE: Mapping[str, Any] = {"metadata_kb": 256}
-_OF_SEVERAL: Mapping[str, Any] = {"sessions": 1000, "backlog": 10_000, "metadata_kb": 16}
+T = TypeVar("T")
+_OF_ONE: Mapping[str, Any] = {"metadata_kb": 256, "stop_kb": 64}
+_OF_SEVERAL: Mapping[str, Any] = {"sessions": 1000, "backlog": 10_000, "metadata_kb": 16, "stop_kb": 64}
+_WORDS = {"none": None, "default": "default"}
 
 
-@dataclass(frozen=True, slots=True)
-class KeyLimits:
-    """Limits; None: none. Each is the setting `key_<name>`, which `keys limit` overrides for one key."""
+def fit_json(given: T) -> T:
+    """Refuse integers that JSON, by which other processes get the settings, has no place for."""
+    if isinstance(given, int) and given > MAX_INT64:
+        raise ValueError(f"expected at most {MAX_INT64}")
+    return given
 
-    models: int | None = None
-    resident_gb: float | None = None
-    stored_gb: float | None = None
-    sessions: int | None = None
-    backlog: int | None = None
-    requests_per_s: float | None = None
-    metadata_kb: float | None = None
-    stop_kb: float | None = None
+
+class Table(BaseModel):
+    """Base of settings that belong together."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    _fit_json = field_validator("*")(fit_json)
+
+
+class KeyLimits(Table):
+    """Limits of each API key, which `skyrl-tinker keys limit` changes for one of them."""
+
+    models: int | None = Field(None, ge=0)
+    """Models in training [default: any number]"""
+    resident_gb: float | None = Field(None, ge=0)
+    """State (weights, gradients, moments) of the models in training [default: any amount]"""
+    stored_gb: float | None = Field(None, ge=0)
+    """Checkpoints; beyond it saves fail [default: any amount]"""
+    sessions: int | None = Field(None, ge=0)
+    """Open sessions [default: any number, with several keys 1000]"""
+    backlog: int | None = Field(None, ge=1)
+    """Waiting requests; beyond it new ones are answered with 429 and the SDK tries again [default: any
+    number, with several keys 10000]
+    """
+    requests_per_s: float | None = Field(None, gt=0)
+    """Requests per second, on average over ten seconds, without those that wait for results; beyond it 429
+    [default: any number]
+    """
+    metadata_kb: float | None = Field(None, ge=0)
+    """Metadata, tags and names in one request, as JSON [default: 256, with several keys 16]"""
+    stop_kb: float | None = Field(None, ge=0)
+    """Stop strings of one sample [default: 64]"""
 
     def filled(self, *, several: bool) -> "KeyLimits":
         """Return these, and where there is none the default; `several`: keys, which share the server."""
         defaults = _OF_SEVERAL if several else _OF_ONE
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
-        return replace(self, **unset)
+        return self.model_copy(update=unset)
 
     def overridden(self, by: Mapping[str, Any]) -> "KeyLimits":
-        return replace(self, **{name: value for name, value in by.items() if name in NAMES})
+        return self.model_copy(update={name: value for name, value in by.items() if name in NAMES})
 
     def require_models(self, sessions: Sequence[SessionId]) -> None:
         """Refuse one model more than those of `sessions`, the quietest first.
@@ -76,7 +105,22 @@ class KeyLimits:
 
 
 UNLIMITED = KeyLimits()
-NAMES = tuple(field.name for field in fields(KeyLimits))
+NAMES = tuple(KeyLimits.model_fields)
+
+
+def changes_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return changes of a key's limits, by name: "none" is None, "default" that of all keys.
+
+    Raises UserError that names a wrong limit.
+    """
+    if unknown := sorted(given.keys() - set(NAMES)):
+        raise UserError(f"limits: found {unknown[0]!r}, expected any of {', '.join(NAMES)}")
+    numbers = {name: value for name, value in given.items() if value not in _WORDS}
+    try:
+        read = KeyLimits.model_validate(numbers)
+    except ValidationError as error:
+        raise UserError(describe(error.errors(include_url=False))) from error
+    return {name: _WORDS[value] if value in _WORDS else getattr(read, name) for name, value in given.items()}
 
 
 def _end(sessions: Sequence[SessionId]) -> str:
@@ -88,6 +132,6 @@ def _end(sessions: Sequence[SessionId]) -> str:
 
 def _refused(name: str, found: float, limit: float, what: str, remedy: str) -> KeyLimitError:
     return KeyLimitError(
-        f"key_{name}: found {found:.6g} {what}, expected at most {limit:.6g} for one API key: {remedy}, "
+        f"keys.{name}: found {found:.6g} {what}, expected at most {limit:.6g} for one API key: {remedy}, "
         "or ask the operator for more"
     )

@@ -1,0 +1,43 @@
+"""Numbers that scripts report of their runs, such as the reward: kept as long as points of curves."""
+
+from collections.abc import Mapping
+
+from sqlalchemy import Connection, insert, select
+
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.protocol.schemas.console import ReportedPoint, ReportsResponse
+from skyrl_tinker.store.database.rows import database_time
+from skyrl_tinker.store.database.tables import Model, RunReport
+
+REWARDS = "reward", "env/all/reward/total"
+"""Names of the reward, the best known first; the second is the cookbook's."""
+LAST_REWARD = (
+    select(RunReport.reward)
+    .where(RunReport.model_key == Model.key, RunReport.reward.is_not(None))
+    .order_by(RunReport.id.desc())
+    .limit(1)
+    .scalar_subquery()
+)
+"""In a query of models: the reward reported last, null without one."""
+
+
+def add(conn: Connection, model: ModelKey, step: int, values: Mapping[str, float]) -> None:
+    """Add a report. Several of one step complete each other; of one name the last counts."""
+    row = {"model_key": model, "step": step, "at": database_time(conn), "reward": _reward(values)}
+    conn.execute(insert(RunReport).values(**row, numbers=dict(values)))
+
+
+def reports_after(conn: Connection, model: ModelKey, after: int, limit: int) -> ReportsResponse:
+    """Return the reports that came behind one, in the order in which they came."""
+    columns = RunReport.id, RunReport.step, RunReport.at, RunReport.reward, RunReport.numbers.label("values")
+    query = select(*columns).where(RunReport.model_key == model, RunReport.id > after)
+    rows = conn.execute(query.order_by(RunReport.id).limit(limit)).all()
+    reports = [ReportedPoint(**row._mapping) for row in rows]
+    return ReportsResponse(reports=reports, next=rows[-1].id if rows else after, more=len(rows) == limit)
+
+
+def _reward(values: Mapping[str, float]) -> float | None:
+    """Return the reward: by one of the known names, else the first with `reward` as a part of its path."""
+    parts = (name for name in values if "reward" in name.split("/"))
+    name = next((known for known in REWARDS if known in values), next(parts, None))
+    return None if name is None else values[name]

@@ -1,0 +1,109 @@
+"""`skyrl-tinker follow`: numbers of a script's metrics.jsonl reach its run, through a real API process."""
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from skyrl_tinker.cli import metrics_file
+from skyrl_tinker.cli.commands import app
+from skyrl_tinker.cli.metrics_file import Record, records
+from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.store import Store
+from tests.api.support.process import launched
+from tests.api.support.world import settings_for, write_facts
+from tests.store.support.rows import create, new_session
+
+NAN, HUGE = float("nan"), 10**400
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
+    """URL of a server, and its runs: the one that was used last is the last."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        settings = settings_for(tmp_path / "home", port=listener.getsockname()[1])
+        migrate(settings.store_url)
+        runs = asyncio.run(_two_runs(settings.store_url))
+        with launched(settings, listener) as api:
+            api.wait_until_up()
+            yield api.url, runs
+
+
+async def _two_runs(url: str) -> list[str]:
+    store = Store.open(url)
+    await write_facts(store)
+    made = [(await create(store, await new_session(store))).model_id for _ in range(2)]
+    await store.close()
+    return [str(each) for each in made]
+
+
+def log_of(directory: Path, *lines: Any) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return directory
+
+
+def reported(url: str, run: str) -> list[tuple[int, Any]]:
+    answer = httpx.get(f"{url}/api/v1/console/runs/{run}/metrics").raise_for_status().json()
+    return [(each["step"], each["values"]) for each in answer["reports"]]
+
+
+def follow(url: str, *arguments: str) -> str:
+    result = CliRunner().invoke(app, ["follow", *arguments, "--once", "--url", url])
+    return result.output if result.exit_code == 0 else f"exit code {result.exit_code}: {result.stderr}"
+
+
+def test_all_numbers_of_a_log_reach_the_run_of_its_checkpoint(
+    served: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    url, (first, last) = served
+    many = {f"env/{number}": float(number) for number in range(100)}
+    log = log_of(tmp_path / "log", {"step": 0, "env/all/reward/total": 0.5, "name": "x"}, {"step": 1, **many})
+    assert f"reported to run {last}" in follow(url, str(log))
+    (log / "checkpoints.jsonl").write_text(json.dumps({"state_path": f"tinker://{first}/weights/a"}) + "\n")
+    assert f"reported to run {first}" in follow(url, str(log))
+    for run in (first, last):
+        (zero, values), *rest = reported(url, run)
+        assert (zero, values) == (0, {"env/all/reward/total": 0.5})
+        assert {name: value for _, part in rest for name, value in part.items()} == many
+        assert {step for step, _ in rest} == {1}
+
+
+def test_a_log_that_is_not_there_and_a_run_that_is_not_known_are_named(
+    served: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    url, _ = served
+    assert "found no metrics.jsonl" in follow(url, str(tmp_path / "none"))
+    log = log_of(tmp_path / "log", {"step": 0, "reward": 0.5})
+    assert "no training run nobody" in follow(url, str(log), "--run", "nobody")
+
+
+def test_lines_that_are_no_records_and_values_that_are_no_numbers_are_passed_over(tmp_path: Path) -> None:
+    lines = [[], {"reward": 1.0}, {"step": "1", "reward": 1.0}, {"step": -1, "reward": 1.0}, {"step": 2}]
+    odd = {"step": 3, "a": True, "b": None, "c": NAN, "d": HUGE, "e" * 129: 1.0, "": 1.0, "f\0": 1.0, "g": 7}
+    log = log_of(tmp_path / "log", *lines, odd)
+    with (log / "metrics.jsonl").open("a") as file:
+        file.write("{cut off")
+    assert list(records(log / "metrics.jsonl", on=False)) == [Record(3, {"g": 7})]
+
+
+def test_records_are_followed_as_they_are_written_and_again_when_a_script_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_file, "POLL_S", 0.0)
+    file = log_of(tmp_path / "log", {"step": 0, "reward": 0.0}, {"step": 1, "reward": 0.25}) / "metrics.jsonl"
+    following = records(file, on=True)
+    assert [next(following).step for _ in range(2)] == [0, 1]
+    with file.open("a") as opened:
+        opened.write('{"step": 2, ')
+        opened.flush()
+        opened.write('"reward": 0.5}\n')
+    assert next(following) == Record(2, {"reward": 0.5})
+    log_of(file.parent, {"step": 0, "reward": 0.0})
+    assert next(following) == Record(0, {"reward": 0.0})
