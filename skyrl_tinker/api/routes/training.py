@@ -86,10 +86,11 @@ def _decode(body: bytes, protobuf: bool, refused: str | None) -> RawForwardBackw
 
 def _check_pass(raw: RawForwardBackward, limits: Limits | Failure) -> Submission:
     canonical = pass_requests.canonical(raw)
-    if isinstance(limits, Failure):
-        stored, failure = b"", limits
-    else:
-        stored, failure = body_or_failure(lambda: _checked(raw, canonical, limits))
+    stored, failure = (
+        (b"", limits)
+        if isinstance(limits, Failure)
+        else body_or_failure(lambda: _checked(raw, canonical, limits))
+    )
     kind = RequestKind.FORWARD if raw.forward_only else RequestKind.FORWARD_BACKWARD
     return Submission(kind, raw.model_id, raw.seq_id, body_digest(canonical), stored, failure)
 
