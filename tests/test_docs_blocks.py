@@ -42,10 +42,12 @@ BLOCKS = {
     "docs/cluster.md: skyrl-tinker serve --standby --database-url postgr": "tests/faults/test_standby.py",
     "docs/cookbook.md: .venv/bin/skyrl-tinker make-model my-model": "tests/cookbook/support/kitchen.py",
     "docs/cookbook.md: export TINKER_BASE_URL=http://127.0.0.1:8000 TINKE": "tests/cookbook/test_rl.py",
+    "docs/cookbook.md: .venv/bin/python examples/rl_loop.py": "tests/e2e/test_demo.py",
     "docs/cookbook.md: .venv/bin/skyrl-tinker serve --base-model Qwen/Qwe": GPU,
     "docs/cookbook.md: mkdir -p my-model": (
         "tests/e2e/test_readme.py::test_the_models_tokenizer_arrives_by_the_cookbook_pages_commands"
     ),
+    "docs/dashboard.md: skyrl-tinker follow LOG_PATH": "tests/cli/test_metrics_file.py",
     "docs/docker.md: docker compose -f docker/compose.yaml --profile cp": ENGINE,
     "docs/docker.md: export TINKER_BASE_URL=http://127.0.0.1:8000": ENGINE,
     "docs/docker.md: docker compose -f docker/compose.yaml exec server": ENGINE,
@@ -69,6 +71,8 @@ BLOCKS = {
         "tests/faults/test_database_away.py"
     ),
     "docs/backup-and-recovery.md: pip install 'skyrl-tinker[s3]'": "tests/e2e/test_object_storage.py",
+    "docs/running.md: tinker checkpoint download tinker://RUN/weights/NA": "tests/e2e/test_download.py",
+    "docs/running.md: from peft import PeftModel": GPU,
     "docs/running.md: [Unit]": "it needs systemd",
     "docs/quick-start.md: scripts/setup cpu": MINUTES,
     "docs/quick-start.md: export TINKER_BASE_URL=http://127.0.0.1:8000 TINKE": (
