@@ -5,7 +5,7 @@ from pathlib import Path
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.user_directory import close_to_others, make_private, user_directory
+from skyrl_tinker.system.user_directory import close_to_others, make_private, user_directory
 
 _SHM = Path("/dev/shm")
 _HOME = "home"  # a note in ephemeral_dir: the home that it belongs to

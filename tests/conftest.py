@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from tiers.jobs import SERVER_ROOMS
 from tiers.proofs import proofs
 
-from skyrl_tinker.processes import freeze_gc
+from skyrl_tinker.system.processes import freeze_gc
 from tests.support.postgres import Postgres, postgres_server
 
 if TYPE_CHECKING:

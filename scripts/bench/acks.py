@@ -46,7 +46,6 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import SamplingSessionId
-from skyrl_tinker.processes import freeze_gc
 from skyrl_tinker.server.api_processes import ApiProcesses
 from skyrl_tinker.server.child_process import ChildProcess
 from skyrl_tinker.server.log_files import last_line
@@ -59,6 +58,7 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.futures.sample_submission import NewSample, submit_sample
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.processes import freeze_gc
 from tests.api.support.world import BASE, FACTS, sample
 from tests.support.postgres import postgres_server
 

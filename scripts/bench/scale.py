@@ -96,7 +96,6 @@ from skyrl_tinker.engine.upkeep.upkeep_step import SWEEP_S
 from skyrl_tinker.inference.constants import RESERVED_SEQUENCES
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.inference.vllm.vllm_process import VllmProcess
-from skyrl_tinker.processes import freeze_gc, raise_open_files_limit
 from skyrl_tinker.protocol.stored_requests import SaveWeightsBody, sample_body
 from skyrl_tinker.store import sampling_sessions, session_records
 from skyrl_tinker.store.database.migrate import migrate
@@ -109,6 +108,7 @@ from skyrl_tinker.store.replay import snapshot_records
 from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
 from skyrl_tinker.store.session_records import BEAT_S
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.processes import freeze_gc, raise_open_files_limit
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from tests.engine.support import journal
 from tests.engine.support.world import World

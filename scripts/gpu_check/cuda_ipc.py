@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from gpu_check.checks import Check
 from gpu_check.rows import Row, require, same, skipped
 from gpu_check.setting import NOT_ON_CPU, Setting
-from skyrl_tinker.processes import die_with_parent
+from skyrl_tinker.system.processes import die_with_parent
 from skyrl_tinker.training.models.trainable_model import HostCopy
 from skyrl_tinker.training.weight_share import WeightShare
 from skyrl_tinker.weight_sync.captured_chunks import CapturedSource

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from skyrl_tinker.processes import die_with_parent
+from skyrl_tinker.system.processes import die_with_parent
 from skyrl_tinker.training import distributed
 
 TIMEOUT_S = 120.0

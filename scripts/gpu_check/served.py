@@ -26,8 +26,8 @@ from gpu_check.forked import alone
 from gpu_check.models import make_base
 from gpu_check.rows import Row, at_most, measured, measured_together, require, skipped
 from gpu_check.setting import NOT_ON_CPU, Setting
-from skyrl_tinker.processes import die_with_parent
 from skyrl_tinker.server.base_models.tiny_model import make_model
+from skyrl_tinker.system.processes import die_with_parent
 
 RL_LOOP = Path(__file__).resolve().parents[2] / "examples" / "rl_loop.py"
 _READY = "skyrl-tinker ready: "

@@ -24,12 +24,17 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.processes import die_with_parent, freeze_gc, raise_open_files_limit, return_freed_memory
 from skyrl_tinker.redaction import log_to_stderr
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.cluster.doorbells import bind_doorbell
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.processes import (
+    die_with_parent,
+    freeze_gc,
+    raise_open_files_limit,
+    return_freed_memory,
+)
 
 FACTS_WITHIN_S = 60.0
 _FACTS_POLL_S = 0.1

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import psutil
 
-from skyrl_tinker.processes import Identity, read_pid_file
 from skyrl_tinker.protocol.schemas.console import ProcessUse
+from skyrl_tinker.system.processes import Identity, read_pid_file
 
 API = "skyrl_tinker.api.api_process"
 _PARTS = {  # text in the command line

@@ -79,10 +79,10 @@ def relocate(
 def _relocate(settings: Settings, old: Path, new: Path) -> int:
     """Rewrite the paths; returns how many. Raises StartupError while a server runs."""
     from skyrl_tinker.directories import Directories
-    from skyrl_tinker.process_lock import process_lock
     from skyrl_tinker.store.database import file_paths
     from skyrl_tinker.store.database.migrate import migrate as upgrade
     from skyrl_tinker.store.store import write_once
+    from skyrl_tinker.system.process_lock import process_lock
 
     url = existing_database(settings)
     directories = Directories(settings)

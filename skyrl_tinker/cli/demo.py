@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 from skyrl_tinker import config
-from skyrl_tinker.background import background_server
 from skyrl_tinker.bundled import bundled
+from skyrl_tinker.cli.background import background_server
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.server.base_models import tiny_model

@@ -24,11 +24,11 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories, free_bytes
 from skyrl_tinker.domain.units import GB, MiB
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.process_lock import process_lock
 from skyrl_tinker.server import preflight, start_plan
 from skyrl_tinker.server.base_models import base_model
 from skyrl_tinker.server.base_models.base_model import TINY
 from skyrl_tinker.store.database.opening import file_of, open_database
+from skyrl_tinker.system.process_lock import process_lock
 
 _GIB = 1 << 30
 _NEEDED_MEMORY = 3 * _GIB  # an idle server with the tiny model

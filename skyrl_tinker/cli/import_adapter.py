@@ -7,7 +7,6 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.atomic_directory import staging_of, storage_errors
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import CheckpointKind, ModelState, OwnerId
@@ -23,6 +22,7 @@ from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.opening import file_of
 from skyrl_tinker.store.model_records import DEFAULT_OPTIMIZER, NewModel
 from skyrl_tinker.store.store import write_once
+from skyrl_tinker.system.atomic_directory import staging_of, storage_errors
 
 _WHY_RELEASED = "imported: it has a checkpoint to create models from, and is not trained itself"
 

@@ -22,9 +22,9 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.process_lock import holder
-from skyrl_tinker.processes import listens
 from skyrl_tinker.server.addresses import is_http, local_url
+from skyrl_tinker.system.process_lock import holder
+from skyrl_tinker.system.processes import listens
 
 PATIENCE_S = 10.0
 MOST_METADATA = 60

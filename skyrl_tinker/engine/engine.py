@@ -18,8 +18,8 @@ from skyrl_tinker.engine.start_up import StartUp, read_base_model
 from skyrl_tinker.engine.status import EnginePhase
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SkyrlTinkerError
-from skyrl_tinker.processes import freeze_gc, reap_orphans
 from skyrl_tinker.store import server_state
+from skyrl_tinker.system.processes import freeze_gc, reap_orphans
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 PING_S, PING_TIMEOUT_S = 2.0, 30.0

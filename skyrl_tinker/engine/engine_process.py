@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 import uvloop
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker import processes
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import RaySlowError, StartupError
-from skyrl_tinker.process_lock import process_lock
 from skyrl_tinker.redaction import log_to_stderr
 from skyrl_tinker.store.cluster.doorbells import bind_doorbell
 from skyrl_tinker.store.cluster.server_lease import own_epoch
 from skyrl_tinker.store.database.abstract_database import LeaseFence
 from skyrl_tinker.store.store import RETRY_S, Store
+from skyrl_tinker.system import processes
+from skyrl_tinker.system.process_lock import process_lock
 
 if TYPE_CHECKING:
     from skyrl_tinker.engine.ray_cluster import RayCluster

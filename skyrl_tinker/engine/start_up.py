@@ -28,10 +28,10 @@ from skyrl_tinker.engine.sampler.launch import ToEnd, assemble, launch_servers, 
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.errors import StartupError, StorageError
-from skyrl_tinker.off_loop import TRANSFER_THREADS, in_disk_thread
 from skyrl_tinker.store import checkpoint_records, sampling_sessions, server_state
 from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.off_loop import TRANSFER_THREADS, in_disk_thread
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 _log = logging.getLogger(__name__)

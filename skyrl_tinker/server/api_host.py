@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
-from skyrl_tinker.atomic_directory import write_file
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.process_lock import process_lock
 from skyrl_tinker.server import preflight, shared_settings
 from skyrl_tinker.server.addresses import client_url
 from skyrl_tinker.server.shared_settings import ServerSettings
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.cluster import signing_secrets
 from skyrl_tinker.store.database.opening import file_of, open_database
+from skyrl_tinker.system.atomic_directory import write_file
+from skyrl_tinker.system.process_lock import process_lock
 
 if TYPE_CHECKING:
     from skyrl_tinker.store.database.abstract_database import Database

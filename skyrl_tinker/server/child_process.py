@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from skyrl_tinker import processes
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.system import processes
 
 MOST_DEATHS, DEATHS_WITHIN_S = 5, 120.0
 

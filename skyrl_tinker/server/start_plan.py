@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from skyrl_tinker import processes
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
 from skyrl_tinker.domain.units import GB
@@ -18,6 +17,7 @@ from skyrl_tinker.server.base_models import base_model
 from skyrl_tinker.server.capacity_plan import MOST_TOKENS, CapacityPlan, make_plan
 from skyrl_tinker.server.gpu_division import divide
 from skyrl_tinker.server.memory_estimate import SAMPLER, TRAINER, Demand
+from skyrl_tinker.system import processes
 from skyrl_tinker.weight_sync.factory import CHUNK_BYTES
 
 _DIVIDED = ("placement", "trainer_ranks", "replicas", "tensor_parallel_size")

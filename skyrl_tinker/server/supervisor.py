@@ -17,15 +17,12 @@ import psutil
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker import processes
-from skyrl_tinker.atomic_directory import write_file
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import LeaseLostError, StartupError
-from skyrl_tinker.process_lock import process_lock
 from skyrl_tinker.server import log_files, preflight, shared_settings, start_plan
 from skyrl_tinker.server.addresses import local_url
 from skyrl_tinker.server.announcement import announcement
@@ -38,6 +35,9 @@ from skyrl_tinker.store.database.abstract_database import LeaseFence
 from skyrl_tinker.store.database.migrate import is_migrated, migrate
 from skyrl_tinker.store.futures import expected_requests
 from skyrl_tinker.store.store import Store, write_once
+from skyrl_tinker.system import processes
+from skyrl_tinker.system.atomic_directory import write_file
+from skyrl_tinker.system.process_lock import process_lock
 
 _STOP_S = 10.0  # children that have not ended by then are killed; the whole server ends within 15 s
 _KILL_GRACE_S = 2.0

@@ -20,12 +20,12 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, TypeVar, cast
 from weakref import WeakValueDictionary
 
-from skyrl_tinker.atomic_directory import publish, staging_of, storage_errors
 from skyrl_tinker.domain.manifest import FILE_NAME, entry_of, read_listing
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import SkyrlTinkerError, StorageAwayError, StorageError
-from skyrl_tinker.off_loop import in_disk_thread, in_transfer_thread
 from skyrl_tinker.storage import owner_mark
+from skyrl_tinker.system.atomic_directory import publish, staging_of, storage_errors
+from skyrl_tinker.system.off_loop import in_disk_thread, in_transfer_thread
 
 T = TypeVar("T")
 InUse = Callable[[str], bool]

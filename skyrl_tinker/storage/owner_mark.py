@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Protocol
 
-from skyrl_tinker.atomic_directory import fsync, storage_errors
 from skyrl_tinker.errors import StorageError
+from skyrl_tinker.system.atomic_directory import fsync, storage_errors
 
 FILE_NAME = ".database"
 

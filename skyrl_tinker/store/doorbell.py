@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from skyrl_tinker.user_directory import make_private, user_directory
+from skyrl_tinker.system.user_directory import make_private, user_directory
 
 Role = Literal["engine", "api"]
 

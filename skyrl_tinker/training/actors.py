@@ -20,7 +20,7 @@ from skyrl_tinker.errors import (
     TrainerError,
     UserError,
 )
-from skyrl_tinker.processes import gc_paused
+from skyrl_tinker.system.processes import gc_paused
 from skyrl_tinker.training.rank_placement import RankPlacement
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from skyrl_tinker import errors
 from skyrl_tinker.errors import SkyrlTinkerError
-from skyrl_tinker.listeners import closing_new_listeners
+from skyrl_tinker.system.listeners import closing_new_listeners
 
 T = TypeVar("T")
 

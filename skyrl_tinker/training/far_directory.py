@@ -7,8 +7,8 @@ from typing import Any
 
 import ray
 
-from skyrl_tinker.atomic_directory import storage_errors
 from skyrl_tinker.errors import SkyrlTinkerError, StorageAwayError, TrainerError
+from skyrl_tinker.system.atomic_directory import storage_errors
 from skyrl_tinker.training.actors import Actors
 
 BLOCK_BYTES = 64 << 20

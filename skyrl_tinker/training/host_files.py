@@ -6,8 +6,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from skyrl_tinker.system.user_directory import make_private, user_directory
 from skyrl_tinker.training.checkpoints import checkpoint_load
-from skyrl_tinker.user_directory import make_private, user_directory
 
 
 class HostFiles:

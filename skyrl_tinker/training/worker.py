@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from skyrl_tinker.atomic_directory import storage_errors
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.manifest import CheckpointContents, FileEntry
 from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily, StepItem, StepOutput
 from skyrl_tinker.errors import SEND_AGAIN, ExhaustedError, StateLostError, TrainerError
-from skyrl_tinker.interfaces import interface_of
-from skyrl_tinker.processes import freeze_gc
+from skyrl_tinker.system.atomic_directory import storage_errors
+from skyrl_tinker.system.interfaces import interface_of
+from skyrl_tinker.system.processes import freeze_gc
 from skyrl_tinker.training import distributed
 from skyrl_tinker.training.batching.batch import TrainingInputBatch
 from skyrl_tinker.training.batching.outputs import RankOutput

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_tinker.domain.values import Way
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.interfaces import address_towards
-from skyrl_tinker.listeners import closing_new_listeners
+from skyrl_tinker.system.interfaces import address_towards
+from skyrl_tinker.system.listeners import closing_new_listeners
 from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
 from skyrl_tinker.weight_sync.chunks import WeightChunk
 from skyrl_tinker.weight_sync.transport import Message, Senders

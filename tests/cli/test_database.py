@@ -14,12 +14,12 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import CheckpointKind, ModelState
 from skyrl_tinker.domain.values import LoraSpec
-from skyrl_tinker.process_lock import process_lock
 from skyrl_tinker.store import checkpoint_records, model_records, session_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.model_records import DEFAULT_OPTIMIZER, NewModel
 from skyrl_tinker.store.store import write_once
+from skyrl_tinker.system.process_lock import process_lock
 
 WEIGHTS = CheckpointKind.WEIGHTS
 

@@ -11,7 +11,7 @@ import pytest
 from skyrl_tinker import config
 from skyrl_tinker.cli import doctor
 from skyrl_tinker.directories import Directories
-from skyrl_tinker.process_lock import process_lock
+from skyrl_tinker.system.process_lock import process_lock
 from tests.support.postgres import Postgres
 
 

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from skyrl_tinker.cli.commands import app
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
-from skyrl_tinker.process_lock import holder, process_lock
-from skyrl_tinker.processes import listens
+from skyrl_tinker.system.process_lock import holder, process_lock
+from skyrl_tinker.system.processes import listens
 from tests.support.certificates import write_certificate
 
 HOSTILE = "\x1b[31mred\x1b]0;title\x07\u202e\x9b1m\nfake-run  root  ready"

@@ -11,13 +11,13 @@ from skyrl_tinker.config import Settings, load
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.process_lock import process_lock
 from skyrl_tinker.server import shared_settings
 from skyrl_tinker.server.api_host import serve_api
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.cluster.signing_secrets import FILE, SigningSecrets, rotate
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import write_once
+from skyrl_tinker.system.process_lock import process_lock
 from tests.api.support.world import FACTS
 from tests.support.api_host import ApiHost, api_host
 from tests.support.postgres import Postgres

@@ -14,7 +14,6 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import CheckpointKind, ModelState
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.process_lock import process_lock
 from skyrl_tinker.server import preflight
 from skyrl_tinker.storage.owner_mark import FILE_NAME
 from skyrl_tinker.store import api_keys, checkpoint_records, model_records, session_records
@@ -24,7 +23,8 @@ from skyrl_tinker.store.model_records import NewModel
 from skyrl_tinker.store.replay import snapshot_records
 from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
 from skyrl_tinker.store.store import write_once
-from skyrl_tinker.user_directory import make_private, user_directory
+from skyrl_tinker.system.process_lock import process_lock
+from skyrl_tinker.system.user_directory import make_private, user_directory
 from tests.support.certificates import write_certificate
 
 

@@ -22,12 +22,12 @@ from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.outbox import when_possible
 from skyrl_tinker.errors import StartupError, StorageError
-from skyrl_tinker.off_loop import TRANSFER_THREADS, in_transfer_thread
 from skyrl_tinker.server import preflight
 from skyrl_tinker.storage import checkpoint_storage, owner_mark
 from skyrl_tinker.storage.checkpoint_storage import UNUSED_S, CheckpointStorage
 from skyrl_tinker.storage.owner_mark import LocalPlace
 from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.system.off_loop import TRANSFER_THREADS, in_transfer_thread
 from tests.support.object_storage import BUCKET, ObjectStorage, object_storage
 from tests.support.waiting import PATIENCE_S, until
 

@@ -12,7 +12,7 @@ import pytest
 from skyrl_tinker.store.cluster.doorbells import bind_doorbell
 from skyrl_tinker.store.cluster.notify_bell import NotifyBell
 from skyrl_tinker.store.doorbell import Doorbell, Role, SocketBell
-from skyrl_tinker.user_directory import user_directory
+from skyrl_tinker.system.user_directory import user_directory
 from tests.store.support.databases import on_postgresql
 from tests.support.postgres import Postgres
 from tests.support.waiting import PATIENCE_S, until

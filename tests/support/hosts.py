@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from skyrl_tinker.processes import die_with_parent
+from skyrl_tinker.system.processes import die_with_parent
 
 TOOLS = ("unshare", "nsenter", "ip")
 NETWORK = "10.77.0"

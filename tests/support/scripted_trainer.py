@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save
 
-from skyrl_tinker.atomic_directory import atomic_directory, make_durable, storage_errors
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.manifest import FILE_NAME, Manifest, entry_of, write_listing, write_manifest
 from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE
@@ -31,6 +30,7 @@ from skyrl_tinker.domain.values import (
     StepOutput,
 )
 from skyrl_tinker.errors import ExhaustedError, StateLostError, StorageError, TrainerError, UserError
+from skyrl_tinker.system.atomic_directory import atomic_directory, make_durable, storage_errors
 from skyrl_tinker.training.captured_bytes import CapturedBytes
 from skyrl_tinker.training.trainer_group import PassResult
 

@@ -18,7 +18,7 @@ import orjson
 from aiohttp import web
 
 from skyrl_tinker.inference.client.http_connection import HttpStatusError
-from skyrl_tinker.processes import die_with_parent, raise_open_files_limit
+from skyrl_tinker.system.processes import die_with_parent, raise_open_files_limit
 from tests.support.scripted_replica import ScriptedReplica, ones
 
 ROOT = Path(__file__).parents[2]

@@ -26,9 +26,9 @@ from skyrl_tinker.errors import (
     TrainerError,
     UserError,
 )
+from skyrl_tinker.system.user_directory import user_directory
 from skyrl_tinker.training import actors
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
-from skyrl_tinker.user_directory import user_directory
 from tests.training.support.passes import make_data, make_item
 from tests.training.support.saves import publish_weights, published_weights, save_state
 

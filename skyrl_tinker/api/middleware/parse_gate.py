@@ -5,7 +5,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 
 from fastapi import Request
 
-from skyrl_tinker.off_loop import OFF_LOOP_BYTES
+from skyrl_tinker.system.off_loop import OFF_LOOP_BYTES
 
 
 class Gate:

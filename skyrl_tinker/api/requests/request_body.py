@@ -8,9 +8,9 @@ from fastapi import Request
 
 from skyrl_tinker.api.requests.json_bounds import parse_json
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.base import Message, parse
 from skyrl_tinker.protocol.validation.key_limits import KeyLimits
+from skyrl_tinker.system.off_loop import off_loop
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from skyrl_tinker.domain.peft_config import (
     merges_wrongly,
 )
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.storage.checkpoint_storage import Storage
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
+from skyrl_tinker.system.off_loop import in_disk_thread
 
 COMPLETE_FILE = "checkpoint_complete"
 """Marker without which `tinker checkpoint push-hf` of those SDKs refuses an archive."""

@@ -9,18 +9,18 @@ from sqlalchemy import Connection
 from skyrl_tinker.api.requests.model_requests import find_checkpoint
 from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.api.services import Services
-from skyrl_tinker.atomic_directory import atomic_directory, link
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import OwnerId, SessionId
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, StorageError, UserError
-from skyrl_tinker.off_loop import in_transfer_thread
 from skyrl_tinker.protocol.schemas.runs import CopyWeightsRequest
 from skyrl_tinker.protocol.validation.steps import refuse_access_token, validate_ttl
 from skyrl_tinker.store import checkpoint_copies
 from skyrl_tinker.store.checkpoint_copies import Destination, NewCopy
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.reports import holdings
+from skyrl_tinker.system.atomic_directory import atomic_directory, link
+from skyrl_tinker.system.off_loop import in_transfer_thread
 
 _SESSIONS = uuid5(NAMESPACE_URL, "copy_weights")
 

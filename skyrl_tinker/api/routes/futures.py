@@ -16,7 +16,6 @@ from skyrl_tinker.api.waiting.engine_client import engine_state
 from skyrl_tinker.api.waiting.queue_reasons import Reason, engine_reason, queue_reason
 from skyrl_tinker.domain.ids import FutureStatus, RequestId, RequestKind, SamplingSessionId
 from skyrl_tinker.errors import GoneError, NotFoundError, UserError
-from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.protobuf import pass_results, sample_results
 from skyrl_tinker.protocol.protobuf.pass_results import PROTOBUF
 from skyrl_tinker.protocol.schemas.futures import (
@@ -31,6 +30,7 @@ from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.futures import cancellation, completions
 from skyrl_tinker.store.futures.completions import Completion
 from skyrl_tinker.store.futures.outcomes import Outcome
+from skyrl_tinker.system.off_loop import off_loop
 
 router = APIRouter(tags=["futures"])
 fast = APIRouter(tags=["futures"], route_class=FastRoute)

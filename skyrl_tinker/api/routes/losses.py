@@ -8,10 +8,10 @@ from skyrl_tinker.api.requests.request_body import json_object
 from skyrl_tinker.api.requests.submission import announce
 from skyrl_tinker.api.services import Deps, Owner
 from skyrl_tinker.errors import NotSupportedError
-from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
 from skyrl_tinker.protocol.schemas.losses import CreateCustomLossRequest, CreateCustomLossResult
 from skyrl_tinker.store.futures.training_submission import submit_custom_loss
+from skyrl_tinker.system.off_loop import off_loop
 
 router = APIRouter(tags=["losses"])
 

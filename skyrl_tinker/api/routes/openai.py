@@ -11,7 +11,6 @@ from skyrl_tinker.api.requests.request_body import json_object
 from skyrl_tinker.api.services import Deps, Owner, Services, caller_of
 from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError, engine_state
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.openai import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -22,6 +21,7 @@ from skyrl_tinker.protocol.schemas.openai import (
 )
 from skyrl_tinker.protocol.validation.sampling import stop_bytes
 from skyrl_tinker.store.reports import openai_models
+from skyrl_tinker.system.off_loop import off_loop
 
 RETRY_AFTER_S = 5
 CLIENT_GONE = 499  # nginx's status for a closed connection

@@ -14,7 +14,6 @@ from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import OwnerId, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError
-from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
 from skyrl_tinker.protocol.schemas.sampling import (
@@ -29,6 +28,7 @@ from skyrl_tinker.protocol.stored_requests import body_digest, sample_body
 from skyrl_tinker.protocol.validation.sampling import stop_bytes, validate_sample
 from skyrl_tinker.store import checkpoint_rules, owners, sampling_sessions
 from skyrl_tinker.store.futures.sample_submission import NewSample, submit_sample
+from skyrl_tinker.system.off_loop import off_loop
 
 router = APIRouter(tags=["sampling"])
 fast = APIRouter(tags=["sampling"], route_class=FastRoute)

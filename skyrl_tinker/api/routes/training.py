@@ -13,7 +13,6 @@ from skyrl_tinker.api.services import Deps, Services, caller_of
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.errors import TooLargeError, UserError
-from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.protobuf.pass_requests import RawForwardBackward
 from skyrl_tinker.protocol.schemas.base import parse
@@ -24,6 +23,7 @@ from skyrl_tinker.protocol.validation.limits import Limits
 from skyrl_tinker.protocol.validation.steps import validate_optim_step
 from skyrl_tinker.protocol.validation.training import validate_forward_backward
 from skyrl_tinker.store.futures.training_submission import Submission
+from skyrl_tinker.system.off_loop import off_loop
 
 router = APIRouter(tags=["training"], route_class=FastRoute)
 

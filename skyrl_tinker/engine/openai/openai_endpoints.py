@@ -30,7 +30,6 @@ from skyrl_tinker.engine.scheduling.priorities import share_of
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics, OutcomeLabel
 from skyrl_tinker.errors import NotFoundError, SamplerError, SkyrlTinkerError
 from skyrl_tinker.inference.client.sampling_port import AnswerReader
-from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.openai import (
     OWNER_HEADER,
     ChatCompletionRequest,
@@ -41,6 +40,7 @@ from skyrl_tinker.protocol.schemas.openai import (
 from skyrl_tinker.store import usage_records
 from skyrl_tinker.store.reports import openai_models
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.off_loop import off_loop
 
 PREFIX = "/oai/api/v1"
 _PREFIX, _SUFFIX, _END = b"data: ", b"\n\n", b"[DONE]"

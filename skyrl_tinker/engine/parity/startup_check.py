@@ -23,7 +23,7 @@ from skyrl_tinker.engine.parity.probe import (
 )
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.off_loop import in_disk_thread
+from skyrl_tinker.system.off_loop import in_disk_thread
 from skyrl_tinker.training.trainer_group import CapturedState, TrainerGroup
 
 MODEL = ModelKey(-1)

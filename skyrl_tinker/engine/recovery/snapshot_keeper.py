@@ -20,13 +20,11 @@ from typing import Any
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker.atomic_directory import atomic_directory, link, storage_errors
 from skyrl_tinker.domain.ids import Effect, ModelKey, ModelState
 from skyrl_tinker.engine.outbox import persistently, read_persistently
 from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import SkyrlTinkerError, TrainerError
-from skyrl_tinker.off_loop import in_disk_thread, in_transfer_thread
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.database.group_commit import Op
@@ -34,6 +32,8 @@ from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.replay import snapshot_records, unit_records
 from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.atomic_directory import atomic_directory, link, storage_errors
+from skyrl_tinker.system.off_loop import in_disk_thread, in_transfer_thread
 from skyrl_tinker.training.trainer_group import CapturedState, TrainerGroup
 
 GRACE_S = 0.5

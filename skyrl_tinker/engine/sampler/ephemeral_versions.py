@@ -18,9 +18,9 @@ from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
-from skyrl_tinker.off_loop import in_disk_thread, in_transfer_thread
 from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.off_loop import in_disk_thread, in_transfer_thread
 
 RECENT_S = 60.0
 """Seconds after their last sample during which weights count as still sampled."""

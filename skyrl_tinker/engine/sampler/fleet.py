@@ -18,8 +18,8 @@ from skyrl_tinker.errors import SamplerError, TrainerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import CoreWatch, Loss
 from skyrl_tinker.inference.servers.router import Router
-from skyrl_tinker.interfaces import is_here
 from skyrl_tinker.protocol.queue_views import INCIDENTS, Incident, ReplicaView
+from skyrl_tinker.system.interfaces import is_here
 
 ATTEMPTS = 5
 NOTICED_WITHIN_S = 4.0  # from a failed request to the death that explains it: a death is noticed after 2 s

@@ -42,7 +42,6 @@ from skyrl_tinker.engine.scheduling.throughput import EndRate
 from skyrl_tinker.engine.telemetry.engine_metrics import OPENAI, Metrics
 from skyrl_tinker.errors import NotFoundError, StateLostError, StorageAwayError
 from skyrl_tinker.inference.constants import MAX_SEQUENCES
-from skyrl_tinker.off_loop import OFF_LOOP_BYTES
 from skyrl_tinker.protocol.protobuf import pass_results, sample_results
 from skyrl_tinker.protocol.queue_views import SHOWN, SamplingView
 from skyrl_tinker.protocol.stored_requests import sample_from_body
@@ -52,6 +51,7 @@ from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.sampling_sessions import SamplingSessionRow
 from skyrl_tinker.store.stability_records import RoutingRecord, SequenceRecord
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.off_loop import OFF_LOOP_BYTES
 
 BATCH = 256  # bodies read in one transaction
 CACHED_SESSIONS = 1 << 16

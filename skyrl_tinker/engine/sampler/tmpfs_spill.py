@@ -10,12 +10,12 @@ from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
-from skyrl_tinker.atomic_directory import atomic_directory
 from skyrl_tinker.domain.manifest import write_listing
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.outbox import when_possible
-from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
+from skyrl_tinker.system.atomic_directory import atomic_directory
+from skyrl_tinker.system.off_loop import in_disk_thread
 
 SPARE = 0.5  # of the tmpfs stays free: its files take memory from processes
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_tinker.atomic_directory import publish
 from skyrl_tinker.domain.manifest import FILE_NAME, Manifest, entry_of, read_manifest, write_manifest
 from skyrl_tinker.domain.peft_config import (
     ADAPTER_CONFIG_FILE,
@@ -17,6 +16,7 @@ from skyrl_tinker.domain.peft_config import (
 )
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.protocol import age_encryption
+from skyrl_tinker.system.atomic_directory import publish
 
 CONFIG_FILE = "config.json"
 _SMALL = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})

@@ -10,7 +10,6 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.atomic_directory import storage_errors
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.domain.values import BaseModelFacts
@@ -18,13 +17,14 @@ from skyrl_tinker.engine.saves.export_files import Export, finish_export
 from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
 from skyrl_tinker.engine.unit_commits import UnitCommits
-from skyrl_tinker.off_loop import in_disk_thread, in_transfer_thread
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.atomic_directory import storage_errors
+from skyrl_tinker.system.off_loop import in_disk_thread, in_transfer_thread
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 SHARD_BYTES = 5 * 10**9

@@ -31,7 +31,6 @@ from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.errors import ExhaustedError, SamplerError, SkyrlTinkerError, StorageError, TrainerError
-from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions
@@ -39,6 +38,7 @@ from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.off_loop import in_disk_thread
 from skyrl_tinker.training.trainer_group import CapturedState, TrainerGroup
 
 _log = logging.getLogger(__name__)

@@ -22,7 +22,6 @@ from typing import Any, Generic, TypeVar
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.atomic_directory import make_durable, staging_of, storage_errors
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.engine.outbox import (
@@ -36,7 +35,6 @@ from skyrl_tinker.engine.outbox import (
 from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import DiskFullError, TrainerError, UserError
-from skyrl_tinker.off_loop import in_disk_thread, in_transfer_thread
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records
@@ -44,6 +42,8 @@ from skyrl_tinker.store.checkpoint_records import NewCheckpoint, expiry
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.atomic_directory import make_durable, staging_of, storage_errors
+from skyrl_tinker.system.off_loop import in_disk_thread, in_transfer_thread
 from skyrl_tinker.training.trainer_group import CapturedState, TrainerGroup
 
 B = TypeVar("B", SaveWeightsBody, SaveExternalBody, SaveSamplerBody)

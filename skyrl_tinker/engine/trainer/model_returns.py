@@ -28,13 +28,13 @@ from skyrl_tinker.errors import (
     StorageError,
     TrainerError,
 )
-from skyrl_tinker.off_loop import in_disk_thread
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.replay import snapshot_records, unit_records
 from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
 from skyrl_tinker.store.replay.unit_records import RanRow
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.off_loop import in_disk_thread
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 TRIES = 4

@@ -29,13 +29,13 @@ from skyrl_tinker.engine.trainer.model_returns import TRIES, History, ModelRetur
 from skyrl_tinker.engine.trainer.optim_steps import step_item
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator
 from skyrl_tinker.errors import TrainerError
-from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.protobuf import pass_results
 from skyrl_tinker.store.futures import outcomes
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.replay.unit_records import RanRow
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.off_loop import off_loop
 from skyrl_tinker.training.trainer_group import PassResult, TrainerGroup
 from skyrl_tinker.training.trainer_spec import retry_budget
 

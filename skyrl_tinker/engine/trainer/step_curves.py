@@ -19,12 +19,12 @@ from sqlalchemy import Connection
 from skyrl_tinker.domain.ids import ModelKey, RequestKind
 from skyrl_tinker.domain.values import Datum, Failure, Float32, ForwardBackward, Number, PassOutput
 from skyrl_tinker.engine.scheduling.lanes import model_of
-from skyrl_tinker.off_loop import off_loop
 from skyrl_tinker.protocol.schemas.console import StepMeasures
 from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.system.off_loop import off_loop
 
 ENDED = 64
 """Windows beyond twice those of training models at which the windows of ended models are dropped."""

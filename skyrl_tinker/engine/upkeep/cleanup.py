@@ -19,11 +19,11 @@ from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.upkeep.purge import Purge
 from skyrl_tinker.engine.upkeep.storage_upkeep import StorageUpkeep
 from skyrl_tinker.engine.upkeep.upkeep_step import Step
-from skyrl_tinker.off_loop import in_disk_thread, in_transfer_thread
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions, session_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.off_loop import in_disk_thread, in_transfer_thread
 
 COMMIT_S = 60.0
 """Longest time from the time stamp in a row to the commit that makes it visible."""

@@ -7,9 +7,9 @@ from functools import partial
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.engine.recovery import leftovers
 from skyrl_tinker.engine.upkeep.upkeep_step import Step
-from skyrl_tinker.off_loop import in_transfer_thread
 from skyrl_tinker.storage.checkpoint_storage import InUse, Storage
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.off_loop import in_transfer_thread
 
 EVICT_S = 300.0
 DISCARD_S = 86_400.0

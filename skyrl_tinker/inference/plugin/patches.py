@@ -32,8 +32,8 @@ from skyrl_tinker.inference.plugin import (
 )
 from skyrl_tinker.inference.vllm import vllm_targets
 from skyrl_tinker.inference.vllm.vllm_slots import expert_slot_rank
-from skyrl_tinker.listeners import closing_new_listeners
-from skyrl_tinker.processes import die_with_parent
+from skyrl_tinker.system.listeners import closing_new_listeners
+from skyrl_tinker.system.processes import die_with_parent
 
 STAGED = ("skyrl_staged", "skyrl_tinker.weight_sync.vllm_receiver", "StagedEngine")
 """Backend name, module and class; vLLM imports the module when it loads the model."""

@@ -5,7 +5,7 @@ import json
 
 from skyrl_tinker.inference.constants import PROBE
 from skyrl_tinker.inference.plugin.asgi import Application, Message, Receive, Send, read_body, with_body
-from skyrl_tinker.version_copies import VersionCopies
+from skyrl_tinker.system.version_copies import VersionCopies
 
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _UPDATE, _BEGIN, _FINISH = "/update_weights", "/start_weight_update", "/finish_weight_update"

@@ -10,7 +10,7 @@ from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.client.sampling_port import Dialect, Json
 from skyrl_tinker.inference.servers.health_checks import HealthWatch, Loss, Suspicion, health
-from skyrl_tinker.interfaces import is_here
+from skyrl_tinker.system.interfaces import is_here
 
 POLL_S = 1.0
 TRY_S = 5.0

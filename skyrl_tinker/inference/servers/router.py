@@ -21,7 +21,7 @@ from skyrl_tinker.inference.constants import KEY_CHECK, TOKEN
 from skyrl_tinker.inference.servers.health_checks import REFUSED_PAUSE_S, SILENT_TRIES
 from skyrl_tinker.inference.servers.key_check import KeyCheck
 from skyrl_tinker.inference.servers.ports import LOOPBACK, reserve_port
-from skyrl_tinker.processes import die_with_parent
+from skyrl_tinker.system.processes import die_with_parent
 
 POLICY = "consistent_hash"
 """Routing by X-Session-ID. Two policies of 0.1.17 were tried, before plain HTTP workers:

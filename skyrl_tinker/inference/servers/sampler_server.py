@@ -15,8 +15,8 @@ import ray
 
 from skyrl_tinker.inference.servers.ports import reserve_port
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
-from skyrl_tinker.interfaces import interface_of
-from skyrl_tinker.processes import die_with_parent
+from skyrl_tinker.system.interfaces import interface_of
+from skyrl_tinker.system.processes import die_with_parent
 
 STOP_GRACE_S = 5.0
 TAIL_BYTES = 4000

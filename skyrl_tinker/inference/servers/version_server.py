@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from skyrl_tinker.interfaces import address_towards
+from skyrl_tinker.system.interfaces import address_towards
 
 SHUTDOWN_S = 1.0
 

@@ -6,10 +6,10 @@ import tempfile
 from contextlib import closing
 from pathlib import Path
 
-from skyrl_tinker.atomic_directory import fsync, storage_errors
 from skyrl_tinker.errors import StorageError, UserError
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.opening import file_of
+from skyrl_tinker.system.atomic_directory import fsync, storage_errors
 
 
 def back_up(url: str, file: Path) -> int:

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from skyrl_tinker.atomic_directory import publish
 from skyrl_tinker.domain.manifest import CheckpointContents, FileEntry, Manifest, entry_of, write_manifest
 from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_config
 from skyrl_tinker.domain.weight_files import INDEX_FILE
 from skyrl_tinker.errors import UserError
+from skyrl_tinker.system.atomic_directory import publish
 from skyrl_tinker.training.checkpoints.tensor_files import deal, shard_name, write_tensors
 from skyrl_tinker.training.models.lora import LoraModel
 from skyrl_tinker.training.models.trainable_model import HostCopy, Part, TrainableModel

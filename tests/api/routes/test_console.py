@@ -18,12 +18,12 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import ModelId
 from skyrl_tinker.engine.scheduling import throughput
-from skyrl_tinker.processes import identities, write_pid_file
 from skyrl_tinker.protocol.queue_views import Incident
 from skyrl_tinker.protocol.schemas.console import StepMeasures
 from skyrl_tinker.store import api_keys, model_records, server_state
 from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.database.tables import Future
+from skyrl_tinker.system.processes import identities, write_pid_file
 from tests.api.support.passes import datum, post_pass, protobuf
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.waiting import Waiting, ready_model, submit, waiting

@@ -29,7 +29,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
-from skyrl_tinker.listeners import closing_new_listeners
+from skyrl_tinker.system.listeners import closing_new_listeners
 from skyrl_tinker.training.weight_share import WeightShare
 from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer, ChunkSource
 from skyrl_tinker.weight_sync.chunks import WeightChunk

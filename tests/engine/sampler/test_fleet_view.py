@@ -3,8 +3,8 @@
 import pytest
 
 from skyrl_tinker.engine.sampler.fleet import Fleet
-from skyrl_tinker.interfaces import address_towards
 from skyrl_tinker.protocol.queue_views import ReplicaView
+from skyrl_tinker.system.interfaces import address_towards
 from skyrl_tinker.weight_sync.factory import ways_of
 from tests.support.sampler_clients import vllm_client, vllm_servers
 

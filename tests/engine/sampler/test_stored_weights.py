@@ -11,7 +11,6 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from sqlalchemy import Connection
 
-from skyrl_tinker.atomic_directory import staging_of
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, SamplingSessionId, VersionId
 from skyrl_tinker.domain.manifest import write_listing
 from skyrl_tinker.domain.values import LoraSpec, WeightVersion
@@ -35,6 +34,7 @@ from skyrl_tinker.store.futures.outcomes import Outcome
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.futures.sample_submission import NewSample
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.atomic_directory import staging_of
 from tests.engine.sampler.test_adapter_turns import Batch, ask
 from tests.engine.sampler.test_sampler_driver import FACTS
 from tests.engine.support import journal

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from skyrl_tinker import version_copies
 from skyrl_tinker.inference.constants import PROBE
 from skyrl_tinker.inference.plugin.version_pull import VersionPull
 from skyrl_tinker.inference.servers.version_server import VersionServer
-from skyrl_tinker.interfaces import address_towards
+from skyrl_tinker.system import version_copies
+from skyrl_tinker.system.interfaces import address_towards
 
 ELSEWHERE = "http://192.0.2.9:8000"
 """On a host that does not exist (RFC 5737)."""

@@ -17,7 +17,7 @@ import pytest
 from skyrl_tinker.inference.servers.ports import LOOPBACK, reserve_port
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.inference.sglang.sglang_process import SglangProcess
-from skyrl_tinker.processes import die_with_parent
+from skyrl_tinker.system.processes import die_with_parent
 from tests.support import serve
 
 WHEELS = ("sglang==0.5.23", "xxhash", "easydict", "gguf", "scipy", "soundfile", "kernels<0.15")

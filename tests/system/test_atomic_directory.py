@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tinker.atomic_directory import (
+from skyrl_tinker.engine.recovery.leftovers import sweep_partial
+from skyrl_tinker.errors import DiskFullError, StorageError
+from skyrl_tinker.system.atomic_directory import (
     atomic_directory,
     make_durable,
     make_staging,
@@ -14,8 +16,6 @@ from skyrl_tinker.atomic_directory import (
     staging_of,
     storage_errors,
 )
-from skyrl_tinker.engine.recovery.leftovers import sweep_partial
-from skyrl_tinker.errors import DiskFullError, StorageError
 
 
 def test_it_appears_complete_when_the_block_ends(tmp_path: Path) -> None:

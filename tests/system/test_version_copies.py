@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from skyrl_tinker.inference.servers.version_server import VersionServer
-from skyrl_tinker.interfaces import address_towards
-from skyrl_tinker.version_copies import VersionCopies
+from skyrl_tinker.system.interfaces import address_towards
+from skyrl_tinker.system.version_copies import VersionCopies
 
 FILES = {"adapter_model.safetensors": b"weights" * 100_000, "adapter_config.json": b"{}"}
 ELSEWHERE = "http://192.0.2.9:8000"
@@ -58,7 +58,7 @@ async def test_a_copy_has_the_files_and_goes_with_the_last_who_holds_it(url: str
 
 
 async def test_what_a_killed_process_held_goes_when_the_next_one_starts(url: str, tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from skyrl_tinker.version_copies import VersionCopies\n"
+    code = "from pathlib import Path; from skyrl_tinker.system.version_copies import VersionCopies\n"
     code += (
         f"VersionCopies(Path({str(tmp_path / 'copies')!r})).hold({url!r}); import os; os.kill(os.getpid(), 9)"
     )

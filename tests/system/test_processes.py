@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from skyrl_tinker import processes
+from skyrl_tinker.system import processes
 from tests.support.waiting import PATIENCE_S, wait_until
 
 STUBBORN = """
@@ -18,7 +18,7 @@ time.sleep(600)
 """
 PARENT = """
 import subprocess, time
-from skyrl_tinker.processes import die_with_parent
+from skyrl_tinker.system.processes import die_with_parent
 print(subprocess.Popen(["sleep", "600"], preexec_fn=die_with_parent).pid, flush=True)
 time.sleep(600)
 """
@@ -36,7 +36,7 @@ def wait_until_gone(pid: int) -> None:
 def test_orphans_come_back_and_are_killed_and_reaped() -> None:
     output = run("""
         import subprocess, time
-        from skyrl_tinker import processes
+        from skyrl_tinker.system import processes
         processes.become_subreaper()
         shell = subprocess.run(["sh", "-c", "sleep 600 >&- & echo $!"], stdout=subprocess.PIPE, text=True)
         orphan = int(shell.stdout)
@@ -53,7 +53,7 @@ def test_children_from_before_are_spared_with_theirs() -> None:
     output = run("""
         import subprocess
         import psutil
-        from skyrl_tinker import processes
+        from skyrl_tinker.system import processes
         earlier = subprocess.Popen(
             ["sh", "-c", "read go; sleep 600 >&- & echo $!; wait"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -81,7 +81,7 @@ def test_what_ignores_sigterm_is_killed_after_the_grace() -> None:
     output = run(
         """
         import subprocess, sys, time
-        from skyrl_tinker import processes
+        from skyrl_tinker.system import processes
         child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
         child.stdout.readline()
         started = time.monotonic()
@@ -107,7 +107,7 @@ def test_dead_orphans_are_collected_but_not_the_children_of_others() -> None:
     run("""
         import subprocess, time
         import psutil
-        from skyrl_tinker import processes
+        from skyrl_tinker.system import processes
         processes.become_subreaper()
         own = subprocess.Popen(["false"])
         subprocess.run(["sh", "-c", "true &"])

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from skyrl_tinker.listeners import closing_new_listeners
+from skyrl_tinker.system.listeners import closing_new_listeners
 
 GLOO = """
 import os, tempfile, torch
 import torch.distributed as dist
-from skyrl_tinker.listeners import closing_new_listeners
+from skyrl_tinker.system.listeners import closing_new_listeners
 
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 with tempfile.TemporaryDirectory() as place:

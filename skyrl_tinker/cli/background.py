@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from skyrl_tinker import processes
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.server.announcement import READY
+from skyrl_tinker.system import processes
 
 _STOP_S = 20.0
 

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from skyrl_tinker.off_loop import (
+from skyrl_tinker.system.off_loop import (
     DISK_THREADS,
     OFF_LOOP_BYTES,
     TRANSFER_THREADS,

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from skyrl_tinker.atomic_directory import write_file
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.system.atomic_directory import write_file
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import quote
 
-from skyrl_tinker.atomic_directory import atomic_directory
-from skyrl_tinker.user_directory import make_private, user_directory
+from skyrl_tinker.system.atomic_directory import atomic_directory
+from skyrl_tinker.system.user_directory import make_private, user_directory
 
 TIMEOUT_S = 60.0
 """Limit for each answer, and each part of one."""

@@ -1,0 +1,5 @@
+"""The operating system: processes, locks, listeners, interfaces, threads, directories that appear whole.
+
+In: paths, pids, sockets. Out: the same, so that a kill at any moment leaves nothing half done. It imports
+errors only.
+"""
