@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from skyrl_tinker.cli.running_server import RunningServer, ServerAwayError
+from skyrl_tinker.cli.terminal import tell
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.errors import StartupError, UserError
 from skyrl_tinker.protocol.schemas.base import MAX_INT64
@@ -45,13 +46,16 @@ def run_of(file: Path) -> str | None:
 
 
 def report(server: RunningServer, run: str, record: Record) -> None:
-    """Report a record, as many numbers at once as one request takes; waits while the server is away."""
-    numbers = [*record.values.items()]
+    """Report a record, as many numbers at once as a request takes; wait, and say so, while no server answers."""
+    numbers, told = [*record.values.items()], False
     while numbers:
         try:
             server.report(run, record.step, dict(numbers[:MOST_REPORTED]))
             del numbers[:MOST_REPORTED]
-        except ServerAwayError:
+        except ServerAwayError as error:
+            if not told:
+                tell(f"{error}; trying again every {AWAY_S:g} s")
+            told = True
             time.sleep(AWAY_S)
 
 

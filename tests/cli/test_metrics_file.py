@@ -5,13 +5,14 @@ import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from typer.testing import CliRunner
 
-from skyrl_tinker.cli import metrics_file
+from skyrl_tinker.cli import metrics_file, running_server
 from skyrl_tinker.cli.commands import app
 from skyrl_tinker.cli.metrics_file import Record, records
 from skyrl_tinker.store.database.migrate import migrate
@@ -107,3 +108,21 @@ def test_records_are_followed_as_they_are_written_and_again_when_a_script_resume
     assert next(following) == Record(2, {"reward": 0.5})
     log_of(file.parent, {"step": 0, "reward": 0.0})
     assert next(following) == Record(0, {"reward": 0.0})
+
+
+def test_a_server_that_is_away_is_told_once_and_waited_for(
+    served: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, (run, _) = served
+    real, tries = running_server.at(url), 3
+
+    def report(*arguments: Any) -> None:
+        nonlocal tries
+        tries -= 1
+        (running_server.at("http://127.0.0.1:9") if tries > 0 else real).report(*arguments)
+
+    monkeypatch.setattr(metrics_file, "AWAY_S", 0.0)
+    away = SimpleNamespace(report=report)
+    metrics_file.report(away, run, Record(1, {"reward": 0.5}))  # type: ignore[arg-type]
+    assert reported(url, run) == [(1, {"reward": 0.5})]
+    assert capsys.readouterr().err.count("no server answers at http://127.0.0.1:9") == 1
