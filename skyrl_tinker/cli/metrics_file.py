@@ -46,7 +46,7 @@ def run_of(file: Path) -> str | None:
 
 
 def report(server: RunningServer, run: str, record: Record) -> None:
-    """Report a record, as many numbers at once as a request takes; wait, and say so, while no server answers."""
+    """Report a record, as many numbers at once as a request takes; wait while no server answers, and say so."""
     numbers, told = [*record.values.items()], False
     while numbers:
         try:
