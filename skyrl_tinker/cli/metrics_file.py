@@ -46,7 +46,7 @@ def run_of(file: Path) -> str | None:
 
 
 def report(server: RunningServer, run: str, record: Record) -> None:
-    """Report a record, as many numbers at once as a request takes; wait while no server answers, and say so."""
+    """Report a record, in as many requests as its numbers take; say so and wait while no server answers."""
     numbers, told = [*record.values.items()], False
     while numbers:
         try:
