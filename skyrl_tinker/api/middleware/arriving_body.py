@@ -102,8 +102,8 @@ class ArrivingBody:
 
     def __exit__(self, *_: object) -> None:
         self._spool.return_memory(self._memory_taken)
-        self._spool.return_file(self._owner, self._file_taken)
         if self._file is not None:
+            self._spool.return_file(self._owner, self._file_taken)
             self._file.close()
 
     async def read(self, most: int) -> None:

@@ -9,6 +9,7 @@ that has some needs no such check.
 import ipaddress
 import socket
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,6 +20,7 @@ from skyrl_tinker.errors import ForbiddenError
 from skyrl_tinker.redaction import redact
 
 ANY = "*"
+MOST_NAMES = 256
 _REMEDY = "add it to the setting allowed_hosts, or make an API key with `skyrl-tinker keys create`"
 
 
@@ -78,6 +80,7 @@ def _name(netloc: str) -> str:
     return netloc.partition(":")[0]
 
 
+@lru_cache(MOST_NAMES)
 def _is_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name)
