@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.weight_sync.chunks import WeightChunk
-from skyrl_tinker.weight_sync.transport import CapturedWeights, Message, Senders, WeightSource
+from skyrl_tinker.weight_sync.transport import (
+    CapturedWeights,
+    Message,
+    Senders,
+    WeightSource,
+    require_same_ranks,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +40,7 @@ class BroadcastTransport(ABC):
         self._senders = senders
         self.limit = chunk_bytes
         self._opened = False
+        self._restarts = 0  # of the ranks, before this sync
         self._chunks: Sequence[WeightChunk] = ()
         self._rendezvous: tuple[Any, ...] = ()
         self._read = senders.root_call
@@ -42,6 +49,7 @@ class BroadcastTransport(ABC):
         if not self._opened:
             await self._senders.open_sender(self.factory)
             self._opened = True
+        self._restarts = self._senders.restarts
         opening = self._open_files(source) if isinstance(source, Path) else self._open_captured(source)
         self._chunks, joined = await opening
         if not joined:
@@ -60,19 +68,23 @@ class BroadcastTransport(ABC):
 
     async def form(self, workers: Sequence[int]) -> Sequence[Message]:
         world = 1 + sum(workers)
+        require_same_ranks(self._senders, self._restarts)
         address = await self._senders.root_call("prepare")
         self._rendezvous = (address, world)
         offsets = [1 + sum(workers[:replica]) for replica in range(len(workers))]
         return [self.join_message(address, offset, world) for offset in offsets]
 
     async def meet(self) -> None:
+        require_same_ranks(self._senders, self._restarts)
         await self._senders.root_call("meet", *self._rendezvous)
 
     async def load(self, index: int) -> Message:
+        require_same_ranks(self._senders, self._restarts)
         await self._read("load", index)
         return self.update_message(self._chunks[index], last=index == len(self._chunks) - 1)
 
     async def send(self) -> None:
+        require_same_ranks(self._senders, self._restarts)
         await self._senders.root_call("send")
 
     async def close(self) -> None:

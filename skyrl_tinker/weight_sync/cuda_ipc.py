@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_tinker.domain.values import Way
 from skyrl_tinker.weight_sync.chunks import WeightChunk
-from skyrl_tinker.weight_sync.transport import Message, Senders, WeightSource
+from skyrl_tinker.weight_sync.transport import Message, Senders, WeightSource, require_same_ranks
 
 if TYPE_CHECKING:
     from skyrl_tinker.weight_sync.captured_chunks import CapturedShare
@@ -80,6 +80,7 @@ class CudaIpcTransport:
         self._senders = senders
         self._limit = chunk_bytes
         self._opened = False
+        self._restarts = 0  # of the ranks, before this sync
         self._chunks: Sequence[WeightChunk] = ()
         self._handles = ""
 
@@ -87,6 +88,7 @@ class CudaIpcTransport:
         if not self._opened:
             await self._senders.open_sender(CudaIpcSender)
             self._opened = True
+        self._restarts = self._senders.restarts
         if isinstance(source, Path):
             opened = await self._senders.sender_call("open", str(source), self._limit)
         else:
@@ -103,6 +105,7 @@ class CudaIpcTransport:
 
     async def load(self, index: int) -> Message:
         """Overwrite the previous chunk, which the workers have read by then."""
+        require_same_ranks(self._senders, self._restarts)
         await self._senders.sender_call("load", index)
         return update_message(self._chunks[index], self._handles)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from skyrl_tinker.domain.values import Way
-from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.errors import SamplerError, TrainerError
 from skyrl_tinker.weight_sync.chunks import WeightChunk
 
 Message = Mapping[str, Any]
@@ -87,7 +87,12 @@ class WeightTransport(Protocol):
 
 
 class Senders(Protocol):
-    """The trainer's ranks as senders: `training.trainer_group.TrainerGroup`."""
+    """The trainer's ranks as senders: `training.trainer_group.TrainerGroup`.
+
+    `restarts`: times that they were replaced, by ranks whose senders have opened nothing.
+    """
+
+    restarts: int
 
     async def open_sender(self, factory: Callable[[int], Any]) -> None:
         """Make the sender `factory(rank)` in every rank."""
@@ -100,6 +105,12 @@ class Senders(Protocol):
     async def root_call(self, method: str, *args: Any) -> Any:
         """Call a method of rank 0's sender."""
         ...
+
+
+def require_same_ranks(senders: Senders, restarts: int) -> None:
+    """Raise TrainerError if the ranks were replaced since there were so many restarts."""
+    if senders.restarts != restarts:
+        raise TrainerError("the ranks died during a sync of weights, and fresh ones take no part in it")
 
 
 class Replica(Protocol):

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from skyrl_tinker.errors import SamplerError, StartupError
+from skyrl_tinker.errors import SamplerError, StartupError, TrainerError
 from skyrl_tinker.training.checkpoints.tensor_files import write_tensors
 from skyrl_tinker.weight_sync import nccl
 from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
@@ -156,6 +156,22 @@ async def test_the_next_chunk_is_read_while_one_is_sent(
     chunks, arrived = await carry(transport, receiver, tmp_path if kind is FileSource else held)
     assert [chunk.names for chunk in chunks] == [["t0"], ["t1"], ["t2"], ["t3"]]
     assert all(torch.equal(tensor, floats(250)) for tensors in arrived for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("name", ["gloo", "torch_gloo", "nccl", "cuda_ipc"])
+async def test_ranks_that_came_in_the_middle_of_a_sync_take_no_part_in_it(name: str, tmp_path: Path) -> None:
+    """Else the reason of its failure would not be that ranks died, and it would not be tried again."""
+    save_file({f"t{i}": floats(250) for i in range(4)}, tmp_path / "model.safetensors")
+    senders = ThreadSenders(1)
+    transport, receiver = ends(name, LIMIT, senders)
+    await transport.open(tmp_path)
+    await senders.restart()
+    with pytest.raises(TrainerError, match="fresh ones take no part"):
+        await transport.load(0)
+    await transport.close()
+    await transport.leave()
+    chunks, arrived = await carry(transport, receiver, tmp_path)
+    assert len(chunks) == len(arrived) == 4
 
 
 async def test_a_load_under_way_ends_before_its_rank_stops_reading(monkeypatch: pytest.MonkeyPatch) -> None:

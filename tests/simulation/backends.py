@@ -103,17 +103,18 @@ class Ranks(ScriptedTrainer):
 
     async def root_call(self, method: str, *args: Any) -> Any:
         self._require_alive_now()
+        sender = self._sender
+        assert sender is not None
         await travel(0.2)
         point("before a call of a sender")
         if fault("the ranks die in a sync"):
             raise self._break(f"killed before {method}")
-        self._require_alive_now()
-        assert self._sender is not None
-        call = asyncio.ensure_future(getattr(self._sender, method)(*args))
+        self._require_lives(sender)
+        call = asyncio.ensure_future(getattr(sender, method)(*args))
         self._begun.add(call)
         try:
             await asyncio.wait((call,))
-            self._require_alive_now()
+            self._require_lives(sender)
             value = call.result()
         finally:
             self._begun.discard(call)
@@ -124,6 +125,11 @@ class Ranks(ScriptedTrainer):
     def _require_alive_now(self) -> None:
         if self.broken is not None:
             raise self.broken
+
+    def _require_lives(self, sender: Sender) -> None:
+        self._require_alive_now()
+        if sender is not self._sender:
+            raise TrainerError("rank 0 died, and another one has taken its place")
 
     def _break(self, message: str) -> TrainerError:
         for call in self._begun:

@@ -340,10 +340,10 @@ class History:
         """Send all requests of a model, which overtake each other now and then, and wait for the answers."""
         session = await self._client.session()
         rank = self._full.choice(RANKS) if self._full else 8
+        beating = asyncio.create_task(self._client.beat(session))
         created = await self._client.ok("create_model", model_body(session, rank))
         model = _Model(session, created["model_id"], self._requests())
         await self._client.result(created["request_id"])
-        beating = asyncio.create_task(self._client.beat(session))
         sending = []
         for request in _shuffled([each for each in model.requests if each.kind != MISSING], self._random):
             sending.append(asyncio.create_task(self._request(model, request)))
@@ -381,7 +381,7 @@ class History:
             assert kind != PARKED or request.is_parked
         for request in model.requests:
             if PARKED not in kinds and request.kind == "publish" and request.error is None:
-                request.samples.append(await self._sample(request, 3))
+                request.samples.append(await self._sample(request, 3 + len(request.samples)))
 
     def _requests(self) -> list[Request]:
         requests: list[Request] = []
@@ -476,7 +476,9 @@ class History:
         return {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
 
     async def _resume(self, path: str, steps: list[list[int]]) -> None:
-        key = (await self._succeeds("load_weights", await self._creation(path)))["model_id"]
+        creation = await self._creation(path)
+        beating = asyncio.create_task(self._client.beat(creation["session_id"]))
+        key = (await self._succeeds("load_weights", creation))["model_id"]
         for seq_id, loss in ((1, len(steps)), (3, len(steps) + 1)):
             passed = await self._client.result(
                 await self._client.submit_pass(key, seq_id, 1, forward_only=False)
@@ -486,6 +488,7 @@ class History:
         await self._succeeds("unload_model", {"model_id": key})
         late = await self._client.result(await self._client.submit("optim_step", step(key, 5)))
         assert "unloaded" in str(error_of(late))
+        beating.cancel()
 
     async def _succeeds(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         answer = await self._client.result(await self._client.submit(path, body))

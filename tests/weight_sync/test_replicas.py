@@ -119,6 +119,8 @@ async def back_to_base(facts: BaseModelFacts, *urls: str) -> None:
 
 
 class NotNeeded:
+    restarts = 0
+
     async def open_sender(self, factory: object) -> None:
         raise AssertionError("shared memory has no sender")
 

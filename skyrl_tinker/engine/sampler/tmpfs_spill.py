@@ -14,7 +14,7 @@ from skyrl_tinker.domain.manifest import write_listing
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.outbox import when_possible
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
-from skyrl_tinker.system.atomic_directory import atomic_directory
+from skyrl_tinker.system.atomic_directory import atomic_directory, storage_errors
 from skyrl_tinker.system.off_loop import in_disk_thread
 
 SPARE = 0.5  # of the tmpfs stays free: its files take memory from processes
@@ -63,16 +63,17 @@ class TmpfsSpill:
         return True
 
     async def restore(self, version: WeightVersion) -> None:
-        """Restore its directory, after a reboot or on another host, if it was kept."""
+        """Restore its directory, after a reboot or on another host, if it was kept. Raises StorageError."""
         await when_possible(partial(self._storage.fetch_off_loop, self._disk / version.name))
         await in_disk_thread(self._link, version)
 
     def _link(self, version: WeightVersion) -> None:
         directory, kept = Path(version.directory), self._disk / version.name
-        if not directory.exists() and kept.exists():
-            with atomic_directory(directory) as staging:
-                for file in kept.iterdir():
-                    (staging / file.name).symlink_to(file.absolute())
+        with storage_errors(f"{kept} could not be linked to"):
+            if not directory.exists() and kept.exists():
+                with atomic_directory(directory) as staging:
+                    for file in kept.iterdir():
+                        (staging / file.name).symlink_to(file.absolute())
 
     def remove(self, version: WeightVersion) -> None:
         copy = self._disk / version.name

@@ -56,9 +56,17 @@ class ThreadSenders:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
+        self._factory: Callable[[int], Any] | None = None
         self.senders: list[Any] = []
+        self.restarts = 0
+
+    async def restart(self) -> None:
+        assert self._factory is not None
+        self.restarts += 1
+        await self.open_sender(self._factory)
 
     async def open_sender(self, factory: Callable[[int], Any]) -> None:
+        self._factory = factory
         self.senders = [factory(rank) for rank in range(self._ranks)]
 
     async def sender_call(self, method: str, *args: Any) -> list[Any]:
@@ -278,6 +286,10 @@ class _IpcOnCpu:
         self._ranks = ranks
         self.sender_call, self.root_call = ranks.sender_call, ranks.root_call
 
+    @property
+    def restarts(self) -> int:
+        return self._ranks.restarts
+
     async def open_sender(self, factory: Callable[[int], Any]) -> None:
         assert factory is CudaIpcSender
         await self._ranks.open_sender(CudaIpcOnCpu)
@@ -297,8 +309,8 @@ class CudaIpcOnCpu(CudaIpcSender):
         self.memory = self._buffer.load(index)
 
     def close(self) -> None:
-        assert self._buffer is not None
-        self._buffer.close()
+        if self._buffer is not None:
+            self._buffer.close()
 
 
 class Ipc:
