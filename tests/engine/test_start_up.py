@@ -96,6 +96,28 @@ async def test_kept_weights_come_back_several_at_once_and_damaged_ones_end_no_st
     assert f"{kept[1].name} could not be brought back" in caplog.text
 
 
+async def test_kept_weights_that_cannot_be_read_end_no_start(
+    store: Store, bell: Doorbell, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a network file system that lost its server: ESTALE; here a file is in the directory's place."""
+    starting, directories = start_up(store, bell, tmp_path / "home", None)
+    model = await create(store, await new_session(store))
+    ids = [await ephemeral(store, model.key) for _ in range(2)]
+    kept = [WeightVersion(each, "lora", str(directories.ephemeral_dir / f"v{each}")) for each in ids]
+    spill = make_tmpfs_spill(starting._settings)
+    for version in kept:
+        _keep(spill, version)
+    shutil.rmtree(directories.ephemeral_dir)
+    shutil.rmtree(directories.overflow_dir / kept[0].name)
+    (directories.overflow_dir / kept[0].name).touch()
+    try:
+        await starting.tidy_up()
+        assert [has_files(version) for version in kept] == [False, True]
+    finally:
+        shutil.rmtree(directories.ephemeral_dir, ignore_errors=True)
+    assert f"{kept[0].name} could not be brought back" in caplog.text
+
+
 async def test_a_full_disk_delays_a_start(
     store: Store, bell: Doorbell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
