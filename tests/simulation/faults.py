@@ -127,6 +127,11 @@ class Faults:
             self._left.pop(each, None)
         self.lasts_until.pop(point, None)
 
+    def spare_ranks(self, most: int) -> None:
+        """Have the ranks die so many times more, at most."""
+        for each in sorted(DEATHS_OF_RANKS & self._left.keys()):
+            self._left[each], most = self._left[each][:most], max(0, most - len(self._left[each]))
+
     def end(self) -> None:
         self.ended = True
         self._left.clear()

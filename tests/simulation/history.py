@@ -299,7 +299,7 @@ class History:
         self._silent = Silent(self._client, self._silence) if self._silence else None
         telling = asyncio.create_task(self._tell())
         try:
-            async with asyncio.timeout(LONG_WITHIN_S if self._away else WITHIN_S):
+            async with asyncio.timeout(LONG_WITHIN_S if self._away or self._silence else WITHIN_S):
                 await asyncio.wait((telling, server.failure), return_when=asyncio.FIRST_COMPLETED)
             for ended in (server.failure, telling):
                 if ended.done():
@@ -322,6 +322,8 @@ class History:
         truths = [self._truth(model) for model in models]
         both = list(zip(models, truths, strict=True))
         self.faults.stop(UNREAD)
+        died = sum(self.faults.hit[each] for each in DEATHS_OF_RANKS)
+        self.faults.spare_ranks(max(0, WAKES - 1 - died))  # else a model may be parked in the epilogue
         await asyncio.gather(*(self._epilogue(model, truth) for model, truth in both))
         if self._silent and living:
             await living
