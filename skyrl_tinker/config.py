@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import quote
 
-from pydantic import BaseModel, Field, JsonValue, field_validator, model_validator
+from pydantic import BaseModel, Field, JsonValue, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -22,6 +22,7 @@ from pydantic_settings import (
 )
 
 from skyrl_tinker.errors import UserError
+from skyrl_tinker.protocol.schemas.base import describe
 from skyrl_tinker.protocol.validation.key_limits import KeyLimits, Table, fit_json
 
 _SETUP_ONLY = frozenset({"torch_index"})  # SKYRL_TINKER_… variables that only scripts/setup reads
@@ -348,6 +349,14 @@ class Settings(BaseSettings):
     needs the extra otlp [default: none]
     """
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_empty(cls, given: object) -> object:
+        """Refuse empty texts: as a path one is the current directory, as a host any address."""
+        if "" in (given if isinstance(given, list | tuple) else (given,)):
+            raise ValueError("expected a value, or no such setting")
+        return given
+
     @field_validator("engine_listen")
     @classmethod
     def _check_address(cls, given: str | None) -> str | None:
@@ -498,6 +507,17 @@ def load(config: Path | None = None, **overrides: Any) -> Settings:
     except SettingsError as error:
         raise _no_json(error) from error
     return Settings.model_validate(read.model_dump(exclude_unset=True))
+
+
+def read_back(file: Path) -> Settings:
+    """Read all settings, as `serve` writes them for its processes. Raises OSError, and UserError."""
+    try:
+        found = Settings.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        raise UserError(f"{file}: {describe(error.errors(include_url=False))}") from error
+    if missing := Settings.model_fields.keys() - found.model_fields_set:
+        raise UserError(f"{file}: {min(missing)} is missing, expected every setting of a server")
+    return found
 
 
 def keys_of(name: str) -> dict[str, FieldInfo]:

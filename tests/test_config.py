@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import get_args, get_origin
 
 import pytest
 from pydantic import ValidationError
@@ -82,6 +83,27 @@ def test_none_counts_as_not_given() -> None:
     assert config.load(port=None).port == 8000
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, field in Settings.model_fields.items()
+        if {str, Path} & {field.annotation, *get_args(field.annotation)} and name != "vllm_args"
+    ],
+)
+def test_an_empty_text_is_refused_from_every_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    several = get_origin(Settings.model_fields[name].annotation) is tuple
+    value = [""] if several else ""
+    (file := tmp_path / "settings.toml").write_text(f"{name} = {json.dumps(value)}\n")
+    with pytest.raises(ValidationError, match=rf"{name}\n"):
+        config.load(file)
+    monkeypatch.setenv(f"SKYRL_TINKER_{name.upper()}", json.dumps(value) if several else "")
+    with pytest.raises(ValidationError, match=rf"{name}\n"):
+        config.load()
+
+
 def test_unknown_keys_are_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text("prot = 1\n")
@@ -102,7 +124,8 @@ def test_children_read_back_the_same_settings(tmp_path: Path) -> None:
     arguments = {"seed": 7, "enforce-eager": False, "kv-offloading-size": 1.5, "hf-overrides": {"a": [1]}}
     limits = KeyLimits(models=3)
     settings = config.load(home=tmp_path, port=1234, context_length=128, vllm_args=arguments, keys=limits)
-    assert Settings.model_validate_json(settings.model_dump_json()) == settings
+    (file := tmp_path / "settings.json").write_text(settings.model_dump_json())
+    assert config.read_back(file) == settings
 
 
 def test_everything_lies_under_home_unless_said_otherwise(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
+from skyrl_tinker import config
 from skyrl_tinker.api.app import create_app
 from skyrl_tinker.api.bounded_connections import ConnectionCaps, Connections
 from skyrl_tinker.api.services import Services
@@ -162,7 +163,7 @@ def prepare() -> None:
 def main() -> None:
     prepare()
     die_with_parent()
-    settings = Settings.model_validate_json(Path(sys.argv[1]).read_text())
+    settings = config.read_back(Path(sys.argv[1]))
     listener = socket.socket(fileno=int(sys.argv[2]))
     if len(sys.argv) == 3:
         uvloop.run(run(settings, listener))

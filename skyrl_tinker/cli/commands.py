@@ -9,7 +9,7 @@ import typer
 
 from skyrl_tinker import __version__, config
 from skyrl_tinker.cli import database, keys, server_commands
-from skyrl_tinker.cli.options import SettingsCommand, one_line_errors, with_options, with_settings
+from skyrl_tinker.cli.options import SettingsCommand, one_line_errors, path, with_options, with_settings
 from skyrl_tinker.cli.terminal import tell
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.units import GB
@@ -92,12 +92,16 @@ def engine(
     ],
 ) -> None:
     """Run the engine alone, as `serve` does; for debugging."""
+    with one_line_errors():
+        database.existing_database(config.read_back(settings_file))
     os.execv(sys.executable, [sys.executable, "-m", "skyrl_tinker.engine.engine_process", str(settings_file)])
 
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Directory of reward.png and metrics.jsonl")] = Path("demo-out"),
+    out: Annotated[Path, typer.Option(help="Directory of reward.png and metrics.jsonl", parser=path)] = Path(
+        "demo-out"
+    ),
     seed: Annotated[int, typer.Option(help="Of the adapter and the samples", min=0)] = 0,
     steps: Annotated[
         int | None,
@@ -117,7 +121,7 @@ def demo(
 @app.command()
 def make_model(
     directory: Annotated[
-        Path, typer.Argument(help="Where config, weights and tokenizer go; made if need be")
+        Path, typer.Argument(help="Where config, weights and tokenizer go; made if need be", parser=path)
     ],
     arch: Annotated[str, typer.Option(help=f"Family, one of {', '.join(FAMILIES)}")] = "qwen3",
     hidden: Annotated[int, typer.Option(help="Width of the layers, a multiple of 64")] = 192,
@@ -146,7 +150,9 @@ def make_model(
 @with_settings("home", "database_url", "checkpoints")
 def import_adapter(
     settings: Settings,
-    directory: Annotated[Path, typer.Argument(help="Has adapter_config.json and adapter_model.safetensors")],
+    directory: Annotated[
+        Path, typer.Argument(help="Has adapter_config.json and adapter_model.safetensors", parser=path)
+    ],
     name: Annotated[str | None, typer.Option(help="Checkpoint name [default: the directory's]")] = None,
     base_model: Annotated[
         str | None, typer.Option(help="As for serve [default: the last one served from this home]")
@@ -165,8 +171,7 @@ def import_adapter(
     """
     from skyrl_tinker.cli import import_adapter as importing
 
-    path = importing.import_adapter(directory, settings, name=name, served=base_model, key=key)
-    print(path)
+    print(importing.import_adapter(directory, settings, name=name, served=base_model, key=key))
 
 
 @app.command()

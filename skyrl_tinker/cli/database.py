@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from sqlalchemy import make_url
 
-from skyrl_tinker.cli.options import with_settings
+from skyrl_tinker.cli.options import path, with_settings
 from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import StartupError, UserError
 
@@ -30,7 +30,9 @@ def migrate(settings: Settings) -> None:
 @with_settings("home", "database_url", "checkpoints")
 def backup(
     settings: Settings,
-    file: Annotated[Path, typer.Argument(help="A file that does not exist yet, in a directory that does")],
+    file: Annotated[
+        Path, typer.Argument(help="A file that does not exist yet, in a directory that does", parser=path)
+    ],
 ) -> None:
     """Copy the database to FILE, also while the server runs.
 
@@ -55,8 +57,8 @@ def backup(
 @with_settings("home", "database_url")
 def relocate(
     settings: Settings,
-    old: Annotated[Path, typer.Argument(help="The directory as it was called")],
-    new: Annotated[Path, typer.Argument(help="The same directory as it is called now")],
+    old: Annotated[Path, typer.Argument(help="The directory as it was called", parser=path)],
+    new: Annotated[Path, typer.Argument(help="The same directory as it is called now", parser=path)],
 ) -> None:
     """Let checkpoints below OLD be found below NEW, where you moved them; the server must not run.
 

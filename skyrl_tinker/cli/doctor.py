@@ -28,6 +28,7 @@ from skyrl_tinker.server import preflight, start_plan
 from skyrl_tinker.server.base_models import base_model
 from skyrl_tinker.server.base_models.base_model import TINY
 from skyrl_tinker.store.database.opening import file_of, open_database
+from skyrl_tinker.system.host_memory import host_memory
 from skyrl_tinker.system.process_lock import process_lock
 
 _GIB = 1 << 30
@@ -146,7 +147,7 @@ def _cuda_of_torch() -> str | None:
 
 
 def _memory() -> str:
-    free = psutil.virtual_memory().available
+    free = host_memory().available
     return _need(free >= _NEEDED_MEMORY, f"{free / _GIB:.1f} GiB available ({_NEEDED_MEMORY // _GIB} needed)")
 
 

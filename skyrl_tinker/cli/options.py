@@ -31,7 +31,15 @@ def option(setting: str) -> Any:
         name = setting.replace("_", "-")
         return typer.Option(f"--{name}/--no-{name}" if field.default else f"--{name}", help=description)
     metavar = "NAME=VALUE" if config.takes_pairs(setting) else _values(field.annotation)
-    return typer.Option(help=description + _default(field), metavar=metavar)
+    parser = path if Path in (field.annotation, *get_args(field.annotation)) else None
+    return typer.Option(help=description + _default(field), metavar=metavar, parser=parser)
+
+
+def path(text: str) -> Path:
+    """Read a path: an empty text, as of a variable that is not set, would be the current directory."""
+    if not text:
+        raise typer.BadParameter("found an empty text, expected a path")
+    return Path(text)
 
 
 def _default(field: FieldInfo) -> str:

@@ -11,7 +11,7 @@ import typer
 
 from skyrl_tinker import config
 from skyrl_tinker.cli import metrics_file, running_server, server_logs
-from skyrl_tinker.cli.options import Config, Home, one_line_errors
+from skyrl_tinker.cli.options import Config, Home, one_line_errors, path
 from skyrl_tinker.cli.running_server import RunningServer, understood
 from skyrl_tinker.cli.terminal import show
 
@@ -77,7 +77,9 @@ def runs(
 
 @app.command()
 def follow(
-    log_path: Annotated[Path, typer.Argument(help="Directory that a script logs to, or its metrics.jsonl")],
+    log_path: Annotated[
+        Path, typer.Argument(help="Directory that a script logs to, or its metrics.jsonl", parser=path)
+    ],
     run: Annotated[
         str | None,
         typer.Option(help="[default: that of its last checkpoint, else the run that was used last]"),
@@ -141,5 +143,7 @@ def logs(
 def _running(url: str | None, home: Path | None, config_file: Path | None) -> RunningServer:
     """Find the server that an option tells, else TINKER_BASE_URL, else the home of the settings."""
     if url is None and home is None and config_file is None:
-        url = os.environ.get("TINKER_BASE_URL")
-    return running_server.at(url) if url else running_server.of_home(config.load(config_file, home=home))
+        url = os.environ.get("TINKER_BASE_URL") or None
+    if url is None:
+        return running_server.of_home(config.load(config_file, home=home))
+    return running_server.at(url)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import uvloop
 from sqlalchemy.exc import OperationalError
 
+from skyrl_tinker import config
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.units import MiB
@@ -39,20 +40,20 @@ def run(settings_file: Path) -> int:
     """Run until SIGTERM or a failure, and leave no process behind. Returns the exit code."""
     log_to_stderr()
     signal.signal(signal.SIGTERM, _exit)
-    settings = Settings.model_validate_json(settings_file.read_text())
+    settings = config.read_back(settings_file)
     directories = Directories(settings)
-    directories.make()
     processes.become_subreaper()
     processes.raise_open_files_limit()
     if settings.ray_address is None:
         os.environ.update(_ray_environment(_ray_directory(directories), settings.log_mb * MiB))
     code = 1
     try:
+        directories.make()
         with process_lock(directories.engine_lock, "engine"):
             failure = _run(settings, directories)
     except RaySlowError as error:
         failure, code = str(error), os.EX_TEMPFAIL
-    except StartupError as error:  # another engine runs here, or Ray cannot run
+    except StartupError as error:  # another engine runs here, or Ray or a directory cannot be
         failure = str(error)
     finally:
         processes.kill_descendants(1.0)

@@ -102,8 +102,8 @@ def compose_training(
     models = ModelLifecycle(store, trainer, lanes, drift_monitor, snapshots, outbox, commits)
     passes = PassCoordinator(store, trainer, router_replay=settings.router_replay)
     unit_tokens = settings.unit_tokens or max(UNIT_TOKENS, 2 * settings.trainer_ranks * settings.token_budget)
-    returns = ModelReturns(store, trainer, snapshots)
-    replay = Replay(store, trainer, returns, passes, snapshots, drift_monitor, unit_tokens)
+    returns = ModelReturns(store, trainer, snapshots, placement)
+    replay = Replay(store, trainer, returns, passes, snapshots, drift_monitor, placement, unit_tokens)
     executors = Executors(
         passes,
         OptimSteps(store, trainer, lanes, drift_monitor.pop_metrics),
@@ -126,7 +126,7 @@ def compose_training(
         outbox,
         snapshots,
         replay,
-        SleepingModels(returns, lanes, models, execution, placement),
+        SleepingModels(returns, lanes, models, execution),
         metrics,
         placement,
         woken,

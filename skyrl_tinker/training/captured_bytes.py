@@ -2,35 +2,12 @@
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from pathlib import Path
 from typing import Any
-
-import psutil
 
 from skyrl_tinker.domain.ids import ModelKey
 
 SHARE = 4
 """Captured state takes at most 1 / SHARE of a host's memory."""
-CGROUPS = Path("/sys/fs/cgroup")
-
-
-def host_memory(own_cgroup: Path = Path("/proc/self/cgroup"), cgroups: Path = CGROUPS) -> int:
-    """Return the bytes of memory for this process: the host's, or its cgroups' lowest limit."""
-    limits = [psutil.virtual_memory().total]
-    lines = own_cgroup.read_text().splitlines() if own_cgroup.exists() else []
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        if not controllers:  # version 2
-            root, name = cgroups, "memory.max"
-        elif "memory" in controllers.split(","):  # version 1
-            root, name = cgroups / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        own = root / path.removeprefix("/")
-        for cgroup in (own, *own.parents[: len(own.parts) - len(root.parts)]):
-            limit = cgroup / name
-            text = limit.read_text().strip() if limit.exists() else "max"
-            limits += [int(text)] if text.isdecimal() else []
-    return min(limits)
 
 
 class CapturedBytes:

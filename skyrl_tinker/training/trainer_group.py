@@ -102,10 +102,8 @@ class TrainerGroup:
 
     async def ready(self) -> None:
         """Wait until every rank has joined the process group and loaded the base model."""
-        await self._ranks.join()
+        await self._join()
         self._restart_policy.born()
-        memory = [reply.value for reply in await self._ranks.call_all("host_memory")]
-        self.captured.most = min(memory) // SHARE
 
     async def look_for_shared(self, directories: Sequence[Path]) -> None:
         """Find the ranks whose hosts do not share `directories` with this process, now and at each restart.
@@ -143,7 +141,7 @@ class TrainerGroup:
         self._ranks = Actors(self.spec)
         self.restarts += 1
         try:
-            await self._ranks.join()
+            await self._join()
             await self.look_for_shared(self._directories)
             if self._sender is not None:
                 await self._ranks.open_sender(self._sender)
@@ -331,6 +329,12 @@ class TrainerGroup:
         """Kill the ranks and wait until their processes are gone."""
         self._ranks.kill()
         await self._ranks.wait_gone()
+
+    async def _join(self) -> None:
+        """Wait for the ranks, and bound what is captured by their hosts, which may be others than before."""
+        await self._ranks.join()
+        memory = [reply.value for reply in await self._ranks.call_all("host_memory")]
+        self.captured.most = min(memory) // SHARE
 
     async def _on_senders(self, call: Callable[[Actors], Awaitable[T]]) -> T:
         if self.broken is not None:

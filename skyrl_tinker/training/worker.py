@@ -13,12 +13,12 @@ from skyrl_tinker.domain.manifest import CheckpointContents, FileEntry
 from skyrl_tinker.domain.values import LoraSpec, OptimizerFamily, StepItem, StepOutput
 from skyrl_tinker.errors import SEND_AGAIN, ExhaustedError, StateLostError, TrainerError
 from skyrl_tinker.system.atomic_directory import storage_errors
+from skyrl_tinker.system.host_memory import host_memory
 from skyrl_tinker.system.interfaces import interface_of
 from skyrl_tinker.system.processes import freeze_gc
 from skyrl_tinker.training import distributed
 from skyrl_tinker.training.batching.batch import TrainingInputBatch
 from skyrl_tinker.training.batching.outputs import RankOutput
-from skyrl_tinker.training.captured_bytes import host_memory
 from skyrl_tinker.training.checkpoints import checkpoint_load, checkpoint_save
 from skyrl_tinker.training.checkpoints.checkpoint_save import Captured, Layout
 from skyrl_tinker.training.distributed import MeetingPlace, Ranks
@@ -131,7 +131,7 @@ class Worker:
         return self._models[key].weight_bytes, self._models[key].state_bytes
 
     def host_memory(self) -> int:
-        return host_memory()
+        return host_memory().total
 
     def _add_model(self, key: ModelKey, model: TrainableModel) -> None:
         self._models[key] = model

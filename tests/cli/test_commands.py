@@ -153,6 +153,54 @@ def test_the_engine_alone_wants_a_settings_file(tmp_path: Path) -> None:
     assert "does not exist" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"garbage", "Invalid JSON"),
+        (b"\x88ij\x93", "Invalid JSON"),
+        (b"[" * 100_000, "Invalid JSON"),
+        (b"{}", "allowed_hosts is missing, expected every setting"),
+        (b'{"home": 3}', "home: Input is not a valid path"),
+        (b'{"architectures": ["A"]}', "architectures is not supported"),
+    ],
+)
+def test_the_engine_alone_refuses_a_file_of_something_else(tmp_path: Path, content: bytes, said: str) -> None:
+    (file := tmp_path / "settings.json").write_bytes(content)
+    message = one_line("engine", file)
+    assert f"{file}: " in message
+    assert said in message
+
+
+def test_the_engine_alone_makes_no_home(tmp_path: Path) -> None:
+    (file := tmp_path / "settings.json").write_text(config.load(home=tmp_path / "home").model_dump_json())
+    assert "no server has run there" in one_line("engine", file)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("serve", "--home", ""),
+        ("status", "--home", ""),
+        ("serve", "--tls-cert", ""),
+        ("demo", "--out", ""),
+        ("make-model", ""),
+        ("import-adapter", ""),
+        ("db", "backup", ""),
+        ("db", "relocate", "", "/tmp"),
+        ("follow", ""),
+    ],
+)
+def test_an_empty_path_is_not_the_current_directory(arguments: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2, result.output
+    assert "found an empty text, expected a path" in result.stderr
+
+
+def test_an_empty_url_is_not_the_server_of_the_home() -> None:
+    assert "--url, or TINKER_BASE_URL: found ''" in one_line("status", "--url", "")
+
+
 def one_line(*arguments: str | Path) -> str:
     """The line with which a command fails."""
     result = CliRunner().invoke(app, list(map(str, arguments)))

@@ -33,6 +33,7 @@ from skyrl_tinker.protocol.schemas.console import (
     UnitNow,
     WhoAsks,
 )
+from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.store.console.pending import PendingGroup
 from skyrl_tinker.store.owners import reaches
 
@@ -62,15 +63,15 @@ class NowView:
 
     async def message(self) -> NowResponse:
         snapshot, queues = self._snapshot, self._snapshot.queues
-        shortage = await self._deps.room.shortage()
+        shortage, detail = self._told(await self._deps.room.shortage()), self._told(snapshot.engine.detail)
         return NowResponse(
             at=utc(snapshot.at),
             server=self._server(),
             caller=who_asks(self._deps, self._caller),
             state=snapshot.engine.state,
-            detail=shortage or snapshot.engine.detail,
+            detail=shortage or detail,
             ready=snapshot.engine.ready and not shortage,
-            problems=[*self._problems(shortage), *self._waits()],
+            problems=[*self._problems(shortage, detail), *self._waits()],
             processes=list(snapshot.processes) if sees_all(self._caller) else None,
             replicas=[] if queues is None else _replicas(queues.sampling),
             queue=self._queue,
@@ -78,6 +79,10 @@ class NowView:
             trainer=queues and self._trainer(queues.training),
             samplers=queues and SamplersNow.model_validate(queues.sampling, from_attributes=True),
         )
+
+    def _told(self, text: str | None) -> str:
+        """Return a text for the caller: who does not see the server itself need not know its paths."""
+        return (text or "") if sees_all(self._caller) else without_paths(text or "")
 
     def _server(self) -> ServerNow:
         started_at = self._snapshot.started_at
@@ -91,17 +96,17 @@ class NowView:
 
     # Problems
 
-    def _problems(self, shortage: str | None) -> Iterator[Problem]:
+    def _problems(self, shortage: str, detail: str) -> Iterator[Problem]:
         snapshot = self._snapshot
         if shortage:
             yield Problem(level="error", subject="disk", text=shortage)
         if not snapshot.engine.ready:
-            text = f"the engine is {snapshot.engine.state}: {snapshot.engine.detail}"
+            text = f"the engine is {snapshot.engine.state}: {detail}"
             yield Problem(level=_LEVELS[snapshot.engine.state], subject="engine", text=text)
-        elif snapshot.engine.detail == ASLEEP:
+        elif detail == ASLEEP:
             yield Problem(level="info", subject="models", text=ASLEEP)
-        elif snapshot.engine.detail:
-            yield Problem(level="warning", subject="samplers", text=snapshot.engine.detail)
+        elif detail:
+            yield Problem(level="warning", subject="samplers", text=detail)
         if snapshot.engine.ready and snapshot.queues is None:
             yield Problem(level="error", subject="engine", text="the engine does not answer")
         if snapshot.warning and sees_all(self._caller):

@@ -6,6 +6,7 @@ from starlette.responses import JSONResponse
 from skyrl_tinker.api.services import Deps
 from skyrl_tinker.api.waiting.engine_client import engine_state
 from skyrl_tinker.protocol.schemas.session import HealthResponse, ReadyResponse
+from skyrl_tinker.redaction import without_paths
 
 router = APIRouter(tags=["health"])
 root = APIRouter(tags=["health"])
@@ -27,6 +28,8 @@ async def readyz(deps: Deps) -> JSONResponse:
     engine, shortage = await deps.store.read(engine_state), await deps.room.shortage()
     if engine.ready and not shortage and deps.settings.engine_listen and await deps.queues.view() is None:
         shortage = "the engine does not answer"  # its host may be gone, which the database does not know
-    status = 200 if engine.ready and not shortage else 503
-    answer = ReadyResponse(state=engine.state, detail=shortage or engine.detail)
+    status, detail = 200 if engine.ready and not shortage else 503, shortage or engine.detail
+    if deps.keys.locked:  # this route wants no key
+        detail = without_paths(detail)
+    answer = ReadyResponse(state=engine.state, detail=detail)
     return JSONResponse(answer.model_dump(), status)

@@ -100,6 +100,7 @@ class Publisher(SaveFlow[SamplerSave]):
         self._gaps = gaps
         self._metrics = metrics
         self._written = written
+        self._lent: dict[int, SamplerSave] = {}  # by future id
 
     async def capture_rows(self, rows: Sequence[QueuedRow]) -> dict[int, SamplerSave | Failure]:
         """Capture the weights of each request, by future id, as `capture` does."""
@@ -167,6 +168,7 @@ class Publisher(SaveFlow[SamplerSave]):
         async with asyncio.TaskGroup() as tasks:
             announcing: asyncio.Task[None] | None = None
             if self._lends(save):
+                self._lent[save.row.id] = save
                 self._samplers.lend(save.version, save.captured)
                 if not save.inflight:  # rollouts must not use weights of a save that may still fail
                     announcing = tasks.create_task(self._samplers.announce(save.version))
@@ -227,10 +229,15 @@ class Publisher(SaveFlow[SamplerSave]):
         self._note_here(save)
 
     async def _free(self, save: SamplerSave) -> None:
-        if self._lends(save):
+        if self._lent.pop(save.row.id, None) is not None:
             await self._samplers.end_loan(save.version)
         await super()._free(save)
         self._written(save.row)
+
+    async def end_loans(self) -> None:
+        """Free the captures whose files are here: samplers that were busy until now read those."""
+        for save in [save for save in self._lent.values() if self._pending.is_here(save.row.id)]:
+            await self._free(save)
 
     def _record(self, conn: Connection, save: SamplerSave, size: int) -> Mapping[str, Any]:
         sampling_sessions.publish_version(conn, save.version.id, str(save.directory), size)

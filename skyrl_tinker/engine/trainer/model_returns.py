@@ -16,6 +16,7 @@ from pathlib import Path
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import ModelKey, ModelState
+from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.outbox import AWAY_S, persistently
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.trainer.model_creation import optimizer_family
@@ -40,7 +41,10 @@ from skyrl_tinker.training.trainer_group import TrainerGroup
 TRIES = 4
 """Most tries of work for which a disk or memory fails, as either may for some seconds."""
 AT_ONCE = 8
-"""Models that come back concurrently: files are fetched and checked while the ranks load other models."""
+"""Models that come back concurrently: files are fetched and checked while the ranks load other models.
+
+Where trainer and samplers share devices, the samplers may have them after each so many.
+"""
 WAKES = 2
 """Most consecutive deaths of the ranks while a sleeping model comes back: first among others, then alone."""
 _log = logging.getLogger(__name__)
@@ -48,10 +52,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Returns:
-    """Models that did not come back: those that cannot, with the reasons, and those to be tried again."""
+    """Models that did not come back: those that cannot, with the reasons, and those to be tried again.
+
+    `seconds`: of the trainer's phases.
+    """
 
     failed: Mapping[ModelKey, str]
     later: Mapping[ModelKey, SkyrlTinkerError]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +116,13 @@ class Begun:
 class ModelReturns:
     """The models that the ranks must have, and those of them that sleep."""
 
-    def __init__(self, store: Store, trainer: TrainerGroup, snapshots: SnapshotKeeper) -> None:
+    def __init__(
+        self, store: Store, trainer: TrainerGroup, snapshots: SnapshotKeeper, placement: Placement
+    ) -> None:
         self._store = store
         self._trainer = trainer
         self._snapshots = snapshots
+        self._placement = placement
         self._asleep: dict[ModelKey, History] = {}
         self._tries = Counter[ModelKey]()  # consecutive failed tries without a death
         self._deadly = Counter[ModelKey]()  # consecutive deaths of the ranks while it came back
@@ -133,9 +144,10 @@ class ModelReturns:
             failed[model] = "the trainer's processes die each time that it is brought back"
         away = self._asleep.keys() | failed.keys()
         histories = [history for history in found if history.model.key not in away]
-        began, left = time.monotonic(), histories
+        seconds, left = 0.0, histories
         while left:
             returns = await self._bring_back(left)
+            seconds += returns.seconds
             failed |= returns.failed
             left = [history for history in left if history.model.key in returns.later]
             if left:
@@ -143,7 +155,7 @@ class ModelReturns:
                 _log.warning("%d models are tried again in %.0f s: %s", len(left), AWAY_S, why)
                 await asyncio.sleep(AWAY_S)
         if all(history.model.spec.rank for history in histories):  # full parameters would distort the mean
-            self._snapshots.of_model.note(time.monotonic() - began, len(histories))
+            self._snapshots.of_model.note(seconds, len(histories))
         back = [history for history in histories if history.model.key not in failed]
         return Begun(back, failed, len(self._asleep))
 
@@ -180,46 +192,49 @@ class ModelReturns:
         return returns
 
     async def _bring_back(self, histories: Sequence[History]) -> Returns:
-        """Create models, and load the snapshots of those that have one, several at once.
+        """Create models, and load the snapshots of those that have one, AT_ONCE in a context of the trainer.
 
         Models during whose return the ranks died come before the others, one by one. Raises TrainerError if
         the ranks die.
         """
         failed, later = dict[ModelKey, str](), dict[ModelKey, SkyrlTinkerError]()
-        places, begun = asyncio.Semaphore(AT_ONCE), set[ModelKey]()
+        begun, seconds = set[ModelKey](), 0.0
 
         async def bring_back(history: History) -> None:
             model = history.model.key
-            async with places:
-                if self._trainer.broken is not None:  # not of this return
-                    raise self._trainer.broken
-                begun.add(model)
-                try:
-                    await self._make(history)
-                except TrainerError:
-                    raise
-                except SkyrlTinkerError as error:
-                    await self._trainer.release(model)
-                    if self._may_work_later(model, error):
-                        later[model] = error
-                    else:
-                        failed[model] = cause_of(str(error))
-                begun.remove(model)
-                if model not in later:
-                    del self._tries[model], self._deadly[model]
+            if self._trainer.broken is not None:  # not of this return
+                raise self._trainer.broken
+            begun.add(model)
+            try:
+                await self._make(history)
+            except TrainerError:
+                raise
+            except SkyrlTinkerError as error:
+                await self._trainer.release(model)
+                if self._may_work_later(model, error):
+                    later[model] = error
+                else:
+                    failed[model] = cause_of(str(error))
+            begun.remove(model)
+            if model not in later:
+                del self._tries[model], self._deadly[model]
 
         suspects = [history for history in histories if self._deadly[history.model.key]]
         others = [history for history in histories if history not in suspects]
-        for together in *([history] for history in suspects), others:
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    for history in together:
-                        tasks.create_task(bring_back(history))
-            except ExceptionGroup as group:
-                self._deadly.update(begun)
-                _, defects = group.split(TrainerError)
-                raise defects or group.exceptions[0] from None
-        return Returns(failed, later)
+        groups = [others[first : first + AT_ONCE] for first in range(0, len(others), AT_ONCE)]
+        for together in *([history] for history in suspects), *groups:
+            async with self._placement.training():
+                began = time.monotonic()
+                try:
+                    async with asyncio.TaskGroup() as tasks:
+                        for history in together:
+                            tasks.create_task(bring_back(history))
+                except ExceptionGroup as group:
+                    self._deadly.update(begun)
+                    _, defects = group.split(TrainerError)
+                    raise defects or group.exceptions[0] from None
+                seconds += time.monotonic() - began
+        return Returns(failed, later, seconds)
 
     async def _make(self, history: History) -> None:
         model, snapshot = history.model, history.snapshot

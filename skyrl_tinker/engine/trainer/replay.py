@@ -18,6 +18,7 @@ import numpy as np
 
 from skyrl_tinker.domain.ids import SAVES, Effect, FutureStatus, ModelKey
 from skyrl_tinker.domain.values import Failure, PassOutput
+from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.outbox import AWAY_S, persistently
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.parity.probe import trainer_logprobs
@@ -86,6 +87,7 @@ class Replay:
         passes: PassCoordinator,
         snapshots: SnapshotKeeper,
         drift_monitor: DriftMonitor,
+        placement: Placement,
         pass_tokens: int,
     ) -> None:
         """`pass_tokens`: bound of a pass of several models."""
@@ -95,6 +97,7 @@ class Replay:
         self._passes = passes
         self._snapshots = snapshots
         self._drift_monitor = drift_monitor
+        self._placement = placement
         self._pass_tokens = pass_tokens
         self._tries = Counter[ModelKey]()  # consecutive failed tries without a death
         self._in_vain = False  # memory was waited for in vain, and was not available since
@@ -120,7 +123,8 @@ class Replay:
         self._failed = dict(begun.failed)
         self._together = self._together and not self._deaths
         if begun.back and not self._together:
-            await self._prove_ranks(begun.back[0].model.key)
+            async with self._placement.training():
+                await self._prove_ranks(begun.back[0].model.key)
         units = await self._repeat(begun.back, repeat_saves, progress)
         self._deaths.clear()
         self._together = True
@@ -130,18 +134,25 @@ class Replay:
     async def _repeat(
         self, histories: Sequence[History], repeat_saves: RepeatSaves, progress: Progress
     ) -> int:
-        """Repeat the requests that these models ran; return the number of their units."""
+        """Repeat the requests that these models ran; return the number of their units.
+
+        Where trainer and samplers share devices, the samplers may have them after each batch.
+        """
         rows = [row for history in histories for row in history.rows]
         left, reported = Counter(row.unit for row in rows), -math.inf
-        began, busy_s = time.monotonic(), self._trainer.busy_s
+        spent_s, busy_s = 0.0, self._trainer.busy_s
         together = merged(rows, self._pass_tokens, self._trainer.spec.resident_models)
         for batch in together if self._together else as_they_ran(rows):
             if time.monotonic() - reported > REPORT_S:
                 reported = time.monotonic()
                 await progress(sum(not count for count in left.values()), len(left))
-            await self._replay([row for row in batch if model_of(row.row) not in self._failed], repeat_saves)
+            async with self._placement.training():
+                began = time.monotonic()
+                open_rows = [row for row in batch if model_of(row.row) not in self._failed]
+                await self._replay(open_rows, repeat_saves)
+                spent_s += time.monotonic() - began
             left.subtract(row.unit for row in batch)
-        beside_s = time.monotonic() - began - (self._trainer.busy_s - busy_s)
+        beside_s = spent_s - (self._trainer.busy_s - busy_s)
         self._snapshots.of_request.note(max(0.0, beside_s), len(rows))
         self.units += len(left)
         return len(left)

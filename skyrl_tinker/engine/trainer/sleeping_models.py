@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from skyrl_tinker.domain.ids import ModelKey
-from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.outbox import when_possible
 from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
@@ -24,13 +23,11 @@ class SleepingModels:
         lanes: Lanes,
         models: ModelLifecycle,
         execution: UnitExecution,
-        placement: Placement,
     ) -> None:
         self._returns = returns
         self._lanes = lanes
         self._models = models
         self._execution = execution
-        self._placement = placement
         self._fetched: set[ModelKey] = set()  # fetched, or tried
 
     def left(self) -> list[ModelKey]:
@@ -67,24 +64,19 @@ class SleepingModels:
     async def _wake(self, models: Sequence[ModelKey]) -> set[ModelKey]:
         """Bring back models; return those that are parked or must be tried again later.
 
-        Files on other hosts are fetched first, while other models train. Where trainer and samplers share
-        devices, the samplers may have them after each AT_ONCE models.
+        Files on other hosts are fetched first, while other models train.
         """
         elsewhere = await self._returns.elsewhere([model for model in models if model not in self._fetched])
         for model in elsewhere:
             self._execution.hold(model, self._fetch(model))
         here = [model for model in models if model not in elsewhere]
         self._fetched.difference_update(here)
-        missing = set(elsewhere)
-        for first in range(0, len(here), AT_ONCE):
-            async with self._placement.training():
-                woken = await self._returns.wake(here[first : first + AT_ONCE])
-            for model, error in woken.later.items():
-                _log.warning("model %s is brought back later: %s", model, error)
-                self._execution.hold(model)
-            await self._models.park(woken.failed)
-            missing |= woken.later.keys() | woken.failed.keys()
-        return missing
+        woken = await self._returns.wake(here)
+        for model, error in woken.later.items():
+            _log.warning("model %s is brought back later: %s", model, error)
+            self._execution.hold(model)
+        await self._models.park(woken.failed)
+        return {*elsewhere, *woken.later, *woken.failed}
 
     async def _fetch(self, model: ModelKey) -> None:
         """Fetch a model's files, however long storage is away, while the model is open."""

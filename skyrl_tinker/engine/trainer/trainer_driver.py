@@ -355,9 +355,9 @@ class TrainerDriver:
                             self._incidents.append(Incident(self._store.now(), cause))
                         await report(f"the trainer is restarted: {self._trainer.broken}")
                         await self._trainer.restart()
-                    replayed = await self._replay.run(
-                        self._execution.repeat_saves, partial(_progress, report), self._wanted
-                    )
+                replayed = await self._replay.run(
+                    self._execution.repeat_saves, partial(_progress, report), self._wanted
+                )
         if replayed.models > replayed.asleep:
             self._trainer.note_work()  # the replay worked, so the ranks themselves are sound
         await self._models.park(replayed.failed)

@@ -166,13 +166,14 @@ class UnitExecution:
         for row in rows:
             if self._pending.is_here(row.id):
                 continue
+            if not self._trainer.captured.fitting([self._captured_size(row)]):
+                await self._pending.settle()
+                await self._executors.sampler_saves.end_loans()
             if row.status is not FutureStatus.PENDING:
                 if row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER and row.status is FutureStatus.DONE:
                     model = await self._models.row(model_of(row))
                     await self._executors.sampler_saves.restore(row, model)
                 continue
-            if not self._trainer.captured.fitting([self._captured_size(row)]):
-                await self._pending.settle()  # not for samplers, which may read a capture for long
             if row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
                 await self._save_for_samplers([row], recorded=True)
             else:

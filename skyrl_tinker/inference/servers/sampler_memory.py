@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-import psutil
-
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
+from skyrl_tinker.system.host_memory import host_memory
 
 SMALLEST_KV_BYTES = 64 * MiB
 KV_CONTEXTS = 4  # whole contexts that fit the KV cache at once
@@ -26,7 +25,7 @@ def require_memory(spec: SamplerSpec, replicas: int = 1, available: int | None =
 
     Weights count twice: once as loaded, once as packed for the CPU's kernels.
     """
-    free = psutil.virtual_memory().available if available is None else available
+    free = host_memory().available if available is None else available
     weights = sum(file.stat().st_size for file in weight_files(Path(spec.model.directory)))
     copies = spec.workers // spec.tensor_parallel_size
     kv_cache, loaded = copies * kv_bytes(spec), copies * 2 * weights

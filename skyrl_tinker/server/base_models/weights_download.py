@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from skyrl_tinker.config import Settings
+from skyrl_tinker import config
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.redaction import log_to_stderr
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 def run(settings_file: Path) -> int:
     """Run to the end. Returns the exit code; the log's last line says why it is 1."""
     log_to_stderr()
-    settings = Settings.model_validate_json(settings_file.read_text())
+    settings = config.read_back(settings_file)
     bases = write_once(settings.store_url, server_state.get_bases)
     assert bases is not None, "`serve` writes them first"
     try:

@@ -4,9 +4,9 @@ import ctypes
 import gc
 from contextlib import suppress
 
-import psutil
 import torch
 
+from skyrl_tinker.system.host_memory import host_memory
 from skyrl_tinker.training.distributed import Ranks
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # malloc.h
@@ -34,7 +34,7 @@ def free_bytes(ranks: Ranks) -> float:
     if ranks.device.type == "cuda":
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return float(torch.cuda.mem_get_info()[0] + cached)
-    return psutil.virtual_memory().available / ranks.world  # CPU ranks share one host's memory
+    return host_memory().available / ranks.world  # CPU ranks share one host's memory
 
 
 def empty_cuda_cache() -> None:

@@ -1,6 +1,7 @@
 """What the dashboard is told, and whom of."""
 
 import csv
+import math
 import os
 import re
 import time
@@ -180,6 +181,29 @@ async def test_a_lost_process_and_a_standing_warning_are_told_to_who_sees_all(bu
     key = await new_user(busy.api, "alice")
     speak_as(busy.api, key)
     assert (await now(busy.api))["problems"] == []
+
+
+@pytest.mark.parametrize("short", [False, True])
+async def test_where_files_lie_is_told_to_who_sees_all(
+    world: World, monkeypatch: pytest.MonkeyPatch, short: bool
+) -> None:
+    place, why = str(world.settings.root), "GB are free at" if short else "Input/output error"
+    if short:
+        monkeypatch.setattr(world.services.room, "least_bytes", math.inf)
+    else:
+        await world.set_engine("failed", f"{place}/database: {why}")
+    root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
+
+    async def told() -> list[str]:
+        asked = [await world.http.get(url) for url in ("console/now", "http://api/readyz")]
+        assert all(why in each.text for each in asked)
+        return [place in each.text for each in asked]
+
+    assert await told() == [True, True], "there are no keys"
+    speak_as(world, await new_user(world, "alice"))
+    assert await told() == [False, False]
+    speak_as(world, root)
+    assert await told() == [True, False], "the second wants no key"
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 3600.0])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey, RequestKind
-from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
 from skyrl_tinker.storage.checkpoint_storage import Storage
 from skyrl_tinker.store.doorbell import Doorbell
@@ -161,6 +161,32 @@ async def test_saves_that_a_new_engine_repeats_wait_for_memory_too(
         after.workers.disk.set()
         await all_done(after, saves)
         assert after.workers.most_captured == 6
+    finally:
+        after.running.cancel()
+        await asyncio.wait([after.running])
+
+
+async def test_full_weights_that_busy_samplers_would_read_make_room_for_saves_that_are_repeated(
+    stored: World,
+) -> None:
+    stored.workers.sizes = {ModelKey(number): 3 for number in range(1, 5)}
+    stored.workers.disk.clear()
+    models = [await stored.model(LoraSpec(0, 1)) for _ in range(4)]
+    kind, body = RequestKind.SAVE_WEIGHTS_FOR_SAMPLER, SaveSamplerBody(sampling_session_seq_id=0).to_bytes()
+    saves = [await journal.submit(stored.store, model, 1, kind, body) for model in models]
+    await stored.until(lambda: len(stored.workers.asked("persist")) == len(models))
+    stored.running.cancel()
+    after = World(stored.store, stored.bell, stored.root)
+    after.workers.sizes, after.workers.captured.most = stored.workers.sizes, 7
+    after.samplers.takes_captured = True
+    after.samplers.going_on.clear()
+    try:
+        await after.until(lambda: len(after.workers.asked("persist")) == len(models))
+        assert after.workers.most_captured == 6
+        after.samplers.going_on.set()
+        await all_done(after, saves)
+        assert after.samplers.lent == {}
+        await after.until(lambda: not after.workers.held)
     finally:
         after.running.cancel()
         await asyncio.wait([after.running])

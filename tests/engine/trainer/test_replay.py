@@ -21,7 +21,7 @@ from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.colocation.placement import Separate
 from skyrl_tinker.engine.recovery import leftovers, parking, snapshot_keeper
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
-from skyrl_tinker.engine.trainer import model_returns, replay, sleeping_models, trainer_driver, unit_execution
+from skyrl_tinker.engine.trainer import model_returns, replay, trainer_driver, unit_execution
 from skyrl_tinker.errors import SEND_AGAIN, ExhaustedError, StorageAwayError, StorageError, TrainerError
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records, model_records
@@ -904,23 +904,31 @@ async def test_models_that_are_to_be_saved_come_back_several_at_once(
     assert after.workers.restarts == 0
 
 
-async def test_samplers_on_the_same_devices_may_have_them_before_all_models_of_a_unit_are_back(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("asleep", "before"), [(True, [0, 0, 2, 3]), (False, [0, 0, 2, 3, 3])])
+async def test_samplers_on_the_same_devices_may_have_them_before_all_models_are_back(
+    world: World,
+    new_engine: NewEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    asleep: bool,
+    before: list[int],
 ) -> None:
+    """Of a unit, or those that must be back before any unit, whose work since then is replayed after that."""
     models = [(await with_snapshot(world, monkeypatch))[0] for _ in range(3)]
+    if not asleep:
+        await all_done(world, *[await journal.submit_pass(world.store, model, 7) for model in models])
     world.running.cancel()
-    passes = [await journal.submit_pass(world.store, model, 7) for model in models]
+    passes = [await journal.submit_pass(world.store, model, 8 - asleep) for model in models]
     loaded: list[int] = []  # before each context of the trainer
 
     def training(_: Separate) -> AbstractAsyncContextManager[None]:
         loaded.append(len(after.workers.asked("load")))
         return nullcontext()
 
-    monkeypatch.setattr(sleeping_models, "AT_ONCE", 2)
+    monkeypatch.setattr(model_returns, "AT_ONCE", 2)
     monkeypatch.setattr(Separate, "training", training)
     after = new_engine(world)
     await all_done(after, *passes)
-    assert loaded[:4] == [0, 0, 2, 3]
+    assert loaded[: len(before)] == before
 
 
 async def test_a_unit_runs_without_the_model_that_cannot_come_back(

@@ -1,16 +1,16 @@
 """Rows that would not fit are run with checkpoints; the others are not."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.system.host_memory import HostMemory
 from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.memory import allocator
 from skyrl_tinker.training.memory.activation_memory import ActivationMemory, gathered_bytes
 from skyrl_tinker.training.models.planned_device import planning
 from skyrl_tinker.training.trainer_spec import TrainerSpec
@@ -103,7 +103,7 @@ def test_a_row_that_would_not_fit_keeps_less_and_has_the_same_gradients(
     free = (estimate.row_bytes(SHORT) + estimate.row_bytes(LONG)) / 2
     found = []
     for choice, available in ((None, free), (None, 1e12), (True, 1e12), (False, free)):
-        monkeypatch.setattr(psutil, "virtual_memory", lambda size=available: SimpleNamespace(available=size))
+        monkeypatch.setattr(allocator, "host_memory", lambda size=available: HostMemory(0, int(size)))
         worker = _worker(ranks, untied_model, choice)
         worker.create_model(ModelKey(1), LoraSpec(4, 1))
         kept = [_bytes_held(worker, 1, tokens) for tokens in (SHORT, LONG)]
