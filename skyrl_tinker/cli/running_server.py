@@ -271,11 +271,23 @@ def run_lines(runs: Facts) -> Iterator[str]:
             "" if run["reward"] is None else f"{run['reward']:.4g}",
             "" if run["loss"] is None else f"{run['loss']:.4g}",
             run["last_request_at"][:19],
+            _hyperparameters(run),
             _metadata(run["user_metadata"]),
         )
         for run in runs["runs"]
     ]
-    heads = ("name", "run", "owner", "state", "steps", "reward", "loss", "last request", "metadata")
+    heads = (
+        "name",
+        "run",
+        "owner",
+        "state",
+        "steps",
+        "reward",
+        "loss",
+        "last request",
+        "hyperparameters",
+        "metadata",
+    )
     yield from _table(heads, rows) if rows else ("there are no runs",)
     if len(rows) < runs["total"]:
         yield f"and {runs['total'] - len(rows)} before"
@@ -306,6 +318,18 @@ def _amount(event: Facts) -> tuple[str, Any]:
             return "checkpoints", event["count"]
         case kind:
             return f"{kind}, GB hours", event["gigabyte_hours"]
+
+
+def _hyperparameters(run: Facts) -> str:
+    rank, last = run["lora_rank"], run["last"] or {}
+    config = ",".join(f"{name}={value:.6g}" for name, value in run["loss_fn_config"].items())
+    known = {
+        "rank": "full" if rank == 0 else rank,
+        "lr": last.get("learning_rate"),
+        "datums": last.get("datums"),
+        "loss": run["loss_fn"] and run["loss_fn"] + (config and f"({config})"),
+    }
+    return " ".join(f"{name}={value}" for name, value in known.items() if value is not None)
 
 
 def _metadata(metadata: Mapping[str, str]) -> str:

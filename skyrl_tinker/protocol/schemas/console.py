@@ -190,8 +190,9 @@ class RunSummary(Message):
     """Run with its last step; `steps` 0: none was taken. `name`: that of its session.
 
     `lora_rank` 0: full parameters, null: it was not created. `state_reason`: why it is not in training.
-    `loss`, `reward`: the last ones known; the reward is what its script reported. `parent`: the run whose
-    checkpoint it goes on from, after `steps_before` steps of that and of its own parents.
+    `loss`, `loss_fn`, `reward`: the last ones known; the reward is what its script reported, and
+    `loss_fn_config` has what was sent, no defaults. `parent`: the run whose checkpoint it goes on from, after
+    `steps_before` steps of that and of its own parents.
     """
 
     run_id: str
@@ -211,6 +212,8 @@ class RunSummary(Message):
     steps_before: int
     steps: int
     loss: float | None
+    loss_fn: str | None
+    loss_fn_config: dict[str, float]
     reward: float | None
     last: StepMeasures | None
 

@@ -293,6 +293,8 @@ class StepPoint(Base):
     wait_s: Mapped[float]
     compute_s: Mapped[float]
     answer_s: Mapped[float]
+    loss_fn: Mapped[str | None]  # of the last pass of its window, with the configuration as sent
+    loss_fn_config: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
 
 
 class RunReport(Base):
