@@ -27,8 +27,8 @@ Scope = Literal["owned", "accessible"]
 class Run:
     """Model with its newest checkpoint of each kind (`last`); `lora_rank` 0: full parameters.
 
-    `name`: that of its session. `loss`, `loss_fn`, `reward`: the last ones known. `parent`: the run whose checkpoint it
-    goes on from, after `steps_before` steps.
+    `name`: that of its session. `loss`, `loss_fn`, `reward`: the last ones known. `parent`: the run whose
+    checkpoint it goes on from, after `steps_before` steps.
     """
 
     model_id: ModelId
