@@ -220,7 +220,7 @@ class Future(Base):
 
 
 class Request(Base):
-    """Body of a request that has not finished, or that replay needs: no snapshot holds its effect yet."""
+    """Body of a request that has not finished, that replay needs, or that is kept to be read."""
 
     __tablename__ = "requests"
     future_id: Mapped[int] = mapped_column(ForeignKey(Future.id), primary_key=True, autoincrement=False)
