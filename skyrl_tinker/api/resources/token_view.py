@@ -57,7 +57,7 @@ def items_of(stored: StoredTokens, page: Paging, bases: Bases) -> ItemsResponse:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _ScoredPart:
     """Trained or sampled part of an item. `prompt` None: it is not stored."""
 
     prompt: Sequence[int] | None
@@ -66,11 +66,13 @@ class _Part:
     logprob: float | None
 
 
-def _sampled(stored: StoredTokens, page: Paging) -> tuple[list[_Part], int]:
+def _sampled(stored: StoredTokens, page: Paging) -> tuple[list[_ScoredPart], int]:
     prompt = _sample_prompt(stored)
     sequences = sample_results.sample_response_json(stored.result)["sequences"]
     shown = sequences[page.offset : page.offset + page.limit]
-    return [_Part(prompt, each["tokens"], None, _mean(each["logprobs"])) for each in shown], len(sequences)
+    return [_ScoredPart(prompt, each["tokens"], None, _mean(each["logprobs"])) for each in shown], len(
+        sequences
+    )
 
 
 def _sample_prompt(stored: StoredTokens) -> Sequence[int] | None:
@@ -80,14 +82,14 @@ def _sample_prompt(stored: StoredTokens) -> Sequence[int] | None:
     return sample_from_body(stored.body).prompt
 
 
-def _trained(stored: StoredTokens, page: Paging) -> tuple[list[_Part], int]:
+def _trained(stored: StoredTokens, page: Paging) -> tuple[list[_ScoredPart], int]:
     data = pass_requests.from_canonical(_body(stored)).data
     pairs = enumerate(zip(data, pass_results.each_logprobs(stored.result), strict=True))
     shown = islice(pairs, page.offset, page.offset + page.limit)
     return [_trained_part(number, datum, logprobs) for number, (datum, logprobs) in shown], len(data)
 
 
-def _trained_part(number: int, datum: Datum, logprobs: Float32) -> _Part:
+def _trained_part(number: int, datum: Datum, logprobs: Float32) -> _ScoredPart:
     """Return the positions with an advantage, else with a weight, else all, and what lies between them."""
     _require_single_targets(datum, number)
     advantages = datum.inputs.get("advantages")
@@ -96,7 +98,7 @@ def _trained_part(number: int, datum: Datum, logprobs: Float32) -> _Part:
         trained = np.ones(datum.target_tokens.shape, np.float32)
     places = np.flatnonzero(trained)
     first, end = int(places[0]), int(places[-1]) + 1
-    return _Part(
+    return _ScoredPart(
         datum.tokens[: first + 1].tolist(),
         datum.target_tokens[first:end].tolist(),
         None if advantages is None else _mean(advantages[places]),
@@ -104,7 +106,7 @@ def _trained_part(number: int, datum: Datum, logprobs: Float32) -> _Part:
     )
 
 
-def _summary(item: int, part: _Part, directory: Path) -> ItemSummary:
+def _summary(item: int, part: _ScoredPart, directory: Path) -> ItemSummary:
     prompt_id, prompt = _prompt(part.prompt, directory)
     text = "".join(split_tokens(part.tokens[:_SHOWN], directory))
     return ItemSummary(
