@@ -118,6 +118,8 @@ class Retention(Table):
     """Time that usage, audit events, removed checkpoints and ended sessions are listed"""
     stability_s: float = Field(86400.0, gt=0)
     """Time that the record of a sample is kept after its last use"""
+    checkpoints_s: int | None = Field(None, ge=3600, le=10 * 365 * 86400)
+    """Time to live of checkpoints that are saved or copied without one [default: they do not expire]"""
 
 
 class Recovery(Table):

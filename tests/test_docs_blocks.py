@@ -71,6 +71,9 @@ BLOCKS = {
         "tests/faults/test_database_away.py"
     ),
     "docs/backup-and-recovery.md: pip install 'skyrl-tinker[s3]'": "tests/e2e/test_object_storage.py",
+    "docs/backup-and-recovery.md: skyrl-tinker checkpoints list --older-than 30d": (
+        "tests/cli/test_checkpoint_commands.py"
+    ),
     "docs/running.md: tinker checkpoint download tinker://RUN/weights/NA": "tests/e2e/test_download.py",
     "docs/running.md: from peft import PeftModel": GPU,
     "docs/running.md: [Unit]": "it needs systemd",

@@ -204,13 +204,16 @@ def plan(
     from skyrl_tinker.cli import plan_output
     from skyrl_tinker.server import start_plan
 
+    def counted(config: Any, demand: Any, ranks: int) -> Any:
+        on = f"{ranks} trainer rank{'' if ranks == 1 else 's'}"
+        tell(f"counting the memory of a row of {demand.longest_row} tokens on {on}: some ten seconds")
+        return start_plan.measure_costs(config, demand, ranks)
+
     with one_line_errors():
         if full:
             given["max_lora_rank"] = 0
         settings = config.load(base_model=base_model, device="cuda", **given)
-        if sys.stderr.isatty():
-            tell("counting the memory of the longest row: some seconds, of a mixture of experts a minute")
-        found = start_plan.plan(settings, start_plan.Gpus(gpus, gpu_memory * GB), tenants=tenants)
+        found = start_plan.plan(settings, start_plan.Gpus(gpus, gpu_memory * GB), counted, tenants=tenants)
     print((plan_output.as_json if as_json else plan_output.as_table)(found, settings))
     if found.problem is not None:
         raise typer.Exit(1)

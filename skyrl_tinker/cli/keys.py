@@ -1,6 +1,5 @@
 """`skyrl-tinker keys`: API keys, in the database of a server that may be running or not."""
 
-import re
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, overload
 import typer
 
 from skyrl_tinker.cli.database import existing_database
-from skyrl_tinker.cli.options import with_added, with_settings
+from skyrl_tinker.cli.options import seconds, with_added, with_settings
 from skyrl_tinker.config import Settings
 from skyrl_tinker.protocol.validation.key_limits import NAMES, changes_of
 
@@ -19,23 +18,14 @@ if TYPE_CHECKING:  # the other commands need none of its imports
     from skyrl_tinker.store.api_keys import KeyRow
     from skyrl_tinker.store.database.group_commit import Op, T
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _SHOWN_ONCE = "shown only now: store it, for example as TINKER_API_KEY"
 app = typer.Typer(no_args_is_help=True, help="API keys.", rich_markup_mode=None)
-
-
-def _seconds(text: str) -> int:
-    """Read a duration, as in 90s, 15m, 12h and 30d; 0 needs no unit."""
-    match = re.fullmatch(r"(\d{1,6})([smhd])", text, re.ASCII)
-    if match is None and text != "0":
-        raise typer.BadParameter(f"found {text!r}, expected a number and a unit: 90s, 15m, 12h or 30d")
-    return int(match[1]) * _SECONDS[match[2]] if match else 0
 
 
 Which = Annotated[str, typer.Argument(metavar="ID_OR_NAME")]
 Duration = Annotated[
     int | None,
-    typer.Option(parser=_seconds, metavar="DURATION", help="End the key so long from now, as in 12h or 90d"),
+    typer.Option(parser=seconds, metavar="DURATION", help="End the key so long from now, as in 12h or 90d"),
 ]
 
 Limit = Annotated[str | None, typer.Option(metavar="NUMBER|none|default", show_default=False)]
@@ -108,7 +98,7 @@ def rotate(
     overlap: Annotated[
         int,
         typer.Option(
-            parser=_seconds,
+            parser=seconds,
             metavar="DURATION",
             help="Time that the old secret stays valid, as in 15m, at most 7d; 0 for one that leaked",
         ),

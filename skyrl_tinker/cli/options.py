@@ -3,6 +3,7 @@
 import difflib
 import errno
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -101,6 +102,17 @@ def _option_type(setting: str) -> Any:
     annotation = list[str] if config.takes_pairs(setting) else Settings.model_fields[setting].annotation
     parsed: Any = {Literal: str, tuple: list[str]}.get(get_origin(annotation), annotation)
     return parsed | None
+
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def seconds(text: str) -> int:
+    """Read a duration, as in 90s, 15m, 12h and 30d; 0 needs no unit."""
+    match = re.fullmatch(r"(\d{1,6})([smhd])", text, re.ASCII)
+    if match is None and text != "0":
+        raise typer.BadParameter(f"found {text!r}, expected a number and a unit: 90s, 15m, 12h or 30d")
+    return int(match[1]) * _SECONDS[match[2]] if match else 0
 
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

@@ -1,5 +1,6 @@
 """`skyrl-tinker status`, `ps`, `top` and `usage`: facts of a running server, asked over HTTP."""
 
+import csv
 import json
 import os
 import re
@@ -7,9 +8,10 @@ import ssl
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,13 +22,17 @@ from skyrl_tinker import __version__
 from skyrl_tinker.cli.terminal import printable, show
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
-from skyrl_tinker.domain.units import MiB
+from skyrl_tinker.domain.tinker_path import TinkerPath
+from skyrl_tinker.domain.units import GB, MiB
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.server.addresses import is_http, local_url
 from skyrl_tinker.system.process_lock import holder
 from skyrl_tinker.system.processes import listens
 
 PATIENCE_S = 10.0
+MOST_DAYS = 14
+"""Days of one answer about usage."""
+MOST_LISTED = 1000
 MOST_METADATA = 60
 """Characters shown of a run's metadata."""
 Facts = Mapping[str, Any]
@@ -36,6 +42,10 @@ _KEY = re.compile(r"[!-~]*")
 
 class ServerAwayError(StartupError):
     """No server answers."""
+
+
+class NotThereError(StartupError):
+    """The server does not have it."""
 
 
 class RunningServer:
@@ -62,9 +72,44 @@ class RunningServer:
     def usage(self, hours: int) -> Facts:
         """Return the usage of the last hours, up to now."""
         end = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) + timedelta(hours=1)
-        between = {"starting_on": end - timedelta(hours=hours), "ending_before": end}
-        params = {name: at.isoformat() for name, at in between.items()}
+        return self._usage_between(end - timedelta(hours=hours), end)
+
+    def usage_of_days(self, days: int) -> Iterator[Facts]:
+        """Yield the usage of the last days, up to the end of today in UTC, in parts."""
+        end = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0) + timedelta(days=1)
+        for left in range(days, 0, -MOST_DAYS):
+            first = end - timedelta(days=left)
+            yield self._usage_between(first, min(end, first + timedelta(days=MOST_DAYS)))
+
+    def _usage_between(self, first: datetime, end: datetime) -> Facts:
+        params = {"starting_on": first.isoformat(), "ending_before": end.isoformat()}
         return self._ask("GET", "/api/v1/billing/usage/events", params=params)
+
+    def checkpoints(self, run: str | None, age_s: float) -> list[Facts]:
+        """Return checkpoints of at least this age, of a run or of all, the oldest first."""
+        newest = datetime.now(UTC) - timedelta(seconds=age_s)
+        found = self._all_checkpoints() if run is None else self._checkpoints_of(run)
+        old = [each for each in found if datetime.fromisoformat(each["time"]) <= newest]
+        return sorted(old, key=lambda each: str(each["time"]))
+
+    def _checkpoints_of(self, run: str) -> Iterator[Facts]:
+        yield from self._ask("GET", f"/api/v1/training_runs/{quote(run, safe='')}/checkpoints")["checkpoints"]
+
+    def _all_checkpoints(self) -> Iterator[Facts]:
+        total, offset = 1, 0
+        while offset < total:
+            page = self._ask("GET", "/api/v1/checkpoints", params={"limit": MOST_LISTED, "offset": offset})
+            total, offset = page["cursor"]["total_count"], offset + MOST_LISTED
+            yield from page["checkpoints"]
+
+    def delete_checkpoint(self, path: TinkerPath) -> bool:
+        """Delete a checkpoint; False if there is none."""
+        where = f"{quote(path.model_id, safe='')}/checkpoints/{path.checkpoint_id}"
+        try:
+            self._ask("DELETE", f"/api/v1/training_runs/{where}")
+        except NotThereError:
+            return False
+        return True
 
     def runs(self, most: int) -> Facts:
         """Return the runs with the latest requests."""
@@ -92,6 +137,8 @@ class RunningServer:
             raise ServerAwayError(f"no server answers at {self.url}: {error}") from error
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise StartupError(f"{self.url} needs an API key that it knows: set TINKER_API_KEY")
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            raise NotThereError(f"{self.url}: {_detail(answer)}")
         if not answer.is_success:
             raise StartupError(f"{self.url}: {_detail(answer)}")
         try:
@@ -271,17 +318,60 @@ def run_lines(runs: Facts) -> Iterator[str]:
             "" if run["reward"] is None else f"{run['reward']:.4g}",
             "" if run["loss"] is None else f"{run['loss']:.4g}",
             run["last_request_at"][:19],
+            _hyperparameters(run),
             _metadata(run["user_metadata"]),
         )
         for run in runs["runs"]
     ]
-    heads = ("name", "run", "owner", "state", "steps", "reward", "loss", "last request", "metadata")
+    heads = (
+        "name",
+        "run",
+        "owner",
+        "state",
+        "steps",
+        "reward",
+        "loss",
+        "last request",
+        "hyperparameters",
+        "metadata",
+    )
     yield from _table(heads, rows) if rows else ("there are no runs",)
     if len(rows) < runs["total"]:
         yield f"and {runs['total'] - len(rows)} before"
     for run in runs["runs"]:
         if run["state"] in ("failed", "lost", "parked"):
             yield f"{run['run_id']} is {run['state']}: {run['state_reason']}"
+
+
+def checkpoint_lines(found: Sequence[Facts]) -> Iterator[str]:
+    """Yield checkpoints and their sum."""
+    rows = [
+        (
+            each["tinker_path"],
+            f"{each['size_bytes'] / GB:,.3f} GB",
+            each["time"][:19],
+            (each["expires_at"] or "never")[:19],
+            "yes" if each["public"] else "",
+        )
+        for each in found
+    ]
+    yield from _table(("checkpoint", "size", "saved", "expires", "public"), rows)
+    size = sum(each["size_bytes"] for each in found) / GB
+    yield f"{len(rows)} checkpoint{'' if len(rows) == 1 else 's'}, {size:,.3f} GB"
+
+
+def usage_by_day(parts: Iterable[Facts]) -> Iterator[str]:
+    """Yield lines of CSV: amounts by day (in UTC), owner, project, base model and kind."""
+    totals: Counter[tuple[str, ...]] = Counter()
+    for event in (event for part in parts for event in part["data"]):
+        kind, amount = _amount(event["event_info"])
+        of = event["user_name"], event["project_id"] or "", event["base_model"], kind
+        totals[event["bucket_start"][:10], *of] += amount
+    lines = StringIO()
+    writer = csv.writer(lines)
+    writer.writerow(("day", "owner", "project", "base_model", "kind", "amount"))
+    writer.writerows((*key, f"{amount:.15g}") for key, amount in sorted(totals.items()))
+    yield from lines.getvalue().splitlines()
 
 
 def usage_lines(usage: Facts) -> Iterator[str]:
@@ -306,6 +396,18 @@ def _amount(event: Facts) -> tuple[str, Any]:
             return "checkpoints", event["count"]
         case kind:
             return f"{kind}, GB hours", event["gigabyte_hours"]
+
+
+def _hyperparameters(run: Facts) -> str:
+    rank, last = run["lora_rank"], run["last"] or {}
+    config = ",".join(f"{name}={value:.6g}" for name, value in run["loss_fn_config"].items())
+    known = {
+        "rank": "full" if rank == 0 else rank,
+        "lr": last.get("learning_rate"),
+        "datums": last.get("datums"),
+        "loss": run["loss_fn"] and run["loss_fn"] + (config and f"({config})"),
+    }
+    return " ".join(f"{name}={value}" for name, value in known.items() if value is not None)
 
 
 def _metadata(metadata: Mapping[str, str]) -> str:

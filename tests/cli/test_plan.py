@@ -76,7 +76,9 @@ def test_what_does_not_fit_ends_with_an_error(tmp_path: Path) -> None:
 def test_a_model_that_the_trainer_refuses_is_refused_with_its_words(tmp_path: Path) -> None:
     result = _plan(tmp_path, SMALL | {"logit_scale": 2.0}, "--context-length", "4096")
     assert result.returncode == 1
-    assert re.fullmatch("skyrl-tinker: no plan .*: the trainer does not support logit_scale\n", result.stderr)
+    counted, refused = result.stderr.splitlines()
+    assert counted.startswith("skyrl-tinker: counting the memory of a row of 4096 tokens on 1 trainer rank")
+    assert re.fullmatch("skyrl-tinker: no plan .*: the trainer does not support logit_scale", refused)
 
 
 def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path) -> None:

@@ -88,10 +88,10 @@ def test_a_text_that_is_no_url_is_told(url: str) -> None:
 
 
 @pytest.mark.parametrize("body", [b"<html>Welcome", b"{}", b"[]", b'{"state": "ready", "server": null}'])
-@pytest.mark.parametrize("command", ["status", "ps", "top", "runs", "usage"])
+@pytest.mark.parametrize("command", ["status", "ps", "top", "runs", "usage", "checkpoints list"])
 def test_another_program_or_version_behind_the_url_is_told(command: str, body: bytes) -> None:
     with answering(200, body) as url:
-        assert "answered in another form than skyrl-tinker " in fail(command, "--url", url)
+        assert "answered in another form than skyrl-tinker " in fail(*command.split(), "--url", url)
 
 
 def test_a_page_that_leads_elsewhere_is_no_answer() -> None:

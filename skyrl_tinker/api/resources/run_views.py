@@ -66,6 +66,8 @@ def run_summary(run: Run) -> RunSummary:
         steps_before=run.steps_before,
         steps=run.point.step if run.point else 0,
         loss=run.loss,
+        loss_fn=run.loss_fn,
+        loss_fn_config=dict(run.loss_fn_config or {}),
         reward=run.reward,
         last=run.point.measured if run.point else None,
     )

@@ -1,19 +1,30 @@
-"""Tokens of one datum or sampled sequence, with the values of each."""
+"""Tokens of datums and sampled sequences, with their values, and with their prompts."""
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+
+import numpy as np
 
 from skyrl_tinker.api.token_texts import split_tokens
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.domain.values import Datum
-from skyrl_tinker.errors import GoneError, UserError
+from skyrl_tinker.domain.values import Datum, Float32
+from skyrl_tinker.errors import GoneError, NotFoundError, UserError
 from skyrl_tinker.protocol.protobuf import pass_requests, pass_results, sample_results
-from skyrl_tinker.protocol.schemas.console import TokensResponse
-from skyrl_tinker.store.console.readable_requests import StoredTokens
+from skyrl_tinker.protocol.schemas.base import utc
+from skyrl_tinker.protocol.schemas.console import ItemsResponse, ItemSummary, ReadableSummary, TokensResponse
+from skyrl_tinker.protocol.schemas.runs import Paging
+from skyrl_tinker.protocol.stored_requests import sample_from_body
+from skyrl_tinker.store.console.readable_requests import ReadableRow, StoredTokens
 
 Values = Sequence[float | None]
+_SHOWN = 40
+"""Tokens of a summary's texts."""
 
 
 def tokens_of(stored: StoredTokens, item: int, bases: Bases) -> TokensResponse:
@@ -24,17 +35,141 @@ def tokens_of(stored: StoredTokens, item: int, bases: Bases) -> TokensResponse:
         sequence = sequences[item]
         sampled: dict[str, Values] = {"logprob": _finite(sequence["logprobs"])}
         return _response(stored, item, len(sequences), sequence["tokens"], sampled, bases)
-    if stored.body is None:
-        raise GoneError("the body of this request is dropped: a snapshot of its model holds its effect")
-    datum, count = pass_requests.datum_at(stored.body, item)
+    datum, count = pass_requests.datum_at(_body(stored), item)
     _check(item, count)
     assert datum is not None
+    _require_single_targets(datum, item)
+    values = _values(datum, pass_results.logprobs_at(stored.result, item))
+    return _response(stored, item, count, datum.target_tokens.tolist(), values, bases)
+
+
+def items_of(stored: StoredTokens, page: Paging, bases: Bases) -> ItemsResponse:
+    """Summarize a page of items. Raises as `tokens_of`."""
+    parts, total = (_sampled if stored.kind is RequestKind.SAMPLE else _trained)(stored, page)
+    directory = _directory(stored.base_model, bases)
+    return ItemsResponse(
+        kind=stored.kind,
+        items=[_summary(page.offset + place, part, directory) for place, part in enumerate(parts)],
+        total=total,
+        earlier=stored.earlier,
+        later=stored.later,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _ScoredPart:
+    """Trained or sampled part of an item. `prompt` None: it is not stored."""
+
+    prompt: Sequence[int] | None
+    tokens: Sequence[int]
+    advantage: float | None
+    logprob: float | None
+
+
+def _sampled(stored: StoredTokens, page: Paging) -> tuple[list[_ScoredPart], int]:
+    prompt = _sample_prompt(stored)
+    sequences = sample_results.sample_response_json(stored.result)["sequences"]
+    shown = sequences[page.offset : page.offset + page.limit]
+    return [_ScoredPart(prompt, each["tokens"], None, _mean(each["logprobs"])) for each in shown], len(
+        sequences
+    )
+
+
+def _sample_prompt(stored: StoredTokens) -> Sequence[int] | None:
+    """Return the prompt of a sample, None of a pass, and where it is not stored any more."""
+    if stored.kind is not RequestKind.SAMPLE or stored.body is None:
+        return None
+    return sample_from_body(stored.body).prompt
+
+
+def _trained(stored: StoredTokens, page: Paging) -> tuple[list[_ScoredPart], int]:
+    data = pass_requests.from_canonical(_body(stored)).data
+    pairs = enumerate(zip(data, pass_results.each_logprobs(stored.result), strict=True))
+    shown = islice(pairs, page.offset, page.offset + page.limit)
+    return [_trained_part(number, datum, logprobs) for number, (datum, logprobs) in shown], len(data)
+
+
+def _trained_part(number: int, datum: Datum, logprobs: Float32) -> _ScoredPart:
+    """Return the positions with an advantage, else with a weight, else all, and what lies between them."""
+    _require_single_targets(datum, number)
+    advantages = datum.inputs.get("advantages")
+    trained = advantages if advantages is not None else datum.inputs.get("weights")
+    if trained is None or trained.shape != datum.target_tokens.shape or not trained.any():
+        trained = np.ones(datum.target_tokens.shape, np.float32)
+    places = np.flatnonzero(trained)
+    first, end = int(places[0]), int(places[-1]) + 1
+    return _ScoredPart(
+        datum.tokens[: first + 1].tolist(),
+        datum.target_tokens[first:end].tolist(),
+        None if advantages is None else _mean(advantages[places]),
+        _mean(logprobs[places]),
+    )
+
+
+def _summary(item: int, part: _ScoredPart, directory: Path) -> ItemSummary:
+    prompt_id, prompt = _prompt(part.prompt, directory)
+    text = "".join(split_tokens(part.tokens[:_SHOWN], directory))
+    return ItemSummary(
+        item=item,
+        prompt_id=prompt_id,
+        prompt=prompt,
+        text=text,
+        tokens=len(part.tokens),
+        advantage=part.advantage,
+        logprob=part.logprob,
+    )
+
+
+def request_summary(row: ReadableRow, bases: Bases) -> ReadableSummary:
+    """Return a request as one of a list. A prompt that has no text, as its base model is gone, is null."""
+    prompt_id = prompt = None
+    if row.prompt is not None:
+        tokens = sample_from_body(row.prompt).prompt
+        with suppress(NotFoundError, UserError):
+            prompt_id, prompt = _prompt(tokens, _directory(row.base_model, bases))
+    return ReadableSummary(
+        request_id=row.request_id,
+        kind=row.kind,
+        seq_id=row.seq_id,
+        origin=row.origin,
+        created_at=utc(row.created_at),
+        readable=row.readable,
+        prompt_id=prompt_id,
+        prompt=prompt,
+    )
+
+
+def _prompt(tokens: Sequence[int] | None, directory: Path) -> tuple[str | None, str | None]:
+    """Return a name that is equal for equal prompts, and the end of the text."""
+    if tokens is None:
+        return None, None
+    name = hashlib.sha256(np.asarray(tokens, "<i4").tobytes()).hexdigest()[:12]
+    return name, "".join(split_tokens(tokens[-_SHOWN:], directory))
+
+
+def _body(stored: StoredTokens) -> bytes:
+    if stored.body is None:
+        raise GoneError(
+            "the data of this pass is no longer stored: only that of the newest passes of a run is, and what "
+            "its model's next snapshot does not hold yet"
+        )
+    return stored.body
+
+
+def _require_single_targets(datum: Datum, item: int) -> None:
     if datum.target_tokens.ndim != 1:
         raise UserError(
             f"item: found {item}, whose positions have several candidates, expected one target each"
         )
-    values = _values(datum, pass_results.logprobs_at(stored.result, item))
-    return _response(stored, item, count, datum.target_tokens.tolist(), values, bases)
+
+
+def _directory(base_model: str, bases: Bases) -> Path:
+    return Path(bases.require(base_model).directory)
+
+
+def _mean(values: Sequence[float] | Float32) -> float | None:
+    mean = float(np.mean(values)) if len(values) else math.nan
+    return mean if math.isfinite(mean) else None
 
 
 def _values(datum: Datum, logprobs: Sequence[float]) -> dict[str, Values]:
@@ -65,12 +200,15 @@ def _response(
     values: Mapping[str, Values],
     bases: Bases,
 ) -> TokensResponse:
+    directory = _directory(stored.base_model, bases)
+    prompt = _sample_prompt(stored)
     return TokensResponse(
         kind=stored.kind,
         item=item,
         items=items,
+        prompt=None if prompt is None else "".join(split_tokens(prompt, directory)),
         tokens=list(tokens),
-        texts=split_tokens(tokens, Path(bases.require(stored.base_model).directory)),
+        texts=split_tokens(tokens, directory),
         values={name: list(column) for name, column in values.items()},
     )
 

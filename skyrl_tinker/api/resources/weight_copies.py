@@ -42,6 +42,8 @@ async def copy_weights(
     owner = caller.owner
     refuse_access_token(request.weights_access_token or token)
     source, ttl = tinker_path.parse(request.source_path), validate_ttl(request.ttl_seconds)
+    if ttl is None:
+        ttl = services.settings.retention.checkpoints_s
     destination = _destination(request, owner, key)
     path = TinkerPath(destination.model_id, source.kind, source.name)
 

@@ -14,13 +14,14 @@ from skyrl_tinker.api.resources import step_curve
 from skyrl_tinker.api.resources.now_view import NowView
 from skyrl_tinker.api.resources.run_views import listed_summary, run_summary
 from skyrl_tinker.api.resources.server_trace import trace_of
-from skyrl_tinker.api.resources.token_view import tokens_of
+from skyrl_tinker.api.resources.token_view import items_of, request_summary, tokens_of
 from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached
 from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError
-from skyrl_tinker.domain.ids import ModelId, ModelKey, Reach
+from skyrl_tinker.domain.ids import ModelId, ModelKey, OwnerId, Reach
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.protocol.activity import Activity, activity_from_bytes
 from skyrl_tinker.protocol.schemas.console import (
+    ItemsResponse,
     NowResponse,
     PointsQuery,
     PointsResponse,
@@ -39,7 +40,7 @@ from skyrl_tinker.protocol.schemas.console import (
 from skyrl_tinker.protocol.schemas.runs import Paging
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.console import run_reports, step_points
-from skyrl_tinker.store.console.readable_requests import readable_requests, stored_tokens
+from skyrl_tinker.store.console.readable_requests import StoredTokens, readable_requests, stored_tokens
 from skyrl_tinker.store.console.traced_requests import recent_requests
 from skyrl_tinker.store.reports import training_runs
 
@@ -183,7 +184,8 @@ async def list_readable(query: Annotated[ReadableQuery, Query()], deps: Deps, ow
     """Show the caller's requests only: admins do not read prompts."""
 
     def read(conn: Connection) -> ReadableResponse:
-        return ReadableResponse(requests=readable_requests(conn, owner, query))
+        rows = readable_requests(conn, owner, query)
+        return ReadableResponse(requests=[request_summary(row, deps.bases) for row in rows])
 
     return await json_from_rows(deps.store, read)
 
@@ -199,14 +201,30 @@ async def tokens(
     """Decode data that is stored anyway, of the caller's own requests."""
 
     def read(conn: Connection) -> TokensResponse:
-        stored = stored_tokens(conn, owner, request_id)
-        if stored is None:
-            raise NotFoundError(
-                f"no finished pass or sample {request_id!r} of yours, or its result has expired"
-            )
-        return tokens_of(stored, query.item, deps.bases)
+        return tokens_of(_stored(conn, owner, request_id), query.item, deps.bases)
 
     return await json_from_rows(deps.store, read)
+
+
+@router.get(
+    "/requests/{request_id}/items",
+    summary="Datums of a pass, or sequences of a sample, with their prompts and advantages",
+    response_model=ItemsResponse,
+)
+async def items(request_id: str, query: Annotated[Paging, Query()], deps: Deps, owner: Owner) -> Response:
+    """Show the caller's own, in their order; those with equal `prompt_id` are a group."""
+
+    def read(conn: Connection) -> ItemsResponse:
+        return items_of(_stored(conn, owner, request_id), query, deps.bases)
+
+    return await json_from_rows(deps.store, read)
+
+
+def _stored(conn: Connection, owner: OwnerId | None, request_id: str) -> StoredTokens:
+    stored = stored_tokens(conn, owner, request_id)
+    if stored is None:
+        raise NotFoundError(f"no finished pass or sample {request_id!r} of yours, or its result has expired")
+    return stored
 
 
 def _model(conn: Connection, reach: Reach, run: str) -> ModelKey:

@@ -1,6 +1,7 @@
 """Saves of weights as checkpoints."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -15,6 +16,7 @@ from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.protocol.schemas.base import Message, parse
 from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
 from skyrl_tinker.protocol.schemas.training import SaveExternalRequest, SaveSamplerRequest, SaveWeightsRequest
+from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
 from skyrl_tinker.protocol.validation.steps import (
     validate_save_external,
     validate_save_sampler,
@@ -63,11 +65,14 @@ async def _save(
     caller: Caller,
     kind: RequestKind,
     model: type[M],
-    check: Callable[[M], Body],
+    check: Callable[[M], SaveWeightsBody | SaveExternalBody | SaveSamplerBody],
 ) -> AcceptedFuture:
     def check_within(payload: Mapping[str, Any]) -> Body:
         require_metadata(caller.limits, payload)
-        return check(parse(model, payload))
+        body = check(parse(model, payload))
+        if body.name is None or body.ttl_seconds is not None:
+            return body
+        return replace(body, ttl_seconds=deps.settings.retention.checkpoints_s)
 
     def make(payload: Mapping[str, Any]) -> tuple[Submission, bool]:
         return from_json(kind, payload, check_within), payload.get("path") is not None

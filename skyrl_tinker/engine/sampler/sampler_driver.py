@@ -23,6 +23,7 @@ from skyrl_tinker.domain.ids import (
     openai_session,
     sequence_ids,
 )
+from skyrl_tinker.domain.units import KiB
 from skyrl_tinker.domain.values import Failure, SampleOutput, SampleRequest, Usage, WeightVersion
 from skyrl_tinker.engine.outbox import (
     FutureOutcome,
@@ -55,6 +56,8 @@ from skyrl_tinker.system.off_loop import OFF_LOOP_BYTES
 
 BATCH = 256  # bodies read in one transaction
 CACHED_SESSIONS = 1 << 16
+KEPT_BYTES = 32 * KiB
+"""Largest body of a sample that stays with its result, so that its prompt can be read."""
 LISTED_S = 0.9  # each API process asks once a second, and listing all waiting requests takes milliseconds
 CONCURRENCY = {"cuda": Concurrency(MAX_SEQUENCES, MAX_SEQUENCES), "cpu": Concurrency(96, MAX_SEQUENCES)}
 """Default of the setting sample_concurrency. On a CPU a step takes longer with more sequences."""
@@ -259,9 +262,8 @@ class SamplerDriver:
             records = _records(row, request, output) if request.record_stability_info else ()
             sampled = sum(len(sequence.tokens) for sequence in output.sequences)
             usage = Usage(len(request.prompt), output.cached_tokens, sampled)
-            return FutureResult(
-                pass_results.PROTOBUF, sample_results.encode_sample_response(output), records, usage
-            )
+            result, kept = sample_results.encode_sample_response(output), len(body) <= KEPT_BYTES
+            return FutureResult(pass_results.PROTOBUF, result, records, usage, keep_body=kept)
         except Exception as error:  # becomes the result of this request
             return failure_of(error)
 

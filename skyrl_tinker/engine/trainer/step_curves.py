@@ -21,6 +21,7 @@ from skyrl_tinker.domain.values import Datum, Failure, Float32, ForwardBackward,
 from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.protocol.schemas.console import StepMeasures
 from skyrl_tinker.store.console import step_points
+from skyrl_tinker.store.console.step_points import LossFunction
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -64,11 +65,15 @@ class TakenStep:
 
 @dataclass(slots=True)
 class _Window:
-    """Requests since the last step. `since`: arrival of the first. `compute_s`: of their units so far."""
+    """Requests since the last step. `since`: arrival of the first. `compute_s`: of their units so far.
+
+    `loss`: of the last pass.
+    """
 
     since: float
     compute_s: float
     sums: "asyncio.Future[PassSums]"
+    loss: LossFunction | None = None
 
 
 class StepCurves:
@@ -95,6 +100,8 @@ class StepCurves:
             window = self._window(model, ran[0][0])
             window.compute_s += seconds
             pairs = [(requests[row.id], output) for row, output in ran]
+            last, _ = pairs[-1]
+            window.loss = LossFunction(last.loss_fn, last.loss_config)
             window.sums = asyncio.ensure_future(_added(window.sums, pairs))
 
     def drop(self, model: ModelKey) -> None:
@@ -138,7 +145,7 @@ class EndedWindows:
             wait_s = max(0.0, at - window.since - compute_s - answer_s)
             assert step.row.seq_id is not None, "training requests are numbered"
             measured = _measured(step, sums, (wait_s, compute_s, answer_s))
-            step_points.add(conn, model_of(step.row), step.row.seq_id, at, measured)
+            step_points.add(conn, model_of(step.row), step.row.seq_id, at, measured, window.loss)
 
         return write
 

@@ -29,6 +29,7 @@ class Purge:
         self._rules: dict[str, Callable[[float], Awaitable[None]]] = {
             "usage to be counted": lambda _: self._all(partial(usage_records.roll_up, most=COUNTED_AT_ONCE)),
             "results": self._older(row_purges.purge_results, "finished_before", result_s),
+            "prompts of samples": lambda _: self._all(row_purges.purge_prompts),
             "samples": self._older(row_purges.purge_samples, "finished_before", request_s),
             "training requests": lambda now: self._purge_training(now - request_s),
             "weight versions": self._older(row_purges.purge_versions, "dropped_before", request_s),

@@ -1,7 +1,8 @@
 """Results of passes: stored as protobuf, converted to JSON for SDKs that ask for it."""
 
 import math
-from itertools import groupby, pairwise
+from collections.abc import Iterator
+from itertools import groupby, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -64,13 +65,16 @@ def forward_backward_output_json(body: bytes) -> dict[str, Any]:
 
 def logprobs_at(body: bytes, index: int) -> list[float]:
     """Return the logprobs of one datum, [N, K] row-major, infinite ones as the float32 limit."""
+    values: list[float] = next(islice(each_logprobs(body), index, None)).tolist()
+    return values
+
+
+def each_logprobs(body: bytes) -> Iterator[Float32]:
+    """Yield the logprobs of each datum, likewise."""
     for record in pb.ForwardBackwardOutput.FromString(body).loss_fn_outputs:
-        if index < record.num_datums:
-            tensor = record.fields["logprobs"]
-            start, end = np.frombuffer(tensor.offsets, "<i8")[index : index + 2]
-            return _finite(tensor.data[start:end])
-        index -= record.num_datums
-    raise IndexError(f"the result has no datum {index} more")
+        tensor = record.fields["logprobs"]
+        for start, end in pairwise(np.frombuffer(tensor.offsets, "<i8")):
+            yield np.frombuffer(tensor.data[start:end], "<f4").clip(_FLOAT32.min, _FLOAT32.max)
 
 
 def _finite(data: bytes) -> list[float]:

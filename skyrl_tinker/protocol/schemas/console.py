@@ -190,8 +190,9 @@ class RunSummary(Message):
     """Run with its last step; `steps` 0: none was taken. `name`: that of its session.
 
     `lora_rank` 0: full parameters, null: it was not created. `state_reason`: why it is not in training.
-    `loss`, `reward`: the last ones known; the reward is what its script reported. `parent`: the run whose
-    checkpoint it goes on from, after `steps_before` steps of that and of its own parents.
+    `loss`, `loss_fn`, `reward`: the last ones known; the reward is what its script reported, and
+    `loss_fn_config` has what was sent, no defaults. `parent`: the run whose checkpoint it goes on from, after
+    `steps_before` steps of that and of its own parents.
     """
 
     run_id: str
@@ -211,6 +212,8 @@ class RunSummary(Message):
     steps_before: int
     steps: int
     loss: float | None
+    loss_fn: str | None
+    loss_fn_config: dict[str, float]
     reward: float | None
     last: StepMeasures | None
 
@@ -347,7 +350,10 @@ class ReadableQuery(Paging):
 
 
 class ReadableSummary(Message):
-    """Finished request. `origin`: its run, or its sampler. `readable`: its tokens are still stored."""
+    """Finished request. `origin`: its run, or its sampler. `readable`: its tokens are still stored.
+
+    `prompt`: the end of a sample's prompt as text; `prompt_id`: equal for equal prompts. Null: not stored.
+    """
 
     request_id: str
     kind: str
@@ -355,6 +361,8 @@ class ReadableSummary(Message):
     origin: str
     created_at: datetime
     readable: bool
+    prompt_id: str | None
+    prompt: str | None
 
 
 class ReadableResponse(Message):
@@ -367,12 +375,43 @@ class TokensQuery(StrictMessage):
     item: int = Field(0, ge=0, le=MAX_INT64, description="datum, or sampled sequence")
 
 
+class ItemSummary(Message):
+    """Datum of a pass, or sampled sequence.
+
+    `prompt`: the end of the text before its first trained or sampled token, which `text` begins with;
+    `prompt_id`: equal for equal ones. `tokens`: from there to the last one. `advantage`, `logprob`: means
+    over those that are trained or sampled.
+    """
+
+    item: int
+    prompt_id: str | None
+    prompt: str | None
+    text: str
+    tokens: int
+    advantage: float | None
+    logprob: float | None
+
+
+class ItemsResponse(Message):
+    """Items of a request, of `total`. `earlier`, `later`: the requests of its kind before and behind."""
+
+    kind: str
+    items: list[ItemSummary]
+    total: int
+    earlier: str | None
+    later: str | None
+
+
 class TokensResponse(Message):
-    """Targets of a datum, or sampled tokens; `texts` and each of `values` go with `tokens`."""
+    """Targets of a datum, or sampled tokens; `texts` and each of `values` go with `tokens`.
+
+    `prompt`: that of a sample as text, as far as it is stored.
+    """
 
     kind: str
     item: int
     items: int
+    prompt: str | None
     tokens: list[int]
     texts: list[str]
     values: dict[str, list[float | None]]

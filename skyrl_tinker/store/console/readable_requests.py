@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Connection, exists, func, or_, select, true
+from sqlalchemy import ColumnElement, Connection, case, exists, func, or_, select, true
 
 from skyrl_tinker.domain.ids import FutureStatus, OwnerId, RequestKind
-from skyrl_tinker.protocol.schemas.base import utc
-from skyrl_tinker.protocol.schemas.console import ReadableQuery, ReadableSummary
+from skyrl_tinker.protocol.schemas.console import ReadableQuery
 from skyrl_tinker.store.console.traced_requests import MOST
 from skyrl_tinker.store.database.tables import (
     AdapterVersion,
@@ -20,49 +19,71 @@ from skyrl_tinker.store.database.tables import (
 from skyrl_tinker.store.owners import owned_by
 
 KINDS = (RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD, RequestKind.SAMPLE)
+NEAR = 1000
+"""Numbers among which the request before one, and the one behind, are looked for."""
+_BASE_MODEL = func.coalesce(Model.base_model, SamplingSession.base_model)
+_READABLE = or_(Future.kind == RequestKind.SAMPLE, exists().where(Request.future_id == Future.id))
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTokens:
-    """Result of a request and, of a pass, its body, None once a snapshot holds its effect."""
+    """Body and result of a request. `body` None: it is not stored any more.
+
+    `earlier`, `later`: the request before and behind of the same kind, of its model or sampling session.
+    """
 
     kind: RequestKind
     base_model: str
     body: bytes | None
     result: bytes
+    earlier: str | None
+    later: str | None
 
 
-def readable_requests(
-    conn: Connection, owner: OwnerId | None, wanted: ReadableQuery
-) -> list[ReadableSummary]:
+@dataclass(frozen=True, slots=True)
+class ReadableRow:
+    """Finished request. `prompt`: the body of a sample, None if it is not stored any more."""
+
+    request_id: str
+    kind: RequestKind
+    seq_id: int | None
+    origin: str
+    base_model: str
+    created_at: float
+    readable: bool
+    prompt: bytes | None
+
+
+def readable_requests(conn: Connection, owner: OwnerId | None, wanted: ReadableQuery) -> list[ReadableRow]:
     """Return a page of the owner's requests that are stored, the newest first.
 
     Of a run: its passes, and samples from its weights as far as their versions are recorded.
     """
     newest = conn.scalar(select(func.max(Future.id))) or 0
     kinds = KINDS if wanted.kind is None else (RequestKind(wanted.kind),)
-    has_body = or_(Future.kind == RequestKind.SAMPLE, exists().where(Request.future_id == Future.id))
     query = (
         select(
             Future.request_id,
             Future.kind,
             Future.seq_id,
             func.coalesce(Model.model_id, Future.sampling_session_id).label("origin"),
+            _BASE_MODEL.label("base_model"),
             Future.created_at,
-            has_body.label("readable"),
+            or_(Future.kind == RequestKind.SAMPLE, Request.future_id.is_not(None)).label("readable"),
+            case((Future.kind == RequestKind.SAMPLE, Request.body)).label("prompt"),
         )
         .join(Session, Session.session_id == Future.session_id)
         .join(Result, Result.future_id == Future.id)
+        .outerjoin(Request, Request.future_id == Future.id)
         .outerjoin(Model, Model.key == Future.model_key)
+        .outerjoin(SamplingSession, SamplingSession.sampling_session_id == Future.sampling_session_id)
         .where(Future.id > newest - MOST, Future.kind.in_(kinds), Future.status == FutureStatus.DONE)
         .where(owned_by(owner), true() if wanted.run is None else _of_run(wanted.run))
         .order_by(Future.id.desc())
         .limit(wanted.limit)
         .offset(wanted.offset)
     )
-    return [
-        ReadableSummary(**{**row._mapping, "created_at": utc(row.created_at)}) for row in conn.execute(query)
-    ]
+    return [ReadableRow(*row) for row in conn.execute(query)]
 
 
 def _of_run(run: str) -> ColumnElement[bool]:
@@ -77,9 +98,9 @@ def _of_run(run: str) -> ColumnElement[bool]:
 
 def stored_tokens(conn: Connection, owner: OwnerId | None, request_id: str) -> StoredTokens | None:
     """Return the stored parts of an owner's request; None if it is not its own, or purged."""
-    base_model = func.coalesce(Model.base_model, SamplingSession.base_model)
+    place = Future.model_key, Future.sampling_session_id, Future.seq_id
     query = (
-        select(Future.kind, base_model, Request.body, Result.body)
+        select(Future.kind, _BASE_MODEL, Request.body, Result.body, *place)
         .join(Session, Session.session_id == Future.session_id)
         .join(Result, Result.future_id == Future.id)
         .outerjoin(Request, Request.future_id == Future.id)
@@ -89,4 +110,12 @@ def stored_tokens(conn: Connection, owner: OwnerId | None, request_id: str) -> S
         .where(Future.status == FutureStatus.DONE)
     )
     row = conn.execute(query).one_or_none()
-    return None if row is None else StoredTokens(*row)
+    if row is None:
+        return None
+    *stored, model, sampler, seq_id = row
+    of = Future.sampling_session_id == sampler if model is None else Future.model_key == model
+    same = of, Future.kind == row.kind, Future.status == FutureStatus.DONE, _READABLE
+    query = select(Future.request_id).join(Result, Result.future_id == Future.id).where(*same).limit(1)
+    before = query.where(Future.seq_id.between(seq_id - NEAR, seq_id - 1)).order_by(Future.seq_id.desc())
+    behind = query.where(Future.seq_id.between(seq_id + 1, seq_id + NEAR)).order_by(Future.seq_id)
+    return StoredTokens(*stored, conn.scalar(before), conn.scalar(behind))

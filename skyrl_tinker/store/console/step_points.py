@@ -1,15 +1,24 @@
 """Points of training curves: one for each optimizer step, kept for `retention.history_s`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, func, insert, select, tuple_
+from sqlalchemy import Connection, ScalarSelect, bindparam, func, insert, select, tuple_
+from sqlalchemy.orm import InstrumentedAttribute
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.protocol.schemas.console import StepMeasures
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.tables import Model, StepPoint
+
+
+@dataclass(frozen=True, slots=True)
+class LossFunction:
+    """Loss of a pass. `config`: as sent, defaults not filled in."""
+
+    name: str
+    config: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +38,29 @@ _LAST = Prepared(
         StepPoint.model_key == bindparam("model_key")
     )
 )
-LAST_LOSS = (
-    select(StepPoint.loss)
-    .where(StepPoint.model_key == Model.key, StepPoint.loss.is_not(None))
-    .order_by(StepPoint.step.desc())
-    .limit(1)
-    .scalar_subquery()
-)
-"""In a query of models: the loss of the last step that has one."""
-_ADD = Prepared(insert(StepPoint), ("model_key", "step", "seq_id", "at", *NAMES))
+_ADD = Prepared(insert(StepPoint), ("model_key", "step", "seq_id", "at", "loss_fn", "loss_fn_config", *NAMES))
 
 
-def add(conn: Connection, model: ModelKey, seq_id: int, at: float, measured: StepMeasures) -> None:
-    """Add the next point of a model."""
+def last_known(column: InstrumentedAttribute[Any]) -> ScalarSelect[Any]:
+    """Return, for a query of models, the value of the last step that has one."""
+    known = select(column).where(StepPoint.model_key == Model.key, column.is_not(None))
+    return known.order_by(StepPoint.step.desc()).limit(1).scalar_subquery()
+
+
+def add(
+    conn: Connection,
+    model: ModelKey,
+    seq_id: int,
+    at: float,
+    measured: StepMeasures,
+    loss: LossFunction | None = None,
+) -> None:
+    """Add the next point of a model. `loss`: of the last pass of its window."""
     last = _LAST.row(conn, {"model_key": model})
     assert last is not None, "an aggregate has a row"
     key = {"model_key": model, "step": last.step + 1, "seq_id": seq_id, "at": at}
-    _ADD.change(conn, {**key, **measured.model_dump()})
+    of_loss = {"loss_fn": loss and loss.name, "loss_fn_config": loss and dict(loss.config)}
+    _ADD.change(conn, {**key, **of_loss, **measured.model_dump()})
 
 
 def points_after(conn: Connection, model: ModelKey, step: int, limit: int) -> list[Point]:

@@ -220,7 +220,7 @@ class Future(Base):
 
 
 class Request(Base):
-    """Body of a request that has not finished, or that replay needs: no snapshot holds its effect yet."""
+    """Body of a request that has not finished, that replay needs, or that is kept to be read."""
 
     __tablename__ = "requests"
     future_id: Mapped[int] = mapped_column(ForeignKey(Future.id), primary_key=True, autoincrement=False)
@@ -293,6 +293,8 @@ class StepPoint(Base):
     wait_s: Mapped[float]
     compute_s: Mapped[float]
     answer_s: Mapped[float]
+    loss_fn: Mapped[str | None]  # of the last pass of its window, with the configuration as sent
+    loss_fn_config: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
 
 
 class RunReport(Base):

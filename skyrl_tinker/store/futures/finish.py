@@ -70,16 +70,16 @@ def succeed(
 def succeed_all(
     conn: Connection,
     results: Mapping[int, tuple[str, bytes, Usage]],
-    replayed: Collection[int] = (),
+    kept: Collection[int] = (),
     ran: Mapping[int, Ran] = NOTHING_RAN,
 ) -> list[int]:
-    """Finish futures, given content type, body and tokens by future id; keep the bodies of those `replayed`.
+    """Finish futures, given content type, body and tokens by future id; keep the bodies of those `kept`.
 
     Skips futures that have finished already; returns the ids of the others. `ran` is recorded of all.
     """
     ended = _end(conn, {id_: ran.get(id_) for id_ in results}, FutureStatus.DONE, None)
     for future_id in ended:
-        _answer(conn, future_id, *results[future_id], keep_body=future_id in replayed)
+        _answer(conn, future_id, *results[future_id], keep_body=future_id in kept)
     return ended
 
 

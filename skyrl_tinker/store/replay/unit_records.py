@@ -20,12 +20,16 @@ from skyrl_tinker.domain.ids import (
     FutureStatus,
     ModelKey,
     ModelState,
+    RequestKind,
 )
+from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.store.database.rows import AnyRow, as_row
 from skyrl_tinker.store.database.tables import Future, Model, Request, Session, Snapshot
 from skyrl_tinker.store.futures.queue import IN_WINDOW, QueuedRow, window_failure
 from skyrl_tinker.store.session_records import HELD
 
+KEPT_BYTES = 16 * MiB
+"""Bodies of a model's newest passes that stay behind its snapshot, so that their tokens can be read."""
 SLICE = 200
 """Bodies deleted in one transaction: other writers wait meanwhile."""
 _RESETS = (Effect.STEP, Effect.CLEARED, Effect.LOADED)  # after them there are no gradients
@@ -141,22 +145,32 @@ def unfinished_until(conn: Connection, model: ModelKey, seq_id: int) -> list[int
 
 
 def drop_bodies(conn: Connection, model: ModelKey, until: int) -> bool:
-    """Delete some bodies of finished requests up to seq_id `until`; returns True if more are left."""
-    some = (
-        select(Future.id)
+    """Delete some bodies of finished requests up to seq_id `until`; returns True if more are left.
+
+    Those of the newest passes stay for their readers, up to KEPT_BYTES.
+    """
+    stored = (
+        select(Future.id, Future.kind, func.length(Request.body).label("size"))
         .join(Request, Request.future_id == Future.id)
         .where(Future.model_key == model, Future.seq_id <= until, Future.status != FutureStatus.PENDING)
-        .limit(SLICE)
+        .order_by(Future.seq_id.desc())
     )
-    return conn.execute(delete(Request).where(Request.future_id.in_(some))).rowcount == SLICE
+    left, gone = KEPT_BYTES, list[int]()
+    for row in conn.execute(stored):
+        left -= row.size if row.kind is RequestKind.FORWARD_BACKWARD else 0
+        if left < 0 or row.kind is not RequestKind.FORWARD_BACKWARD:
+            gone.append(row.id)
+    conn.execute(delete(Request).where(Request.future_id.in_(gone[-SLICE:])))
+    return len(gone) > SLICE
 
 
 def models_with_bodies(conn: Connection) -> list[ModelKey]:
-    """Return the models of which finished requests have bodies."""
+    """Return the models of which finished requests have more bodies than stay for readers."""
     query = (
         select(Future.model_key)
         .join(Request, Request.future_id == Future.id)
         .where(Future.status != FutureStatus.PENDING, Future.model_key.is_not(None))
-        .distinct()
+        .group_by(Future.model_key)
+        .having(func.sum(func.length(Request.body)) > KEPT_BYTES)
     )
     return [ModelKey(key) for key in conn.scalars(query) if key is not None]

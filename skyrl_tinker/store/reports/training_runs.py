@@ -12,9 +12,9 @@ from skyrl_tinker.store import model_records
 from skyrl_tinker.store.checkpoint_records import WITH_MODEL, CheckpointRow, checkpoint_from_row, is_live
 from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.console.run_reports import LAST_REWARD
-from skyrl_tinker.store.console.step_points import LAST_LOSS, Point
+from skyrl_tinker.store.console.step_points import Point, last_known
 from skyrl_tinker.store.database.rows import as_row
-from skyrl_tinker.store.database.tables import ApiKey, Model, SavedCheckpoint, Session
+from skyrl_tinker.store.database.tables import ApiKey, Model, SavedCheckpoint, Session, StepPoint
 from skyrl_tinker.store.owners import OWNER_NAME, in_project, within
 from skyrl_tinker.store.session_records import LAST_REQUEST_AT
 
@@ -27,8 +27,8 @@ Scope = Literal["owned", "accessible"]
 class Run:
     """Model with its newest checkpoint of each kind (`last`); `lora_rank` 0: full parameters.
 
-    `name`: that of its session. `loss`, `reward`: the last ones known. `parent`: the run whose checkpoint it
-    goes on from, after `steps_before` steps.
+    `name`: that of its session. `loss`, `loss_fn`, `reward`: the last ones known. `parent`: the run whose
+    checkpoint it goes on from, after `steps_before` steps.
     """
 
     model_id: ModelId
@@ -48,6 +48,8 @@ class Run:
     parent: ModelId | None
     steps_before: int
     loss: float | None
+    loss_fn: str | None
+    loss_fn_config: Mapping[str, float] | None
     reward: float | None
     point: Point | None  # of its last optimizer step
 
@@ -155,7 +157,9 @@ def _runs(conn: Connection, reach: Reach, *where: ColumnElement[bool]) -> dict[M
             Model.created_at,
             Model.parent,
             Model.steps_before,
-            LAST_LOSS.label("loss"),
+            last_known(StepPoint.loss).label("loss"),
+            last_known(StepPoint.loss_fn).label("loss_fn"),
+            last_known(StepPoint.loss_fn_config).label("loss_fn_config"),
             LAST_REWARD.label("reward"),
         )
         .join(Session, Session.session_id == Model.session_id)

@@ -2,10 +2,11 @@
 
 from itertools import takewhile
 
-from sqlalchemy import Connection, and_, delete, exists, or_, select
+from sqlalchemy import Connection, and_, delete, exists, func, or_, select
 
-from skyrl_tinker.domain.ids import ModelKey, RequestKind
+from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.store import server_state, usage_records
+from skyrl_tinker.store.console.traced_requests import MOST
 from skyrl_tinker.store.database.tables import (
     AdapterVersion,
     AuditEvent,
@@ -28,20 +29,38 @@ _SAMPLES = (RequestKind.SAMPLE, RequestKind.CANCEL_SAMPLE)
 
 
 def purge_results(conn: Connection, finished_before: float) -> bool:
-    """Delete results whose usage is counted. The futures stay: a late poll is told that its result expired.
+    """Delete results whose usage is counted, with the prompts of samples. The futures stay.
+
+    A late poll is told that its result expired.
 
     Results are in the order in which their futures finished, so only those deleted are read.
     """
     oldest = (
-        select(Result.id, Future.finished_at)
+        select(Result.id, Future.id.label("future_id"), Future.kind, Future.finished_at)
         .join(Future, Future.id == Result.future_id)
         .where(Result.id <= usage_records.counted(conn))
         .order_by(Result.id)
         .limit(slices.SLICE)
     )
-    ids = [row.id for row in conn.execute(oldest) if row.finished_at < finished_before]
-    conn.execute(delete(Result).where(Result.id.in_(ids)))
-    return len(ids) == slices.SLICE
+    gone = [row for row in conn.execute(oldest) if row.finished_at < finished_before]
+    samples = [row.future_id for row in gone if row.kind is RequestKind.SAMPLE]
+    conn.execute(delete(Request).where(Request.future_id.in_(samples)))
+    conn.execute(delete(Result).where(Result.id.in_([row.id for row in gone])))
+    return len(gone) == slices.SLICE
+
+
+def purge_prompts(conn: Connection) -> bool:
+    """Delete the bodies of finished samples that no list of requests reaches any more."""
+    newest = conn.scalar(select(func.max(Future.id))) or 0
+    ended = Future.kind == RequestKind.SAMPLE, Future.status != FutureStatus.PENDING
+    old = (
+        select(Request.future_id)
+        .join(Future, Future.id == Request.future_id)
+        .where(Request.future_id <= newest - MOST, *ended)
+        .order_by(Request.future_id)
+        .limit(slices.SLICE)
+    )
+    return conn.execute(delete(Request).where(Request.future_id.in_(old))).rowcount == slices.SLICE
 
 
 def purge_samples(conn: Connection, finished_before: float) -> bool:

@@ -5,6 +5,7 @@ its gradients, whichever take more, as backward frees the former while it makes 
 is convex: the line through a short row and the longest one is an upper bound between them.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
@@ -21,13 +22,18 @@ _STATE = 16  # bytes for each parameter of an adapter: weight, gradient and two 
 
 
 class _Profiles:
-    """Profiles of a short and a long row, with few layers and with one more."""
+    """Profiles of a short and a long row, by `trainers` with few layers and with one more."""
 
-    def __init__(self, training: Training, tokens: int, ranks: Ranks) -> None:
+    def __init__(
+        self, training: Training, trainers: Sequence[FakeTrainer], tokens: int, *, recompute: bool
+    ) -> None:
         self._more = int(training.config["num_hidden_layers"]) - _FEW
         self._full = training.lora.rank == 0
-        self._trainers = [FakeTrainer(training.with_layers(layers), ranks) for layers in (_FEW, _FEW + 1)]
-        self._rows = [[trainer.measure(length) for trainer in self._trainers] for length in (_SHORT, tokens)]
+        self._trainers = trainers
+        self._rows = [
+            [trainer.measure(length, recompute=recompute) for trainer in trainers]
+            for length in (_SHORT, tokens)
+        ]
 
     def parameters(self) -> int:
         few, more = (sum(each.numel() for each in trainer.network.parameters()) for trainer in self._trainers)
@@ -61,9 +67,8 @@ def measure_costs(training: Training, tokens: int, ranks: Ranks) -> MemoryCosts:
     support.
     """
     training = replace(training, tenants=1)
-    kept, recomputed = (
-        _Profiles(replace(training, gradient_checkpointing=on), tokens, ranks) for on in (False, True)
-    )
+    trainers = [FakeTrainer(training.with_layers(layers), ranks) for layers in (_FEW, _FEW + 1)]
+    kept, recomputed = (_Profiles(training, trainers, tokens, recompute=on) for on in (False, True))
     parameters, weights, state = kept.parameters(), kept.weights(), kept.state()
     full = training.lora.rank == 0
     itemsize = getattr(torch, training.dtype).itemsize

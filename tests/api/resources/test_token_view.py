@@ -39,20 +39,28 @@ async def world(settings: Settings, model: Path) -> AsyncIterator[World]:
         yield made
 
 
-async def trained(world: World, tokens: list[int], logprobs: list[float]) -> str:
-    """A pass that ran: as sampled each logprob was -1, each advantage is its position."""
-    count = len(tokens)
-    arrays = {"advantages": np.arange(count), "logprobs": np.full(count, -1.0)}
-    datum = types.Datum(
+def datum_of(tokens: list[int], advantages: list[float]) -> types.Datum:
+    """As sampled each logprob was -1. The input of each target is itself."""
+    arrays = {"advantages": advantages, "logprobs": [-1.0] * len(tokens)}
+    return types.Datum(
         model_input=types.ModelInput.from_ints(tokens),
         loss_fn_inputs={
             "target_tokens": types.TensorData.from_numpy(np.asarray(tokens, np.int64)),
-            **{name: types.TensorData.from_numpy(each.astype(np.float32)) for name, each in arrays.items()},
+            **{name: types.TensorData.from_numpy(np.float32(each)) for name, each in arrays.items()},
         },
     )
-    body = protobuf(await world.model(), 1, datum, loss_fn="importance_sampling")
+
+
+async def trained(world: World, tokens: list[int], logprobs: list[float]) -> str:
+    """A pass that ran: each advantage is its position."""
+    datum = datum_of(tokens, [float(place) for place in range(len(tokens))])
+    return await ran(world, await world.model(), 1, [datum], logprobs)
+
+
+async def ran(world: World, model: str, seq_id: int, data: list[types.Datum], *logprobs: list[float]) -> str:
+    body = protobuf(model, seq_id, *data, loss_fn="importance_sampling")
     request = str((await post_pass(world, body)).json()["request_id"])
-    future_id, result = await world.id_of(request), pass_output(logprobs)
+    future_id, result = await world.id_of(request), pass_output(*logprobs)
 
     def end(conn: object) -> None:
         finish.succeed_all(conn, {future_id: (PROTOBUF, result, finish.NO_USAGE)}, [future_id])
@@ -89,12 +97,60 @@ async def test_a_sample_is_one_of_its_sequences(world: World) -> None:
     assert (answer.status_code, answer.json()["detail"]) == (400, "item: found 2, expected a number below 2")
 
 
+async def test_items_of_one_prompt_are_a_group_with_their_advantages(world: World, model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    first, second = tokenizer.encode("2+2="), tokenizer.encode("1+1=")
+    answer = tokenizer.encode("4 x")
+    silent, after = [0.0] * (len(first) - 1), [0.5, -1.5]
+    data = [
+        datum_of([*prompt[:-1], *answer[:1], 7], [*silent, *advantages])
+        for prompt, advantages in ((first, after), (second, after), (first, [2.0, 2.0]))
+    ]
+    logprobs = [[-9.0] * len(silent) + [-1.0, -2.0]] * 3
+    run = await world.model()
+    requests = [await ran(world, run, seq_id, data, *logprobs) for seq_id in (1, 2, 3)]
+    told = await get(world, f"console/requests/{requests[1]}/items")
+    groups = [each["prompt_id"] for each in told["items"]]
+    assert groups[0] == groups[2] != groups[1]
+    assert [each["advantage"] for each in told["items"]] == [-0.5, -0.5, 2.0]
+    assert {(each["tokens"], each["logprob"]) for each in told["items"]} == {(2, -1.5)}
+    assert [each["text"][0] for each in told["items"]] == ["4"] * 3
+    assert [each["prompt"][:3] for each in told["items"]] == ["2+2", "1+1", "2+2"]
+    assert (told["total"], told["earlier"], told["later"]) == (3, requests[0], requests[2])
+    page = await get(world, f"console/requests/{requests[1]}/items", limit=1, offset=2)
+    assert page["items"] == told["items"][2:]
+    last = await get(world, f"console/requests/{requests[2]}/items")
+    assert (last["earlier"], last["later"]) == (requests[1], None)
+
+
+async def test_a_sample_has_its_prompt_while_that_is_stored(world: World, model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    sampler, requests = await world.sampler(), []
+    for number, text in enumerate(("2+2=", "1+1=", "2+2=")):
+        chunk = {"type": "encoded_text", "tokens": tokenizer.encode(text)}
+        body = sample(sampler, number, prompt={"chunks": [chunk]})
+        requests.append(str((await world.ok("asample", body))["request_id"]))
+    ids = [await world.id_of(each) for each in requests]
+    results = dict.fromkeys(ids, (PROTOBUF, sample_output([7, 8], [7]), finish.NO_USAGE))
+    await world.store.write(lambda conn: finish.succeed_all(conn, results, ids[:2]))
+    listed = (await get(world, "console/requests"))["requests"]
+    assert [each["prompt"] for each in listed] == [None, "1+1=", "2+2="]
+    told = await get(world, f"console/requests/{requests[0]}/tokens")
+    assert told["prompt"] == "2+2="
+    items = (await get(world, f"console/requests/{requests[0]}/items"))["items"]
+    assert {each["prompt_id"] for each in items} == {listed[2]["prompt_id"]}
+    assert [each["tokens"] for each in items] == [2, 1]
+    gone = await get(world, f"console/requests/{requests[2]}/items")
+    assert [each["prompt"] for each in gone["items"]] == [None, None]
+    assert (gone["earlier"], gone["later"]) == (requests[1], None)
+
+
 async def test_a_dropped_body_is_said_to_be_dropped(world: World) -> None:
     request = await trained(world, [5, 6], [-1.0, -1.0])
     await world.store.write(lambda conn: conn.execute(delete(Request)))
     answer = await world.http.get(f"console/requests/{request}/tokens")
     assert answer.status_code == 410
-    assert "a snapshot of its model holds its effect" in answer.json()["detail"]
+    assert "only that of the newest passes of a run is" in answer.json()["detail"]
     (listed,) = (await get(world, "console/requests"))["requests"]
     assert (listed["request_id"], listed["readable"]) == (request, False)
 
@@ -135,7 +191,8 @@ async def test_tokens_are_the_owners_only(world: World) -> None:
     root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
     for key in (await new_user(world, "bob"), root):
         speak_as(world, key)
-        assert (await world.http.get(f"console/requests/{request}/tokens")).status_code == 404
+        for part in ("tokens", "items"):
+            assert (await world.http.get(f"console/requests/{request}/{part}")).status_code == 404
         assert await get(world, "console/requests") == {"requests": []}
 
 

@@ -13,9 +13,10 @@ from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.store import checkpoint_records, sampling_sessions
 from skyrl_tinker.store.database.group_commit import Op, T
+from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
 from tests.api.support.users import get, new_user, speak_as
-from tests.api.support.world import BASE, Json, World, step
+from tests.api.support.world import BASE, Json, World, running, settings_for, step
 from tests.support.reads import reading
 
 WEIGHTS, SAMPLER, EXTERNAL = CheckpointKind
@@ -127,6 +128,14 @@ async def test_a_copy_into_a_session_takes_a_number_of_its_runs(world: World) ->
 async def test_a_copy_may_expire(world: World) -> None:
     made = await row(world, await copy(world, await saved(world), ttl_seconds=7200))
     assert made.expires_at == pytest.approx(made.created_at + 7200, abs=1)
+
+
+async def test_a_copy_without_a_time_to_live_has_that_of_the_server(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path, retention={"checkpoints_s": 3600})
+    migrate(settings.store_url)
+    async with running(settings) as world:
+        made = await row(world, await copy(world, await saved(world)))
+    assert made.expires_at == pytest.approx(made.created_at + 3600, abs=1)
 
 
 WRONG: list[tuple[Json, int, str]] = [

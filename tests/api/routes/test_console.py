@@ -15,6 +15,7 @@ from sqlalchemy import Connection, update
 from skyrl_tinker.api.middleware import disk_room
 from skyrl_tinker.api.resources import step_curve
 from skyrl_tinker.api.waiting import engine_queues, server_snapshot
+from skyrl_tinker.cli.running_server import run_lines
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import ModelId
@@ -23,6 +24,7 @@ from skyrl_tinker.protocol.queue_views import Incident
 from skyrl_tinker.protocol.schemas.console import StepMeasures
 from skyrl_tinker.store import api_keys, model_records, server_state
 from skyrl_tinker.store.console import step_points
+from skyrl_tinker.store.console.step_points import LossFunction
 from skyrl_tinker.store.database.tables import Future
 from skyrl_tinker.system.processes import identities, write_pid_file
 from tests.api.support.passes import datum, post_pass, protobuf
@@ -296,7 +298,9 @@ async def test_a_run_that_failed_says_why_and_has_no_rank(world: World) -> None:
     assert (answer.status_code, answer.json()["detail"]) == (404, "not found: no training run none")
 
 
-async def test_a_run_has_the_name_of_its_session_and_the_last_loss_that_is_known(world: World) -> None:
+async def test_a_run_has_the_name_of_its_session_and_the_last_loss_and_function_that_are_known(
+    world: World,
+) -> None:
     named = {"sdk_version": "0.38.0", "display_name": "arithmetic, rank 32", "project_id": "maths"}
     model = await world.model((await world.ok("create_session", named))["session_id"])
     with reading(world.store) as conn:
@@ -304,12 +308,16 @@ async def test_a_run_has_the_name_of_its_session_and_the_last_loss_that_is_known
 
     def add(conn: Connection) -> None:
         for number, loss in enumerate((3.0, 2.0, None)):
-            step_points.add(conn, row.key, number + 1, 1000.0 + number, measured(loss=loss))
+            last = None if loss is None else LossFunction("dro", {"beta": loss})
+            step_points.add(conn, row.key, number + 1, 1000.0 + number, measured(loss=loss), last)
 
     await world.store.write(add)
     (run,) = (await get(world, "console/runs"))["runs"]
     assert (run["name"], run["project_id"]) == ("arithmetic, rank 32", "maths")
     assert (run["steps"], run["loss"], run["last"]["loss"]) == (3, 2.0, None)
+    assert (run["loss_fn"], run["loss_fn_config"]) == ("dro", {"beta": 2.0})
+    (line,) = [line for line in run_lines({"runs": [run], "total": 1}) if model in line]
+    assert "rank=8 lr=0.5 datums=2 loss=dro(beta=2)" in line
     assert run["last_heartbeat_at"] <= run["created_at"]
 
 

@@ -1,12 +1,16 @@
 """Saves, training runs and the checkpoints in them."""
 
+import json
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus
-from tests.api.support.world import World
+from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.futures import queue
+from tests.api.support.world import World, running, settings_for
 
 WEIGHTS, SAMPLER = CheckpointKind.WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS
 YEAR = 365 * 86400
@@ -18,6 +22,28 @@ async def test_a_save_of_an_old_sdk_with_nulls_is_accepted(world: World) -> None
     await world.ok("save_weights", body)
     await world.ok("save_weights_for_sampler", {**body, "seq_id": 2})
     assert {row.status for row in await world.queued()} == {FutureStatus.PENDING}
+
+
+async def test_a_save_without_a_time_to_live_has_that_of_the_server(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path, retention={"checkpoints_s": 7200})
+    migrate(settings.store_url)
+    async with running(settings) as world:
+        save = {"model_id": await world.model(), "path": "one"}
+        ephemeral = {**save, "path": None, "sampling_session_seq_id": 1}
+        for number, (route, body) in enumerate(
+            [
+                ("save_weights", save),
+                ("save_weights", {**save, "ttl_seconds": 3600}),
+                ("save_weights_for_sampler", save),
+                ("save_weights_external", save),
+                ("save_weights_for_sampler", ephemeral),
+            ]
+        ):
+            await world.ok(route, {**body, "seq_id": number + 1})
+        rows = await world.queued()
+        bodies = await world.store.read(lambda conn: queue.read_bodies(conn, [row.id for row in rows]))
+        given = [json.loads(bodies[row.id])["ttl_seconds"] for row in rows if row.seq_id]
+        assert given == [7200, 3600, 7200, 7200, None]
 
 
 @pytest.mark.parametrize("route", ["save_weights", "save_weights_for_sampler"])

@@ -492,6 +492,7 @@ async def bodies_of(world: World, model: ModelId) -> int:
 async def test_idle_models_are_kept_and_only_what_came_later_is_replayed(
     world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(unit_records, "KEPT_BYTES", 0)
     monkeypatch.setattr(trainer_driver, "IDLE_S", 0.02)
     model = await world.model()
     world.workers.busy_s = 0.0
@@ -696,7 +697,8 @@ async def test_a_checkpoint_that_was_loaded_may_be_deleted(world: World, new_eng
     assert await steps_of(after, model) == [[1, 2], [9, 10], [12, 13]]
 
 
-async def test_what_a_released_model_had_is_removed(world: World) -> None:
+async def test_what_a_released_model_had_is_removed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unit_records, "KEPT_BYTES", 0)
     model = await world.model()
     await train(world, model, 1, 1)
     assert await bodies_of(world, model) == 3
@@ -705,9 +707,10 @@ async def test_what_a_released_model_had_is_removed(world: World) -> None:
 
 
 async def test_an_end_whose_files_were_not_removed_leaves_none_to_the_next_engine(
-    world: World, new_engine: NewEngine
+    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine dies behind the commit, at any moment of the removal."""
+    monkeypatch.setattr(unit_records, "KEPT_BYTES", 0)
     model = await world.model()
     await train(world, model, 1, 1)
     key = await journal.key_of(world.store, model)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from sqlalchemy import select
 
 from skyrl_tinker.domain.ids import ModelId, ModelKey, RequestId
 from skyrl_tinker.domain.values import Datum, ForwardBackward, PassOutput
@@ -12,6 +13,7 @@ from skyrl_tinker.engine.trainer import step_curves
 from skyrl_tinker.engine.trainer.step_curves import PassSums, StepCurves, TakenStep, sums_of
 from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.console.step_points import Point
+from skyrl_tinker.store.database.tables import StepPoint
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 from tests.engine.support.rows import queued
@@ -104,6 +106,18 @@ async def test_a_step_adds_up_the_passes_of_its_window(store: Store, curves: Ste
     assert (first.measured.learning_rate, first.measured.compute_s) == (0.25, 2.5)
     assert second.measured.reward_proxy == pytest.approx(-4.0 / 3)
     assert second.measured.grad_norm is None
+
+
+async def test_a_step_has_the_loss_function_of_the_last_pass_of_its_window(
+    store: Store, curves: StepCurves
+) -> None:
+    passed(curves, 1, SUPERVISED)
+    passed(curves, 2, replace(REWARDED, loss_fn="ppo", loss_config={"clip_high_threshold": 1.25}))
+    await store_step(store, curves, 3)
+    await store_step(store, curves, 4)  # of no pass
+    with reading(store) as conn:
+        rows = conn.execute(select(StepPoint.loss_fn, StepPoint.loss_fn_config).order_by(StepPoint.step))
+        assert [tuple(row) for row in rows] == [("ppo", {"clip_high_threshold": 1.25}), (None, None)]
 
 
 @pytest.fixture

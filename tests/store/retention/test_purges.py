@@ -28,7 +28,7 @@ from skyrl_tinker.store import (
 )
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.console import run_reports, step_points
-from skyrl_tinker.store.database.tables import Base, Future, Model, SavedCheckpoint, Session
+from skyrl_tinker.store.database.tables import Base, Future, Model, Request, SavedCheckpoint, Session
 from skyrl_tinker.store.futures import finish
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import ModelRow
@@ -96,6 +96,26 @@ async def test_samples_go_in_slices_with_their_results(store: Store, sampler: Sa
         await done(store, each)
     assert await purge_samples(store, time.time() + 1) == 4
     assert await requests(store) == []
+
+
+async def bodies(store: Store) -> int:
+    with reading(store) as conn:
+        return conn.scalar(select(func.count()).select_from(Request)) or 0
+
+
+async def test_prompts_of_samples_stay_as_long_as_a_list_shows_them_and_their_results(
+    store: Store, sampler: SamplingSessionId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_purges, "MOST", 3)
+    accepted = [await sample(store, sampler, number) for number in range(6)]
+    before = await bodies(store)  # also that of the model
+    ids = [(await outcome(store, each.request_id)).future_id for each in accepted[1:]]
+    ended = dict.fromkeys(ids, ("t", b"r", Usage(1, 0, 1)))
+    await store.write(lambda conn: finish.succeed_all(conn, ended, ids))
+    await run_all(store, row_purges.purge_prompts)
+    assert await bodies(store) == before - 2, "the first is pending, three are new"
+    await purge_samples(store, time.time() + 1)
+    assert await bodies(store) == before - 5
 
 
 async def test_what_is_pending_or_newer_stays_and_holds_up_nothing_for_ever(

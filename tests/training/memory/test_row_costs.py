@@ -10,8 +10,10 @@ import pytest
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.memory import row_costs
 from skyrl_tinker.training.memory.row_costs import measure_costs
 from skyrl_tinker.training.memory.row_profile import FakeTrainer, Training
+from skyrl_tinker.training.models.lora import LoraModel
 
 
 def _training(directory: str, lora: LoraSpec, **config: Any) -> Training:
@@ -47,3 +49,20 @@ def test_a_model_that_the_trainer_refuses_is_refused(ranks: Ranks, untied_model:
     training = _training(untied_model, LoraSpec(8, 0), layer_types=kinds, num_hidden_layers=6)
     with pytest.raises(StartupError, match="layers of type linear_attention"):
         measure_costs(training, 1024, ranks)
+
+
+def test_a_trainer_is_built_once_for_both_kinds_of_rows_and_not_filled(
+    ranks: Ranks, untied_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 128 experts that is most of the time of a plan."""
+    built: list[int] = []
+
+    class Counted(FakeTrainer):
+        def __init__(self, training: Training, ranks: Ranks) -> None:
+            built.append(training.config["num_hidden_layers"])
+            super().__init__(training, ranks)
+
+    monkeypatch.setattr(row_costs, "FakeTrainer", Counted)
+    monkeypatch.setattr(LoraModel, "_initialise", lambda _: pytest.fail("it has no content"))
+    measure_costs(_training(untied_model, LoraSpec(8, 0)), 1024, ranks)
+    assert built == [2, 3]

@@ -1,0 +1,135 @@
+"""`skyrl-tinker checkpoints` and `usage --days`, through a real API process."""
+
+import asyncio
+import csv
+import socket
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, update
+from typer.testing import CliRunner
+
+from skyrl_tinker.cli import running_server
+from skyrl_tinker.cli.commands import app
+from skyrl_tinker.domain.ids import CheckpointKind, RequestKind
+from skyrl_tinker.store import checkpoint_records, server_state
+from skyrl_tinker.store.checkpoint_records import NewCheckpoint
+from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.database.tables import SavedCheckpoint, UsageRecord
+from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.store import Store
+from tests.api.support.process import launched
+from tests.api.support.world import settings_for, write_facts
+from tests.store.support.rows import create, new_session
+
+NAMES = "old", "new"
+USED = datetime(2026, 3, 1, 12, tzinfo=UTC), datetime(2026, 3, 1, 13, tzinfo=UTC)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
+    """URL of a server, and two runs, each with a checkpoint of 40 days and one of now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        settings = settings_for(tmp_path / "home", port=listener.getsockname()[1])
+        migrate(settings.store_url)
+        runs = asyncio.run(_fill(settings.store_url))
+        with launched(settings, listener) as api:
+            api.wait_until_up()
+            yield api.url, runs
+
+
+async def _fill(url: str) -> list[str]:
+    store = Store.open(url)
+    await write_facts(store)
+    await store.write(lambda conn: server_state.put(conn, "engine", {"state": "ready", "detail": ""}))
+    runs = [await create(store, await new_session(store)) for _ in range(2)]
+    for run in runs:
+        await store.write(lambda conn, run=run: _save(conn, run))
+    await store.close()
+    return [str(run.model_id) for run in runs]
+
+
+def _save(conn: Connection, run: ModelRow) -> None:
+    for name in NAMES:
+        new = NewCheckpoint(
+            model_key=run.key,
+            kind=CheckpointKind.WEIGHTS,
+            name=name,
+            directory="/nowhere",
+            base_model="tiny",
+            spec=run.spec,
+            size_bytes=5 * 10**8,
+        )
+        checkpoint_records.add(conn, new, replace=False)
+    old = SavedCheckpoint.created_at - 40 * 86400
+    conn.execute(update(SavedCheckpoint).where(SavedCheckpoint.name == "old").values(created_at=old))
+    for at in USED:
+        used = {"hour": int(at.timestamp() // 3600), "session_id": run.session_id, "base_model": "tiny"}
+        tokens = {"input_tokens": 70, "cached_tokens": 0, "output_tokens": 0}
+        conn.execute(
+            UsageRecord.__table__.insert().values(**used, kind=RequestKind.FORWARD_BACKWARD, **tokens)
+        )
+
+
+def run_command(url: str, *arguments: str, answer: str = "") -> str:
+    result = CliRunner().invoke(app, [*arguments, "--url", url], input=answer)
+    return result.output if result.exit_code == 0 else f"exit code {result.exit_code}: {result.output}"
+
+
+def listed(url: str, *filters: str) -> list[str]:
+    lines = run_command(url, "checkpoints", "list", *filters).splitlines()
+    return [line.split()[0] for line in lines if line.startswith("tinker://")]
+
+
+def test_checkpoints_are_listed_and_deleted_by_run_and_age(
+    served: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_server, "MOST_LISTED", 3)  # two pages
+    url, (first, second) = served
+    of = {run: [f"tinker://{run}/weights/{name}" for name in NAMES] for run in (first, second)}
+    assert listed(url) == [of[first][0], of[second][0], of[first][1], of[second][1]]
+    assert listed(url, "--run", first) == of[first]
+    assert listed(url, "--older-than", "30d") == [of[first][0], of[second][0]]
+    assert "4 checkpoints, 2.000 GB" in run_command(url, "checkpoints", "list")
+    refused = run_command(url, "checkpoints", "delete", "--older-than", "30d", answer="n\n")
+    assert "delete 2 checkpoints?" in refused
+    assert len(listed(url)) == 4
+    assert "deleted: 2" in run_command(url, "checkpoints", "delete", "--older-than", "30d", answer="y\n")
+    assert listed(url) == [of[first][1], of[second][1]]
+    gone, there = of[first]
+    assert "deleted: 1" in run_command(url, "checkpoints", "delete", gone, there, "--yes")
+    assert listed(url) == [of[second][1]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "expected either paths, or --run, --older-than or both"),
+        (["tinker://a/weights/b", "--older-than", "1d"], "expected either paths"),
+        (["--older-than", "3months"], "found '3months', expected a number and a unit"),
+        (["a", "--yes"], "'a' is not a checkpoint path"),
+    ],
+)
+def test_a_deletion_of_nothing_or_of_a_wrong_path_is_refused(arguments: list[str], told: str) -> None:
+    said = run_command("http://127.0.0.1:9", "checkpoints", "delete", *arguments)
+    assert told in " ".join(said.replace("│", " ").split())
+
+
+def test_usage_of_months_is_csv_by_day(served: tuple[str, list[str]]) -> None:
+    url, _ = served
+    days = (datetime.now(UTC) - USED[0]) // timedelta(days=1) + 2
+    rows = list(csv.DictReader(run_command(url, "usage", "--days", str(days)).splitlines()))
+    trained = [row for row in rows if row["kind"] == "trained tokens"]
+    assert trained == [
+        {
+            "day": "2026-03-01",
+            "owner": "local",
+            "project": "",
+            "base_model": "tiny",
+            "kind": "trained tokens",
+            "amount": "280",
+        }
+    ]
+    assert {row["day"] for row in rows if row["kind"] == "checkpoints"} >= {f"{datetime.now(UTC):%Y-%m-%d}"}
