@@ -79,11 +79,6 @@ def workers(arguments: Arguments, tensor_parallel_size: int) -> int:
     return count
 
 
-def data_parallel_size(arguments: Arguments) -> int:
-    """Count the engine cores of a replica, over which vLLM itself spreads the requests."""
-    return int(arguments.get("data-parallel-size", 1))
-
-
 def _check_free(name: str) -> None:
     option = name.partition(".")[0]
     if option.startswith("no-"):
