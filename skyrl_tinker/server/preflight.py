@@ -167,7 +167,7 @@ def _check_dtype(settings: Settings) -> None:
     """Refuse a type that replicas would die of: their LoRA kernels on CUDA take 16-bit types only."""
     if settings.device == "cuda" and settings.trainer_dtype == "float32" and not settings.external_urls:
         raise StartupError(
-            "--trainer-dtype float32 with --device cuda: vLLM serves adapters on GPUs in 16-bit types only; "
+            "--trainer-dtype float32 with --device cuda: GPU samplers take adapters in 16-bit types only; "
             "leave it out, or set bfloat16"
         )
 

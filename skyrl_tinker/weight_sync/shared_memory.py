@@ -63,7 +63,7 @@ class SharedMemoryTransport:
 
 
 class MappedFiles:
-    """Receiver in vLLM. Tensors are read when they are loaded, so staging them takes no memory."""
+    """Receiver in a sampler. Tensors are read when they are loaded, so staging them takes no memory."""
 
     def __init__(self) -> None:
         self._files: dict[str, Any] = {}

@@ -37,7 +37,7 @@ class WeightTransport(Protocol):
     """
 
     backend: str
-    """The backend that vLLM's --weight-transfer-config, or a group of torch, must name."""
+    """The backend that a sampler's weight transfer, or a group of torch, must name."""
     staged: bool
     """Whether replicas serve the old weights until the update is finished; if not, they must be paused from
     start to finish, and have no usable weights if it fails."""

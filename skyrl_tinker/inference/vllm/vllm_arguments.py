@@ -9,6 +9,10 @@ from typing import Any
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.inference.servers.replica_spec import Arguments
 
+ENABLED_BY = "SKYRL_TINKER_VLLM"
+"""Environment variable that switches our plugin on; we set it for the servers that we start."""
+VERSION_PULL = "skyrl_tinker.inference.plugin.version_pull.VersionPull"
+"""Middleware by which a server on another host gets weights."""
 SETTINGS = {
     "model": "base_model",
     "served-model-name": "model_name",

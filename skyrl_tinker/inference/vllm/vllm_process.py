@@ -7,19 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
-from skyrl_tinker.inference.constants import (
-    BASE_MODEL,
-    ENABLED_BY,
-    MAX_SEQUENCES,
-    RESERVED_SEQUENCES,
-    TOKEN,
-    VERSION_PULL,
-)
+from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES, RESERVED_SEQUENCES, TOKEN
 from skyrl_tinker.inference.servers.ports import LOOPBACK
 from skyrl_tinker.inference.servers.replica_spec import Arguments, ModelToServe, SamplerSpec, as_flags
 from skyrl_tinker.inference.servers.sampler_memory import kv_bytes, require_memory
 from skyrl_tinker.inference.vllm import vllm_arguments, vllm_models, vllm_slots
-from skyrl_tinker.inference.vllm.vllm_arguments import merged
+from skyrl_tinker.inference.vllm.vllm_arguments import ENABLED_BY, VERSION_PULL, merged
 
 if TYPE_CHECKING:
     from skyrl_tinker.inference.vllm.vllm_dialect import VllmDialect
