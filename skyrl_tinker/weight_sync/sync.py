@@ -160,7 +160,7 @@ class _Update:
         self._transport.members = tuple(self._replicas)
 
     async def _leave_former_group(self, url: str) -> int:
-        """Free a replica's side of the group, as a new one replaces it unfreed; return its workers' number."""
+        """Free a replica's side of the group, as a new one replaces it unfreed; count its workers."""
         replica = self._replicas[url]
         try:
             await replica.shutdown_weight_transfer_engine()
