@@ -224,7 +224,7 @@ def sampler_spec(
         max_model_len=facts.context_length + 1,  # scoring a full context costs one generated token
         device=settings.device,
         dtype=settings.trainer_dtype,
-        max_lora_rank=engine_of(settings).slot_rank(settings.max_lora_rank),
+        max_lora_rank=settings.max_lora_rank,
         max_loras=settings.max_loras,
         max_cpu_loras=settings.max_cpu_loras,
         log_dir=str(directories.log_dir),
@@ -240,7 +240,6 @@ def sampler_spec(
         shared_gpus=shared_gpus,
         network_interface=settings.network_interface,
         token=secrets.token_hex(32),
-        vllm_args=settings.vllm_args,
         engine=engine_of(settings),
     )
 

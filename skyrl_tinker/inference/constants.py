@@ -21,11 +21,5 @@ REPLICA = "X-Skyrl-Tinker-Replica"
 KEY_CHECK = "SKYRL_TINKER_KEY_CHECK"
 """Environment variable with the URL at which the router checks its clients' tokens."""
 
-VERSION_PULL = "skyrl_tinker.inference.plugin.version_pull.VersionPull"
-"""Middleware of vLLM by which a server on another host gets weights."""
-
 PROBE = "/skyrl-tinker/version-pull"
-"""Path of that middleware which answers 204."""
-
-ENABLED_BY = "SKYRL_TINKER_VLLM"
-"""Environment variable that switches our plugin on; we set it for the servers that we start."""
+"""Path of a server that gets weights from another host; it answers 204 there (plugin/version_pull.py)."""

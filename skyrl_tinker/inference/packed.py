@@ -1,7 +1,7 @@
 """A sampler's answer in which tokens and logprobs are arrays: 8 bytes per token, not an object of JSON.
 
 The length of a header (uint32), the header, the tokens of all choices (int32), their logprobs (float32); all
-little-endian. The header is vLLM's JSON, whose choices have `length`, their number of tokens.
+little-endian. The header is the sampler's JSON, whose choices have `length`, their number of tokens.
 """
 
 import json
@@ -29,7 +29,7 @@ def pack(payload: Mapping[str, Any], tokens: Sequence[Sequence[int]], logprobs: 
 
 
 def unpack(content: bytes) -> dict[str, Any]:
-    """Return vLLM's JSON; `token_ids` and `logprobs` of its choices are lists of numbers."""
+    """Return the sampler's JSON; `token_ids` and `logprobs` of its choices are lists of numbers."""
     behind = 4 + int.from_bytes(content[:4], "little")
     payload: dict[str, Any] = json.loads(content[4:behind])
     choices = payload["choices"]

@@ -85,7 +85,7 @@ def _problem(estimate: MemoryEstimate, longest: int) -> tuple[str | None, str | 
         return f"the samplers have room for {tokens} tokens, not for a sequence of {demand.context}", SAMPLER
     if estimate.arriving > estimate.beside_sampler:
         return (
-            f"new weights take {estimate.arriving / GB:.1f} GB of a sampler's GPU as they arrive, and vLLM "
+            f"new weights take {estimate.arriving / GB:.1f} GB of a sampler's GPU as they arrive, and it "
             f"leaves {estimate.beside_sampler / GB:.1f} GB: set a smaller gpu_memory_utilization"
         ), SAMPLER
     return None, None

@@ -12,7 +12,7 @@ _MANY = 128  # GPUs: more than any ranks and samplers that are given ask for, as
 
 @dataclass(frozen=True, slots=True)
 class GpuDivision:
-    """One way. `copies`: GPUs of a replica for each one of its tensor parallelism, by vllm_args."""
+    """One way. `copies`: GPUs of a replica for each one of its tensor parallelism."""
 
     placement: str  # separate | colocated
     ranks: int

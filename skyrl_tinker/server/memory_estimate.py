@@ -214,7 +214,7 @@ class MemoryEstimate:
         yield MemoryLine(SAMPLER, "activations and graphs (assumed)", SAMPLER_BYTES)
         yield MemoryLine(SAMPLER, "keys and values", self._cache_bytes)
         if self.demand.full:
-            yield MemoryLine(SAMPLER, "new weights as they arrive, beside vLLM's share", self.arriving)
+            yield MemoryLine(SAMPLER, "new weights as they arrive, beside the sampler's share", self.arriving)
 
     def _host_lines(self, resident: int) -> Iterator[MemoryLine]:
         costs, ranks = self.costs, self.division.ranks

@@ -167,7 +167,7 @@ def _check_dtype(settings: Settings) -> None:
     """Refuse a type that replicas would die of: their LoRA kernels on CUDA take 16-bit types only."""
     if settings.device == "cuda" and settings.trainer_dtype == "float32" and not settings.external_urls:
         raise StartupError(
-            "--trainer-dtype float32 with --device cuda: vLLM serves adapters on GPUs in 16-bit types only; "
+            "--trainer-dtype float32 with --device cuda: GPU samplers take adapters in 16-bit types only; "
             "leave it out, or set bfloat16"
         )
 
@@ -241,9 +241,7 @@ def _check_colocated(settings: Settings) -> None:
             f"--placement colocated and {_url_setting(settings)}: this server cannot place samplers that it "
             "does not start"
         )
-    samplers = settings.replicas * engine_of(settings).workers(
-        settings.vllm_args, settings.tensor_parallel_size
-    )
+    samplers = settings.replicas * engine_of(settings).workers(settings.tensor_parallel_size)
     ranks = settings.trainer_ranks
     if settings.device == "cuda" and samplers != ranks:
         raise StartupError(
@@ -274,7 +272,7 @@ def _check_samplers(settings: Settings) -> None:
         raise StartupError(f"sampler_python: found sampler_engine {settings.sampler_engine}, expected sglang")
     _check_urls(settings)
     if not settings.external_urls:
-        engine_of(settings).check(settings.vllm_args)
+        engine_of(settings).check()
         return
     name = _url_setting(settings)
     if settings.vllm_args:

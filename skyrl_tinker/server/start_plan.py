@@ -91,7 +91,7 @@ def plan(
         adapter_slots=settings.max_loras,
         cached_adapters=settings.max_cpu_loras,
         sampler_share=settings.gpu_memory_utilization,
-        copies=engine_of(settings).workers(settings.vllm_args, 1),
+        copies=engine_of(settings).workers(1),
         given=_given(settings),
     )
     return make_plan(demand, facts, partial(costs_of, config, demand))
@@ -147,7 +147,7 @@ def _placed(settings: Settings, placement: str) -> Settings:
 def _placement(settings: Settings, gpus: Gpus) -> str:
     """Return the placement by numbers of GPUs alone."""
     numbers = {name: getattr(settings, name) for name in _DIVIDED if name != "placement"}
-    copies = engine_of(settings).workers(settings.vllm_args, 1)
+    copies = engine_of(settings).workers(1)
     return divide(gpus.count, numbers, [settings.tensor_parallel_size], copies)[0][0].placement
 
 

@@ -124,11 +124,6 @@ def require_within(
     return row
 
 
-def list_for_model(conn: Connection, model_key: ModelKey) -> list[CheckpointRow]:
-    """Return the model's live checkpoints, oldest first."""
-    return _select(conn, SavedCheckpoint.model_key == model_key, *is_live(conn))
-
-
 def latest_for_model(conn: Connection, model_key: ModelKey, kind: CheckpointKind) -> CheckpointRow | None:
     rows = _select(conn, SavedCheckpoint.model_key == model_key, SavedCheckpoint.kind == kind, *is_live(conn))
     return rows[-1] if rows else None

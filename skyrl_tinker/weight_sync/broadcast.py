@@ -1,96 +1,62 @@
 """Common part of gloo and NCCL: rank 0 of the trainer broadcasts each chunk to all replicas' workers."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.weight_sync.chunks import WeightChunk
-from skyrl_tinker.weight_sync.transport import (
-    CapturedWeights,
-    Message,
-    Senders,
-    WeightSource,
-    require_same_ranks,
-)
+from skyrl_tinker.weight_sync.transport import ChunkSender, Message, Senders, SenderTransport, WeightSource
 
 if TYPE_CHECKING:
     import torch
 
-    from skyrl_tinker.weight_sync.captured_chunks import CapturedShare
-    from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer, ChunkSource
-
-Opened = tuple[Sequence[WeightChunk], bool]
-"""Chunks of a version, and whether the sender is in a group."""
+    from skyrl_tinker.weight_sync.chunk_buffer import ChunkSource
 
 
-class BroadcastTransport(ABC):
+class BroadcastTransport(SenderTransport):
     """Engine's side. The group is rank 0's sender, as rank 0, then the workers of each replica in turn.
 
     Rank 0's sender alone reads files; captured weights are read by all senders and passed on to rank 0's.
     """
 
-    factory: Callable[[int], "BroadcastSender"]
-    takes_captured = True
-
     def __init__(self, senders: Senders, chunk_bytes: int) -> None:
-        self.members: tuple[str, ...] = ()
-        self._senders = senders
-        self.limit = chunk_bytes
-        self._opened = False
-        self._restarts = 0  # of the ranks, before this sync
-        self._chunks: Sequence[WeightChunk] = ()
+        super().__init__(senders, chunk_bytes)
         self._rendezvous: tuple[Any, ...] = ()
         self._read = senders.root_call
 
     async def open(self, source: WeightSource) -> Sequence[WeightChunk]:
-        if not self._opened:
-            await self._senders.open_sender(self.factory)
-            self._opened = True
-        self._restarts = self._senders.restarts
-        opening = self._open_files(source) if isinstance(source, Path) else self._open_captured(source)
-        self._chunks, joined = await opening
+        self._read = self._senders.sender_call
+        self._chunks, joined = (await self._open(source))[0]
         if not joined:
             self.members = ()
         return self._chunks
 
-    async def _open_files(self, directory: Path) -> Opened:
+    async def _open_files(self, directory: str) -> list[Any]:
         self._read = self._senders.root_call
-        opened: Opened = await self._senders.root_call("open", str(directory), self.limit)
-        return opened
-
-    async def _open_captured(self, weights: CapturedWeights) -> Opened:
-        self._read = self._senders.sender_call
-        opened: Opened = (await weights.open_in_senders(self.limit))[0]
-        return opened
+        return [await self._read("open", directory, self.limit)]
 
     async def form(self, workers: Sequence[int]) -> Sequence[Message]:
         world = 1 + sum(workers)
-        require_same_ranks(self._senders, self._restarts)
+        self._require_same_ranks()
         address = await self._senders.root_call("prepare")
         self._rendezvous = (address, world)
         offsets = [1 + sum(workers[:replica]) for replica in range(len(workers))]
         return [self.join_message(address, offset, world) for offset in offsets]
 
     async def meet(self) -> None:
-        require_same_ranks(self._senders, self._restarts)
+        self._require_same_ranks()
         await self._senders.root_call("meet", *self._rendezvous)
 
     async def load(self, index: int) -> Message:
-        require_same_ranks(self._senders, self._restarts)
+        self._require_same_ranks()
         await self._read("load", index)
         return self.update_message(self._chunks[index], last=index == len(self._chunks) - 1)
 
     async def send(self) -> None:
-        require_same_ranks(self._senders, self._restarts)
+        self._require_same_ranks()
         await self._senders.root_call("send")
-
-    async def close(self) -> None:
-        self._chunks = ()
-        if self._opened:
-            await self._senders.sender_call("close")
 
     async def leave(self) -> None:
         self.members = ()
@@ -106,49 +72,23 @@ class BroadcastTransport(ABC):
     def update_message(self, chunk: WeightChunk, *, last: bool) -> Message: ...
 
 
-class BroadcastSender(ABC):
-    """Sender in a rank of the trainer, in separate threads: one that waits, one for `leave`.
+class BroadcastSender(ChunkSender):
+    """Sender in separate threads of a rank: one that waits, one for `leave`.
 
     Rank 0's sender is in the group; the others only help it to read captured weights.
     """
 
-    device: str
-
     def __init__(self, rank: int) -> None:
-        self._buffer: ChunkBuffer | None = None
-        self._loaded: torch.Tensor | None = None
+        super().__init__(rank)
         self._group: Any = None  # made by `meet`
-
-    def open(self, directory: str, limit: int) -> Opened:
-        """Open a version's files. Raises SamplerError when they are missing or damaged."""
-        from skyrl_tinker.weight_sync.chunk_buffer import FileSource
-
-        return self._open(FileSource(Path(directory), limit))
-
-    def open_captured(self, share: "CapturedShare", limit: int) -> Opened:
-        """Open this rank's captured weights, at the same time as the other ranks."""
-        from skyrl_tinker.weight_sync.captured_chunks import CapturedSource
-
-        return self._open(CapturedSource(share, limit, everywhere=False))
-
-    def load(self, index: int) -> None:
-        assert self._buffer is not None, "open() comes first"
-        self._loaded = self._buffer.load(index)
 
     def send(self) -> None:
         assert self._loaded is not None, "load() comes first"
         self.broadcast(self._loaded)
 
-    def close(self) -> None:
-        if self._buffer is not None:
-            self._buffer.close()
-        self._buffer = self._loaded = None
-
-    def _open(self, source: "ChunkSource") -> Opened:
-        from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer
-
-        self._buffer = ChunkBuffer(source, self.device)
-        return self._buffer.chunks, self._group is not None
+    def _open(self, source: "ChunkSource") -> tuple[Sequence[WeightChunk], bool]:
+        """Return the chunks, and whether this sender is in a group."""
+        return self._buffered(source).chunks, self._group is not None
 
     @abstractmethod
     def prepare(self) -> Any:

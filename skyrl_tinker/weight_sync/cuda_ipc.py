@@ -7,92 +7,55 @@ messages, chunks and their bytes, against vLLM's own message types and unpacking
 import base64
 import pickle
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_tinker.domain.values import Way
 from skyrl_tinker.weight_sync.chunks import WeightChunk
-from skyrl_tinker.weight_sync.transport import Message, Senders, WeightSource, require_same_ranks
+from skyrl_tinker.weight_sync.transport import ChunkSender, Message, SenderTransport, WeightSource
 
 if TYPE_CHECKING:
-    from skyrl_tinker.weight_sync.captured_chunks import CapturedShare
-    from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer, ChunkSource
+    from skyrl_tinker.weight_sync.chunk_buffer import ChunkSource
 
 NAME = "cuda_ipc"
 Opened = tuple[Sequence[WeightChunk], bytes]
 """Chunks of a version, and this GPU's id with a handle of the buffer there, pickled."""
 
 
-class CudaIpcSender:
+class CudaIpcSender(ChunkSender):
     """Sender in every rank of the trainer: each puts the same bytes on its own GPU."""
 
-    def __init__(self, rank: int) -> None:
-        self._buffer: ChunkBuffer | None = None
-
-    def open(self, directory: str, limit: int) -> Opened:
-        """Open a version's files. Raises SamplerError when they are missing or damaged."""
-        from skyrl_tinker.weight_sync.chunk_buffer import FileSource
-
-        return self._open(FileSource(Path(directory), limit))
-
-    def open_captured(self, share: "CapturedShare", limit: int) -> Opened:
-        """Open this rank's captured weights, at the same time as the other ranks."""
-        from skyrl_tinker.weight_sync.captured_chunks import CapturedSource
-
-        return self._open(CapturedSource(share, limit, everywhere=True))
+    device = "cuda"
+    everywhere = True
 
     def _open(self, source: "ChunkSource") -> Opened:
         import torch
         from torch.multiprocessing.reductions import reduce_tensor
 
-        from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer
-
-        self._buffer = ChunkBuffer(source, "cuda")
-        _, handle = reduce_tensor(self._buffer.exported)  # type: ignore[no-untyped-call]
+        buffer = self._buffered(source)
+        _, handle = reduce_tensor(buffer.exported)  # type: ignore[no-untyped-call]
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        return self._buffer.chunks, pickle.dumps((gpu, handle))
+        return buffer.chunks, pickle.dumps((gpu, handle))
 
     def merge(self, handles: Sequence[bytes]) -> str:
         """Merge all ranks' handles by GPU, as vLLM takes them; in a rank, as the engine has no torch."""
         return merge_handles(handles)
 
-    def load(self, index: int) -> None:
-        assert self._buffer is not None, "open() comes first"
-        self._buffer.load(index)
-
     def close(self) -> None:
         import torch
 
-        if self._buffer is not None:
-            self._buffer.close()
-        self._buffer = None
+        super().close()
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
-class CudaIpcTransport:
+class CudaIpcTransport(SenderTransport):
     backend = "ipc"
     staged = False
-    takes_captured = True
     ways: tuple[Way, Way] = ("cuda ipc", "cuda ipc")
-
-    def __init__(self, senders: Senders, chunk_bytes: int) -> None:
-        self.members: tuple[str, ...] = ()
-        self._senders = senders
-        self._limit = chunk_bytes
-        self._opened = False
-        self._restarts = 0  # of the ranks, before this sync
-        self._chunks: Sequence[WeightChunk] = ()
-        self._handles = ""
+    factory = CudaIpcSender
+    _handles = ""
 
     async def open(self, source: WeightSource) -> Sequence[WeightChunk]:
-        if not self._opened:
-            await self._senders.open_sender(CudaIpcSender)
-            self._opened = True
-        self._restarts = self._senders.restarts
-        if isinstance(source, Path):
-            opened = await self._senders.sender_call("open", str(source), self._limit)
-        else:
-            opened = await source.open_in_senders(self._limit)
+        opened = await self._open(source)
         self._chunks = opened[0][0]
         self._handles = await self._senders.root_call("merge", [handle for _, handle in opened])
         return self._chunks
@@ -100,25 +63,11 @@ class CudaIpcTransport:
     async def form(self, workers: Sequence[int]) -> Sequence[Message]:
         return [{"packed": True} for _ in workers]
 
-    async def meet(self) -> None:
-        pass
-
     async def load(self, index: int) -> Message:
         """Overwrite the previous chunk, which the workers have read by then."""
-        require_same_ranks(self._senders, self._restarts)
+        self._require_same_ranks()
         await self._senders.sender_call("load", index)
         return update_message(self._chunks[index], self._handles)
-
-    async def send(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        self._chunks, self._handles = (), ""
-        if self._opened:
-            await self._senders.sender_call("close")
-
-    async def leave(self) -> None:
-        self.members = ()
 
 
 def merge_handles(handles: Sequence[bytes]) -> str:

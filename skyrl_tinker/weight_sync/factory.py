@@ -60,7 +60,7 @@ def choose(setting: Setting, device: Device, *, colocated: bool, torch_groups: b
 
 
 def backend_of(name: TransportName) -> str:
-    """Return the backend that vLLM's --weight-transfer-config, or a group of torch, must name."""
+    """Return the backend that a sampler's weight transfer, or a group of torch, must name."""
     return _TRANSPORTS[name].backend
 
 

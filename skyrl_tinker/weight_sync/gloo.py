@@ -100,7 +100,7 @@ class GlooTransport(BroadcastTransport):
 
 
 class GlooReceiver:
-    """Receiver in vLLM. A chunk's memory is free again when its last tensor is loaded."""
+    """Receiver in a sampler. A chunk's memory is free again when its last tensor is loaded."""
 
     def __init__(self, meeting: str, rank: int, world: int) -> None:
         self._group = _join(meeting, rank, world)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_tinker.domain.values import Way
 from skyrl_tinker.weight_sync.chunks import StoredChunk, read_chunks
-from skyrl_tinker.weight_sync.transport import Message, WeightSource
+from skyrl_tinker.weight_sync.transport import Message, WeightSource, WeightTransport
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 NAME = "shared_memory"
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(WeightTransport):
     """Transport that sends no bytes, and so has no sender.
 
     The files must not change while they are read; they may be removed when the sync is over. The base model's
@@ -28,7 +28,6 @@ class SharedMemoryTransport:
     ways: tuple[Way, Way] = ("shared memory", "pull")
 
     def __init__(self, chunk_bytes: int) -> None:
-        self.members: tuple[str, ...] = ()
         self._limit = chunk_bytes
         self._directory = ""
         self._chunks: Sequence[StoredChunk] = ()
@@ -42,9 +41,6 @@ class SharedMemoryTransport:
     async def form(self, workers: Sequence[int]) -> Sequence[Message]:
         return [{"transport": NAME} for _ in workers]
 
-    async def meet(self) -> None:
-        pass
-
     async def load(self, index: int) -> Message:
         chunk = self._chunks[index]
         files = [Path(entry.file).name for entry in chunk.entries]
@@ -52,18 +48,12 @@ class SharedMemoryTransport:
         where = {"directory": self._directory, "files": files}
         return {"names": chunk.names, "shapes": chunk.shapes, **where, "last": last}
 
-    async def send(self) -> None:
-        pass
-
     async def close(self) -> None:
         self._chunks = ()
 
-    async def leave(self) -> None:
-        self.members = ()
-
 
 class MappedFiles:
-    """Receiver in vLLM. Tensors are read when they are loaded, so staging them takes no memory."""
+    """Receiver in a sampler. Tensors are read when they are loaded, so staging them takes no memory."""
 
     def __init__(self) -> None:
         self._files: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """Sync of full parameters to all replicas: its phases, and which replicas a failure loses.
 
 Nothing is restored. A replica that may hold a mixture of old and new weights is lost: in the middle of an
-update vLLM keeps a layer's first shards, and would mix them with the old ones.
+update it keeps a layer's first shards, and would mix them with the old ones.
 """
 
 import asyncio
@@ -160,7 +160,7 @@ class _Update:
         self._transport.members = tuple(self._replicas)
 
     async def _leave_former_group(self, url: str) -> int:
-        """Free vLLM's side of the group, as a new group replaces it unfreed; return the number of workers."""
+        """Free a replica's side of the group, as a new one replaces it unfreed; count its workers."""
         replica = self._replicas[url]
         try:
             await replica.shutdown_weight_transfer_engine()

@@ -1,12 +1,19 @@
-"""Interfaces of full-parameter weight sync: transports, senders, replicas, and the sync's error."""
+"""Interfaces of full-parameter weight sync: transports, senders, replicas; the sync's error."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from skyrl_tinker.domain.values import Way
 from skyrl_tinker.errors import SamplerError, TrainerError
 from skyrl_tinker.weight_sync.chunks import WeightChunk
+
+if TYPE_CHECKING:
+    import torch
+
+    from skyrl_tinker.weight_sync.captured_chunks import CapturedShare
+    from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer, ChunkSource
 
 Message = Mapping[str, Any]
 """JSON object that is sent to the workers of a replica."""
@@ -37,7 +44,7 @@ class WeightTransport(Protocol):
     """
 
     backend: str
-    """The backend that vLLM's --weight-transfer-config, or a group of torch, must name."""
+    """The backend that a sampler's weight transfer, or a group of torch, must name."""
     staged: bool
     """Whether replicas serve the old weights until the update is finished; if not, they must be paused from
     start to finish, and have no usable weights if it fails."""
@@ -45,7 +52,7 @@ class WeightTransport(Protocol):
     """Whether `open` takes CapturedWeights; if not, files only."""
     ways: tuple[Way, Way]
     """The way to replicas of this host, and to those of others."""
-    members: tuple[str, ...]
+    members: tuple[str, ...] = ()
     """The replicas that `meet` brought together, () for none."""
 
     async def open(self, source: WeightSource) -> Sequence[WeightChunk]:
@@ -60,8 +67,8 @@ class WeightTransport(Protocol):
         ...
 
     async def meet(self) -> None:
-        """Do the trainer's part of init, while the replicas run their init calls."""
-        ...
+        """Do the trainer's part of init, while the replicas run their init calls; by default nothing."""
+        return
 
     async def load(self, index: int) -> Message:
         """Make the chunk ready to send; return the update message of every replica.
@@ -71,8 +78,8 @@ class WeightTransport(Protocol):
         ...
 
     async def send(self) -> None:
-        """Do the trainer's part of an update, while the replicas run their update calls."""
-        ...
+        """Do the trainer's part of an update, while the replicas run their update calls; likewise."""
+        return
 
     async def close(self) -> None:
         """Release the source and the buffers for it."""
@@ -83,7 +90,7 @@ class WeightTransport(Protocol):
 
         May be called during `meet` or `send`, which then fail as soon as the backend allows.
         """
-        ...
+        self.members = ()
 
 
 class Senders(Protocol):
@@ -107,10 +114,83 @@ class Senders(Protocol):
         ...
 
 
-def require_same_ranks(senders: Senders, restarts: int) -> None:
-    """Raise TrainerError if the ranks were replaced since there were so many restarts."""
-    if senders.restarts != restarts:
-        raise TrainerError("the ranks died during a sync of weights, and fresh ones take no part in it")
+class SenderTransport(WeightTransport):
+    """Transport with a sender in each rank of the trainer, made by `factory(rank)`."""
+
+    factory: Callable[[int], "ChunkSender"]
+    takes_captured = True
+
+    def __init__(self, senders: Senders, chunk_bytes: int) -> None:
+        self._senders = senders
+        self.limit = chunk_bytes
+        self._opened = False
+        self._restarts = 0  # of the ranks, before this sync
+        self._chunks: Sequence[WeightChunk] = ()
+
+    async def _open(self, source: WeightSource) -> list[Any]:
+        """Open the source in the senders that read it; their replies."""
+        if not self._opened:
+            await self._senders.open_sender(self.factory)
+            self._opened = True
+        self._restarts = self._senders.restarts
+        if isinstance(source, Path):
+            return await self._open_files(str(source))
+        return await source.open_in_senders(self.limit)
+
+    async def _open_files(self, directory: str) -> list[Any]:
+        return await self._senders.sender_call("open", directory, self.limit)
+
+    def _require_same_ranks(self) -> None:
+        """Raise TrainerError if the ranks that opened the source were replaced."""
+        if self._senders.restarts != self._restarts:
+            raise TrainerError("the ranks died during a sync of weights, and fresh ones take no part in it")
+
+    async def close(self) -> None:
+        self._chunks = ()
+        if self._opened:
+            await self._senders.sender_call("close")
+
+
+class ChunkSender(ABC):
+    """Sender in a rank of the trainer. `everywhere`: all ranks get the bytes of captured chunks."""
+
+    device: str
+    everywhere = False
+
+    def __init__(self, rank: int) -> None:
+        self._buffer: ChunkBuffer | None = None
+        self._loaded: torch.Tensor | None = None
+
+    def open(self, directory: str, limit: int) -> Any:
+        """Open a version's files. Raises SamplerError when they are missing or damaged."""
+        from skyrl_tinker.weight_sync.chunk_buffer import FileSource
+
+        return self._open(FileSource(Path(directory), limit))
+
+    def open_captured(self, share: "CapturedShare", limit: int) -> Any:
+        """Open this rank's captured weights, at the same time as the other ranks."""
+        from skyrl_tinker.weight_sync.captured_chunks import CapturedSource
+
+        return self._open(CapturedSource(share, limit, everywhere=self.everywhere))
+
+    def load(self, index: int) -> None:
+        assert self._buffer is not None, "open() comes first"
+        self._loaded = self._buffer.load(index)
+
+    def close(self) -> None:
+        if self._buffer is not None:
+            self._buffer.close()
+        self._buffer = self._loaded = None
+
+    @abstractmethod
+    def _open(self, source: "ChunkSource") -> Any:
+        """Return the chunks, and what the transport needs beside them."""
+
+    def _buffered(self, source: "ChunkSource") -> "ChunkBuffer":
+        from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer
+
+        self._buffer = ChunkBuffer(source, self.device)
+        return self._buffer
 
 
 class Replica(Protocol):

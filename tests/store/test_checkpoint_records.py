@@ -11,6 +11,7 @@ from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store import checkpoint_records, sampling_sessions
 from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
 from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.reports import training_runs
 from skyrl_tinker.store.store import Store
 from tests.store.support.rows import finish_session
 from tests.support.reads import reading
@@ -70,7 +71,8 @@ async def test_the_two_kinds_have_names_of_their_own(store: Store, model: ModelR
     await add(store, new(model))
     await add(store, replace(new(model, directory="/c/2"), kind=SAMPLER))
     with reading(store) as conn:
-        rows = checkpoint_records.list_for_model(conn, model.key)
+        ids = training_runs.list_checkpoints(conn, None, model.model_id, [WEIGHTS, SAMPLER])
+        rows = training_runs.checkpoints_of(conn, ids)
         last = checkpoint_records.latest_for_model(conn, model.key, SAMPLER)
     assert [row.kind for row in rows] == [WEIGHTS, SAMPLER]
     assert last == rows[1]

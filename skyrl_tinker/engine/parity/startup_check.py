@@ -104,6 +104,6 @@ def require_agreement(gap: LogprobGap, allowed: float) -> None:
         return
     raise StartupError(
         f"trainer and sampler disagree on logprobs: {gap}, allowed {allowed:.0e} (parity.gap_bound); "
-        "they may hold different base models, or the versions of torch, transformers and vLLM may not fit "
+        "they may hold different base models, or the versions of torch, transformers and sampler may not fit "
         "each other (set parity.canary = false to serve anyway)"
     )

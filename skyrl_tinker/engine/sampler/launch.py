@@ -86,10 +86,10 @@ def sampler_gpus(settings: Settings) -> int:
     """Count the GPUs that our replicas take in addition to the trainer's."""
     if settings.external_urls or settings.colocated:
         return 0
-    return settings.replicas * engine_of(settings).workers(settings.vllm_args, settings.tensor_parallel_size)
+    return settings.replicas * engine_of(settings).workers(settings.tensor_parallel_size)
 
 
 def _cores(settings: Settings, servers: int) -> list[int]:
     """Count the engine cores of each server that decode."""
     prefill = len(settings.prefill_urls)
-    return [engine_of(settings).cores(settings.vllm_args)] * (servers - prefill) + [0] * prefill
+    return [engine_of(settings).cores] * (servers - prefill) + [0] * prefill

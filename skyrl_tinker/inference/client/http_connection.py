@@ -104,7 +104,7 @@ class JsonHttp:
     async def _connections(self, *, pooled: bool) -> AsyncIterator[aiohttp.ClientSession]:
         if pooled:
             yield self._pool()
-        else:  # vLLM closes a connection on which a call failed, just when the next call may take it
+        else:  # a server closes a connection on which a call failed, just when the next call may take it
             async with _new_session(self._token) as session:
                 yield session
 
@@ -151,7 +151,7 @@ def _decode(content: bytes) -> Any:
 
 
 def _message(content: bytes) -> str:
-    """Read the text in {"error": {"message"}}, {"error": text} or {"detail"}, as vLLM writes them."""
+    """Read the text in {"error": {"message"}}, {"error": text} or {"detail"}."""
     payload = _decode(content)
     if not isinstance(payload, dict):
         return content.decode(errors="replace")[:2000]

@@ -14,7 +14,7 @@ from skyrl_tinker.inference.constants import MAX_SEQUENCES
 PART_TOKENS = 1 << 12
 """Most generated tokens in one answer of a sampler, unless a sequence has more: they share one priority.
 
-For 1 << 15 it takes vLLM about half a second to build the answer.
+For 1 << 15 it takes a sampler about half a second to build the answer.
 """
 Int32 = npt.NDArray[np.int32]
 
@@ -22,8 +22,8 @@ Int32 = npt.NDArray[np.int32]
 def split(request: SampleRequest, *, context: int, most: int = MAX_SEQUENCES) -> list[SampleRequest]:
     """Split into requests that a sampler can serve, with consecutive seeds: at `most` and where seeds wrap.
 
-    Also at PART_TOKENS: a part has one priority for KV cache, and while vLLM builds its answer it answers
-    nothing else, not even health checks. The experts of the prompt come with each sequence.
+    Also at PART_TOKENS: a part has one priority for KV cache, and while a sampler builds its answer it
+    answers nothing else, not even health checks. The experts of the prompt come with each sequence.
 
     At temperature 0 all samples are the same, so one is requested. Only the first part scores the prompt,
     with a single sample: the prompt would be scored again for each further one.

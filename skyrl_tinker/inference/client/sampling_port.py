@@ -16,11 +16,11 @@ Json = Mapping[str, Any]
 Post = Callable[[str, Json], Awaitable[Any]]
 """(route, body) -> answer."""
 AnswerReader = Callable[[dict[str, Any]], dict[str, Any]]
-"""OpenAI answer of the engine -> the answer in vLLM's form, with reasoning under both names."""
+"""OpenAI answer of the engine -> the answer that clients get, with reasoning under both names."""
 
 
 class SamplerControl(Protocol):
-    """Control plane: calls that reach all replicas concurrently. `vllm_control` describes each call."""
+    """Control plane: calls that reach all replicas concurrently. `vllm.vllm_control` describes each."""
 
     server_urls: tuple[str, ...]
     http: JsonHttp

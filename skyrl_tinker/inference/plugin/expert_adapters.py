@@ -8,7 +8,9 @@ starts, but not when its weights are loaded again.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.functional import linear
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
@@ -22,13 +24,20 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
 
 from skyrl_tinker.inference.plugin.slot_products import Rows, rows_by_slot
 
+Tensors = torch.Tensor | list[torch.Tensor]
 _ALPHA, _LIMIT = 1.702, 7.0
 """Constants of gpt-oss's activation, as in vLLM's kernels."""
 
 
 def apply() -> None:
-    """Make vLLM compute routed experts with PlainExperts, with or without adapters."""
+    """Make vLLM compute routed experts with PlainExperts, with or without adapters.
+
+    Its communicator for CPUs lacks collectives for unequal numbers of rows per rank, which data-parallel
+    ranks need for the experts that they share.
+    """
     setattr(method, select_unquantized_moe_backend.__name__, _select)
+    communicator: type = CpuCommunicator
+    communicator.all_gatherv, communicator.reduce_scatterv = _all_gatherv, _reduce_scatterv  # type: ignore[attr-defined]
 
 
 def _select(moe_config: FusedMoEConfig) -> tuple[UnquantizedMoeBackend, type[FusedMoEExperts]]:
@@ -126,3 +135,29 @@ class PlainExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
             a, b = adapters.w2_lora_a_stacked[0][slot, expert], adapters.w2_lora_b_stacked[0][slot, expert]
             outputs[rows] += middle[rows] @ a.T @ b.T
         return outputs
+
+
+def _all_gatherv(
+    self: CpuCommunicator, given: Tensors, dim: int = 0, sizes: list[int] | None = None
+) -> Tensors:
+    """Return the rows of all ranks, in their order. `sizes`: rows by rank; None: as many as this rank's."""
+    if isinstance(given, list):
+        return [_all_gatherv(self, each, dim, sizes) for each in given]  # type: ignore[misc]
+    sizes = sizes or [len(given)] * self.world_size
+    whole = given.new_zeros((sum(sizes), *given.shape[1:]))
+    parts = whole.split(sizes)  # type: ignore[no-untyped-call]
+    parts[self.rank_in_group].copy_(given)
+    for part, rank in zip(parts, self.ranks, strict=True):
+        dist.broadcast(part, rank, group=self.device_group)
+    return whole
+
+
+def _reduce_scatterv(
+    self: CpuCommunicator, given: torch.Tensor, dim: int = 0, sizes: list[int] | None = None
+) -> torch.Tensor:
+    """Return this rank's rows of the sum over all ranks."""
+    summed = given.clone()
+    dist.all_reduce(summed, group=self.device_group)
+    sizes = sizes or [len(given) // self.world_size] * self.world_size
+    own: torch.Tensor = summed.split(sizes)[self.rank_in_group]  # type: ignore[no-untyped-call]
+    return own

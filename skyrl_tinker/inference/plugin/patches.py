@@ -293,10 +293,9 @@ def _know_whole_experts() -> None:
 
 
 def _adapt_experts() -> None:
-    from skyrl_tinker.inference.plugin import expert_adapters, gathered_rows  # vLLM's kernels for CPUs
+    from skyrl_tinker.inference.plugin import expert_adapters  # vLLM's kernels for CPUs
 
     expert_adapters.apply()
-    gathered_rows.apply()
 
 
 def _draw_for_whole_prompts_only() -> None:

@@ -2,7 +2,7 @@
 
 import os
 
-from skyrl_tinker.inference.constants import ENABLED_BY
+from skyrl_tinker.inference.vllm.vllm_arguments import ENABLED_BY
 
 
 def register() -> None:

@@ -14,7 +14,7 @@ POLL_S, POLLS_PER_S = 1.0, 16
 """Seconds between a replica's checks, and most checks of all replicas per second: a failed request has all
 of them checked immediately."""
 CORE_POLL_S = 4.0
-"""Less than the 5 s for which vLLM keeps an idle connection: a new one costs more than the check itself."""
+"""Less than the 5 s for which servers keep an idle connection: a new one costs more than the check itself."""
 SILENT_TRIES = 4
 """Consecutive checks without an answer after which a server counts as hung."""
 REFUSED_PAUSE_S = 0.3

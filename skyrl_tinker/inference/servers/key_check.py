@@ -1,4 +1,4 @@
-"""HTTP server that checks a request for our token; vllm-router asks it about its clients."""
+"""HTTP server that checks a request for our token; the router asks it about its clients."""
 
 import secrets
 

@@ -21,7 +21,6 @@ class ModelToServe:
 
     facts: BaseModelFacts
     config: Mapping[str, Any]
-    arguments: Arguments
     device: str
     adapters: bool
     router_replay: bool
@@ -30,11 +29,14 @@ class ModelToServe:
 class EngineProcess(Protocol):
     """Server process of a sampling engine. Frozen and picklable.
 
-    `title`: its name in messages and, in lower case, in file names. `leftovers`: path prefixes of shared
-    memory that killed processes leave. `cores`: engine cores over which a replica spreads its requests.
-    `torch_groups`: it takes full weights in groups of torch.distributed, not by its own weight transfer.
+    `arguments`: those that users give. `title`: its name in messages and, in lower case, in file names.
+    `leftovers`: path prefixes of shared memory that killed processes leave. `cores`: engine cores over which
+    a replica spreads its requests. `torch_groups`: it takes full weights in groups of torch.distributed, not
+    by its own weight transfer.
     """
 
+    @property
+    def arguments(self) -> Arguments: ...
     @property
     def title(self) -> str: ...
     @property
@@ -45,11 +47,11 @@ class EngineProcess(Protocol):
     def leftovers(self) -> tuple[str, ...]: ...
     @property
     def torch_groups(self) -> bool: ...
-    def check(self, given: Arguments) -> None: ...
+    @property
+    def cores(self) -> int: ...
+    def check(self) -> None: ...
     def require_model(self, served: ModelToServe) -> None: ...
-    def slot_rank(self, rank: int) -> int: ...
-    def workers(self, arguments: Arguments, tensor_parallel_size: int) -> int: ...
-    def cores(self, arguments: Arguments) -> int: ...
+    def workers(self, tensor_parallel_size: int) -> int: ...
     def require_memory(self, spec: "SamplerSpec", replicas: int = 1) -> None: ...
     def command(self, spec: "SamplerSpec", port: int, host: str) -> list[str]: ...
     def environment(self, spec: "SamplerSpec", replica: int, interface: str) -> dict[str, str]: ...
@@ -63,7 +65,7 @@ class SamplerSpec:
     max_model_len: int
     device: str  # "cpu" | "cuda"
     dtype: str
-    max_lora_rank: int  # 1, 8, 16, 32, 64, 128, 256, 320 or 512; 0: no adapters
+    max_lora_rank: int  # 0: no adapters
     max_loras: int  # adapters in one batch
     max_cpu_loras: int  # adapters kept in memory
     log_dir: str
@@ -82,12 +84,11 @@ class SamplerSpec:
     shared_gpus: tuple[Gpu, ...] = ()  # of the trainer's ranks, in the replicas' order; (): from Ray
     token: str = field(default="", repr=False)  # required in every request; empty: none
     network_interface: str | None = None  # for weights from the trainer; None: of the host's address
-    vllm_args: Arguments = field(default_factory=dict)  # the setting of this name
 
     @property
     def workers(self) -> int:
         """Number of worker processes of a replica: its GPUs, unless it runs on a CPU."""
-        return self.engine.workers(self.vllm_args, self.tensor_parallel_size)
+        return self.engine.workers(self.tensor_parallel_size)
 
     def gpus_of(self, replica: int) -> tuple[Gpu, ...]:
         """Return the shared GPUs that the replica runs on."""

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,9 +115,11 @@ class SglangProcess:
     """`python`: an interpreter whose environment has SGLang; None: our own."""
 
     python: Path | None = None
+    arguments: Arguments = field(default_factory=dict)
     title = "SGLang"
     leftovers = ()
     torch_groups = True
+    cores = 1
     abilities = SamplerAbilities(
         "SGLang",
         lowest_temperature=1e-6,  # below, SGLang samples greedily
@@ -146,10 +148,10 @@ class SglangProcess:
 
         return SGLANG
 
-    def check(self, given: Arguments) -> None:
+    def check(self) -> None:
         """Refuse vLLM's arguments, and an interpreter without the supported release of SGLang."""
-        if given:
-            raise StartupError(f"vllm_args: found {', '.join(given)}, expected none with SGLang")
+        if self.arguments:
+            raise StartupError(f"vllm_args: found {', '.join(self.arguments)}, expected none with SGLang")
         python = str(self.python or sys.executable)
         asked = [python, "-c", "import importlib.metadata as m; print(m.version('sglang'))"]
         try:
@@ -163,14 +165,8 @@ class SglangProcess:
                 f"sampler_python: found sglang {found} in the environment of {python}, expected {VERSION}"
             )
 
-    def slot_rank(self, rank: int) -> int:
-        return rank
-
-    def workers(self, arguments: Arguments, tensor_parallel_size: int) -> int:
+    def workers(self, tensor_parallel_size: int) -> int:
         return tensor_parallel_size
-
-    def cores(self, arguments: Arguments) -> int:
-        return 1
 
     def command(self, spec: SamplerSpec, port: int, host: str) -> list[str]:
         return [str(self.python or sys.executable), "-c", ENTRY, *flags(spec, port, host)]

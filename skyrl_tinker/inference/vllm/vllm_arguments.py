@@ -9,6 +9,10 @@ from typing import Any
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.inference.servers.replica_spec import Arguments
 
+ENABLED_BY = "SKYRL_TINKER_VLLM"
+"""Environment variable that switches our plugin on; we set it for the servers that we start."""
+VERSION_PULL = "skyrl_tinker.inference.plugin.version_pull.VersionPull"
+"""Middleware by which a server on another host gets weights."""
 SETTINGS = {
     "model": "base_model",
     "served-model-name": "model_name",
@@ -77,11 +81,6 @@ def workers(arguments: Arguments, tensor_parallel_size: int) -> int:
             raise StartupError(f"vllm_args: found a parallel size of {size!r}, expected a positive integer")
         count *= size
     return count
-
-
-def data_parallel_size(arguments: Arguments) -> int:
-    """Count the engine cores of a replica, over which vLLM itself spreads the requests."""
-    return int(arguments.get("data-parallel-size", 1))
 
 
 def _check_free(name: str) -> None:

@@ -8,9 +8,10 @@ from skyrl_tinker.domain.values import SampleRequest
 from skyrl_tinker.errors import NotFoundError, SamplerError, SamplerPausedError, UserError
 from skyrl_tinker.inference.client.generated import SamplerResponse, diverged, refused
 from skyrl_tinker.inference.client.sampling_port import Advice, AnswerReader, Json, Post
-from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES, PROBE, VERSION_PULL
+from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES, PROBE
 from skyrl_tinker.inference.packed import PACKED
 from skyrl_tinker.inference.vllm import vllm_requests, vllm_responses
+from skyrl_tinker.inference.vllm.vllm_arguments import VERSION_PULL
 from skyrl_tinker.inference.vllm.vllm_control import VllmControl
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.inference.servers.replica_spec import ModelToServe
+from skyrl_tinker.inference.servers.replica_spec import Arguments, ModelToServe
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of the CPU attention kernels; another fails at the first forward, not at start."""
@@ -20,19 +20,19 @@ _FIXED: Mapping[str, Mapping[str, Any]] = {"GptOssForCausalLM": _GPT_OSS}
 """Entries of config.json that vLLM does not read: values other than its own are refused."""
 
 
-def require_model(served: ModelToServe) -> None:
+def require_model(served: ModelToServe, arguments: Arguments) -> None:
     """Raise StartupError with the necessary change."""
     facts = served.facts
     if reason := _reason(facts.architecture, served.config):
         raise StartupError(f"{facts.architecture}: {reason}")
-    if facts.experts and served.adapters and served.arguments.get("data-parallel-size", 1) != 1:
+    if facts.experts and served.adapters and arguments.get("data-parallel-size", 1) != 1:
         raise StartupError(
             "vllm_args: data-parallel-size: expected 1 for a mixture of experts, whose ranks would compute "
             "each other's rows with whatever adapter they have in the slot of that number; use replicas, or "
             "max_lora_rank = 0, with which there are no adapters"
         )
     if served.router_replay:
-        _check_router_replay(served.arguments)
+        _check_router_replay(arguments)
     if served.device == "cpu" and facts.head_dim not in CPU_HEAD_DIMS:
         raise StartupError(
             f"head_dim {facts.head_dim} of {facts.directory} is not served by vLLM on CPU; "
@@ -40,7 +40,7 @@ def require_model(served: ModelToServe) -> None:
         )
 
 
-def _check_router_replay(arguments: Mapping[str, Any]) -> None:
+def _check_router_replay(arguments: Arguments) -> None:
     """Refuse features under which a sampler lists no experts."""
     if not arguments.get("enable-prefix-caching", True):
         raise StartupError(

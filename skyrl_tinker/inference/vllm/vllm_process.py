@@ -3,23 +3,16 @@
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
-from skyrl_tinker.inference.constants import (
-    BASE_MODEL,
-    ENABLED_BY,
-    MAX_SEQUENCES,
-    RESERVED_SEQUENCES,
-    TOKEN,
-    VERSION_PULL,
-)
+from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES, RESERVED_SEQUENCES, TOKEN
 from skyrl_tinker.inference.servers.ports import LOOPBACK
-from skyrl_tinker.inference.servers.replica_spec import Arguments, SamplerSpec, as_flags
+from skyrl_tinker.inference.servers.replica_spec import Arguments, ModelToServe, SamplerSpec, as_flags
 from skyrl_tinker.inference.servers.sampler_memory import kv_bytes, require_memory
 from skyrl_tinker.inference.vllm import vllm_arguments, vllm_models, vllm_slots
-from skyrl_tinker.inference.vllm.vllm_arguments import merged
+from skyrl_tinker.inference.vllm.vllm_arguments import ENABLED_BY, VERSION_PULL, merged
 
 if TYPE_CHECKING:
     from skyrl_tinker.inference.vllm.vllm_dialect import VllmDialect
@@ -31,7 +24,7 @@ GUARD = "skyrl_tinker.inference.plugin.token_guard.TokenGuard"
 
 def flags(spec: SamplerSpec, port: int, host: str = LOOPBACK) -> list[str]:
     """Return the arguments of vLLM's API server, which listens on an IP address of its host."""
-    arguments = {**_fixed(spec, port, host), **merged(_defaults(spec), spec.vllm_args)}
+    arguments = {**_fixed(spec, port, host), **merged(_defaults(spec), spec.engine.arguments)}
     behind_guard = ("--middleware", VERSION_PULL, "--middleware", PACKED_ANSWERS)  # the last one comes first
     return [*behind_guard, *as_flags(arguments)]
 
@@ -62,7 +55,7 @@ def _fixed(spec: SamplerSpec, port: int, host: str) -> Arguments:
     adapters: Arguments = {
         "enable-lora": True,
         "max-loras": spec.max_loras,
-        "max-lora-rank": spec.max_lora_rank,
+        "max-lora-rank": vllm_slots.slot_rank(spec.max_lora_rank),
         "max-cpu-loras": spec.max_cpu_loras,
     }
     lora = adapters if spec.max_lora_rank else {}
@@ -136,15 +129,11 @@ def environment(
 
 @dataclass(frozen=True)
 class VllmProcess:
+    arguments: Arguments = field(default_factory=dict)
     title = "vLLM"
     torch_groups = False
     abilities = SamplerAbilities("vLLM", lowest_temperature=0.01)  # below, vLLM silently samples at this one
     leftovers = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")  # left by tensor-parallel workers
-    check = staticmethod(vllm_arguments.check)
-    require_model = staticmethod(vllm_models.require_model)
-    slot_rank = staticmethod(vllm_slots.slot_rank)
-    workers = staticmethod(vllm_arguments.workers)
-    cores = staticmethod(vllm_arguments.data_parallel_size)
     require_memory = staticmethod(require_memory)
 
     @property
@@ -152,6 +141,19 @@ class VllmProcess:
         from skyrl_tinker.inference.vllm.vllm_dialect import VLLM  # `serve` itself does without it
 
         return VLLM
+
+    @property
+    def cores(self) -> int:
+        return int(self.arguments.get("data-parallel-size", 1))
+
+    def check(self) -> None:
+        vllm_arguments.check(self.arguments)
+
+    def require_model(self, served: ModelToServe) -> None:
+        vllm_models.require_model(served, self.arguments)
+
+    def workers(self, tensor_parallel_size: int) -> int:
+        return vllm_arguments.workers(self.arguments, tensor_parallel_size)
 
     def command(self, spec: SamplerSpec, port: int, host: str) -> list[str]:
         return [sys.executable, "-m", ENTRY, *flags(spec, port, host)]

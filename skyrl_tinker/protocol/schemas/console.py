@@ -71,7 +71,7 @@ class ProcessUse(Message):
 
 
 class ReplicaNow(Message):
-    """vLLM server. `in_flight` null: the router chose, and only it knows.
+    """Server of a sampling engine. `in_flight` null: the router chose, and only it knows.
 
     `weights_by`, `adapters_by`: ways of full parameters and of adapters to it. Null: it is replaced.
     """

@@ -1,7 +1,7 @@
 """Requests of the OpenAI-compatible routes, and the errors that OpenAI's clients read.
 
 An allow-list: fields that are not declared here are refused by name. A null counts as not given, and so does
-a field of NEUTRAL with a value that asks for nothing: clients send those of OpenAI, vLLM and SGLang.
+a field of NEUTRAL with a value that asks for nothing: clients send those of OpenAI and of sampling engines.
 """
 
 from collections.abc import Mapping

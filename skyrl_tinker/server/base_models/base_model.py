@@ -82,7 +82,6 @@ def read_config(settings: Settings) -> tuple[Mapping[str, Any], BaseModelFacts]:
         ModelToServe(
             facts,
             config,
-            settings.vllm_args,
             settings.device,
             adapters=settings.max_lora_rank > 0,
             router_replay=settings.router_replay,

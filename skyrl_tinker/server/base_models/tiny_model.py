@@ -50,7 +50,7 @@ sign. With every step the weights change a little, so that tokens with a good re
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Family and dimensions of the model; head size 32, the smallest that vLLM serves on CPU."""
+    """Family and dimensions of the model; head size 32, the smallest that samplers take on a CPU."""
 
     family: Family
     hidden: int

@@ -90,7 +90,7 @@ def choose(device: str, dtype: torch.dtype) -> tuple[str, Kernel]:
     if device == "cuda" and dtype in _HALF:
         # flash-attn 4 has the package without the function, some builds of torch have no varlen_attn
         if (flash := _find("flash_attn", "flash_attn_varlen_func")) is not None:
-            return _FLASH, partial(_flash_attn, flash)
+            return _FLASH, partial(_varlen_attn, partial(flash, causal=True), "softmax_scale")
         if (varlen := _varlen_kernel()) is not None:
             return "varlen_attn of torch", varlen
     return "SDPA by segments", _segment_by_segment
@@ -103,7 +103,7 @@ def choose_for_sinks(device: str, dtype: torch.dtype) -> SinkKernel:
 
 def _varlen_kernel() -> Kernel | None:
     varlen = _find("torch.nn.attention.varlen", "varlen_attn")
-    return varlen and partial(_varlen_attn, partial(varlen, **_grouped_queries(varlen)))
+    return varlen and partial(_varlen_attn, partial(varlen, **_grouped_queries(varlen)), "scale")
 
 
 def _find(module: str, name: str) -> Callable[..., Any] | None:
@@ -197,34 +197,9 @@ def _seen(length: int, window: int, device: torch.device) -> torch.Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
-def _flash_attn(
-    flash_attn_varlen_func: Callable[..., Any],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: Segments,
-    scaling: float | None,
-    window: int | None,
-) -> torch.Tensor:
-    bounds, longest = segments.cu_seqlens, segments.longest
-    q, k, v = _tokens_first(query, key, value)
-    out: torch.Tensor = flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        softmax_scale=scaling,
-        causal=True,
-        window_size=_reach(window),
-    )
-    return out
-
-
 def _varlen_attn(
     varlen_attn: Callable[..., Any],
+    scale: str,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -232,11 +207,11 @@ def _varlen_attn(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
+    """Attend by a kernel for packed segments; `scale`: its name for the scaling."""
     bounds, longest = segments.cu_seqlens, segments.longest
     q, k, v = _tokens_first(query, key, value)
-    out: torch.Tensor = varlen_attn(
-        q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=_reach(window)
-    )
+    options = {scale: scaling, "window_size": _reach(window)}
+    out: torch.Tensor = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
     return out
 
 

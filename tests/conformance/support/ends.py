@@ -31,14 +31,14 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 
 from skyrl_tinker.system.listeners import closing_new_listeners
 from skyrl_tinker.training.weight_share import WeightShare
-from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer, ChunkSource
+from skyrl_tinker.weight_sync.chunk_buffer import ChunkSource
 from skyrl_tinker.weight_sync.chunks import WeightChunk
 from skyrl_tinker.weight_sync.cuda_ipc import CudaIpcSender, CudaIpcTransport
 from skyrl_tinker.weight_sync.gloo import GlooReceiver, GlooTransport
 from skyrl_tinker.weight_sync.nccl import NcclSender, NcclTransport
 from skyrl_tinker.weight_sync.shared_memory import MappedFiles, SharedMemoryTransport
 from skyrl_tinker.weight_sync.torch_groups import GROUP, TorchGlooTransport
-from skyrl_tinker.weight_sync.transport import Message, WeightSource, WeightTransport
+from skyrl_tinker.weight_sync.transport import ChunkSender, Message, WeightSource, WeightTransport
 from skyrl_tinker.weight_sync.vllm_receiver import StagedInit, StagedUpdate
 
 Tensors = dict[str, Tensor]
@@ -296,21 +296,22 @@ class _IpcOnCpu:
 
 
 class CudaIpcOnCpu(CudaIpcSender):
+    device = "cpu"
+
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
         self._rank = rank
 
-    def _open(self, source: ChunkSource) -> tuple[Sequence[WeightChunk], bytes]:
-        self._buffer = ChunkBuffer(source, "cpu")
-        return self._buffer.chunks, pickle.dumps((GPUS[self._rank], (self._rank, "handle")))
+    @property
+    def memory(self) -> Tensor:
+        assert self._loaded is not None
+        return self._loaded
 
-    def load(self, index: int) -> None:
-        assert self._buffer is not None
-        self.memory = self._buffer.load(index)
+    def _open(self, source: ChunkSource) -> tuple[Sequence[WeightChunk], bytes]:
+        return self._buffered(source).chunks, pickle.dumps((GPUS[self._rank], (self._rank, "handle")))
 
     def close(self) -> None:
-        if self._buffer is not None:
-            self._buffer.close()
+        ChunkSender.close(self)
 
 
 class Ipc:

@@ -25,6 +25,7 @@ from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.inference.servers.server_group import ServerGroup
+from skyrl_tinker.inference.vllm.vllm_process import VllmProcess
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
@@ -60,7 +61,8 @@ async def pair(ray_cluster: None, tmp_path: Path) -> AsyncIterator[Served]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "kv")},
     }
-    spec = replace(spec_of(facts, tmp_path / "logs"), replicas=2, vllm_args={"kv-transfer-config": connector})
+    engine = VllmProcess({"kv-transfer-config": connector})
+    spec = replace(spec_of(facts, tmp_path / "logs"), replicas=2, engine=engine)
     served = Served(facts, ServerGroup.launch(spec))
     await served.group.ready()
     yield served

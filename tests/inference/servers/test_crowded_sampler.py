@@ -13,6 +13,7 @@ from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.inference.vllm.vllm_process import VllmProcess
 from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
 from tests.inference.support.samplers import (
     Served,
@@ -36,7 +37,7 @@ PROBES = 10
 def crowded(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One replica with a small KV cache, and one adapter in a batch."""
     root = tmp_path_factory.mktemp("crowded")
-    served = launch(root, "untied", max_loras=1, max_cpu_loras=4, vllm_args=KV_TOKENS)
+    served = launch(root, "untied", max_loras=1, max_cpu_loras=4, engine=VllmProcess(KV_TOKENS))
     asyncio.run(served.group.ready())
     yield served
     asyncio.run(served.group.shutdown())

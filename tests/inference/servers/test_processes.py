@@ -15,6 +15,7 @@ from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
+from skyrl_tinker.inference.vllm.vllm_process import VllmProcess
 from tests.inference.support.samplers import CONTEXT, Sampler, ask, prompt_of, spec_of, write_model
 from tests.support.processes import is_zombie
 from tests.support.sampler_clients import vllm_client
@@ -148,7 +149,7 @@ async def test_a_server_that_cannot_start_says_why(ray_cluster: None, tmp_path: 
 async def test_further_arguments_reach_vllm(ray_cluster: None, tmp_path: Path) -> None:
     arguments = {"max-num-seqs": 3, "enable-prefix-caching": False, "disable-log-stats": False}
     facts = write_model(tmp_path / "model", tied=True)
-    group = ServerGroup.launch(replace(spec_of(facts, tmp_path), vllm_args=arguments))
+    group = ServerGroup.launch(replace(spec_of(facts, tmp_path), engine=VllmProcess(arguments)))
     await group.ready()
     sampler = Sampler(vllm_client(group.urls[0], group.urls), facts)
     outputs = [await sampler("base", ask(prompt_of(200))) for _ in range(2)]
@@ -160,7 +161,7 @@ async def test_further_arguments_reach_vllm(ray_cluster: None, tmp_path: Path) -
 @pytest.mark.long
 async def test_an_argument_that_vllm_does_not_know_is_named(ray_cluster: None, tmp_path: Path) -> None:
     facts = write_model(tmp_path / "model", tied=True)
-    group = ServerGroup.launch(replace(spec_of(facts, tmp_path), vllm_args={"max-nun-seqs": 3}))
+    group = ServerGroup.launch(replace(spec_of(facts, tmp_path), engine=VllmProcess({"max-nun-seqs": 3})))
     with pytest.raises(SamplerError, match=r"(?s)vLLM ended while starting.*unrecognized.*max-nun-seqs"):
         await group.ready()
     await group.shutdown()

@@ -42,7 +42,7 @@ def test_vllm_reads_the_same_files_of_a_model_as_the_trainer() -> None:
 
 
 def test_arguments_of_vllm_are_added_or_take_the_place_of_defaults() -> None:
-    given = flags(replace(ON_GPU, vllm_args={"max-num-seqs": 512, "quantization": "fp8"}), 1)
+    given = flags(replace(ON_GPU, engine=VllmProcess({"max-num-seqs": 512, "quantization": "fp8"})), 1)
     assert value_of(given, "--max-num-seqs") == "512"
     assert value_of(given, "--quantization") == "fp8"
     assert value_of(flags(ON_GPU, 1), "--max-num-seqs") == "320"
@@ -57,9 +57,9 @@ def test_the_head_is_computed_in_float32_beside_what_a_user_overrides() -> None:
     """As the trainer's: rounded to bfloat16, a logit of 30 would be off by up to 0.06."""
     half = replace(ON_GPU, dtype="bfloat16")
     assert value_of(flags(half, 1), "--hf-overrides") == '{"head_dtype": "float32"}'
-    given = flags(replace(half, vllm_args={"hf-overrides": {"rope_theta": 1e6}}), 1)
+    given = flags(replace(half, engine=VllmProcess({"hf-overrides": {"rope_theta": 1e6}})), 1)
     assert json.loads(value_of(given, "--hf-overrides")) == {"head_dtype": "float32", "rope_theta": 1e6}
-    given = flags(replace(half, vllm_args={"hf-overrides": {"head_dtype": "model"}}), 1)
+    given = flags(replace(half, engine=VllmProcess({"hf-overrides": {"head_dtype": "model"}})), 1)
     assert json.loads(value_of(given, "--hf-overrides")) == {"head_dtype": "model"}
     assert "--hf-overrides" not in flags(replace(ON_GPU, dtype="float32"), 1)
 
@@ -81,7 +81,7 @@ def test_arguments_are_switches_lists_or_json() -> None:
         "kv-cache-dtype-skip-layers": ["0", "1"],
         "compilation-config": {"mode": 3},
     }
-    given = flags(replace(ON_GPU, vllm_args=arguments), 1)
+    given = flags(replace(ON_GPU, engine=VllmProcess(arguments)), 1)
     assert "--enable-expert-parallel" in given
     assert "--no-enable-prefix-caching" in given
     assert not any("log-stats" in flag or "access-log" in flag for flag in given)
@@ -89,7 +89,7 @@ def test_arguments_are_switches_lists_or_json() -> None:
     assert value_of(given, "--compilation-config") == '{"mode": 3}'
     skipped = given.index("--kv-cache-dtype-skip-layers")
     assert given[skipped + 1 : skipped + 3] == ["0", "1"]
-    assert "--enforce-eager" not in flags(replace(SPEC, vllm_args={"enforce-eager": False}), 1)
+    assert "--enforce-eager" not in flags(replace(SPEC, engine=VllmProcess({"enforce-eager": False})), 1)
 
 
 def test_what_every_server_needs_cannot_be_given() -> None:
@@ -118,7 +118,7 @@ def test_what_every_server_needs_cannot_be_given() -> None:
 
 
 def test_a_replica_takes_a_gpu_for_each_of_its_workers() -> None:
-    spec = replace(ON_GPU, tensor_parallel_size=2, vllm_args={"data-parallel-size": 3})
+    spec = replace(ON_GPU, tensor_parallel_size=2, engine=VllmProcess({"data-parallel-size": 3}))
     assert spec.workers == 6
     gpus = tuple(Gpu("node", str(index)) for index in range(12))
     assert replace(spec, shared_gpus=gpus, replicas=2).gpus_of(1) == gpus[6:]

@@ -89,7 +89,7 @@ def test_an_interpreter_without_its_release_is_refused(tmp_path: Path) -> None:
         with pytest.raises(StartupError, match=rf"found sglang {found} .* expected 0\.5\.23"):
             preflight.check_settings(settings)
     with pytest.raises(StartupError, match=r"sampler_python: .*nowhere"):
-        SglangProcess(tmp_path / "nowhere").check({})
+        SglangProcess(tmp_path / "nowhere").check()
 
 
 def test_servers_that_run_already_need_no_interpreter_here() -> None:
@@ -107,7 +107,7 @@ def test_an_interpreter_for_the_other_engine_is_refused() -> None:
 
 def test_arguments_of_vllm_are_refused() -> None:
     with pytest.raises(StartupError, match="vllm_args: found max-num-seqs, expected none with SGLang"):
-        SGLANG.check({"max-num-seqs": 1})
+        SglangProcess(arguments={"max-num-seqs": 1}).check()
 
 
 def test_models_that_were_not_tried_are_refused(tmp_path: Path) -> None:

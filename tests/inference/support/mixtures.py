@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from skyrl_tinker.domain.peft_config import ALPHA
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
+from skyrl_tinker.inference.vllm.vllm_process import VllmProcess
 from tests.inference.support.samplers import AdapterWeights, Served, load_weights, spec_of, write_model
 
 TOP_K = 2
@@ -28,7 +29,7 @@ def mixture(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
         spec_of(facts, root / "logs"),
         max_loras=2,
         router_replay=True,
-        vllm_args={"max-num-batched-tokens": 96, "max-num-seqs": 32},
+        engine=VllmProcess({"max-num-batched-tokens": 96, "max-num-seqs": 32}),
     )
     served = Served(facts, ServerGroup.launch(spec))
     asyncio.run(served.group.ready())

@@ -238,8 +238,8 @@ async def test_a_session_stays_as_long_as_one_of_its_checkpoints(store: Store) -
     await clear(store, time.time() + 1)
     assert await forget(store, time.time() + 1) == []
     with reading(store) as conn:
-        (row,) = checkpoint_records.list_for_model(conn, model_records.list_for_session(conn, session)[0].key)
-    await store.write(lambda conn: checkpoint_records.mark_removed(conn, row.id))
+        checkpoint = conn.scalars(select(SavedCheckpoint.id)).one()
+    await store.write(lambda conn: checkpoint_records.mark_removed(conn, checkpoint))
     await run_all(store, lambda conn: row_purges.purge_removed_checkpoints(conn, time.time() - 60))
     assert await forget(store, time.time() + 1) == [], "it is billed for past storage"
     await run_all(store, lambda conn: row_purges.purge_removed_checkpoints(conn, time.time() + 1))
