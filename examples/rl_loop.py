@@ -36,7 +36,8 @@ FULL_RATE_STEPS = 40  # then the rate falls as 1 / step: a policy that answers r
 @dataclass(frozen=True)
 class Options:
     out: Path
-    seed: int = 0
+    seed: int = 0  # of the adapter and the samples
+    unseeded: bool = False  # samples of an engine that takes no seeds
     steps: int = 40
     base_model: str | None = None  # the one that is served
     rank: int = 32
@@ -117,7 +118,7 @@ def reinforce(trainer: tinker.TrainingClient, task: Task, options: Options) -> l
     bar = tqdm(range(options.steps), desc="reinforce")
     with (options.out / "metrics.jsonl").open("w") as file:
         for number in bar:
-            step = reinforce_once(trainer, task, number, options.seed)
+            step = reinforce_once(trainer, task, number, None if options.unseeded else options.seed)
             done.append(step)
             file.write(json.dumps(asdict(step)) + "\n")
             tell(trainer, step)
@@ -141,11 +142,11 @@ def tell(trainer: tinker.TrainingClient, step: Step) -> None:
             raise
 
 
-def reinforce_once(trainer: tinker.TrainingClient, task: Task, number: int, seed: int) -> Step:
+def reinforce_once(trainer: tinker.TrainingClient, task: Task, number: int, seed: int | None) -> Step:
     """Sample from the newest weights, reward, and take one step."""
     started = time.monotonic()
     sampler = trainer.save_weights_and_get_sampling_client().result()
-    groups = sample_groups(sampler, task, seed=seed * 1_000_003 + number * 1009)
+    groups = sample_groups(sampler, task, None if seed is None else seed * 1_000_003 + number * 1009)
     data = [
         datum(
             prompt,
@@ -169,7 +170,7 @@ def reinforce_once(trainer: tinker.TrainingClient, task: Task, number: int, seed
 
 
 def sample_groups(
-    sampler: tinker.SamplingClient, task: Task, seed: int
+    sampler: tinker.SamplingClient, task: Task, seed: int | None
 ) -> dict[tuple[int, ...], list[Answer]]:
     """Sample a group of answers to every prompt; all prompts are in flight together."""
     asked = {
@@ -177,7 +178,9 @@ def sample_groups(
             prompt=types.ModelInput.from_ints(list(prompt)),
             num_samples=GROUP_SIZE,
             sampling_params=types.SamplingParams(
-                max_tokens=len(answer), temperature=1.0, seed=seed + number * GROUP_SIZE
+                max_tokens=len(answer),
+                temperature=1.0,
+                seed=None if seed is None else seed + number * GROUP_SIZE,
             ),
         )
         for number, (prompt, answer) in enumerate(task.answers.items())
@@ -238,6 +241,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="for reward.png and metrics.jsonl")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--unseeded", action="store_true", help="for samples of SGLang, which takes no seeds")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--base-model", help="the one that is served, by default")
     parser.add_argument("--rank", type=int, default=32)

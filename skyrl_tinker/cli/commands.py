@@ -97,23 +97,25 @@ def engine(
     os.execv(sys.executable, [sys.executable, "-m", "skyrl_tinker.engine.engine_process", str(settings_file)])
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
+@with_options("sampler_engine", "sampler_python")
 def demo(
     out: Annotated[Path, typer.Option(help="Directory of reward.png and metrics.jsonl", parser=path)] = Path(
         "demo-out"
     ),
-    seed: Annotated[int, typer.Option(help="Of the adapter and the samples", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Of the adapter, and of samples by vLLM", min=0)] = 0,
     steps: Annotated[
         int | None,
         typer.Option(help="Steps of the optimizer [default: 40, of other families than qwen3 70]", min=8),
     ] = None,
     arch: Annotated[str, typer.Option(help=f"Family of the policy: {', '.join(FAMILIES)}")] = "qwen3",
+    **engine: Any,
 ) -> None:
     """Start a server, train a policy on it, stop it; exit code 1 if the reward did not rise."""
     from skyrl_tinker.cli.demo import run_demo
 
     with one_line_errors():
-        learned = run_demo(out, seed, steps or (40 if arch == "qwen3" else 70), arch)
+        learned = run_demo(out, seed, steps or (40 if arch == "qwen3" else 70), arch, **engine)
     if not learned:
         raise typer.Exit(1)
 

@@ -6,26 +6,33 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from skyrl_tinker import config
 from skyrl_tinker.bundled import bundled
 from skyrl_tinker.cli.background import background_server
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.inference.sampling_engine import engine_of
 from skyrl_tinker.server.base_models import tiny_model
 from skyrl_tinker.server.base_models.base_model import TINY
 from skyrl_tinker.server.base_models.tiny_families import find_family
 
 
-def run_demo(out: Path, seed: int, steps: int, arch: str) -> bool:
-    """Return whether the policy learned. After a failure the server's temporary home is kept for its logs."""
+def run_demo(out: Path, seed: int, steps: int, arch: str, **engine: Any) -> bool:
+    """Return whether the policy learned. After a failure the server's temporary home is kept for its logs.
+
+    `engine`: settings of the sampling engine, None where not given.
+    """
     find_family(arch)  # before there is anything to delete
+    seeded = engine_of(config.load(**engine)).abilities.seed
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in engine.items() if value is not None]
     home = Path(tempfile.mkdtemp(prefix="skyrl-tinker-demo-"))
     tiny_model.make_model(Directories(config.load(home=home)).models_dir / TINY, arch=arch)
     print("starting a server (half a minute) …", file=sys.stderr)
     try:
-        with background_server(home) as url:
-            learned = _learn(url, out, seed, steps)
+        with background_server(home, *given) as url:
+            learned = _learn(url, out, steps, f"--seed={seed}", *([] if seeded else ["--unseeded"]))
     except (OSError, StartupError):  # of a server that does not start or end: its logs explain it
         print(f"logs: {home / 'logs'}", file=sys.stderr)
         raise
@@ -41,9 +48,7 @@ def _delete(home: Path) -> None:
     Directories(config.load(home=home)).delete_outside_home()
 
 
-def _learn(url: str, out: Path, seed: int, steps: int) -> bool:
+def _learn(url: str, out: Path, steps: int, *seeds: str) -> bool:
     loop = [sys.executable, str(bundled("examples") / "rl_loop.py"), "--out", str(out)]
     environment = os.environ | {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-local"}
-    return (
-        subprocess.run([*loop, "--seed", str(seed), "--steps", str(steps)], env=environment).returncode == 0
-    )
+    return subprocess.run([*loop, *seeds, f"--steps={steps}"], env=environment).returncode == 0
