@@ -94,12 +94,12 @@ class WeightTransport(Protocol):
 
 
 class Senders(Protocol):
-    """The trainer's ranks as senders: `training.trainer_group.TrainerGroup`.
+    """The trainer's ranks as senders: `training.trainer_group.TrainerGroup`."""
 
-    `restarts`: times that they were replaced, by ranks whose senders have opened nothing.
-    """
-
-    restarts: int
+    @property
+    def restarts(self) -> int:
+        """Times that the ranks were replaced, by others whose senders have opened nothing."""
+        ...
 
     async def open_sender(self, factory: Callable[[int], Any]) -> None:
         """Make the sender `factory(rank)` in every rank."""
