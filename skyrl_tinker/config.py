@@ -217,8 +217,6 @@ class Settings(BaseSettings):
     """
     retention: Retention = Retention()
     ephemeral: EphemeralWeights = EphemeralWeights()
-    log_mb: int = Field(64, ge=1)
-    """Largest size of a log file; two older ones are kept of each"""
 
     device: Literal["cpu", "cuda"] = "cpu"
     """cpu or cuda"""
@@ -445,6 +443,7 @@ FORMER: Mapping[str, str | None] = {
     "held_bodies_mb": "bodies.held_mb",
     "history_ttl_s": "retention.history_s",
     "json_body_mb": "bodies.json_mb",
+    "log_mb": None,
     "logprob_gap_bound": "parity.gap_bound",
     "long_poll_s": "timeouts.long_poll_s",
     "max_connections": "connections.total",
