@@ -21,7 +21,10 @@ NOW: dict[str, Any] = {
     "detail": "",
     "server": {
         "device": "cpu",
-        "base_models": [{"base_model": "org/tiny", "context_length": 64}],
+        "base_models": [
+            {"base_model": "org/tiny", "context_length": 64, "trainable": True},
+            {"base_model": "org/teacher", "context_length": 32, "trainable": False},
+        ],
         "sampler": "Plain",
     },
     "problems": [],
@@ -44,6 +47,12 @@ def test_status_counts_the_replicas_of_each_way() -> None:
 def test_status_names_the_sampling_engine_and_what_it_lacks() -> None:
     lines = status_lines(NOW | {"samplers": {"in_flight": 3, "waiting": 2}})
     assert "samplers  Plain: 3 in flight, 2 waiting" in lines
+
+
+def test_status_has_a_line_for_each_base_model() -> None:
+    first, second, *_ = status_lines(NOW)
+    assert first == "ready     org/tiny on cpu, 64 tokens"
+    assert second == "ready     org/teacher on cpu, 32 tokens, sampling only"
 
 
 def test_ps_shows_host_and_ways_of_each_replica() -> None:
