@@ -24,6 +24,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories, free_bytes
 from skyrl_tinker.domain.units import GB, MiB
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.inference.servers.sampler_memory import PROCESS_BYTES
 from skyrl_tinker.server import preflight, start_plan
 from skyrl_tinker.server.base_models import base_model, catalog
 from skyrl_tinker.server.base_models.base_model import TINY
@@ -55,7 +56,7 @@ def report(settings: Settings) -> bool:
         **({"driver": _driver, "GPUs": lambda: _gpus(running)} if cuda else {}),
         "base model": lambda: _base_model(settings),
         **({"plan": lambda: _plan(settings)} if cuda and running is None else {}),
-        "memory": lambda: running or _memory(),
+        "memory": lambda: running or _memory(settings),
         "/dev/shm": lambda: running or _shared_memory(),
         "home": lambda: _home(settings.root),
         "disk": lambda: _disk(settings),
@@ -145,9 +146,12 @@ def _cuda_of_torch() -> str | None:
     return version
 
 
-def _memory() -> str:
+def _memory(settings: Settings) -> str:
     free = psutil.virtual_memory().available
-    return _need(free >= _NEEDED_MEMORY, f"{free / _GIB:.1f} GiB available ({_NEEDED_MEMORY // _GIB} needed)")
+    ours = [each for each in catalog.further(settings) if not each.external_urls]
+    beside = sum(each.replicas * PROCESS_BYTES for each in ours)
+    needed = _NEEDED_MEMORY + beside
+    return _need(free >= needed, f"{free / _GIB:.1f} GiB available ({needed / _GIB:g} needed)")
 
 
 def _shared_memory() -> str:

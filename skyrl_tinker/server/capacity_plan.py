@@ -80,8 +80,8 @@ def _problem(estimate: MemoryEstimate, longest: int) -> tuple[str | None, str | 
         )
         many = estimate.resident > 1
         return problem + (f" with {estimate.resident} models in training" if many else ""), TRAINER
-    problem = sampler_problem(estimate)
-    return problem, SAMPLER if problem else None
+    refused = sampler_problem(estimate)
+    return refused, SAMPLER if refused else None
 
 
 def sampler_problem(estimate: MemoryEstimate) -> str | None:

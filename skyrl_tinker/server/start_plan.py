@@ -136,7 +136,7 @@ def place(
 
 
 def _beside_further(settings: Settings, gpus: Gpus, costs_of: CostsOf) -> Gpus:
-    """Return the GPUs that the samplers of further base models leave; planned, these fit on theirs."""
+    """Return the GPUs that samplers of further base models leave. StartupError if one does not fit."""
     left = gpus.count
     for own in catalog.further(settings):
         if own.external_urls:

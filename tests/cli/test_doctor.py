@@ -122,9 +122,10 @@ def test_it_names_what_serve_would_refuse(capsys: pytest.CaptureFixture[str], tm
 
 def test_it_looks_at_each_base_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     make_model(tmp_path / "teacher", hidden=64)
-    found = _doctor(capsys, home=tmp_path, bases=[str(tmp_path / "teacher")])["base model"]
-    assert found.startswith("tiny, made on first use; ")
-    assert found.endswith("vLLM, sampling only"), found
+    findings = _doctor(capsys, home=tmp_path, bases=[str(tmp_path / "teacher")])
+    assert findings["base model"].startswith("tiny, made on first use; ")
+    assert findings["base model"].endswith("vLLM, sampling only"), findings
+    assert "(4.5 needed)" in findings["memory"]
     found = _doctor(capsys, home=tmp_path, bases=[str(tmp_path)])["base model"]
     assert found.startswith(f"FAIL  bases.{tmp_path}: "), found
 
