@@ -13,6 +13,7 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
+from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.deadlines import Deadlines
 from skyrl_tinker.engine.gaps import Gaps
@@ -105,7 +106,9 @@ def compose(env: Environment, runtime: BaseRuntime) -> Parts:
         metrics,
         router_replay=settings.router_replay,
     )
-    versions = EphemeralVersions(store, samplers, sampler_driver, make_tmpfs_spill(settings), settings)
+    dispatch = SampleDispatch([sampler_driver], outbox, metrics)
+    spill = make_tmpfs_spill(settings)
+    versions = EphemeralVersions(store, [samplers], dispatch.forget_sources, spill, settings)
     training = compose_training(
         settings,
         facts,
@@ -126,15 +129,13 @@ def compose(env: Environment, runtime: BaseRuntime) -> Parts:
         training.drift_monitor,
         driver,
         sampler_driver,
-        Intake(store, env.bell, driver, sampler_driver, metrics),
-        Cleanup(
-            store, driver, sampler_driver, training.creation.is_loading, versions, settings, samplers.storage
-        ),
+        Intake(store, env.bell, driver, dispatch, metrics),
+        Cleanup(store, driver, dispatch, training.creation.is_loading, versions, settings, samplers.storage),
         Deadlines(
             store,
             metrics,
             driver,
-            sampler_driver,
+            dispatch,
             outbox,
             Gaps(store, env.bell, driver, settings.timeouts.gap_s),
             settings.timeouts.request_s,

@@ -13,6 +13,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.units import MiB
+from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
 from skyrl_tinker.engine.compose import make_tmpfs_spill
 from skyrl_tinker.engine.deadlines import Deadlines
@@ -75,17 +76,19 @@ class Waiting:
             store, samplers, outbox, Concurrency(*2 * [self.settings.sample_concurrency or 8]), metrics
         )
         spill = make_tmpfs_spill(self.settings)
-        versions = EphemeralVersions(store, samplers, self.sampler, spill, self.settings)
+        self.samples = SampleDispatch([self.sampler], outbox, metrics)
+        forget = self.samples.forget_sources
+        versions = EphemeralVersions(store, [samplers], forget, spill, self.settings)
         half = compose_training(
             self.settings, FACTS, store, outbox, trainer, samplers, versions, metrics, self.placement
         )
         self.driver = half.driver
-        self._intake = Intake(store, self.bell, self.driver, self.sampler, metrics)
+        self._intake = Intake(store, self.bell, self.driver, self.samples, metrics)
         self.deadlines = Deadlines(
             store,
             metrics,
             self.driver,
-            self.sampler,
+            self.samples,
             outbox,
             Gaps(store, self.bell, self.driver, self.settings.timeouts.gap_s),
             self.settings.timeouts.request_s,

@@ -15,11 +15,12 @@ from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, SamplingSessio
 from skyrl_tinker.domain.manifest import write_listing
 from skyrl_tinker.domain.values import LoraSpec, WeightVersion
 from skyrl_tinker.engine import outbox
+from skyrl_tinker.engine.bases.sample_dispatch import CANCELLED, SampleDispatch
 from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Fleet
-from skyrl_tinker.engine.sampler.sampler_driver import CANCELLED, SamplerDriver
+from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
@@ -132,9 +133,8 @@ async def test_samples_of_weights_in_storage_that_is_away_wait_and_others_have_t
     shutil.rmtree(directory)
     (tmp_path / "unnamed").mkdir()
     monkeypatch.setattr(storage._files, "exists", lambda place: _there(away) and exists(place))
-    driver = SamplerDriver(
-        store, samplers_of(storage), Outbox(store, bell, Metrics()), Concurrency(1, 1), Metrics()
-    )
+    sent = Outbox(store, bell, Metrics())
+    driver = SamplerDriver(store, samplers_of(storage), sent, Concurrency(1, 1), Metrics())
     model = await journal.ready_model(store)
     key = await journal.key_of(store, model)
     session = (await journal.model_of(store, model)).session_id
@@ -160,7 +160,7 @@ async def test_samples_of_weights_in_storage_that_is_away_wait_and_others_have_t
     ids = [(await journal.outcome(store, accepted)).future_id for accepted in waiting]
     await until(lambda: list(driver._away) == ids)
     assert driver._queued.view(driver._away).queued == {}
-    await driver.end({ids[0]: CANCELLED})
+    await SampleDispatch([driver], sent, Metrics()).end({ids[0]: CANCELLED})
     assert (await journal.outcome(store, waiting.pop(0))).status is FutureStatus.FAILED
     away = False
     for accepted in waiting:
