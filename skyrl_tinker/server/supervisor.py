@@ -18,9 +18,8 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.directories import Directories
+from skyrl_tinker.directories import LOG_BYTES, Directories
 from skyrl_tinker.domain.bases import Bases
-from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import LeaseLostError, StartupError
 from skyrl_tinker.server import log_files, preflight, shared_settings, start_plan
@@ -276,8 +275,7 @@ class _Supervisor:
     async def _rotate_logs(self) -> None:
         while True:
             with suppress(OSError):  # a full disk: tried again
-                limit = self._settings.log_mb * MiB
-                await asyncio.to_thread(log_files.rotate, self._directories.log_dir, limit)
+                await asyncio.to_thread(log_files.rotate, self._directories.log_dir, LOG_BYTES)
             await asyncio.sleep(_RECORD_S)
 
     async def _report_changes(self, store: Store) -> None:
