@@ -145,7 +145,7 @@ def compose(env: Environment, runtime: BaseRuntime) -> Parts:
             openai,
             metrics,
             lambda: replica_metrics(fleet.client.control.http, fleet.members, engine_of(settings).dialect),
-            lambda: QueuesView(driver.view(), sampler_driver.view()),
+            lambda: QueuesView(driver.view(), dispatch.views(), metrics.sampled_meter.rates()),
             settings.bodies.json_mb * MiB,
             _open_address(settings),
         ),

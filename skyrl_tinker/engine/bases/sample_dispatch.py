@@ -8,6 +8,7 @@ from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.outbox import FutureOutcome, Outbox, json_answer
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.protocol.queue_views import SamplingView
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 CANCELLED = Failure("this sample was cancelled by its client (cancel_future)", "user")
@@ -48,6 +49,10 @@ class SampleDispatch:
     def in_flight(self) -> int:
         """Count the requests that the samplers have."""
         return sum(driver.in_flight() for driver in self.drivers)
+
+    def views(self) -> dict[str, SamplingView]:
+        """Return the queues by the name of their base model."""
+        return {driver.facts.name: driver.view() for driver in self.drivers}
 
     async def cancel(self, rows: Sequence[QueuedRow]) -> None:
         """Cancel samples; each row's body is the future id of a sample that was submitted before it."""

@@ -160,7 +160,6 @@ class SamplerDriver:
             waiting=len(self._queued),
             in_flight=self.in_flight(),
             per_second=self._ends.per_second(),
-            rates=self._metrics.sampled_meter.rates(),
             away=tuple(itertools.islice(self._away, SHOWN)),
         )
         return self._samplers.view(waiting)

@@ -106,7 +106,7 @@ class Waiting:
 
     def _view(self) -> QueuesView:
         self.looks += 1
-        return QueuesView(self.driver.view(), self.sampler.view())
+        return QueuesView(self.driver.view(), self.samples.views(), self.metrics.sampled_meter.rates())
 
     async def run(self) -> None:
         async def report(detail: str, *, done: bool = False) -> None:
