@@ -20,7 +20,8 @@ from skyrl_tinker.engine.gaps import Gaps
 from skyrl_tinker.engine.http_server import EngineHttpServer, OpenAddress
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.openai.chat_abilities import chat_abilities
-from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
+from skyrl_tinker.engine.openai.openai_routes import OpenAIRoutes
+from skyrl_tinker.engine.openai.openai_server import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.parity.probe import allowed_gap
@@ -142,7 +143,7 @@ def compose(env: Environment, runtime: BaseRuntime) -> Parts:
         ),
         EngineHttpServer(
             directories.engine_socket,
-            openai,
+            OpenAIRoutes(store, [openai], metrics),
             metrics,
             lambda: replica_metrics(fleet.client.control.http, fleet.members, engine_of(settings).dialect),
             lambda: QueuesView(driver.view(), dispatch.views(), metrics.sampled_meter.rates()),

@@ -21,7 +21,8 @@ from skyrl_tinker.engine.gaps import Gaps
 from skyrl_tinker.engine.http_server import EngineHttpServer
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
-from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
+from skyrl_tinker.engine.openai.openai_routes import OpenAIRoutes
+from skyrl_tinker.engine.openai.openai_server import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
@@ -96,8 +97,9 @@ class Waiting:
         openai = OpenAIServer(
             store, samplers, cast(Any, None), FACTS, ChatAbilities(frozenset()), self.sampler, metrics
         )
+        routes = OpenAIRoutes(store, [openai], metrics)
         self.gateway = EngineHttpServer(
-            Directories(self.settings).engine_socket, openai, metrics, _no_replicas, self._view, MiB
+            Directories(self.settings).engine_socket, routes, metrics, _no_replicas, self._view, MiB
         )
 
     @property
