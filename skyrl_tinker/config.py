@@ -463,11 +463,11 @@ class Settings(BaseSettings):
         return self
 
     def for_base(self, name: str) -> Self:
-        """Return the settings of a base model, by the name that is given here or by that of clients."""
-        if name in (self.base_model, self.model_name):
-            return self
-        named = {key: given for given, own in self.bases.items() for key in (given, own.model_name)}
-        return self.model_copy(update=self.bases[named[name]].applied(named[name]))
+        """Return the settings of one of `bases`, by its name there or its model_name; else these."""
+        for given, own in self.bases.items():
+            if name in (given, own.model_name):
+                return self.model_copy(update=own.applied(given))
+        return self
 
     @property
     def root(self) -> Path:

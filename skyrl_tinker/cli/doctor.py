@@ -25,7 +25,7 @@ from skyrl_tinker.directories import Directories, free_bytes
 from skyrl_tinker.domain.units import GB, MiB
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.server import preflight, start_plan
-from skyrl_tinker.server.base_models import base_model
+from skyrl_tinker.server.base_models import base_model, catalog
 from skyrl_tinker.server.base_models.base_model import TINY
 from skyrl_tinker.store.database.opening import file_of, open_database
 from skyrl_tinker.system.process_lock import process_lock
@@ -221,7 +221,15 @@ def _query_gpus(*facts: str) -> list[list[str]]:
 
 
 def _base_model(settings: Settings) -> str:
-    """Read config.json: of a hub's model this asks the hub."""
+    """Read each config.json: of a hub's model this asks the hub."""
+    described = [_described(settings)]
+    for own in catalog.further(settings):
+        with catalog.refusals(own):
+            described.append(f"{_described(own)}, sampling only")
+    return "; ".join(described)
+
+
+def _described(settings: Settings) -> str:
     if settings.base_model == TINY:
         return "tiny, made on first use"
     _, facts = base_model.read_config(settings)

@@ -78,7 +78,7 @@ function served(server) {
   const models = server.base_models.flatMap((each) => [
     ["model", each.base_model],
     ["context", `${number(each.context_length)} tokens`],
-    ["runs on", `${server.device}, ${plural(each.trainer_ranks, "trainer rank")}, ${plural(each.replicas, "replica")}, ${each.placement}`],
+    ["runs on", `${server.device}, ${each.trainable ? plural(each.trainer_ranks, "trainer rank") : "sampling only"}, ${plural(each.replicas, "replica")}, ${each.placement}`],
   ]);
   return facts([...models, ["started", moment(server.started_at)], ["version", server.version]]);
 }

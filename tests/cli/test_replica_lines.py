@@ -22,7 +22,10 @@ NOW: dict[str, Any] = {
     "detail": "",
     "server": {
         "device": "cpu",
-        "base_models": [{"base_model": "org/tiny", "context_length": 64}],
+        "base_models": [
+            {"base_model": "org/tiny", "context_length": 64, "trainable": True},
+            {"base_model": "org/teacher", "context_length": 32, "trainable": False},
+        ],
         "sampler": "Plain",
     },
     "problems": [],
@@ -49,6 +52,12 @@ def test_status_names_the_sampling_engine_and_what_it_lacks() -> None:
     lines = list(status_lines(NOW | {"samplers": [student, teacher]}))
     assert "samplers  Plain of org/tiny: 3 in flight, 2 waiting" in lines
     assert "samplers  Plain of org/teacher: 1 in flight, 0 waiting" in lines
+
+
+def test_status_has_a_line_for_each_base_model() -> None:
+    first, second, *_ = status_lines(NOW)
+    assert first == "ready     org/tiny on cpu, 64 tokens"
+    assert second == "ready     org/teacher on cpu, 32 tokens, sampling only"
 
 
 def test_ps_shows_host_and_ways_of_each_replica() -> None:

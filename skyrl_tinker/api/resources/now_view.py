@@ -88,7 +88,9 @@ class NowView:
             device=self._deps.settings.device,
             sampler=str(self._deps.bases.first.sampler),
             started_at=None if started_at is None else utc(started_at),
-            base_models=[_served(self._deps.settings, facts) for facts in self._deps.bases.all],
+            base_models=[
+                _served(self._deps.settings.for_base(facts.name), facts) for facts in self._deps.bases.all
+            ],
         )
 
     # Problems
@@ -188,11 +190,13 @@ class NowView:
 
 
 def _served(settings: Settings, facts: BaseModelFacts) -> ServedModel:
+    settings = settings.for_base(facts.name)
     return ServedModel(
         base_model=facts.name,
         context_length=facts.context_length,
+        trainable=facts.trainable,
         placement=settings.placement,
-        trainer_ranks=settings.trainer_ranks,
+        trainer_ranks=settings.trainer_ranks if facts.trainable else 0,
         replicas=len(settings.external_urls) or settings.replicas,
     )
 

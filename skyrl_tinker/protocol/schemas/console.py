@@ -21,10 +21,11 @@ ReportedName = Annotated[Text, StringConstraints(min_length=1, max_length=MOST_N
 
 
 class ServedModel(Message):
-    """Base model that is served, and where it runs."""
+    """Base model that is served, and where it runs. `trainable` false: it is sampled only, by no rank."""
 
     base_model: str
     context_length: int
+    trainable: bool
     placement: str
     trainer_ranks: int
     replicas: int
