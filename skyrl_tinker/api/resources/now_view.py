@@ -190,7 +190,6 @@ class NowView:
 
 
 def _served(settings: Settings, facts: BaseModelFacts) -> ServedModel:
-    settings = settings.for_base(facts.name)
     return ServedModel(
         base_model=facts.name,
         context_length=facts.context_length,

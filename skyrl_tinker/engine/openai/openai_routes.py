@@ -1,4 +1,4 @@
-"""OpenAI-compatible routes: each request goes to the server of its base model, by name or by tinker:// path."""
+"""OpenAI-compatible routes: a request goes to the server of its base model, by name or tinker:// path."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
