@@ -208,9 +208,10 @@ def status_lines(now: Facts) -> Iterator[str]:
         yield f"trainer   {_unit(trainer['running']) or 'waits for work'}"
         if following := _unit(trainer["following"]):
             yield f"next      {following}"
-    if samplers := now["samplers"]:
+    for samplers in now["samplers"] or ():
         counts = f"{samplers['in_flight']} in flight, {samplers['waiting']} waiting"
-        yield f"samplers  {server['sampler']}: {counts}"
+        whose = f" of {samplers['base_model']}" if len(now["samplers"]) > 1 else ""
+        yield f"samplers  {server['sampler']}{whose}: {counts}"
     ways = Counter(each["weights_by"] for each in now["replicas"] if each["weights_by"])
     if ways:
         yield f"weights   {', '.join(f'by {way} to {_replicas(count)}' for way, count in ways.items())}"
@@ -247,6 +248,7 @@ def process_lines(now: Facts) -> Iterator[str]:
     yield from _table(("process", "pid", "memory", "CPU", "age"), processes)
     replicas = [
         (
+            each["base_model"],
             each["address"] or "",
             each["host"] or "",
             each["state"],
@@ -256,7 +258,9 @@ def process_lines(now: Facts) -> Iterator[str]:
         )
         for each in now["replicas"]
     ]
-    yield from _table(("replica", "host", "state", "weights", "weights by", "adapters by"), replicas)
+    yield from _table(
+        ("base model", "replica", "host", "state", "weights", "weights by", "adapters by"), replicas
+    )
 
 
 def run_lines(runs: Facts) -> Iterator[str]:

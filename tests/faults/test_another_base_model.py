@@ -51,7 +51,7 @@ def test_models_come_back_with_their_base_model(tmp_path: Path, monkeypatch: pyt
         assert served(server.url) == [first]
     with serving(home, "--port", port, "--base-model", second) as server:
         forward = training.forward([datum(random_tokens(40, seed=0))], "cross_entropy")
-        told = f"it was trained on base model {first}, and this server serves {second}; "
+        told = f"it was trained on base model {first}, and this server trains {second}; "
         with pytest.raises(tinker.RequestFailedError, match=re.escape(told)):
             forward.result(HEAL_S)
         with pytest.raises(tinker.BadRequestError, match=re.escape(f"is of base model '{first}'")):

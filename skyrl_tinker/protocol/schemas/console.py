@@ -72,11 +72,12 @@ class ProcessUse(Message):
 
 
 class ReplicaNow(Message):
-    """vLLM server. `in_flight` null: the router chose, and only it knows.
+    """Sampling server. `in_flight` null: the router chose, and only it knows.
 
     `weights_by`, `adapters_by`: ways of full parameters and of adapters to it. Null: it is replaced.
     """
 
+    base_model: str
     address: str | None
     host: str | None
     state: Literal["serving", "replaced"]
@@ -134,8 +135,9 @@ class TrainerNow(Message):
 
 
 class SamplersNow(Message):
-    """Samples of all owners. `paused`: why none makes progress."""
+    """Samples of one base model, of all owners. `paused`: why none makes progress."""
 
+    base_model: str
     in_flight: int
     waiting: int
     per_second: float | None
@@ -160,7 +162,7 @@ class NowResponse(Message):
     queue: list[QueueOfTenant]
     rates: RatesNow | None
     trainer: TrainerNow | None
-    samplers: SamplersNow | None
+    samplers: list[SamplersNow] | None
 
 
 class StepMeasures(Message):
