@@ -7,6 +7,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import quote
@@ -153,6 +154,65 @@ class Parity(Table):
     """Difference that causes a warning, at start a refusal [default: 1e-3, for bfloat16 0.25]"""
 
 
+class BaseOverrides(Table):
+    """A further base model of the server."""
+
+    model_name: str | None = None
+    """Name that clients use for it [default: as given]"""
+    roles: tuple[Literal["train", "sample"], ...] = Field(("train", "sample"), validate_default=True)
+    """Its uses: ["sample"] has to be given, as only base_model is trained so far"""
+    context_length: int | None = Field(None, ge=2)
+    """As the setting [default: the model's, at most 4096]"""
+    replicas: int = Field(1, ge=1, le=64)
+    """Sampling servers, each with a full copy of it"""
+    tensor_parallel_size: int = Field(1, ge=1, le=64)
+    """GPUs, on a CPU processes, of each replica"""
+    vllm_args: dict[str, JsonValue] = Field({})
+    """Further arguments of its servers"""
+    reasoning_parser: str | None = None
+    """As the setting [default: none]"""
+    tool_parser: str | None = None
+    """As the setting [default: none]"""
+    sampler_urls: tuple[str, ...] = ()
+    """Servers of it that run already, in place of replicas"""
+    router_url: str | None = None
+    """A router before these [default: one of our own]"""
+    gpu_memory_utilization: float | None = Field(None, gt=0, lt=1)
+    """Share of a GPU's memory that a replica takes [default: the server's]"""
+    max_lora_rank: int | None = Field(None, ge=0, le=512)
+    """Highest rank of its adapters; 0: it takes none [default: the server's]"""
+    max_loras: int | None = Field(None, ge=1)
+    """As the setting [default: the server's]"""
+    max_cpu_loras: int | None = Field(None, ge=1)
+    """As the setting [default: the server's]"""
+    sample_concurrency: int | None = Field(None, ge=1)
+    """As the setting [default: the server's]"""
+
+    @field_validator("roles")
+    @classmethod
+    def _require_sample(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        if given != ("sample",):
+            raise ValueError('expected ["sample"]: only base_model is trained, further ones are sampled')
+        return given
+
+    def applied(self, name: str) -> dict[str, Any]:
+        """Return the settings by which those of this base model differ from the server's."""
+        own = {key: value for key, value in self if key != "roles"}
+        inherited = {key for key in _INHERITED if own[key] is None}
+        return {**_OF_FIRST, "base_model": name, **{key: own[key] for key in own.keys() - inherited}}
+
+
+_INHERITED = ("gpu_memory_utilization", "max_lora_rank", "max_loras", "max_cpu_loras", "sample_concurrency")
+_OF_FIRST: Mapping[str, Any] = {
+    "bases": {},
+    "placement": "separate",
+    "prefill_urls": (),
+    "decode_urls": (),
+    "router_replay": False,
+}
+"""Settings that count for base_model alone, as they are for the others."""
+
+
 class Settings(BaseSettings):
     """Every setting of the server. Unknown keys are refused."""
 
@@ -169,6 +229,10 @@ class Settings(BaseSettings):
     """'tiny', a model directory, or a hub name"""
     model_name: str | None = None
     """Name that clients use for the base model [default: the base model as given]"""
+    bases: dict[str, BaseOverrides] = {}
+    """A further base model, which is sampled only, as --also NAME, given as base_model is; give it once for
+    each. With keys of its own as a table [bases.NAME] in a file, or JSON in the environment
+    """
     host: str = "127.0.0.1"
     """Address to listen on"""
     port: int = Field(8000, ge=0, le=65535)
@@ -220,8 +284,6 @@ class Settings(BaseSettings):
     """
     retention: Retention = Retention()
     ephemeral: EphemeralWeights = EphemeralWeights()
-    log_mb: int = Field(64, ge=1)
-    """Largest size of a log file; two older ones are kept of each"""
 
     device: Literal["cpu", "cuda"] = "cpu"
     """cpu or cuda"""
@@ -395,11 +457,27 @@ class Settings(BaseSettings):
         return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
 
     @model_validator(mode="after")
+    def _require_different_bases(self) -> Self:
+        given = [(self.base_model, self.model_name)]
+        given += [(name, own.model_name) for name, own in self.bases.items()]
+        names = sorted(chain.from_iterable(filter(None, {*pair}) for pair in given))
+        if twice := next((name for name, after in pairwise(names) if name == after), None):
+            raise ValueError(f"bases: {twice!r} names two base models, expected different names")
+        return self
+
+    @model_validator(mode="after")
     def _change_defaults(self) -> Self:
         """Change them past pydantic, so that model_fields_set still names the given ones alone."""
         if self.device == "cuda":
             unset = _ON_CUDA.keys() - self.model_fields_set
             self.__dict__.update({name: _ON_CUDA[name] for name in unset})
+        return self
+
+    def for_base(self, name: str) -> Self:
+        """Return the settings of one of `bases`, by its name there or its model_name; else these."""
+        for given, own in self.bases.items():
+            if name in (given, own.model_name):
+                return self.model_copy(update=own.applied(given))
         return self
 
     @property
@@ -456,6 +534,7 @@ FORMER: Mapping[str, str | None] = {
     "held_bodies_mb": "bodies.held_mb",
     "history_ttl_s": "retention.history_s",
     "json_body_mb": "bodies.json_mb",
+    "log_mb": None,
     "logprob_gap_bound": "parity.gap_bound",
     "long_poll_s": "timeouts.long_poll_s",
     "max_connections": "connections.total",
@@ -525,8 +604,9 @@ def read_back(file: Path) -> Settings:
 def keys_of(name: str) -> dict[str, FieldInfo]:
     """Return the keys of a setting that is a table of ours, by their full names."""
     field = Settings.model_fields.get(name)
-    keys: dict[str, FieldInfo] = getattr(field and field.annotation, "model_fields", {})
-    return {f"{name}.{key}": each for key, each in keys.items()}
+    table: Any = BaseOverrides if name == "bases" else field and field.annotation
+    prefix = f"{name}.NAME" if name == "bases" else name
+    return {f"{prefix}.{key}": each for key, each in getattr(table, "model_fields", {}).items()}
 
 
 def takes_pairs(name: str) -> bool:
@@ -536,7 +616,7 @@ def takes_pairs(name: str) -> bool:
 
 def default_of(field: FieldInfo) -> str:
     """Return the default as a file has it, "" where the description has it."""
-    if field.default in (None, (), {}) or isinstance(field.default, BaseModel):
+    if field.default in (None, (), {}) or isinstance(field.default, BaseModel | tuple):
         return ""
     return str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
 
@@ -570,7 +650,12 @@ def _no_json(error: SettingsError) -> UserError:
 
 
 def _read_pairs(name: str, pairs: Sequence[str]) -> dict[str, Any]:
-    """Read texts NAME=VALUE, of which a name alone is true. Values of vLLM are JSON where they can be."""
+    """Read texts NAME=VALUE, of which a name alone is true. Values of vLLM are JSON where they can be.
+
+    Those of `bases` are names.
+    """
+    if name == "bases":
+        return {base: {"roles": ["sample"]} for base in pairs}
     split = (pair.partition("=") for pair in pairs)
     texts = {key: value if equals else "true" for key, equals, value in split}
     return texts if keys_of(name) else {key: _json_or_text(value) for key, value in texts.items()}

@@ -4,9 +4,12 @@ import shutil
 from pathlib import Path
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.system.user_directory import close_to_others, make_private, user_directory
 
+LOG_BYTES = 64 * MiB
+"""Largest size of a log file; two older ones are kept of each."""
 _SHM = Path("/dev/shm")
 _HOME = "home"  # a note in ephemeral_dir: the home that it belongs to
 

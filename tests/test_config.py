@@ -1,12 +1,12 @@
 import json
 from pathlib import Path
-from typing import get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import pytest
 from pydantic import ValidationError
 
 from skyrl_tinker import config
-from skyrl_tinker.config import SdkFlags, Settings
+from skyrl_tinker.config import BaseOverrides, SdkFlags, Settings
 from skyrl_tinker.protocol.validation.key_limits import KeyLimits
 
 
@@ -126,6 +126,58 @@ def test_children_read_back_the_same_settings(tmp_path: Path) -> None:
     settings = config.load(home=tmp_path, port=1234, context_length=128, vllm_args=arguments, keys=limits)
     (file := tmp_path / "settings.json").write_text(settings.model_dump_json())
     assert config.read_back(file) == settings
+
+
+def test_a_further_base_model_has_the_server_s_settings_and_keys_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(
+        'base_model = "student"\nreplicas = 2\nmax_loras = 3\ncontext_length = 64\nplacement = "colocated"\n'
+        'vllm_args = {seed = 1}\nrouter_replay = true\nsampled_logprobs = "processed"\n'
+        '[bases."org/teacher"]\nroles = ["sample"]\nmodel_name = "teacher"\nmax_lora_rank = 0\n'
+        '[bases."org/teacher".vllm_args]\nmax-num-seqs = 4\n'
+    )
+    monkeypatch.setenv("SKYRL_TINKER_BASES", '{"org/teacher": {"context_length": 128}}')
+    settings = config.load(file, bases=["grader"])
+    assert settings.for_base("student") is settings
+    teacher = settings.for_base("teacher")
+    assert teacher == settings.for_base("org/teacher")
+    assert (teacher.base_model, teacher.model_name) == ("org/teacher", "teacher")
+    assert (teacher.context_length, teacher.max_lora_rank, teacher.vllm_args) == (128, 0, {"max-num-seqs": 4})
+    grader = settings.for_base("grader")
+    assert (grader.model_name, grader.context_length, grader.replicas, grader.vllm_args) == (
+        None,
+        None,
+        1,
+        {},
+    )
+    assert (grader.max_loras, grader.sampled_logprobs, grader.home) == (3, "processed", settings.home)
+    assert (grader.bases, grader.placement, grader.router_replay) == ({}, "separate", False)
+    assert Settings.model_validate_json(settings.model_dump_json()) == settings
+
+
+def test_keys_of_a_base_model_are_those_of_settings() -> None:
+    for key, field in BaseOverrides.model_fields.items():
+        if key != "roles":
+            setting = Settings.model_fields[key]
+            assert field.annotation in (setting.annotation, (setting.annotation or int) | None)  # type: ignore[operator]
+            assert field.metadata == setting.metadata
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"B": {}}, r"bases\.B\.roles\n.*expected \[\"sample\"\]: only base_model is trained"),
+        ({"B": {"roles": ["sample", "train"]}}, "only base_model is trained"),
+        ({"B": {"roles": ["sample"], "trainer_ranks": 2}}, r"bases\.B\.trainer_ranks\n"),
+        ({"A": {"roles": ["sample"]}}, "bases: 'A' names two base models"),
+        ({"B": {"roles": ["sample"], "model_name": "mine"}}, "bases: 'mine' names two base models"),
+    ],
+)
+def test_wrong_base_models_are_refused_by_name(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        config.load(base_model="A", model_name="mine", bases=given)
 
 
 def test_everything_lies_under_home_unless_said_otherwise(tmp_path: Path) -> None:

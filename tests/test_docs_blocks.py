@@ -44,6 +44,11 @@ BLOCKS = {
     "docs/cookbook.md: export TINKER_BASE_URL=http://127.0.0.1:8000 TINKE": "tests/cookbook/test_rl.py",
     "docs/cookbook.md: .venv/bin/python examples/rl_loop.py": "tests/e2e/test_demo.py",
     "docs/cookbook.md: .venv/bin/skyrl-tinker serve --base-model Qwen/Qwe": GPU,
+    "docs/cookbook.md: .venv/bin/skyrl-tinker serve --device cuda --base-": GPU,
+    "docs/cookbook.md: import tinker": "tests/e2e/test_bases.py::test_the_example_of_the_page_distills",
+    'docs/cookbook.md: base_model = "Qwen/Qwen3-4B"': (
+        f"{HERE}::test_the_example_of_further_base_models_is_one"
+    ),
     "docs/cookbook.md: mkdir -p my-model": (
         "tests/e2e/test_readme.py::test_the_models_tokenizer_arrives_by_the_cookbook_pages_commands"
     ),
@@ -148,3 +153,8 @@ def test_every_script_and_module_of_the_pages_exists() -> None:
 def test_the_example_of_a_settings_file_is_one(tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text(block("docs/gpus-and-replicas.md: sample_concurrency = 512").text)
     assert config.load(tmp_path / "settings.toml").vllm_args["quantization"] == "fp8"
+
+
+def test_the_example_of_further_base_models_is_one(tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text(block('docs/cookbook.md: base_model = "Qwen/Qwen3-4B"').text)
+    assert config.load(tmp_path / "settings.toml").for_base("Qwen/Qwen3-8B").replicas == 2

@@ -74,6 +74,8 @@ from skyrl_tinker.domain.ids import (
 )
 from skyrl_tinker.domain.peft_config import ADAPTER_FILE
 from skyrl_tinker.domain.values import BaseModelFacts, SampleRequest, SamplingParams
+from skyrl_tinker.engine.bases.fleet_status import FleetStatus
+from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.colocation.placement import SEPARATE
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
@@ -149,6 +151,7 @@ class Engine:
     bell: Doorbell
     fleet: Fleet
     driver: SamplerDriver
+    samples: SampleDispatch
     intake: Intake
     samplers: Samplers
     clients: list[SamplingSessionId]
@@ -214,10 +217,10 @@ async def engine(replicas: int, answer_s: float) -> AsyncIterator[Engine]:
             stack.push_async_callback(end)
         metrics = Metrics()
         samplers = Samplers(fleet, cast(Any, None), FACTS, AdapterLimits(8, 8), metrics)
-        driver = SamplerDriver(
-            store, samplers, Outbox(store, bell, metrics), Concurrency(PER_CORE, PER_CORE), metrics
-        )
-        intake = Intake(store, bell, cast(Any, None), driver, metrics)  # no training arrives
+        outbox = Outbox(store, bell, metrics)
+        driver = SamplerDriver(store, samplers, outbox, Concurrency(PER_CORE, PER_CORE), metrics)
+        samples = SampleDispatch([driver], outbox, metrics)
+        intake = Intake(store, bell, cast(Any, None), samples, metrics)  # no training arrives
         session = await journal.new_session(store)
         clients = [
             await store.write(
@@ -227,13 +230,14 @@ async def engine(replicas: int, answer_s: float) -> AsyncIterator[Engine]:
             )
             for number in range(CLIENTS)
         ]
+        statuses = FleetStatus(EngineStatus(store, bell), {FACTS.name: fleet})
         running = [
-            asyncio.create_task(fleet.supervise(EngineStatus(store, bell), samplers.equip)),
+            asyncio.create_task(fleet.supervise(statuses.report, samplers.equip)),
             asyncio.create_task(intake.run(0)),
         ]
         freeze_gc()  # as the engine does
         try:
-            yield Engine(store, bell, fleet, driver, intake, samplers, clients)
+            yield Engine(store, bell, fleet, driver, samples, intake, samplers, clients)
         finally:
             for task in running:
                 task.cancel()
@@ -368,9 +372,10 @@ async def cleanup_ms(sessions: int, models: int, versions: int) -> float:
         with tempfile.TemporaryDirectory() as home:
             settings = Settings(home=Path(home))
             spill = TmpfsSpill(Path(home), Path(home))
-            ephemeral = EphemeralVersions(made.store, made.samplers, made.driver, spill, settings)
+            forget = made.samples.forget_sources
+            ephemeral = EphemeralVersions(made.store, [made.samplers], forget, spill, settings)
             cleanup = Cleanup(
-                made.store, cast(Any, None), made.driver, lambda _: False, ephemeral, settings
+                made.store, cast(Any, None), made.samples, lambda _: False, ephemeral, settings
             )  # no model is released
             times = []
             for _ in range(VIEWS):

@@ -22,18 +22,19 @@ class BaseLimits:
     def __init__(self, settings: Settings, store: Store, bases: Bases) -> None:
         self.bases = bases
         self._store = store
-        self._limits = {facts.name: _limits(settings, facts) for facts in bases.all}
+        self._limits = {facts.name: _limits(settings.for_base(facts.name), facts) for facts in bases.all}
         self._known: dict[str, Limits] = {}
 
     def of(self, facts: BaseModelFacts) -> Limits:
         return self._limits[facts.name]
 
     async def of_model(self, model_id: ModelId) -> Limits | Failure:
-        """Return the limits of a model, or why it is parked, if its base model is not served."""
+        """Return the limits of a model, or why it is parked, if its base model is not trained here."""
         if (limits := self._known.get(model_id)) is None:
             row = await self._store.read(lambda conn: model_records.by_id(conn, model_id))
             facts = None if row is None else self.bases.find(row.base_model)
-            if row is not None and facts is None and row.state is ModelState.PARKED:
+            trained = facts is not None and facts.trainable
+            if row is not None and not trained and row.state is ModelState.PARKED:
                 return Failure(row.state_reason or "", "server")
             if facts is None:
                 return self.of(self.bases.first)

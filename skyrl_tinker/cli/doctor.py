@@ -27,8 +27,9 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories, free_bytes
 from skyrl_tinker.domain.units import GB, MiB
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.inference.servers.sampler_memory import PROCESS_BYTES
 from skyrl_tinker.server import preflight, start_plan
-from skyrl_tinker.server.base_models import base_model
+from skyrl_tinker.server.base_models import base_model, catalog
 from skyrl_tinker.server.base_models.base_model import TINY
 from skyrl_tinker.store.database.opening import file_of, open_database
 from skyrl_tinker.system.host_memory import host_memory
@@ -65,7 +66,7 @@ def report(settings: Settings) -> bool:
         **({"GPUs": lambda: _gpus(running)} if gpus else {}),
         "base model": lambda: _base_model(settings),
         **({"plan": lambda: _plan(settings)} if gpus and running is None else {}),
-        "memory": lambda: running or _memory(),
+        "memory": lambda: running or _memory(settings),
         "/dev/shm": lambda: running or _shared_memory(),
         "home": lambda: _home(settings.root),
         "disk": lambda: _disk(settings),
@@ -181,9 +182,12 @@ def _cuda_of_torch() -> str | None:
     return version
 
 
-def _memory() -> str:
+def _memory(settings: Settings) -> str:
     free = host_memory().available
-    return _need(free >= _NEEDED_MEMORY, f"{free / _GIB:.1f} GiB available ({_NEEDED_MEMORY // _GIB} needed)")
+    ours = [each for each in catalog.further(settings) if not each.external_urls]
+    beside = sum(each.replicas * PROCESS_BYTES for each in ours)
+    needed = _NEEDED_MEMORY + beside
+    return _need(free >= needed, f"{free / _GIB:.1f} GiB available ({needed / _GIB:g} needed)")
 
 
 def _shared_memory() -> str:
@@ -257,7 +261,15 @@ def _query_gpus(*facts: str) -> list[list[str]]:
 
 
 def _base_model(settings: Settings) -> str:
-    """Read config.json: of a hub's model this asks the hub."""
+    """Read each config.json: of a hub's model this asks the hub."""
+    described = [_described(settings)]
+    for own in catalog.further(settings):
+        with catalog.refusals(own):
+            described.append(f"{_described(own)}, sampling only")
+    return "; ".join(described)
+
+
+def _described(settings: Settings) -> str:
     if settings.base_model == TINY:
         return "tiny, made on first use"
     _, facts = base_model.read_config(settings)

@@ -245,7 +245,7 @@ def status_lines(now: Facts) -> Iterator[str]:
     """Yield the server's state, problems first, then trainer, samplers and queue."""
     server = now["server"]
     for base in server["base_models"]:
-        context = f"{base['context_length']} tokens"
+        context = f"{base['context_length']} tokens{'' if base['trainable'] else ', sampling only'}"
         yield f"{now['state']:<9} {base['base_model']} on {server['device']}, {context}"
     if now["detail"]:
         yield f"          {now['detail']}"
@@ -255,9 +255,10 @@ def status_lines(now: Facts) -> Iterator[str]:
         yield f"trainer   {_unit(trainer['running']) or 'waits for work'}"
         if following := _unit(trainer["following"]):
             yield f"next      {following}"
-    if samplers := now["samplers"]:
+    for samplers in now["samplers"] or ():
         counts = f"{samplers['in_flight']} in flight, {samplers['waiting']} waiting"
-        yield f"samplers  {server['sampler']}: {counts}"
+        whose = f" of {samplers['base_model']}" if len(now["samplers"]) > 1 else ""
+        yield f"samplers  {server['sampler']}{whose}: {counts}"
     ways = Counter(each["weights_by"] for each in now["replicas"] if each["weights_by"])
     if ways:
         yield f"weights   {', '.join(f'by {way} to {_replicas(count)}' for way, count in ways.items())}"
@@ -294,6 +295,7 @@ def process_lines(now: Facts) -> Iterator[str]:
     yield from _table(("process", "pid", "memory", "CPU", "age"), processes)
     replicas = [
         (
+            each["base_model"],
             each["address"] or "",
             each["host"] or "",
             each["state"],
@@ -303,7 +305,9 @@ def process_lines(now: Facts) -> Iterator[str]:
         )
         for each in now["replicas"]
     ]
-    yield from _table(("replica", "host", "state", "weights", "weights by", "adapters by"), replicas)
+    yield from _table(
+        ("base model", "replica", "host", "state", "weights", "weights by", "adapters by"), replicas
+    )
 
 
 def run_lines(runs: Facts) -> Iterator[str]:

@@ -28,7 +28,9 @@ def _lines(settings: BaseModel, table: str = "") -> Iterator[str]:
 
 
 def _item(value: Any) -> Item:
-    """Return the value in TOML, on one line."""
+    """Return the value in TOML, on one line, and of a table the keys that were given."""
+    if isinstance(value, BaseModel):
+        return _item(value.model_dump(exclude_unset=True))
     if isinstance(value, Mapping):
         table = tomlkit.inline_table()
         for name, each in value.items():

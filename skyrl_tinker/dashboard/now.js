@@ -18,7 +18,7 @@ export function showNow(main, { now, failed, recovered }) {
   const queue = table("Queue by session", [
     ["owner", ""], ["session", "id"], ["kind", ""], ["waiting", "number"], ["oldest", "number"], ["reason", ""]]);
   const replicas = table("Replicas", [
-    ["address", ""], ["host", ""], ["state", ""], ["in flight", "number"], ["weights", ""], ["weights by", ""], ["adapters by", ""]]);
+    ["base model", ""], ["address", ""], ["host", ""], ["state", ""], ["in flight", "number"], ["weights", ""], ["weights by", ""], ["adapters by", ""]]);
   const processes = table("Processes", [
     ["process", ""], ["pid", "number"], ["memory", "number"], ["CPU", "number"], ["age", "number"]]);
   const processCard = card("Processes", processes.node);
@@ -44,7 +44,7 @@ export function showNow(main, { now, failed, recovered }) {
     queue.fill(answer.queue.map((entry) => [
       entry.owner, entry.session_id, entry.kind, number(entry.waiting), duration(entry.oldest_age_s), entry.reason ?? "running"]));
     replicas.fill(answer.replicas.map((replica) => [
-      replica.address, replica.host, replica.state, replica.in_flight === null ? "–" : number(replica.in_flight), replica.weights.join(" "),
+      replica.base_model, replica.address, replica.host, replica.state, replica.in_flight === null ? "–" : number(replica.in_flight), replica.weights.join(" "),
       replica.weights_by, replica.adapters_by]));
     processCard.hidden = answer.processes === null;
     processes.fill((answer.processes ?? []).map((each) => [
@@ -78,7 +78,7 @@ function served(server) {
   const models = server.base_models.flatMap((each) => [
     ["model", each.base_model],
     ["context", `${number(each.context_length)} tokens`],
-    ["runs on", `${server.device}, ${plural(each.trainer_ranks, "trainer rank")}, ${plural(each.replicas, "replica")}, ${each.placement}`],
+    ["runs on", `${server.device}, ${each.trainable ? plural(each.trainer_ranks, "trainer rank") : "sampling only"}, ${plural(each.replicas, "replica")}, ${each.placement}`],
   ]);
   return facts([...models, ["started", moment(server.started_at)], ["version", server.version]]);
 }
@@ -100,12 +100,14 @@ function unit({ kind, model_ids, others, tokens, running_s }) {
 
 function sampling(samplers) {
   if (!samplers) return h("p", { class: "quiet" }, "The engine does not answer.");
-  return facts([
-    ["in flight", number(samplers.in_flight)],
-    ["waiting", number(samplers.waiting)],
-    ["finished", samplers.per_second === null ? "–" : `${number(samplers.per_second)} a second`],
-    ["paused", samplers.paused ?? "no"],
-  ]);
+  const several = samplers.length > 1;
+  return facts(samplers.flatMap((each) => [
+    ...(several ? [["model", each.base_model]] : []),
+    ["in flight", number(each.in_flight)],
+    ["waiting", number(each.waiting)],
+    ["finished", each.per_second === null ? "–" : `${number(each.per_second)} a second`],
+    ["paused", each.paused ?? "no"],
+  ]));
 }
 
 function speeds(rates) {

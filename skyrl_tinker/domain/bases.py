@@ -26,5 +26,16 @@ class Bases:
             raise UserError(f"base_model is {name!r}, expected one that is served: {self}")
         return facts
 
+    def require_trainable(self, name: str) -> BaseModelFacts:
+        """Return the base model of a name, as `require` does. UserError for one only sampled."""
+        facts = self.require(name)
+        if not facts.trainable:
+            trained = Bases(tuple(each for each in self.all if each.trainable))
+            raise UserError(
+                f"base_model {name!r} is served for sampling only (roles of base {facts.name}), expected one "
+                f"that trains: {trained}"
+            )
+        return facts
+
     def __str__(self) -> str:
         return ", ".join(facts.name for facts in self.all)

@@ -368,6 +368,7 @@ class BaseModelFacts:
     experts_per_token: int = 1
     one_pair_for_gate_and_up: bool = False  # of an expert's adapter
     sampler: SamplerAbilities = ALL_ABILITIES
+    trainable: bool = True  # False: sampled only
 
     @property
     def name(self) -> str:

@@ -1,6 +1,7 @@
 """Composition root of the engine: makes every part from the settings and passes it to its users."""
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,13 +14,15 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
+from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.deadlines import Deadlines
 from skyrl_tinker.engine.gaps import Gaps
 from skyrl_tinker.engine.http_server import EngineHttpServer, OpenAddress
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.openai.chat_abilities import chat_abilities
-from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
+from skyrl_tinker.engine.openai.openai_routes import OpenAIRoutes
+from skyrl_tinker.engine.openai.openai_server import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.parity.probe import allowed_gap
@@ -40,7 +43,7 @@ from skyrl_tinker.inference.client.replica_metrics import replica_metrics
 from skyrl_tinker.inference.sampling_engine import engine_of
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.protocol.queue_views import QueuesView
-from skyrl_tinker.storage.checkpoint_storage import open_storage
+from skyrl_tinker.storage.checkpoint_storage import Storage, open_storage
 from skyrl_tinker.store import owners
 from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets
 from skyrl_tinker.store.doorbell import Doorbell
@@ -48,6 +51,7 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.factory import CHUNK_BYTES, TransportName, backend_of, choose, make_transport
 from skyrl_tinker.weight_sync.gloo import LOOPBACK
+from skyrl_tinker.weight_sync.no_senders import NoSenders
 
 if TYPE_CHECKING:
     from skyrl_tinker.engine.telemetry.otlp_export import SpanExport
@@ -68,10 +72,14 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class BaseRuntime:
-    """Base model with its trainer and samplers, up and ready to work."""
+    """Base model with its trainer and samplers, up and ready to work.
 
+    `settings`: its own. `trainer` None: it is sampled only.
+    """
+
+    settings: Settings
     facts: BaseModelFacts
-    trainer: TrainerGroup
+    trainer: TrainerGroup | None
     fleet: Fleet
     samplers: Samplers
     placement: Placement
@@ -79,11 +87,11 @@ class BaseRuntime:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts of the engine that run side by side on its runtime."""
+    """Parts of the engine that run side by side on its runtimes."""
 
     drift_monitor: DriftMonitor
     trainer_driver: TrainerDriver
-    sampler_driver: SamplerDriver
+    samples: SampleDispatch
     intake: Intake
     cleanup: Cleanup
     deadlines: Deadlines
@@ -91,65 +99,74 @@ class Parts:
     span_export: "SpanExport | None"
 
 
-def compose(env: Environment, runtime: BaseRuntime) -> Parts:
-    settings, store, directories, samplers = env.settings, env.store, env.directories, runtime.samplers
-    metrics, fleet, facts = env.metrics, runtime.fleet, runtime.facts
+def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
+    """Make the parts. The first runtime has a trainer."""
+    settings, store, directories, metrics = env.settings, env.store, env.directories, env.metrics
     outbox = Outbox(store, env.bell, metrics)
-    runtime.trainer.follow(metrics.activity.ranks)
-    chosen = settings.sample_concurrency
-    sampler_driver = SamplerDriver(
-        store,
-        samplers,
-        outbox,
-        Concurrency(chosen, chosen) if chosen else CONCURRENCY[settings.device],
-        metrics,
-        router_replay=settings.router_replay,
-    )
-    versions = EphemeralVersions(store, samplers, sampler_driver, make_tmpfs_spill(settings), settings)
+    trained = runtimes[0]
+    assert trained.trainer is not None
+    trained.trainer.follow(metrics.activity.ranks)
+    drivers = [_sampler_driver(store, outbox, metrics, runtime) for runtime in runtimes]
+    samples = SampleDispatch(drivers, outbox, metrics)
+    spill, storage = make_tmpfs_spill(settings), trained.samplers.storage
+    every = [runtime.samplers for runtime in runtimes]
+    versions = EphemeralVersions(store, every, samples.forget_sources, spill, settings)
     training = compose_training(
         settings,
-        facts,
+        trained.facts,
         store,
         outbox,
-        runtime.trainer,
-        samplers,
+        trained.trainer,
+        trained.samplers,
         versions,
         metrics,
-        runtime.placement,
-        samplers.storage,
+        trained.placement,
+        storage,
     )
     driver = training.driver
-    abilities = chat_abilities(Path(facts.directory), settings.reasoning_parser, settings.tool_parser)
-    openai = OpenAIServer(store, samplers, fleet, facts, abilities, sampler_driver, metrics)
-    _register_gauges(settings, metrics, runtime, sampler_driver)
+    openai = [_openai_server(store, metrics, *each) for each in zip(runtimes, drivers, strict=True)]
+    _register_gauges(metrics, runtimes, samples)
     return Parts(
         training.drift_monitor,
         driver,
-        sampler_driver,
-        Intake(store, env.bell, driver, sampler_driver, metrics),
-        Cleanup(
-            store, driver, sampler_driver, training.creation.is_loading, versions, settings, samplers.storage
-        ),
+        samples,
+        Intake(store, env.bell, driver, samples, metrics),
+        Cleanup(store, driver, samples, training.creation.is_loading, versions, settings, storage),
         Deadlines(
             store,
             metrics,
             driver,
-            sampler_driver,
+            samples,
             outbox,
             Gaps(store, env.bell, driver, settings.timeouts.gap_s),
             settings.timeouts.request_s,
         ),
         EngineHttpServer(
             directories.engine_socket,
-            openai,
+            OpenAIRoutes(store, openai, metrics),
             metrics,
-            lambda: replica_metrics(fleet.client.control.http, fleet.members, engine_of(settings).dialect),
-            lambda: QueuesView(driver.view(), sampler_driver.view()),
+            lambda: replica_metrics([each.fleet.endpoints for each in runtimes], engine_of(settings).dialect),
+            lambda: QueuesView(driver.view(), samples.views(), metrics.sampled_meter.rates()),
             settings.bodies.json_mb * MiB,
             _open_address(settings),
         ),
         make_span_export(settings, store, metrics),
     )
+
+
+def _sampler_driver(store: Store, outbox: Outbox, metrics: Metrics, runtime: BaseRuntime) -> SamplerDriver:
+    chosen, device = runtime.settings.sample_concurrency, runtime.settings.device
+    concurrency = Concurrency(chosen, chosen) if chosen else CONCURRENCY[device]
+    replay = runtime.settings.router_replay
+    return SamplerDriver(store, runtime.samplers, outbox, concurrency, metrics, router_replay=replay)
+
+
+def _openai_server(
+    store: Store, metrics: Metrics, runtime: BaseRuntime, driver: SamplerDriver
+) -> OpenAIServer:
+    settings, facts = runtime.settings, runtime.facts
+    abilities = chat_abilities(Path(facts.directory), settings.reasoning_parser, settings.tool_parser)
+    return OpenAIServer(store, runtime.samplers, runtime.fleet, facts, abilities, driver, metrics)
 
 
 def _open_address(settings: Settings) -> OpenAddress | None:
@@ -180,14 +197,15 @@ def make_metrics(settings: Settings, store: Store) -> Metrics:
 def make_samplers(
     settings: Settings,
     facts: BaseModelFacts,
-    trainer: TrainerGroup,
+    trainer: TrainerGroup | None,
     fleet: Fleet,
     metrics: Metrics,
+    storage: Storage,
     host: str = LOOPBACK,
 ) -> Samplers:
     """`host`: address of this host for samplers on others."""
-    transport = make_transport(_transport_name(settings), trainer, CHUNK_BYTES, host)
-    storage = open_storage(settings.checkpoint_root, settings.checkpoint_url)
+    senders = trainer or NoSenders(facts.name)
+    transport = make_transport(_transport_name(settings), senders, CHUNK_BYTES, host)
     adapters = AdapterLimits(settings.max_cpu_loras, settings.max_loras if settings.max_lora_rank else 0)
     keep_cache = settings.inflight_cache == "keep"
     return Samplers(fleet, transport, facts, adapters, metrics, storage, keep_cache=keep_cache)
@@ -217,8 +235,13 @@ def trainer_spec(settings: Settings, directories: Directories, facts: BaseModelF
 
 
 def sampler_spec(
-    settings: Settings, directories: Directories, facts: BaseModelFacts, shared_gpus: tuple[Gpu, ...]
+    settings: Settings,
+    directories: Directories,
+    facts: BaseModelFacts,
+    shared_gpus: tuple[Gpu, ...],
+    base: int,
 ) -> SamplerSpec:
+    """Specify the samplers of a base model; `base`: its number."""
     return SamplerSpec(
         model=facts,
         max_model_len=facts.context_length + 1,  # scoring a full context costs one generated token
@@ -228,6 +251,7 @@ def sampler_spec(
         max_loras=settings.max_loras,
         max_cpu_loras=settings.max_cpu_loras,
         log_dir=str(directories.log_dir),
+        log_suffix=log_suffix(base),
         replicas=settings.replicas,
         tensor_parallel_size=settings.tensor_parallel_size,
         sampled_logprobs=settings.sampled_logprobs,
@@ -242,6 +266,11 @@ def sampler_spec(
         token=secrets.token_hex(32),
         engine=engine_of(settings),
     )
+
+
+def log_suffix(base: int) -> str:
+    """Return what is in the names of the logs of a base model's samplers; of the first, number 0, nothing."""
+    return f"-{base}" if base else ""
 
 
 async def _owner_name(store: Store, owner: OwnerId | None) -> str | None:
@@ -260,15 +289,14 @@ def _transport_name(settings: Settings) -> TransportName:
     )
 
 
-def _register_gauges(
-    settings: Settings, metrics: Metrics, runtime: BaseRuntime, sampler: SamplerDriver
-) -> None:
-    watch = metrics.watch
-    bound = allowed_gap(settings)
+def _register_gauges(metrics: Metrics, runtimes: Sequence[BaseRuntime], samples: SampleDispatch) -> None:
+    """Register the gauges of samplers: sums over all base models."""
+    watch, trained = metrics.watch, runtimes[0]
+    bound = allowed_gap(trained.settings)
     watch("sampler_logprob_gap_bound", "Gap above which there is a warning", lambda: bound)
-    watch("samples_queued", "Samples that wait for a free slot", sampler.queued)
-    watch("samples_in_flight", "Samples that the samplers have", sampler.in_flight)
-    watch("replicas", "Sampler replicas that serve", lambda: runtime.fleet.size)
-    for phase, totals in runtime.placement.totals.items():
+    watch("samples_queued", "Samples that wait for a free slot", samples.queued)
+    watch("samples_in_flight", "Samples that the samplers have", samples.in_flight)
+    watch("replicas", "Sampler replicas that serve", lambda: sum(each.fleet.size for each in runtimes))
+    for phase, totals in trained.placement.totals.items():
         watch(f"turns_{phase}", f"Colocated: times of {phase}", partial(getattr, totals, "count"))
         watch(f"turn_seconds_{phase}", f"Colocated: seconds of {phase}", partial(getattr, totals, "seconds"))

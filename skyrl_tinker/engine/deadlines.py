@@ -6,9 +6,9 @@ from itertools import takewhile
 
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.gaps import Gaps
 from skyrl_tinker.engine.outbox import Outbox
-from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.scheduling.lanes import LaneStatus
 from skyrl_tinker.engine.suspends import Suspends
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
@@ -28,7 +28,7 @@ class Deadlines:
         store: Store,
         metrics: Metrics,
         trainer: TrainerDriver,
-        sampler: SamplerDriver,
+        samples: SampleDispatch,
         outbox: Outbox,
         gaps: Gaps,
         request_s: float,
@@ -36,7 +36,7 @@ class Deadlines:
         self._store = store
         self._metrics = metrics
         self._trainer = trainer
-        self._sampler = sampler
+        self._samples = samples
         self._outbox = outbox
         self._gaps = gaps
         self._request_s = request_s
@@ -71,7 +71,7 @@ class Deadlines:
             return
         samples = {row.id: self._late_sample() for row in due if row.kind is RequestKind.SAMPLE}
         if samples:
-            await self._sampler.end(samples)
+            await self._samples.end(samples)
         lanes = self._trainer.lane_statuses()
         training = [(row, self._late(row, lanes.get(row.model_key))) for row in due if row.model_key]
         if training:

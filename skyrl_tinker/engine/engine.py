@@ -2,19 +2,20 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
 import psutil
 from sqlalchemy.exc import OperationalError
 
+from skyrl_tinker.engine.bases.fleet_status import FleetStatus
 from skyrl_tinker.engine.compose import BaseRuntime, Environment, Parts, compose
 from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.ray_cluster import RayCluster
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.sleep import SleepControl
-from skyrl_tinker.engine.start_up import StartUp, read_base_model
+from skyrl_tinker.engine.start_up import StartUp, read_bases
 from skyrl_tinker.engine.status import EnginePhase
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SkyrlTinkerError
@@ -50,12 +51,11 @@ class Engine:
         return None if error is None else str(_root_cause(error))
 
     async def _work(self) -> None:
-        facts = await read_base_model(self._env.store)
-        start_up = StartUp(self._env, facts, self._shutdowns)
-        runtime = await start_up.bring_up()
-        await self._serve(compose(self._env, runtime), runtime)
+        bases = await read_bases(self._env.store)
+        runtimes = await StartUp(self._env, bases, self._shutdowns).bring_up()
+        await self._serve(compose(self._env, runtimes), runtimes)
 
-    async def _serve(self, parts: Parts, runtime: BaseRuntime) -> None:
+    async def _serve(self, parts: Parts, runtimes: Sequence[BaseRuntime]) -> None:
         await parts.drift_monitor.clear_warning()
         self._shutdowns.append(parts.http_server.close)
         await parts.http_server.start()
@@ -67,29 +67,36 @@ class Engine:
         )
         freeze_gc()
         cursor = await parts.trainer_driver.resume()
-        runtime.samplers.await_replay()
+        rebuilt = [runtime.samplers for runtime in runtimes if runtime.trainer is not None]
+        for samplers in rebuilt:
+            samplers.await_replay()
+        statuses = FleetStatus(self._env.status, {each.facts.name: each.fleet for each in runtimes})
         async with asyncio.TaskGroup() as tasks:
             if parts.span_export is not None:
                 self._shutdowns.append(parts.span_export.close)
                 tasks.create_task(parts.span_export.run())
-            tasks.create_task(parts.trainer_driver.run(partial(self._report_rebuild, runtime.samplers)))
-            tasks.create_task(parts.sampler_driver.run())
+            tasks.create_task(parts.trainer_driver.run(partial(self._report_rebuild, rebuilt)))
             tasks.create_task(parts.intake.run(cursor))
             tasks.create_task(parts.cleanup.run())
             tasks.create_task(parts.deadlines.run())
-            tasks.create_task(runtime.fleet.supervise(self._env.status, runtime.samplers.equip))
-            sleep_control = SleepControl(runtime.fleet, runtime.samplers.drop_weights)
-            tasks.create_task(runtime.placement.run(sleep_control))
-            tasks.create_task(_watch_trainer(runtime.trainer, parts.trainer_driver))
+            for driver in parts.samples.drivers:
+                tasks.create_task(driver.run())
+            for runtime in runtimes:
+                tasks.create_task(runtime.fleet.supervise(statuses.report, runtime.samplers.equip))
+                sleep_control = SleepControl(runtime.fleet, runtime.samplers.drop_weights)
+                tasks.create_task(runtime.placement.run(sleep_control))
+                if runtime.trainer is not None:
+                    tasks.create_task(_watch_trainer(runtime.trainer, parts.trainer_driver))
             tasks.create_task(_watch_ray(self._env.ray))
 
-    async def _report_rebuild(self, samplers: Samplers, detail: str, *, done: bool = False) -> None:
+    async def _report_rebuild(self, rebuilt: Sequence[Samplers], detail: str, *, done: bool = False) -> None:
         """Report the progress of bringing models back. `done`: all that do not sleep are back."""
         if not done:
             phase: EnginePhase = "restarting" if self._ready else "starting"
             await persistently(lambda: self._env.status.report(phase, detail))
             return
-        samplers.replay_ended()
+        for samplers in rebuilt:
+            samplers.replay_ended()
         await persistently(lambda: self._env.status.report("ready", detail))
         if not self._ready:
             self._ready = True

@@ -19,8 +19,7 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker import config
 from skyrl_tinker.config import Settings
-from skyrl_tinker.directories import Directories
-from skyrl_tinker.domain.units import MiB
+from skyrl_tinker.directories import LOG_BYTES, Directories
 from skyrl_tinker.errors import RaySlowError, StartupError
 from skyrl_tinker.redaction import log_to_stderr
 from skyrl_tinker.store.cluster.doorbells import bind_doorbell
@@ -45,7 +44,7 @@ def run(settings_file: Path) -> int:
     processes.become_subreaper()
     processes.raise_open_files_limit()
     if settings.ray_address is None:
-        os.environ.update(_ray_environment(_ray_directory(directories), settings.log_mb * MiB))
+        os.environ.update(_ray_environment(_ray_directory(directories)))
     code = 1
     try:
         directories.make()
@@ -71,7 +70,7 @@ def _ray_directory(directories: Directories) -> Path:
     return directories.bell_dir / "r"
 
 
-def _ray_environment(directory: Path, log_bytes: int) -> dict[str, str]:
+def _ray_environment(directory: Path) -> dict[str, str]:
     """Return a local cluster's settings, for this process and its children; Ray reads them when imported."""
     return {
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # bind to loopback, as Ray does there
@@ -80,7 +79,7 @@ def _ray_environment(directory: Path, log_bytes: int) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_enable_metrics_collection": "0",  # without an agent nothing collects them
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run` its workers would wait for an agent
-        "RAY_ROTATION_MAX_BYTES": str(log_bytes),
+        "RAY_ROTATION_MAX_BYTES": str(LOG_BYTES),
         "RAY_ROTATION_BACKUP_COUNT": "2",
         "RAY_prestart_worker_first_driver": "0",  # idle workers cost 40 MB each
         "RAY_enable_worker_prestart": "0",

@@ -13,7 +13,7 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
+from skyrl_tinker.engine.openai.openai_routes import OpenAIRoutes
 from skyrl_tinker.engine.scheduling.throughput import SLOT_S
 from skyrl_tinker.engine.telemetry.engine_metrics import CONTENT_TYPE, Metrics
 from skyrl_tinker.errors import StartupError
@@ -40,7 +40,7 @@ class EngineHttpServer:
     def __init__(
         self,
         socket: Path,
-        openai: OpenAIServer,
+        openai: OpenAIRoutes,
         metrics: Metrics,
         replica_metrics: Callable[[], Awaitable[bytes]],
         queues: Callable[[], QueuesView],

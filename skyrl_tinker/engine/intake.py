@@ -7,7 +7,7 @@ from dataclasses import replace
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
+from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import StatementError
@@ -30,13 +30,13 @@ class Intake:
         store: Store,
         bell: Doorbell,
         trainer: TrainerDriver,
-        sampler: SamplerDriver,
+        samples: SampleDispatch,
         metrics: Metrics,
     ) -> None:
         self._store = store
         self._bell = bell
         self._trainer = trainer
-        self._sampler = sampler
+        self._samples = samples
         self._metrics = metrics
         self.cursor = 0  # the drivers have all requests up to this id
 
@@ -56,17 +56,17 @@ class Intake:
         """Hand over one page of new rows; returns True if there may be more."""
         rows = await self._store.read(lambda conn: queue.queued_after(conn, self.cursor, PAGE))
         if rows:
-            rows = self._without_bodies(rows) if self._sampler.queued() > MOST_BODIES else rows
+            rows = self._without_bodies(rows) if self._samples.queued() > MOST_BODIES else rows
             await self._metrics.owners.know({row.owner_id for row in rows})
             training = [row for row in rows if row.kind not in _SAMPLING]
             looked_up = await self._trainer.look_up(training) if training else None
             self._metrics.arrived(rows)  # no other task runs between this and the lanes
             if looked_up is not None:
                 await self._trainer.submit(training, looked_up)
-            self._sampler.submit([row for row in rows if row.kind is RequestKind.SAMPLE])
+            await self._samples.submit([row for row in rows if row.kind is RequestKind.SAMPLE])
             self.cursor = rows[-1].id
             if cancels := [row for row in rows if row.kind is RequestKind.CANCEL_SAMPLE]:
-                await self._sampler.cancel(cancels)
+                await self._samples.cancel(cancels)
         return len(rows) == PAGE
 
     def _without_bodies(self, rows: Sequence[QueuedRow]) -> list[QueuedRow]:

@@ -97,7 +97,7 @@ class QueueView:
 
 @dataclass(frozen=True, slots=True)
 class SamplingView:
-    """The samplers' queue.
+    """The queue of the samplers of one base model.
 
     `queued`: by session, in the order of their turns, which count as one sample each here; the first LISTED.
     `stride`: one in so many ids is listed. `running`: future ids of the samples that do not wait any more,
@@ -116,7 +116,6 @@ class SamplingView:
     paused: str | None = None
     replicas: tuple[ReplicaView, ...] = ()
     weights: tuple[str, ...] = ()
-    rates: TokenRates = TokenRates()
     incidents: tuple[Incident, ...] = ()
     away: tuple[int, ...] = ()
 
@@ -137,8 +136,14 @@ class SamplingView:
 
 @dataclass(frozen=True, slots=True)
 class QueuesView:
+    """Queues of the trainer, and of the samplers by the name of their base model.
+
+    `sampled`: rates of all samplers together.
+    """
+
     training: TrainingView
-    sampling: SamplingView
+    sampling: Mapping[str, SamplingView]
+    sampled: TokenRates = TokenRates()
 
     def to_bytes(self) -> bytes:
         return orjson.dumps(self, option=orjson.OPT_NON_STR_KEYS)

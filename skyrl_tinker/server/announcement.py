@@ -4,18 +4,23 @@ from sqlalchemy import make_url
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
-from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.server.addresses import client_url
+from skyrl_tinker.server.base_models import catalog
 
 READY = "skyrl-tinker ready: "
 """Beginning of the first line; the URL follows."""
 
 
-def announcement(settings: Settings, facts: BaseModelFacts, *, keys: bool) -> str:
+def announcement(settings: Settings, bases: Bases, *, keys: bool) -> str:
     """Return the lines. `keys`: whether clients need an API key."""
     url = client_url(settings)
+    models = [
+        f"{facts.name}, {facts.context_length} tokens of context, "
+        + (_trained(settings) if facts.trainable else "sampling only")
+        for facts in bases.all
+    ]
     facts_of_it = {
-        "model": f"{facts.name}, {facts.context_length} tokens of context, {_trained(settings)}",
         "runs on": _devices(settings),
         "home": f"{settings.root}, logs in {Directories(settings).log_dir}",
         "API keys": _keys(settings, keys),
@@ -23,7 +28,8 @@ def announcement(settings: Settings, facts: BaseModelFacts, *, keys: bool) -> st
         "dashboard": f"{url}/",
         "clients": f"export TINKER_BASE_URL={url} TINKER_API_KEY={'tml-…' if keys else 'tml-local'}",
     }
-    return "\n".join([READY + url, *(f"  {name:<11} {value}" for name, value in facts_of_it.items())])
+    lines = [*(("model", model) for model in models), *facts_of_it.items()]
+    return "\n".join([READY + url, *(f"  {name:<11} {value}" for name, value in lines)])
 
 
 def _trained(settings: Settings) -> str:
@@ -44,7 +50,8 @@ def _places(settings: Settings) -> dict[str, str]:
 
 
 def _devices(settings: Settings) -> str:
-    samplers = len(settings.external_urls) or settings.replicas
+    of_bases = [settings, *catalog.further(settings)]
+    samplers = sum(len(each.external_urls) or each.replicas for each in of_bases)
     placement = "in turns on the same devices" if settings.colocated else "side by side"
     return (
         f"{settings.device} in {settings.trainer_dtype}: trainer ranks {settings.trainer_ranks}, "

@@ -80,15 +80,22 @@ def _problem(estimate: MemoryEstimate, longest: int) -> tuple[str | None, str | 
         )
         many = estimate.resident > 1
         return problem + (f" with {estimate.resident} models in training" if many else ""), TRAINER
+    refused = sampler_problem(estimate)
+    return refused, SAMPLER if refused else None
+
+
+def sampler_problem(estimate: MemoryEstimate) -> str | None:
+    """Return why a sampler does not fit on its GPUs, None if it does."""
+    demand = estimate.demand
     if estimate.cache_tokens < demand.context:
         tokens = max(0, int(estimate.cache_tokens))
-        return f"the samplers have room for {tokens} tokens, not for a sequence of {demand.context}", SAMPLER
+        return f"the samplers have room for {tokens} tokens, not for a sequence of {demand.context}"
     if estimate.arriving > estimate.beside_sampler:
         return (
             f"new weights take {estimate.arriving / GB:.1f} GB of a sampler's GPU as they arrive, and it "
             f"leaves {estimate.beside_sampler / GB:.1f} GB: set a smaller gpu_memory_utilization"
-        ), SAMPLER
-    return None, None
+        )
+    return None
 
 
 def _choices(estimate: MemoryEstimate) -> tuple[Choice, ...]:

@@ -19,6 +19,7 @@ from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import NotSupportedError, StartupError, StorageError
 from skyrl_tinker.inference.sampling_engine import engine_of
 from skyrl_tinker.server.addresses import is_http
+from skyrl_tinker.server.base_models import catalog
 from skyrl_tinker.storage import owner_mark
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, CheckpointStorage, Storage, open_storage
 from skyrl_tinker.storage.owner_mark import LocalPlace
@@ -39,12 +40,25 @@ _ASKED = 20  # directories that are looked for in object storage
 def check_settings(settings: Settings) -> None:
     """Refuse settings that are not implemented yet or contradict each other, whatever the placement."""
     _check_samplers(settings)
+    _check_further(settings)
     check_tls(settings)
     _check_standby(settings)
     _check_dtype(settings)
     _check_otlp(settings)
     if settings.ray_address is not None:
         _check_ray(settings.ray_address)
+
+
+def _check_further(settings: Settings) -> None:
+    """Refuse further base models whose samplers contradict themselves, or are another's."""
+    urls = [url.rstrip("/") for url in settings.external_urls]
+    for own in catalog.further(settings):
+        with catalog.refusals(own):
+            _check_samplers(own)
+            for url in (url.rstrip("/") for url in own.external_urls):
+                if url in urls:
+                    raise StartupError(f"sampler_urls: {url} serves another base model")
+        urls += [url.rstrip("/") for url in own.external_urls]
 
 
 def _check_standby(settings: Settings) -> None:

@@ -23,7 +23,6 @@ _OWN = {
     "insecure",
     "standby",
     "database_url",
-    "log_mb",
 }
 """Settings that each host has for itself."""
 

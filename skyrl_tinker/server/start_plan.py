@@ -3,20 +3,21 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
 from skyrl_tinker.domain.units import GB
+from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.inference.sampling_engine import engine_of
-from skyrl_tinker.server.base_models import base_model
-from skyrl_tinker.server.capacity_plan import MOST_TOKENS, CapacityPlan, make_plan
-from skyrl_tinker.server.gpu_division import divide
-from skyrl_tinker.server.memory_estimate import SAMPLER, TRAINER, Demand
+from skyrl_tinker.server.base_models import base_model, catalog
+from skyrl_tinker.server.capacity_plan import MOST_TOKENS, CapacityPlan, make_plan, sampler_problem
+from skyrl_tinker.server.gpu_division import GpuDivision, divide
+from skyrl_tinker.server.memory_estimate import SAMPLER, TRAINER, Demand, MemoryEstimate, MemoryLine
 from skyrl_tinker.system import processes
 from skyrl_tinker.weight_sync.factory import CHUNK_BYTES
 
@@ -81,7 +82,12 @@ def plan(
     Raises StartupError for a base model that cannot be served, and for GPUs that are too few.
     """
     config, facts = base_model.read_config(settings)
-    demand = Demand(
+    demand = _demand(settings, gpus, facts, tenants)
+    return make_plan(demand, facts, partial(costs_of, config, demand))
+
+
+def _demand(settings: Settings, gpus: Gpus, facts: BaseModelFacts, tenants: int = 1) -> Demand:
+    return Demand(
         gpus=gpus.count,
         gpu_bytes=gpus.bytes,
         context=facts.context_length,
@@ -94,7 +100,6 @@ def plan(
         copies=engine_of(settings).workers(1),
         given=_given(settings),
     )
-    return make_plan(demand, facts, partial(costs_of, config, demand))
 
 
 def _given(settings: Settings) -> dict[str, Any]:
@@ -116,15 +121,46 @@ def place(
         return _placed(settings, "separate")
     if settings.ray_address is not None:
         return _placed(_divided(settings), "separate")
+    if not settings.plan and settings.placement != "auto":
+        return settings
+    gpus = _beside_further(settings, probe(), costs_of)
     if not settings.plan:
-        return settings if settings.placement != "auto" else _placed(settings, _placement(settings, probe()))
-    gpus = probe()
+        return _placed(settings, _placement(settings, gpus))
     found = plan(settings, gpus, costs_of)
     if found.problem is not None:
-        raise StartupError(_refusal(settings, gpus, found))
+        assert found.place is not None
+        raise StartupError(_refusal(settings, gpus, found.problem, found.place, found.lines))
     lines = (f"  {choice}" for choice in found.choices)
     tell("\n".join((f"planned for {_named(gpus)} (not with --no-plan):", *lines)))
     return settings.model_copy(update={choice.setting: choice.value for choice in found.choices})
+
+
+def _beside_further(settings: Settings, gpus: Gpus, costs_of: CostsOf) -> Gpus:
+    """Return the GPUs that samplers of further base models leave. StartupError if one does not fit."""
+    left = gpus.count
+    for own in catalog.further(settings):
+        if own.external_urls:
+            continue
+        copies = engine_of(own).workers(1)
+        way = GpuDivision("separate", 1, own.replicas, own.tensor_parallel_size, copies)
+        left -= way.samplers
+        with catalog.refusals(own):
+            if left < 1:
+                raise StartupError(
+                    f"replicas x tensor_parallel_size take {way.samplers} GPUs, found {gpus.count} in all, "
+                    "and base_model needs one"
+                )
+            if settings.plan:
+                _require_sampler(own, replace(gpus, count=way.samplers), way, costs_of)
+    return replace(gpus, count=left)
+
+
+def _require_sampler(settings: Settings, gpus: Gpus, way: GpuDivision, costs_of: CostsOf) -> None:
+    config, facts = base_model.read_config(settings)
+    demand = _demand(settings, gpus, facts)
+    estimate = MemoryEstimate(demand, facts, way, costs_of(config, demand, way.ranks))
+    if problem := sampler_problem(estimate):
+        raise StartupError(_refusal(settings, gpus, problem, SAMPLER, estimate.lines()))
 
 
 def _divided(settings: Settings) -> Settings:
@@ -151,14 +187,13 @@ def _placement(settings: Settings, gpus: Gpus) -> str:
     return divide(gpus.count, numbers, [settings.tensor_parallel_size], copies)[0][0].placement
 
 
-def _refusal(settings: Settings, gpus: Gpus, found: CapacityPlan) -> str:
-    assert found.place is not None
-    lines = [line for line in found.lines if line.place == found.place and line.counted]
-    sizes = (f"{line.name} {line.bytes / GB:.1f}" for line in lines if abs(line.bytes) >= GB / 20)
-    together = sum(line.bytes for line in lines) / GB
+def _refusal(settings: Settings, gpus: Gpus, problem: str, place: str, lines: Sequence[MemoryLine]) -> str:
+    counted = [line for line in lines if line.place == place and line.counted]
+    sizes = (f"{line.name} {line.bytes / GB:.1f}" for line in counted if abs(line.bytes) >= GB / 20)
+    together = sum(line.bytes for line in counted) / GB
     return (
-        f"--base-model {settings.base_model} does not fit on {_named(gpus)}: {found.problem} ({found.place}, "
-        f"GB: {', '.join(sizes)}, together {together:.1f}); set {_REMEDIES[found.place]}, or --no-plan (the "
+        f"--base-model {settings.base_model} does not fit on {_named(gpus)}: {problem} ({place}, "
+        f"GB: {', '.join(sizes)}, together {together:.1f}); set {_REMEDIES[place]}, or --no-plan (the "
         "setting plan) to start all the same"
     )
 

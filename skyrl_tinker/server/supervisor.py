@@ -18,16 +18,14 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.directories import Directories
+from skyrl_tinker.directories import LOG_BYTES, Directories
 from skyrl_tinker.domain.bases import Bases
-from skyrl_tinker.domain.units import MiB
-from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import LeaseLostError, StartupError
 from skyrl_tinker.server import log_files, preflight, shared_settings, start_plan
 from skyrl_tinker.server.addresses import local_url
 from skyrl_tinker.server.announcement import announcement
 from skyrl_tinker.server.api_processes import ApiProcesses
-from skyrl_tinker.server.base_models import base_model
+from skyrl_tinker.server.base_models import base_model, catalog
 from skyrl_tinker.server.child_process import DEATHS_WITHIN_S, MOST_DEATHS, ChildProcess
 from skyrl_tinker.store import api_keys, server_state
 from skyrl_tinker.store.cluster.server_lease import Lease
@@ -71,14 +69,14 @@ def serve(settings: Settings, ready: Report, progress: Report, warn: Report) -> 
             progress(f"ended {left} processes left by a killed server")
         directories.delete_orphaned()
         settings = settings.model_copy(update={"home": directories.home})
-        facts = base_model.resolve(settings)
+        bases = catalog.resolve_all(settings)
         with closing(_take_database(settings, progress)) as lease:
             preflight.claim_storage(settings)
             preflight.check_host(settings)
             with preflight.listen(settings.host, settings.port) as listener:
                 settings = settings.model_copy(update={"port": listener.getsockname()[1]})
                 write_file(directories.settings_file, settings.model_dump_json())
-                supervisor = _Supervisor(settings, directories, facts, listener, lease, ready, progress, warn)
+                supervisor = _Supervisor(settings, directories, bases, listener, lease, ready, progress, warn)
                 asyncio.run(supervisor.run())
 
 
@@ -99,7 +97,7 @@ class _Supervisor:
         self,
         settings: Settings,
         directories: Directories,
-        facts: BaseModelFacts,
+        bases: Bases,
         listener: socket.socket,
         lease: Lease,
         ready: Report,
@@ -108,7 +106,7 @@ class _Supervisor:
     ) -> None:
         self._settings = settings
         self._directories = directories
-        self._facts = facts
+        self._bases = bases
         self._lease = lease
         self._ready = ready
         self._progress = progress
@@ -153,7 +151,7 @@ class _Supervisor:
         self._apis.replace()
 
     async def _run_children(self, store: Store) -> None:
-        await store.write(partial(server_state.put_bases, bases=Bases((self._facts,))))
+        await store.write(partial(server_state.put_bases, bases=self._bases))
         await store.write(partial(shared_settings.publish, settings=self._settings))
         own = {"pid": os.getpid(), "started_at": psutil.Process().create_time()}
         await store.write(lambda conn: server_state.put(conn, server_state.SERVER, own))
@@ -190,7 +188,7 @@ class _Supervisor:
             await asyncio.sleep(_BACK_OFF_S)
 
     async def _keep_engine(self, store: Store) -> None:
-        if self._facts.hub_name is not None:
+        if any(facts.hub_name is not None for facts in self._bases.all):
             await self._fetch_weights(store)
         while True:
             code = await self._engine.run()
@@ -203,7 +201,8 @@ class _Supervisor:
         while code := await self._download.run():
             self._report_death(self._download, code)
             await asyncio.sleep(_BACK_OFF_S)
-        base_model.check_weights(Path(self._facts.directory))
+        for facts in self._bases.all:
+            base_model.check_weights(Path(facts.directory))
         await self._set_engine_state(store, "starting", "starting the engine")
 
     def _report_death(self, child: ChildProcess, code: int) -> None:
@@ -241,7 +240,7 @@ class _Supervisor:
                 await asyncio.sleep(_READY_POLL_S)
         self._was_ready = True
         keys = await store.read(api_keys.count_keys) > 0
-        self._ready(announcement(self._settings, self._facts, keys=keys))
+        self._ready(announcement(self._settings, self._bases, keys=keys))
 
     async def _record_processes(self) -> None:
         """Keep the pid file current, for the next server if this one is killed, and reap dead orphans."""
@@ -276,8 +275,7 @@ class _Supervisor:
     async def _rotate_logs(self) -> None:
         while True:
             with suppress(OSError):  # a full disk: tried again
-                limit = self._settings.log_mb * MiB
-                await asyncio.to_thread(log_files.rotate, self._directories.log_dir, limit)
+                await asyncio.to_thread(log_files.rotate, self._directories.log_dir, LOG_BYTES)
             await asyncio.sleep(_RECORD_S)
 
     async def _report_changes(self, store: Store) -> None:

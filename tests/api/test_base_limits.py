@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skyrl_tinker.api import base_limits
-from skyrl_tinker.config import Settings
+from skyrl_tinker.config import BaseOverrides, Settings
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelState, SamplingSessionId
 from skyrl_tinker.store import model_records, sampling_sessions
 from tests.api.support.passes import datum, post_pass, protobuf
@@ -26,6 +26,7 @@ from tests.support.reads import reading
 
 SMALL, ALIAS = "org/small", "/models/small"
 OTHER = replace(FACTS, directory=ALIAS, names=(SMALL, ALIAS), vocab_size=10, context_length=4)
+ONLY_SAMPLED = replace(OTHER, trainable=False)
 
 
 @pytest.fixture
@@ -156,3 +157,40 @@ async def test_requests_of_a_base_model_that_is_not_served_say_so(world: World, 
         refused = await alone.post("asample", sample(sampler, 0, **prompt(VOCABULARY)))
         assert refused.status_code == 400
         assert f"{sampler} is of base model '{SMALL}', expected {BASE}" in refused.text
+
+
+async def test_a_base_model_that_is_sampled_only_takes_no_model(world: World, settings: Settings) -> None:
+    """A model of the time when it was trained stays parked, and its samplers are sampled."""
+    model = await world.model(base_model=SMALL)
+    saved = await world.checkpoint(model, CheckpointKind.WEIGHTS, "a")
+    sampled = await world.checkpoint(model, CheckpointKind.SAMPLER_WEIGHTS, "a")
+    with reading(world.store) as conn:
+        row = model_records.by_id(conn, ModelId(model))
+    assert row is not None
+    own = {SMALL: BaseOverrides(roles=("sample",), replicas=2)}
+    async with running(settings.model_copy(update={"bases": own}), FACTS, ONLY_SAMPLED) as now:
+        models = (await now.http.get("get_server_capabilities")).json()["supported_models"]
+        assert [(each["trainable"], each["sampleable"]) for each in models] == [(True, True), (False, True)]
+        served = (await now.http.get("console/now")).json()["server"]["base_models"]
+        told = [(each["trainable"], each["trainer_ranks"], each["replicas"]) for each in served]
+        assert told == [(True, 1, 1), (False, 0, 2)]
+        session = await now.session()
+        refused = f"base_model '{SMALL}' is served for sampling only (roles of base {SMALL})"
+        body = {"session_id": session, "model_seq_id": 0, "base_model": SMALL, "lora_config": {"rank": 8}}
+        assert refused in await now.failure((await now.ok("create_model", body))["request_id"])
+        body = {"session_id": session, "model_seq_id": 1, "path": saved, "optimizer": False}
+        assert refused in await now.failure((await now.ok("load_weights", body))["request_id"])
+        sampler = await now.sampler(session, model_path=sampled)
+        await now.ok("asample", sample(sampler, 0, **prompt(9), sampling_params={"max_tokens": 1}))
+        parked = partial(model_records.set_state, key=row.key, state=ModelState.PARKED, reason="is parked")
+        await now.store.write(parked)
+        told_of_pass = (await now.result(await trained(now, model, 1, [1]), **PROTOBUF)).json()
+        assert (told_of_pass["error"], told_of_pass["category"]) == ("is parked", "server")
+
+
+async def test_the_highest_rank_is_that_of_the_base_model(settings: Settings) -> None:
+    own = {SMALL: BaseOverrides(roles=("sample",), max_lora_rank=4)}
+    async with running(settings.model_copy(update={"bases": own}), FACTS, ONLY_SAMPLED) as world:
+        limits = world.services.limits
+        assert limits.of(FACTS).max_lora_rank == settings.max_lora_rank
+        assert limits.of(ONLY_SAMPLED).max_lora_rank == 4

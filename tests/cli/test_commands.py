@@ -119,17 +119,19 @@ def test_former_names_have_successors_and_are_free() -> None:
 
 def test_the_shown_settings_are_a_file_that_gives_them_again(tmp_path: Path) -> None:
     given = ["--port", "3", "--vllm-args", 'speculative-config={"a": [1, true]}', "--placement", "separate"]
-    given += ["--keys", "models=3"]
+    given += ["--keys", "models=3", "--also", "org/teacher"]
     shown = CliRunner().invoke(app, ["serve", "--show-config", *given, "--sampler-urls", "http://a:1"]).stdout
     file = tmp_path / "settings.toml"
     file.write_text(shown)
     loaded = config.load(file)
-    assert loaded.model_fields_set == {"port", "vllm_args", "placement", "sampler_urls", "keys"}
+    assert loaded.model_fields_set == {"port", "vllm_args", "placement", "sampler_urls", "keys", "bases"}
     assert loaded.keys.model_fields_set == {"models"}
+    assert loaded.bases["org/teacher"].model_fields_set == {"roles"}
     assert loaded.vllm_args == {"speculative-config": {"a": [1, True]}}
     assert (loaded.port, loaded.sampler_urls) == (3, ("http://a:1",))
     assert "\n# token_budget = 2048\n" in shown
-    expected = {key for name in config.Settings.model_fields for key in config.keys_of(name) or (name,)}
+    fields = config.Settings.model_fields
+    expected = {key.partition(".NAME")[0] for name in fields for key in config.keys_of(name) or (name,)}
     assert {line.removeprefix("# ").split()[0] for line in shown.splitlines()[1:]} == expected
 
 

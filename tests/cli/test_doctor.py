@@ -12,6 +12,7 @@ import pytest
 from skyrl_tinker import config
 from skyrl_tinker.cli import doctor
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.server.base_models.tiny_model import make_model
 from skyrl_tinker.system.process_lock import process_lock
 from tests.support.postgres import Postgres
 
@@ -149,6 +150,16 @@ def test_it_names_what_serve_would_refuse(capsys: pytest.CaptureFixture[str], tm
     assert found["settings"].startswith("FAIL  prefill_urls and decode_urls: found one of them")
     assert found["base model"] == f"FAIL  --base-model {tmp_path}: no config.json in that directory"
     assert found["disk"].startswith("FAIL  ")
+
+
+def test_it_looks_at_each_base_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    make_model(tmp_path / "teacher", hidden=64)
+    findings = _doctor(capsys, home=tmp_path, bases=[str(tmp_path / "teacher")])
+    assert findings["base model"].startswith("tiny, made on first use; ")
+    assert findings["base model"].endswith("vLLM, sampling only"), findings
+    assert "(4.5 needed)" in findings["memory"]
+    found = _doctor(capsys, home=tmp_path, bases=[str(tmp_path)])["base model"]
+    assert found.startswith(f"FAIL  bases.{tmp_path}: "), found
 
 
 def test_it_asks_database_and_storage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from skyrl_tinker.cli.running_server import process_lines, status_lines
 def replica(host: str | None, weights_by: str | None, adapters_by: str | None) -> dict[str, Any]:
     ways = {"weights_by": weights_by, "adapters_by": adapters_by}
     return {
+        "base_model": "org/tiny",
         **ways,
         "host": host,
         "address": host and f"http://{host}:8100",
@@ -21,7 +22,10 @@ NOW: dict[str, Any] = {
     "detail": "",
     "server": {
         "device": "cpu",
-        "base_models": [{"base_model": "org/tiny", "context_length": 64}],
+        "base_models": [
+            {"base_model": "org/tiny", "context_length": 64, "trainable": True},
+            {"base_model": "org/teacher", "context_length": 32, "trainable": False},
+        ],
         "sampler": "Plain",
     },
     "problems": [],
@@ -42,14 +46,24 @@ def test_status_counts_the_replicas_of_each_way() -> None:
 
 
 def test_status_names_the_sampling_engine_and_what_it_lacks() -> None:
-    lines = status_lines(NOW | {"samplers": {"in_flight": 3, "waiting": 2}})
-    assert "samplers  Plain: 3 in flight, 2 waiting" in lines
+    student = {"base_model": "org/tiny", "in_flight": 3, "waiting": 2}
+    teacher = {"base_model": "org/teacher", "in_flight": 1, "waiting": 0}
+    assert "samplers  Plain: 3 in flight, 2 waiting" in status_lines(NOW | {"samplers": [student]})
+    lines = list(status_lines(NOW | {"samplers": [student, teacher]}))
+    assert "samplers  Plain of org/tiny: 3 in flight, 2 waiting" in lines
+    assert "samplers  Plain of org/teacher: 1 in flight, 0 waiting" in lines
+
+
+def test_status_has_a_line_for_each_base_model() -> None:
+    first, second, *_ = status_lines(NOW)
+    assert first == "ready     org/tiny on cpu, 64 tokens"
+    assert second == "ready     org/teacher on cpu, 32 tokens, sampling only"
 
 
 def test_ps_shows_host_and_ways_of_each_replica() -> None:
     _, heads, near, far, _, replaced = process_lines(NOW)
     assert heads.endswith("weights by     adapters by")
-    assert near.split()[:4] == ["http://10.0.0.1:8100", "10.0.0.1", "serving", "base"]
+    assert near.split()[:5] == ["org/tiny", "http://10.0.0.1:8100", "10.0.0.1", "serving", "base"]
     assert near.endswith("shared memory  shared memory")
-    assert far.split() == ["http://10.0.0.2:8100", "10.0.0.2", "serving", "base", "gloo", "pull"]
-    assert replaced.split() == ["replaced", "base"]
+    assert far.split() == ["org/tiny", "http://10.0.0.2:8100", "10.0.0.2", "serving", "base", "gloo", "pull"]
+    assert replaced.split() == ["org/tiny", "replaced", "base"]

@@ -14,7 +14,7 @@ from tests.support.serve import serving
 @pytest.fixture(scope="package")
 def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kitchen]:
     made = Kitchen(tmp_path_factory.mktemp("kitchen"))
-    options = ("--base-model", str(made.model_directory), "--model-name", MODEL)
+    options = ("--base-model", str(made.model_directory), "--model-name", MODEL, "--also", str(made.teacher))
     with serving(made.directory / "home", *options) as server:
         made.url = server.url
         yield made

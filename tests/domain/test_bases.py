@@ -1,5 +1,8 @@
 """Base models are found by any of their names."""
 
+import re
+from dataclasses import replace
+
 import pytest
 
 from skyrl_tinker.domain.bases import Bases
@@ -24,3 +27,15 @@ def test_a_base_model_that_is_not_served_is_named_with_those_that_are() -> None:
         Bases((STUDENT,)).require("x")
     with pytest.raises(UserError, match=r"expected one that is served: org/student, org/teacher$"):
         Bases((STUDENT, TEACHER)).require("")
+
+
+def test_one_that_is_sampled_only_is_not_trained() -> None:
+    teacher = replace(TEACHER, trainable=False)
+    bases = Bases((STUDENT, teacher))
+    assert bases.require_trainable("/models/s") is STUDENT
+    assert bases.require("/models/t") is teacher
+    words = "base_model '/models/t' is served for sampling only (roles of base org/teacher), expected one"
+    with pytest.raises(UserError, match=rf"^{re.escape(words)} that trains: org/student$"):
+        bases.require_trainable("/models/t")
+    with pytest.raises(UserError, match="base_model is 'x', expected one that is served"):
+        bases.require_trainable("x")

@@ -44,11 +44,11 @@ def test_status_is_found_by_the_home_and_by_url(server: Serve) -> None:
 
 def test_ps_and_top_show_the_processes_and_replicas(server: Serve) -> None:
     shown = _run("ps", "--url", server.url).stdout
-    for name in ("process ", "API ", "engine ", "trainer rank ", "replica "):
+    for name in ("process ", "API ", "engine ", "trainer rank ", "base model "):
         assert f"\n{name}" in f"\n{shown}"
     assert "\npython" not in shown
     twice = _run("top", "--url", server.url, "--interval", "0.2", "--times", "2").stdout
-    assert twice.count("ready     tiny") == twice.count("\nreplica ") == 2
+    assert twice.count("ready     tiny") == twice.count("\nbase model ") == 2
 
 
 def test_usage_adds_up_what_was_trained(client: Client) -> None:

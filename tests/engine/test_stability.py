@@ -180,6 +180,6 @@ async def test_records_that_nobody_uses_are_purged(
     (tmp_path / "memory").mkdir()
     overflow = TmpfsSpill(tmp_path / "memory", tmp_path / "disk")
     settings = Settings(home=tmp_path, retention={"stability_s": ttl_s})
-    versions = EphemeralVersions(store, nobody, nobody, overflow, settings)
-    await Cleanup(store, nobody, drawn.driver, lambda _: False, versions, settings).sweep()
+    versions = EphemeralVersions(store, [], nobody, overflow, settings)
+    await Cleanup(store, nobody, nobody, lambda _: False, versions, settings).sweep()
     assert len(await records_of(store, accepted)) == left

@@ -11,6 +11,7 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker import config
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.compose import Environment, make_tmpfs_spill
@@ -40,7 +41,7 @@ def start_up(
     facts = BaseModelFacts(str(home / "model"), *[getattr(FACTS, name) for name in FACTS.__slots__[1:]])
     status = EngineStatus(store, bell)
     env = Environment(settings, directories, cast(Any, None), store, bell, status, Metrics())
-    return StartUp(env, facts, []), directories
+    return StartUp(env, Bases((facts,)), []), directories
 
 
 async def test_weights_in_memory_are_looked_for_where_this_home_has_them(
@@ -75,7 +76,7 @@ async def test_kept_weights_come_back_several_at_once_and_damaged_ones_end_no_st
     model = await create(store, await new_session(store))
     ids = [await ephemeral(store, model.key) for _ in range(4)]
     kept = [WeightVersion(each, "lora", str(directories.ephemeral_dir / f"v{each}")) for each in ids]
-    spill = make_tmpfs_spill(starting._settings)
+    spill = make_tmpfs_spill(starting._env.settings)
     for version in kept:
         _keep(spill, version)
     for directory in (directories.ephemeral_dir, directories.overflow_dir):

@@ -51,7 +51,7 @@ def test_models_come_back_with_their_base_model(tmp_path: Path, monkeypatch: pyt
         assert served(server.url) == [first]
     with serving(home, "--port", port, "--base-model", second) as server:
         forward = training.forward([datum(random_tokens(40, seed=0))], "cross_entropy")
-        told = f"it was trained on base model {first}, and this server serves {second}; "
+        told = f"it was trained on base model {first}, and this server trains {second}; "
         with pytest.raises(tinker.RequestFailedError, match=re.escape(told)):
             forward.result(HEAL_S)
         with pytest.raises(tinker.BadRequestError, match=re.escape(f"is of base model '{first}'")):
@@ -64,6 +64,15 @@ def test_models_come_back_with_their_base_model(tmp_path: Path, monkeypatch: pyt
         assert served(server.url) == [second]
         other = Client(server.url, service, second).new_lora()
         assert losses(other, range(1)) != truth[:1]
+    with serving(home, "--port", port, "--base-model", second, "--also", first) as server:
+        assert sampler.compute_logprobs(tokens).result(HEAL_S) == pytest.approx(scores, abs=1e-4)
+        with pytest.raises(
+            tinker.RequestFailedError, match=f"it was trained on base model {re.escape(first)}, "
+        ):
+            training.forward([datum(random_tokens(40, seed=0))], "cross_entropy").result(HEAL_S)
+        with pytest.raises(tinker.TinkerError, match="is served for sampling only"):
+            service.create_training_client_from_state(saved).result(HEAL_S)
+        assert served(server.url) == [second, first]
     named = "--base-model", first, "--model-name", "org/first"
     with serving(home, "--port", port, *named) as server, service:
         assert losses(training, range(2, 3)) == truth[2:]

@@ -142,7 +142,7 @@ def await_in_flight(server: Serve, *, training: int = 0, samples: int = 0) -> No
         if (accepted["training"], accepted["sampling"]) != (training, samples) or now["trainer"] is None:
             return False
         begun = now["trainer"]["running"] is not None
-        return begun == (training > 0) and now["samplers"]["in_flight"] == samples
+        return begun == (training > 0) and sum(each["in_flight"] for each in now["samplers"]) == samples
 
     wait_until(there)
 

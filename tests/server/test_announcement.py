@@ -1,14 +1,28 @@
 """The first thing that a user reads: how to reach the server, and where it keeps what it has."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from skyrl_tinker import config
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.server.announcement import announcement
 from tests.api.support.world import FACTS
 
 
+def test_it_has_a_line_for_each_base_model(tmp_path: Path) -> None:
+    settings = config.load(home=tmp_path, max_lora_rank=16, bases=["teacher"])
+    teacher = replace(FACTS, names=("teacher",), trainable=False)
+    lines = announcement(settings, Bases((FACTS, teacher)), keys=False).splitlines()
+    assert (
+        lines[1]
+        == f"  model       {FACTS.name}, {FACTS.context_length} tokens of context, adapters up to rank 16"
+    )
+    assert lines[2] == f"  model       teacher, {FACTS.context_length} tokens of context, sampling only"
+    assert "samplers 2, side by side" in lines[3]
+
+
 def test_it_names_the_places_that_are_not_under_home_without_secrets(tmp_path: Path) -> None:
-    alone = announcement(config.load(home=tmp_path), FACTS, keys=False)
+    alone = announcement(config.load(home=tmp_path), Bases((FACTS,)), keys=False)
     assert not any(word in alone for word in ("database  ", "checkpoints  ", "snapshots  ", "engine  "))
     cluster = config.load(
         home=tmp_path,
@@ -17,7 +31,7 @@ def test_it_names_the_places_that_are_not_under_home_without_secrets(tmp_path: P
         snapshots="/shared/b",
         engine_listen="10.0.0.1:8100",
     )
-    lines = announcement(cluster, FACTS, keys=True).splitlines()
+    lines = announcement(cluster, Bases((FACTS,)), keys=True).splitlines()
     assert "  database    postgresql+psycopg://u:***@db/journal" in lines
     assert "  checkpoints s3://bucket/a" in lines
     assert "  snapshots   /shared/b" in lines

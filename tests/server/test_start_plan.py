@@ -146,6 +146,25 @@ def test_without_a_plan_gpus_that_are_too_few_for_either_are_refused() -> None:
         start_plan.place(settings, print, lambda: Gpus(3, GB), _no_costs)
 
 
+def test_samplers_of_further_base_models_have_gpus_of_their_own(model: Path) -> None:
+    (other := model / "teacher").mkdir()
+    (other / "config.json").write_text(json.dumps(QWEN3_8B))
+    own: dict[str, Any] = {"roles": ["sample"], "replicas": 2, "tensor_parallel_size": 2}
+    placed, told = _place(model, 8, bases={str(other): own})
+    assert (placed.trainer_ranks, placed.replicas * placed.tensor_parallel_size) == (2, 2)
+    assert told.startswith("planned for 4 GPUs of 80 GB")
+    assert placed.for_base(str(other)).replicas == 2
+    with pytest.raises(StartupError, match=rf"^bases\.{other}: .* take 4 GPUs, found 4 in all"):
+        _place(model, 4, bases={str(other): own})
+    with pytest.raises(
+        StartupError, match=rf"^bases\.{other}: --base-model .* does not fit on 1 GPU of 16 GB"
+    ):
+        _place(model, 8, 16, bases=[str(other)])
+    settings = config.load(device="cuda", plan=False, bases=[str(other)])
+    assert start_plan.place(settings, print, lambda: Gpus(3, GB), _no_costs).placement == "separate"
+    assert start_plan.place(settings, print, lambda: Gpus(2, GB), _no_costs).placement == "colocated"
+
+
 @pytest.mark.parametrize("given", [{}, {"device": "cuda", "sampler_urls": ["http://a:9"]}])
 def test_without_gpus_or_samplers_of_our_own_nothing_is_planned(given: dict[str, Any]) -> None:
     settings = config.load(**given)

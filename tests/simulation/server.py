@@ -31,6 +31,7 @@ from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import LeaseLostError
+from skyrl_tinker.storage.checkpoint_storage import open_storage
 from skyrl_tinker.store.cluster.server_lease import Lease, own_epoch
 from skyrl_tinker.store.database.abstract_database import LeaseFence
 from skyrl_tinker.store.database.opening import open_database
@@ -317,15 +318,16 @@ class Server:
         env = Environment(settings, directories, cast(Any, None), store, bell, status, Metrics())
         for directory in (directories.ephemeral_dir, directories.checkpoint_root):
             directory.mkdir(exist_ok=True)
-        await StartUp(env, self._facts, []).tidy_up()
+        await StartUp(env, Bases((self._facts,)), []).tidy_up()
         client = vllm_client(router.url if router else replicas.urls[0], replicas.urls)
         fleet = Fleet(replicas, client, cast(Any, router))
         with patch("skyrl_tinker.engine.compose.CHUNK_BYTES", 0):  # a tensor is a chunk
-            samplers = make_samplers(settings, self._facts, trainer, fleet, env.metrics)
-        runtime = BaseRuntime(self._facts, trainer, fleet, samplers, SEPARATE)
+            storage = open_storage(settings.checkpoint_root, settings.checkpoint_url)
+            samplers = make_samplers(settings, self._facts, trainer, fleet, env.metrics, storage)
+        runtimes = [BaseRuntime(settings, self._facts, trainer, fleet, samplers, SEPARATE)]
         engine = Engine(env)
         process.is_up = lambda: engine._ready
-        await engine._serve(compose(env, runtime), runtime)
+        await engine._serve(compose(env, runtimes), runtimes)
 
 
 def _end(process: Process, _: str) -> None:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.values import (
+    BaseModelFacts,
     SampledSequence,
     SampleOutput,
     SampleRequest,
@@ -19,7 +20,6 @@ from skyrl_tinker.domain.values import (
 )
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, InflightTargets, SampleSource, newest
 from skyrl_tinker.engine.scheduling.priorities import Share
-from skyrl_tinker.errors import UserError
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.protocol.queue_views import ReplicaView, SamplingView
 from tests.support.scripted_trainer import CapturedSteps
@@ -39,6 +39,9 @@ class ScriptedSamplers:
 
     def __init__(self, names: Sequence[str] = ("tiny",)) -> None:
         """`names`: of the base model."""
+        self.facts = BaseModelFacts(
+            "/nowhere", (*names,), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,)
+        )
         self.drawn: list[tuple[int, ...]] = []
         self.sources: list[SampleSource] = []
         self.stopped: list[tuple[int, ...]] = []
@@ -54,7 +57,6 @@ class ScriptedSamplers:
         self.go_on, self.going_on = asyncio.Event(), asyncio.Event()
         self.go_on.set()
         self.going_on.set()
-        self._names = names
         self._targets = InflightTargets()
 
     async def sample(self, source: SampleSource, request: SampleRequest, share: Share = None) -> SampleOutput:
@@ -82,10 +84,6 @@ class ScriptedSamplers:
     def _scores(self, request: SampleRequest) -> tuple[float, ...] | None:
         rest = (self.prompt_logprob,) * (len(request.prompt) - 1)
         return (float("nan"), *rest) if request.prompt_logprobs else None
-
-    def require_served(self, base_model: str) -> None:
-        if base_model not in self._names:
-            raise UserError(f"this sampling client is of base model {base_model!r}")
 
     def target(self, model: ModelKey, version: WeightVersion) -> InflightTarget:
         return self._targets.at_least(model, version)

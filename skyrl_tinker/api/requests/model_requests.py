@@ -50,7 +50,7 @@ def new_model(message: CreateModelRequest, payload: Mapping[str, Any], limits: B
     """Check create_model."""
     digest = payload_digest(RequestKind.CREATE_MODEL, payload)
     try:
-        facts = limits.bases.require(message.base_model)
+        facts = limits.bases.require_trainable(message.base_model)
         spec = validate_lora_config(message.lora_config, limits.of(facts))
         model = _model(message, facts.name, spec, validate_optimizer_config(message.optimizer_config))
     except UserError as error:
@@ -71,7 +71,7 @@ def model_from_checkpoint(
         body = validate_create_via_load(message, bases)
         row = find_checkpoint(conn, owner, message.path)
         expected = bases if named is None else Bases((bases.require(named),))
-        facts = checkpoint_rules.require_base(row, expected)
+        facts = bases.require_trainable(checkpoint_rules.require_base(row, expected).name)
         most = limits.of(facts).max_lora_rank
         checkpoint_rules.require_resumable(row, optimizer=message.optimizer, max_lora_rank=most)
     except UserError as error:

@@ -1,6 +1,6 @@
 """Snapshot of the server as one caller sees it: problems first."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Literal
 
@@ -73,11 +73,13 @@ class NowView:
             ready=snapshot.engine.ready and not shortage,
             problems=[*self._problems(shortage, detail), *self._waits()],
             processes=list(snapshot.processes) if sees_all(self._caller) else None,
-            replicas=[] if queues is None else _replicas(queues.sampling),
+            replicas=[]
+            if queues is None
+            else [row for each in queues.sampling.items() for row in _replicas(*each)],
             queue=self._queue,
-            rates=queues and RatesNow(trained=queues.training.rates, sampled=queues.sampling.rates),
+            rates=queues and RatesNow(trained=queues.training.rates, sampled=queues.sampled),
             trainer=queues and self._trainer(queues.training),
-            samplers=queues and SamplersNow.model_validate(queues.sampling, from_attributes=True),
+            samplers=None if queues is None else [_samplers(*each) for each in queues.sampling.items()],
         )
 
     def _told(self, text: str | None) -> str:
@@ -91,7 +93,9 @@ class NowView:
             device=self._deps.settings.device,
             sampler=str(self._deps.bases.first.sampler),
             started_at=None if started_at is None else utc(started_at),
-            base_models=[_served(self._deps.settings, facts) for facts in self._deps.bases.all],
+            base_models=[
+                _served(self._deps.settings.for_base(facts.name), facts) for facts in self._deps.bases.all
+            ],
         )
 
     # Problems
@@ -115,12 +119,20 @@ class NowView:
             yield from self._engine_problems(snapshot.queues)
 
     def _engine_problems(self, queues: QueuesView) -> Iterator[Problem]:
-        if queues.sampling.paused is not None:
-            yield Problem(level="info", subject="samplers", text=queues.sampling.paused)
-        if sees_all(self._caller):
-            for incident in (*queues.training.incidents, *queues.sampling.incidents):
-                if self._snapshot.at - incident.at < RECENT_S:
-                    yield _happened(incident, self._snapshot.at)
+        yield from self._happened("processes", queues.training.incidents)
+        for name, view in queues.sampling.items():
+            whose = f" of {name}" if len(queues.sampling) > 1 else ""
+            if view.paused is not None:
+                yield Problem(level="info", subject=f"samplers{whose}", text=view.paused)
+            yield from self._happened(f"processes{whose}", view.incidents)
+
+    def _happened(self, subject: str, incidents: Iterable[Incident]) -> Iterator[Problem]:
+        now = self._snapshot.at
+        for incident in incidents if sees_all(self._caller) else ():
+            if now - incident.at < RECENT_S:
+                level: Literal["info", "warning"] = "info" if incident.mended else "warning"
+                text = f"{duration(now - incident.at)} ago {incident.text}"
+                yield Problem(level=level, subject=subject, text=text)
 
     def _waits(self) -> list[Problem]:
         """Return the requests that wait longest, with the words of the long poll."""
@@ -151,15 +163,17 @@ class NowView:
         return None if queues is None else queue_reason(group.oldest, queues).text
 
     def _guests(self) -> Iterator[QueueOfTenant]:
+        queues = self._snapshot.queues
+        views = () if queues is None else queues.sampling.values()
         for session, guest in self._snapshot.guests.items():
-            if self._sees(guest.owner_id) and self._snapshot.queues is not None:
+            for view in (view for view in views if session in view.queued and self._sees(guest.owner_id)):
                 yield QueueOfTenant(
                     owner=guest.owner,
                     session_id=session,
                     kind="sampling",
-                    waiting=self._snapshot.queues.sampling.queued[session].waiting,
+                    waiting=view.queued[session].waiting,
                     oldest_age_s=None,
-                    reason=self._snapshot.queues.sampling.paused,
+                    reason=view.paused,
                 )
 
     # Parts
@@ -184,8 +198,9 @@ def _served(settings: Settings, facts: BaseModelFacts) -> ServedModel:
     return ServedModel(
         base_model=facts.name,
         context_length=facts.context_length,
+        trainable=facts.trainable,
         placement=settings.placement,
-        trainer_ranks=settings.trainer_ranks,
+        trainer_ranks=settings.trainer_ranks if facts.trainable else 0,
         replicas=len(settings.external_urls) or settings.replicas,
     )
 
@@ -197,14 +212,6 @@ def sees_all(caller: Caller) -> bool:
 
 def who_asks(deps: Services, caller: Caller) -> WhoAsks:
     return WhoAsks(name=caller.name, admin=caller.admin, keys=deps.keys.locked, sees_all=sees_all(caller))
-
-
-def _happened(incident: Incident, now: float) -> Problem:
-    return Problem(
-        level="info" if incident.mended else "warning",
-        subject="processes",
-        text=f"{duration(now - incident.at)} ago {incident.text}",
-    )
 
 
 def _wait(entry: QueueOfTenant) -> Problem:
@@ -224,11 +231,22 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
-def _replicas(view: SamplingView) -> list[ReplicaNow]:
+def _samplers(base_model: str, view: SamplingView) -> SamplersNow:
+    return SamplersNow(
+        base_model=base_model,
+        in_flight=view.in_flight,
+        waiting=view.waiting,
+        per_second=view.per_second,
+        paused=view.paused,
+    )
+
+
+def _replicas(base_model: str, view: SamplingView) -> list[ReplicaNow]:
     alone = view.in_flight if len(view.replicas) == 1 else None
     return [
         ReplicaNow(
             **asdict(replica),
+            base_model=base_model,
             in_flight=alone,
             weights=list(view.weights) if replica.address else [],
         )

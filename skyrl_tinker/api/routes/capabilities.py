@@ -15,7 +15,9 @@ router = APIRouter(tags=["client"])
 async def get_server_capabilities(deps: Deps) -> ServerCapabilitiesResponse:
     return ServerCapabilitiesResponse(
         supported_models=[
-            SupportedModel(model_name=facts.name, max_context_length=facts.context_length)
+            SupportedModel(
+                model_name=facts.name, max_context_length=facts.context_length, trainable=facts.trainable
+            )
             for facts in deps.bases.all
         ],
         sampler=deps.bases.first.sampler,

@@ -63,7 +63,8 @@ class EngineQueues:
 
     @property
     def samples_per_second(self) -> float | None:
-        return self._view.sampling.per_second if self._view else None
+        views = self._view.sampling.values() if self._view else ()
+        return sum(view.per_second or 0.0 for view in views) or None
 
     async def _refresh(self) -> None:
         accepted = self._accepted
@@ -73,7 +74,7 @@ class EngineQueues:
             _log.debug("the engine's queues could not be read: %s", error)
             self._view = None
         else:
-            self._waiting = self._view.sampling.waiting + self._view.sampling.in_flight
+            self._waiting = sum(view.waiting + view.in_flight for view in self._view.sampling.values())
             self._accepted -= accepted
         self._read_at = time.monotonic()
         if (

@@ -43,7 +43,8 @@ def engine_reason(engine: EngineState) -> Reason | None:
 
 def queue_reason(position: QueuePosition, queues: QueuesView) -> Reason:
     if position.kind is RequestKind.SAMPLE:
-        return _sampling(position, queues.sampling)
+        view = queues.sampling.get(position.base_model or "")
+        return _running(position) if view is None else _sampling(position, view)
     return _training(position, queues.training)
 
 

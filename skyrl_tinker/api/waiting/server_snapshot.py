@@ -85,7 +85,8 @@ class SnapshotReader:
 
 
 def _guests(conn: Connection, queues: QueuesView | None) -> dict[str, Guest]:
-    sessions = [] if queues is None else queues.sampling.queued
+    views = () if queues is None else queues.sampling.values()
+    sessions = (session for view in views for session in view.queued)
     waiting = {session: owner_of_openai(SessionId(session)) for session in sessions if is_openai(session)}
     return {session: Guest(owner, owners.name_of(conn, owner)) for session, owner in waiting.items()}
 

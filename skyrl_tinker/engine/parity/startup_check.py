@@ -1,9 +1,14 @@
-"""Start-up check: trainer and samplers score the same tokens, with base and adapter in one batch."""
+"""Start-up check: trainer and samplers score the same tokens, with base and adapter in one batch.
+
+Samplers without a trainer score the tokens that they have drawn.
+"""
 
 import asyncio
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from skyrl_tinker.domain.ids import ModelKey, RequestId, VersionId
 from skyrl_tinker.domain.values import (
@@ -12,6 +17,8 @@ from skyrl_tinker.domain.values import (
     Failure,
     Float32,
     LoraSpec,
+    SampleRequest,
+    SamplingParams,
     StepItem,
     WeightVersion,
 )
@@ -45,7 +52,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class LogprobGap:
-    """Largest difference between trainer and samplers; `adapter`: None if the samplers take no adapters."""
+    """Largest difference between two ways; `adapter`: None if the samplers take no adapters, or alone."""
 
     base: float
     adapter: float | None = None
@@ -98,10 +105,29 @@ async def compare(probed: Probe, samplers: Samplers, directory: Path) -> Logprob
     )
 
 
-def require_agreement(gap: LogprobGap, allowed: float) -> None:
-    """Raise StartupError with the numbers if they exceed `allowed` or are NaN."""
+async def compare_own(samplers: Samplers) -> LogprobGap:
+    """Draw tokens from the base model, and score them again: with a cache, and as a prompt."""
+    tokens = probe_tokens(samplers.facts, TOKENS)
+    prompt = tokens[: len(tokens) // 2]
+    params = SamplingParams(max_tokens=len(tokens) - len(prompt), stop=())
+    drawn = (await samplers.sample(None, SampleRequest(prompt, 1, params))).sequences[0]
+    scored, _ = await sampler_logprobs(samplers, None, (*prompt, *drawn.tokens))
+    own = np.asarray(drawn.logprobs, np.float32)
+    return LogprobGap(largest_difference(scored[len(prompt) - 1 :], own))
+
+
+def require_agreement(gap: LogprobGap, allowed: float, alone: str | None = None) -> None:
+    """Raise StartupError with the numbers if they exceed `allowed` or are NaN.
+
+    `alone`: name of samplers without a trainer.
+    """
     if gap.base <= allowed and (gap.adapter is None or gap.adapter <= allowed):  # false for NaN
         return
+    if alone is not None:
+        raise StartupError(
+            f"logprobs of the {alone} differ between tokens as drawn and as scored: {gap}, allowed "
+            f"{allowed:.0e} (parity.gap_bound; set parity.canary = false to serve anyway)"
+        )
     raise StartupError(
         f"trainer and sampler disagree on logprobs: {gap}, allowed {allowed:.0e} (parity.gap_bound); "
         "they may hold different base models, or the versions of torch, transformers and sampler may not fit "

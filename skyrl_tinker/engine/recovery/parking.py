@@ -74,6 +74,6 @@ def _of_another(model: ModelRow, names: Sequence[str]) -> str:
             "training state is kept until they are served again"
         )
     return (
-        f"it was trained on base model {model.base_model}, and this server serves {names[0]}; its training "
-        "state is kept until its base model is served again"
+        f"it was trained on base model {model.base_model}, and this server trains {names[0]}; its training "
+        "state is kept until its base model is trained here again"
     )

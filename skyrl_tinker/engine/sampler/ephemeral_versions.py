@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -15,7 +15,6 @@ from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.outbox import persistently
-from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.store import sampling_sessions
@@ -34,14 +33,18 @@ class EphemeralVersions:
     def __init__(
         self,
         store: Store,
-        samplers: Samplers,
-        sampler: SamplerDriver,
+        samplers: Sequence[Samplers],
+        forget_sources: Callable[[], None],
         spill: TmpfsSpill,
         settings: Settings,
     ) -> None:
+        """`samplers`: of all base models, one of which samples a version.
+
+        `forget_sources`: called after versions were dropped.
+        """
         self._store = store
         self._samplers = samplers
-        self._sampler = sampler
+        self._forget_sources = forget_sources
         self._spill = spill
         self._settings = settings
         self._turns: WeakValueDictionary[VersionId, asyncio.Lock] = WeakValueDictionary()
@@ -61,17 +64,25 @@ class EphemeralVersions:
 
         Only then may its files be removed: a server that must read them again would die without them.
         """
-        if self._samplers.in_use(version):
+        if self._in_use(version):
             return False
-        await self._samplers.unload(version)
-        if self._samplers.in_use(version):  # a sample began while the unload waited
+        for samplers in self._samplers:
+            await samplers.unload(version)
+        if self._in_use(version):  # a sample began while the unload waited
             return False
         await self._store.write(lambda conn: sampling_sessions.mark_dropped(conn, version.id))
-        self._sampler.forget_sources()  # later requests get the answer that it is gone
-        if self._samplers.in_use(version):  # a sample began while the store wrote
+        self._forget_sources()  # later requests get the answer that it is gone
+        if self._in_use(version):  # a sample began while the store wrote
             await self._store.write(lambda conn: sampling_sessions.keep(conn, version.id))
             return False
         return True
+
+    def _in_use(self, version: WeightVersion) -> bool:
+        return any(samplers.in_use(version) for samplers in self._samplers)
+
+    def _idle_s(self, version: WeightVersion) -> float:
+        """Return the seconds since any samplers published or sampled a version."""
+        return min(samplers.idle_s(version) for samplers in self._samplers)
 
     async def keep_sampled(self, model: ModelKey) -> None:
         """Copy to disk the versions that clients of this model sample: the newest one, and those in use.
@@ -86,7 +97,7 @@ class EphemeralVersions:
 
         versions, waited_for = await persistently(lambda: self._store.fetch(op))
         for version in versions:
-            recent = version == versions[-1] or self._samplers.idle_s(version) < RECENT_S
+            recent = version == versions[-1] or self._idle_s(version) < RECENT_S
             if recent or version.id in waited_for:
                 await self._in_turn(self._spill.keep, version)
 
@@ -102,7 +113,7 @@ class EphemeralVersions:
             return sum(each.size_bytes for each in usage), unused, surplus
 
         kept_bytes, unused, surplus = await self._store.fetch(op)
-        idle = [version for version in surplus if self._samplers.idle_s(version) > idle_s]
+        idle = [version for version in surplus if self._idle_s(version) > idle_s]
         return kept_bytes, list(dict.fromkeys(unused + idle))
 
     async def _drop(self, version: WeightVersion) -> bool:

@@ -9,12 +9,10 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from sqlalchemy.exc import OperationalError
-
 from skyrl_tinker.domain.values import Way
 from skyrl_tinker.engine.colocation.placement import SEPARATE, AwakeLock, Placement
-from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.errors import SamplerError, TrainerError
+from skyrl_tinker.inference.client.http_connection import JsonHttp
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import CoreWatch, Loss
 from skyrl_tinker.inference.servers.router import Router
@@ -28,6 +26,7 @@ ADAPTERS_BY: tuple[Way, Way] = ("shared memory", "pull")
 """Ways of adapters to replicas on this host, and on other hosts."""
 T = TypeVar("T")
 Equip = Callable[[RemoteInferenceClient], Awaitable[None]]
+Report = Callable[[], Awaitable[None]]
 _log = logging.getLogger(__name__)
 
 
@@ -73,8 +72,8 @@ class Fleet:
         self._clock = clock
         self._long_calls = 0
         self._proxy_url = client.proxy_url if client.proxy_url not in client.server_urls else None
-        self._replicas = len(client.server_urls)
-        self._cores = cores or (1,) * self._replicas
+        self.replicas = len(client.server_urls)
+        self._cores = cores or (1,) * self.replicas
         self._members = dict(enumerate(client.server_urls))
         self._condemned: dict[int, Loss] = {}
         self._leaving: set[str] = set()  # former members whose processes may still run
@@ -89,9 +88,9 @@ class Fleet:
         return len(self._members)
 
     @property
-    def members(self) -> Mapping[int, str]:
-        """URLs of the replicas that serve now, by number."""
-        return self._members
+    def endpoints(self) -> tuple[JsonHttp, Mapping[int, str]]:
+        """Return the client of the replicas that serve now, and their URLs by number."""
+        return self.client.control.http, self._members
 
     @property
     def cores(self) -> int:
@@ -108,7 +107,7 @@ class Fleet:
 
         `ways`: of full parameters to replicas on this host, and on other hosts.
         """
-        urls = [self._members.get(index) for index in range(self._replicas)]
+        urls = [self._members.get(index) for index in range(self.replicas)]
         return tuple(_view(url, ways) if url else ReplicaView(None, "replaced") for url in urls)
 
     async def adopt(self, equip: Equip) -> None:
@@ -117,11 +116,14 @@ class Fleet:
             for url in self.client.server_urls:
                 await self._equip(url, equip)
 
-    async def supervise(self, status: EngineStatus, equip: Equip) -> None:
-        """Bring lost replicas back, indefinitely. Meanwhile training continues, and other replicas sample."""
+    async def supervise(self, report: Report, equip: Equip) -> None:
+        """Bring lost replicas back, indefinitely. Meanwhile training continues, and other replicas sample.
+
+        `report`: called after every loss and return.
+        """
         async with asyncio.TaskGroup() as tasks:
-            for index in range(self._replicas):
-                tasks.create_task(self._keep_replica(index, status, equip))
+            for index in range(self.replicas):
+                tasks.create_task(self._keep_replica(index, report, equip))
             if self._router is not None:
                 tasks.create_task(self._keep_router(self._router))
 
@@ -168,7 +170,7 @@ class Fleet:
 
     # Replicas
 
-    async def _keep_replica(self, index: int, status: EngineStatus, equip: Equip) -> None:
+    async def _keep_replica(self, index: int, report: Report, equip: Equip) -> None:
         while True:
             loss = await self._wait_lost(index)
             _log.error("sampler %d at %s is lost and is replaced: %s", index, loss.url, loss.reason)
@@ -176,12 +178,12 @@ class Fleet:
                 Incident(self._clock(), f"sampler {index} at {loss.url} was lost: {loss.reason}")
             )
             self._remove(index)
-            await self._report(status)
+            await report()
             await self._end(loss)
             self._leaving.discard(loss.url)
             self._note_change()
             await self._replace(index, equip)
-            await self._report(status)
+            await report()
 
     async def _wait_lost(self, index: int) -> Loss:
         """Return once this member has died, is stuck or is condemned."""
@@ -342,18 +344,6 @@ class Fleet:
     def _note_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-    async def _report(self, status: EngineStatus) -> None:
-        try:
-            if not self._members:
-                detail = "no sampler is running: they are being restarted; models are unaffected"
-                await status.report("restarting", detail)
-            elif self.size < self._replicas:
-                await status.report("ready", f"{self.size} of {self._replicas} replicas serve")
-            else:
-                await status.report("ready", "")
-        except OperationalError as error:  # a short failure of the database must not end the engine
-            _log.warning("the status could not be stored: %s", error)
 
 
 def _view(url: str, ways: tuple[Way, Way]) -> ReplicaView:

@@ -50,17 +50,18 @@ async def assemble(
     log_dir: Path,
     to_end: ToEnd,
     clock: Callable[[], float] = time.time,
+    log_suffix: str = "",
 ) -> Fleet:
     """Make the fleet of `servers`, which are ready. A single one needs no router.
 
     Samples bypass a router that would only hash their keys; it then has the OpenAI requests.
-    `base_model`: its directory. `clock`: of incidents.
+    `base_model`: its directory. `clock`: of incidents. `log_suffix`: of the router's log.
     """
     router, token = None, servers.token
     if len(servers.urls) > 1 and settings.router_url is None:
         token = token or secrets.token_hex(32)  # servers by URL require none
         prefill = tuple(url.rstrip("/") for url in settings.prefill_urls)
-        router = Router(RouterSpec(str(log_dir), token, prefill))
+        router = Router(RouterSpec(str(log_dir), token, log_suffix, prefill))
         to_end.append(router.shutdown)
         await router.start(servers.urls)
     proxy_url = settings.router_url or (router.url if router else servers.urls[0])

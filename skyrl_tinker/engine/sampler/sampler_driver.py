@@ -5,11 +5,10 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 
 import numpy as np
 from sqlalchemy import Connection
@@ -17,20 +16,24 @@ from sqlalchemy import Connection
 from skyrl_tinker.domain.ids import (
     ModelKey,
     OwnerId,
-    RequestKind,
     SamplingSessionId,
     SessionId,
     openai_session,
     sequence_ids,
 )
 from skyrl_tinker.domain.units import KiB
-from skyrl_tinker.domain.values import Failure, SampleOutput, SampleRequest, Usage, WeightVersion
+from skyrl_tinker.domain.values import (
+    BaseModelFacts,
+    SampleOutput,
+    SampleRequest,
+    Usage,
+    WeightVersion,
+)
 from skyrl_tinker.engine.outbox import (
     FutureOutcome,
     FutureResult,
     Outbox,
     failure_of,
-    json_answer,
     persistently,
     read_persistently,
 )
@@ -61,9 +64,7 @@ KEPT_BYTES = 32 * KiB
 LISTED_S = 0.9  # each API process asks once a second, and listing all waiting requests takes milliseconds
 CONCURRENCY = {"cuda": Concurrency(MAX_SEQUENCES, MAX_SEQUENCES), "cpu": Concurrency(96, MAX_SEQUENCES)}
 """Default of the setting sample_concurrency. On a CPU a step takes longer with more sequences."""
-CANCELLED = Failure("this sample was cancelled by its client (cancel_future)", "user")
 _log = logging.getLogger(__name__)
-EMPTY: Mapping[int, FutureOutcome] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,10 @@ class SamplerDriver:
         self._sources: dict[SamplingSessionId, SampleSource] = {}
         self._looking_up = asyncio.Lock()
 
+    @property
+    def facts(self) -> BaseModelFacts:
+        return self._samplers.facts
+
     def submit(self, rows: Sequence[QueuedRow]) -> None:
         self._queued.add(rows)
         self._changed.set()
@@ -148,28 +153,12 @@ class SamplerDriver:
         finally:
             del self._awaited[turn.id]
 
-    async def cancel(self, rows: Sequence[QueuedRow]) -> None:
-        """Cancel samples; each row's body is the future id of a sample that was submitted before it."""
-        cancelled = {int(row.body or b""): CANCELLED for row in rows}
-        await self.end(cancelled, {row.id: json_answer({}) for row in rows})
-
-    async def end(self, failures: Mapping[int, Failure], also: Mapping[int, FutureOutcome] = EMPTY) -> None:
-        """Fail these samples, by future id: samplers abort those in flight and never get the others.
-
-        Finished samples stay as they are. The outcomes `also` are sent with these failures.
-        """
-        self._queued.discard(failures)
-        self._starting.difference_update(failures)
-        for task in [self._tasks[future_id] for future_id in failures if future_id in self._tasks]:
+    def drop(self, future_ids: Collection[int]) -> None:
+        """Have the samplers abort those of these samples that are in flight, and never get the others."""
+        self._queued.discard(future_ids)
+        self._starting.difference_update(future_ids)
+        for task in [self._tasks[future_id] for future_id in future_ids if future_id in self._tasks]:
             task.cancel()  # this closes its connection, and the sampler aborts its request
-        await self._outbox.send([*failures.items(), *also.items()])
-
-    async def end_sessions(self, reasons: Mapping[SessionId, str]) -> None:
-        """Fail all samples of these finished sessions, with the given reasons."""
-        rows = (row for row in self._metrics.pending() if row.kind is RequestKind.SAMPLE)
-        over = [(row.id, row.session_id) for row in rows if row.session_id in reasons]
-        if over:
-            await self.end({future_id: _finished(session, reasons[session]) for future_id, session in over})
 
     def view(self) -> SamplingView:
         """Return the queues, at most LISTED_S old, and how many samples wait and end."""
@@ -180,7 +169,6 @@ class SamplerDriver:
             waiting=len(self._queued),
             in_flight=self.in_flight(),
             per_second=self._ends.per_second(),
-            rates=self._metrics.sampled_meter.rates(),
             away=tuple(itertools.islice(self._away, SHOWN)),
         )
         return self._samplers.view(waiting)
@@ -302,16 +290,11 @@ class SamplerDriver:
                 )
                 if sources is not self._sources:
                     continue  # versions were dropped meanwhile, perhaps this one
-                self._samplers.require_served(row.base_model)
                 if version is not None and row.follows is not None:
                     sources[session] = self._samplers.target(row.follows, version)
                 else:
                     sources[session] = version
             return self._sources[session]
-
-
-def _finished(session: SessionId, reason: str) -> Failure:
-    return Failure(f"this sample was stopped: session {session} is finished ({reason})", "user")
 
 
 def _records(row: QueuedRow, request: SampleRequest, output: SampleOutput) -> tuple[SequenceRecord, ...]:

@@ -25,7 +25,7 @@ from skyrl_tinker.engine.sampler.version_files import has_files
 from skyrl_tinker.engine.sampler.weight_swaps import WeightSwaps
 from skyrl_tinker.engine.scheduling.priorities import Priorities, Share
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, StateLostError, UserError
+from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, StateLostError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.protocol.queue_views import SamplingView
 from skyrl_tinker.protocol.validation.sampling import check_abilities
@@ -52,7 +52,7 @@ class Samplers:
         self.storage = storage
         self.takes_adapters = adapters.running > 0
         self._fleet = fleet
-        self._facts = facts
+        self.facts = facts
         self._swaps = WeightSwaps(fleet, transport, facts, metrics, keep_cache=keep_cache)
         self._full_weights = FullWeights(self._swaps)
         self._adapters = AdapterCache(fleet, adapters)
@@ -71,7 +71,7 @@ class Samplers:
 
         Raises NotSupportedError for a request that a server with another sampling engine accepted.
         """
-        check_abilities(request, self._facts.sampler, self._facts.context_length)
+        check_abilities(request, self.facts.sampler, self.facts.context_length)
         with self._counted(source):  # also between the requests of one sample
             await self.fetch(source)
             return await self._fleet.with_retry(lambda: self._sample(source, request, share))
@@ -143,14 +143,6 @@ class Samplers:
     def idle_s(self, version: WeightVersion) -> float:
         """Return the seconds since this engine last published or sampled a version."""
         return time.monotonic() - self._used_at.get(version.id, self._began_at)
-
-    def require_served(self, base_model: str) -> None:
-        """Raise UserError for a sampling client of another base model, from before a restart."""
-        if base_model not in self._facts.names:
-            raise UserError(
-                f"this sampling client is of base model {base_model!r}, "
-                f"expected the one that is served: {self._facts.name}"
-            )
 
     def target(self, model: ModelKey, version: WeightVersion) -> InflightTarget:
         """Return the weights that inflight clients of this model sample: `version` or a newer one."""
@@ -233,8 +225,8 @@ class Samplers:
                 self.leases,
                 source,
                 key,
-                self._facts.eos_token_ids,
-                self._facts.context_length,
+                self.facts.eos_token_ids,
+                self.facts.context_length,
                 source.tag if isinstance(source, InflightTarget) else None,
                 share,
                 self.priorities,

@@ -12,8 +12,8 @@ from sqlalchemy import Connection
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.values import WeightVersion
+from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
-from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.suspends import Suspends
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.upkeep.purge import Purge
@@ -34,7 +34,7 @@ class Cleanup:
         self,
         store: Store,
         trainer: TrainerDriver,
-        sampler: SamplerDriver,
+        samples: SampleDispatch,
         is_loading: Callable[[str], bool],
         versions: EphemeralVersions,
         settings: Settings,
@@ -42,7 +42,7 @@ class Cleanup:
     ) -> None:
         self._store = store
         self._trainer = trainer
-        self._sampler = sampler
+        self._samples = samples
         self._is_loading = is_loading
         self._versions = versions
         self._storage = storage
@@ -100,7 +100,7 @@ class Cleanup:
         now, since = self._store.now(), self._ended_until - COMMIT_S
         reasons = await self._store.fetch(lambda conn: session_records.finish_reasons(conn, since))
         if reasons:
-            await self._sampler.end_sessions(reasons)
+            await self._samples.end_sessions(reasons)
         self._ended_until = now
 
     async def _remove_checkpoints(self) -> None:

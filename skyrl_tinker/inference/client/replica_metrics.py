@@ -1,7 +1,7 @@
 """The sampling engine's own metrics, those of all replicas in one text."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
@@ -16,22 +16,34 @@ WITHIN_S = 1.0
 REPLICA = "replica"
 
 
-async def replica_metrics(http: JsonHttp, urls: Mapping[int, str], dialect: Dialect) -> bytes:
-    """Return the exposition format. A replica that does not answer within WITHIN_S is left out."""
-    texts = await asyncio.gather(*(_read(http, url) for url in urls.values()))
-    return await asyncio.to_thread(joined, dict(zip(urls, texts, strict=True)), dialect)
+Replicas = tuple[JsonHttp, Mapping[int, str]]
+"""Replicas of one base model: their client, and their URLs by number."""
 
 
-def joined(texts: Mapping[int, str], dialect: Dialect) -> bytes:
-    """Join the texts of replicas, by number, which becomes a label of each sample."""
+async def replica_metrics(of_bases: Sequence[Replicas], dialect: Dialect) -> bytes:
+    """Return the exposition format. A replica that does not answer within WITHIN_S is left out.
+
+    Replicas of the first base model have their numbers as names, others as their logs: 1-0.
+    """
+    places = {
+        (f"{base}-{number}" if base else str(number)): (http, url)
+        for base, (http, urls) in enumerate(of_bases)
+        for number, url in urls.items()
+    }
+    texts = await asyncio.gather(*(_read(*place) for place in places.values()))
+    return await asyncio.to_thread(joined, dict(zip(places, texts, strict=True)), dialect)
+
+
+def joined(texts: Mapping[str, str], dialect: Dialect) -> bytes:
+    """Join the texts of replicas, by name, which becomes a label of each sample."""
     families: dict[str, Metric] = {}
-    for number, text in texts.items():
+    for replica, text in texts.items():
         for family in _families(text, dialect):
             shared = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             if shared.type != family.type:  # of another version of the engine
                 continue
             for sample in family.samples:
-                shared.add_sample(sample.name, {**sample.labels, REPLICA: str(number)}, sample.value)
+                shared.add_sample(sample.name, {**sample.labels, REPLICA: replica}, sample.value)
     return generate_latest(_Families(families.values()))
 
 

@@ -69,6 +69,7 @@ class SamplerSpec:
     max_loras: int  # adapters in one batch
     max_cpu_loras: int  # adapters kept in memory
     log_dir: str
+    log_suffix: str = ""  # of the names of its logs, by which base models differ
     startup_s: float = 900.0  # time to start; vLLM gives up before, after VLLM_ENGINE_READY_TIMEOUT_S (600)
     engine: EngineProcess = field(kw_only=True)
     replicas: int = 1

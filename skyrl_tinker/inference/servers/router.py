@@ -50,6 +50,7 @@ LONGEST_REQUEST_S = 7 * 86400
 class RouterSpec:
     log_dir: str
     token: str = field(repr=False)  # required by it and by the servers behind it
+    log_suffix: str = ""  # of the log's name, by which base models differ
     prefill_urls: tuple[str, ...] = ()  # workers that compute prompts for all others, if any
 
 
@@ -58,7 +59,7 @@ class Router:
 
     def __init__(self, spec: RouterSpec) -> None:
         self._spec = spec
-        self._log = Path(spec.log_dir) / "router.log"
+        self._log = Path(spec.log_dir) / f"router{spec.log_suffix}.log"
         self._guards = (reserve_port(), reserve_port(NOWHERE))  # the second one for metrics
         self._key_check = KeyCheck(spec.token)
         self._workers: dict[str, None] = {}  # in order of arrival

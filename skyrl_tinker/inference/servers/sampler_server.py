@@ -43,7 +43,7 @@ class SamplerServer:
         self._spec = spec
         self._replica = replica
         name = spec.engine.title.lower()
-        self._log = Path(spec.log_dir) / f"{name}-{replica}.log"
+        self._log = Path(spec.log_dir) / f"{name}{spec.log_suffix}-{replica}.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._port_guard: socket.socket | None = None
         self._scratch = tempfile.TemporaryDirectory(prefix=f"{name}-")  # for sockets, which it leaves

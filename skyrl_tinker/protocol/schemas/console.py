@@ -21,10 +21,11 @@ ReportedName = Annotated[Text, StringConstraints(min_length=1, max_length=MOST_N
 
 
 class ServedModel(Message):
-    """Base model that is served, and where it runs."""
+    """Base model that is served, and where it runs. `trainable` false: it is sampled only, by no rank."""
 
     base_model: str
     context_length: int
+    trainable: bool
     placement: str
     trainer_ranks: int
     replicas: int
@@ -71,11 +72,12 @@ class ProcessUse(Message):
 
 
 class ReplicaNow(Message):
-    """Server of a sampling engine. `in_flight` null: the router chose, and only it knows.
+    """Sampling server. `in_flight` null: the router chose, and only it knows.
 
     `weights_by`, `adapters_by`: ways of full parameters and of adapters to it. Null: it is replaced.
     """
 
+    base_model: str
     address: str | None
     host: str | None
     state: Literal["serving", "replaced"]
@@ -133,8 +135,9 @@ class TrainerNow(Message):
 
 
 class SamplersNow(Message):
-    """Samples of all owners. `paused`: why none makes progress."""
+    """Samples of one base model, of all owners. `paused`: why none makes progress."""
 
+    base_model: str
     in_flight: int
     waiting: int
     per_second: float | None
@@ -159,7 +162,7 @@ class NowResponse(Message):
     queue: list[QueueOfTenant]
     rates: RatesNow | None
     trainer: TrainerNow | None
-    samplers: SamplersNow | None
+    samplers: list[SamplersNow] | None
 
 
 class StepMeasures(Message):

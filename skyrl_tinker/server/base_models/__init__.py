@@ -1,6 +1,6 @@
 """Base models.
 
-The model of `serve` is found on disk, made, or fetched from the hub: its description first, the
-weights by a process of their own while the API listens. `base_model` reads the facts and refuses models
-that this server would compute wrongly.
+Those of `serve` are found on disk, made, or fetched from the hub: the description first, the weights by a
+process of its own while the API listens. `base_model` reads the facts of one and refuses models that this
+server would compute wrongly, `catalog` has all.
 """

@@ -7,8 +7,8 @@ from sqlalchemy import Connection, func, literal_column, select
 
 from skyrl_tinker.domain.ids import ModelId, OwnerId, RequestKind
 from skyrl_tinker.store.database.rows import AnyRow
-from skyrl_tinker.store.database.tables import ApiKey, Future, Model, Session
-from skyrl_tinker.store.futures.cancellation import QueuePosition
+from skyrl_tinker.store.database.tables import ApiKey, Future, Model, SamplingSession, Session
+from skyrl_tinker.store.futures.cancellation import OF_SAMPLE, POSITION, QueuePosition
 from skyrl_tinker.store.owners import OWNER_NAME
 
 MOST = 200
@@ -64,11 +64,12 @@ def pending_groups(conn: Connection) -> list[PendingGroup]:
             Session.session_id,
             _SAMPLING,
             groups.c.waiting,
-            *(Future.id, Future.kind, Future.session_id, Future.model_key, Future.seq_id),
+            *POSITION,
             Future.created_at,
         )
         .join(Future, Future.id == groups.c.first)
         .join(Session, Session.session_id == Future.session_id)
+        .outerjoin(SamplingSession, OF_SAMPLE)
         .outerjoin(ApiKey, ApiKey.id == Session.owner_id)
         .order_by(Future.id)
     )

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, bindparam, literal, select
 from skyrl_tinker.domain.ids import FutureStatus, ModelId, Reach, RequestId, RequestKind
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store import session_records
-from skyrl_tinker.store.database.tables import Future, Model, Session
+from skyrl_tinker.store.database.tables import Future, Model, SamplingSession, Session
 from skyrl_tinker.store.futures.record import (
     SESSION,
     Accepted,
@@ -24,17 +24,30 @@ from skyrl_tinker.store.owners import within
 
 @dataclass(frozen=True, slots=True)
 class QueuePosition:
-    """Position of a request in the journal, by `future_id`. `model_key`, `seq_id`: if it is for training."""
+    """Position of a request in the journal, by `future_id`.
+
+    `model_key`, `seq_id`: if it is for training. `base_model`: of a sample.
+    """
 
     future_id: int
     kind: RequestKind
     session_id: str | None
     model_key: int | None
     seq_id: int | None
+    base_model: str | None = None
 
 
-_POSITION = select(Future.id, Future.kind, Future.session_id, Future.model_key, Future.seq_id).where(
-    Future.request_id == bindparam("request_id")
+POSITION = (
+    *(Future.id, Future.kind, Future.session_id, Future.model_key, Future.seq_id),
+    SamplingSession.base_model,
+)
+"""Columns of a QueuePosition."""
+OF_SAMPLE = SamplingSession.sampling_session_id == Future.sampling_session_id
+"""Condition of the outer join of POSITION."""
+_POSITION = (
+    select(*POSITION)
+    .outerjoin(SamplingSession, OF_SAMPLE)
+    .where(Future.request_id == bindparam("request_id"))
 )
 _TARGET = (
     select(Future.id, Future.kind, Future.status, Future.session_id)

@@ -16,7 +16,7 @@ from skyrl_tinker.domain.ids import (
     SessionId,
 )
 from skyrl_tinker.store.database.prepared import Prepared
-from skyrl_tinker.store.database.tables import Future, Request, Session
+from skyrl_tinker.store.database.tables import Future, Request, SamplingSession, Session
 
 SMALL_BYTES = 4096
 _IDS_AT_ONCE = 1000
@@ -29,7 +29,7 @@ class QueuedRow:
     """Accepted request, as the engine schedules it. A failed one runs nothing, yet keeps its place.
 
     Of a sample: `body` where it is small, which saves a read; `tokens`: the most that it computes, prompt
-    included; `sequences`: that are generated.
+    included; `sequences`: that are generated; `base_model`: that of its sampling session.
     """
 
     id: int
@@ -46,6 +46,7 @@ class QueuedRow:
     body: bytes | None = None  # of requests that cancel a sample, too
     tokens: int = 1
     sequences: int = 1
+    base_model: str | None = None
 
 
 _WAITING = or_(
@@ -84,8 +85,10 @@ _QUEUED = Prepared(
         _SMALL_SAMPLE,
         func.coalesce(Future.tokens, 1),
         func.coalesce(Future.sequences, 1),
+        SamplingSession.base_model,
     )
     .join(Session, Session.session_id == Future.session_id)
+    .outerjoin(SamplingSession, SamplingSession.sampling_session_id == Future.sampling_session_id)
     .outerjoin(Request, Request.future_id == Future.id)
     .where(Future.id > bindparam("cursor"), _WAITING)
     .order_by(Future.id)

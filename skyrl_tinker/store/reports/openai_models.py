@@ -15,12 +15,17 @@ from skyrl_tinker.store.checkpoint_records import CheckpointRow
 def find(
     conn: Connection, reach: Reach, model: str, bases: Bases
 ) -> tuple[CheckpointRow, WeightVersion] | None:
-    """Return the weights that a model name means, None for a base model.
+    """Return the weights that a model name means, None for a base model. Raises as `find_weights`."""
+    return None if bases.find(model) is not None else find_weights(conn, reach, model, bases)
 
-    Raises NotFoundError, and FieldError for another kind of checkpoint.
+
+def find_weights(
+    conn: Connection, reach: Reach, model: str, bases: Bases
+) -> tuple[CheckpointRow, WeightVersion]:
+    """Return the weights of a path.
+
+    Raises NotFoundError, also for other names, and FieldError for another kind of checkpoint.
     """
-    if bases.find(model) is not None:
-        return None
     if not model.startswith(tinker_path.SCHEME):
         raise NotFoundError(f"no model {model!r}: expected {bases}, or a tinker:// path")
     path = tinker_path.parse(model)

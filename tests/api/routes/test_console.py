@@ -63,6 +63,7 @@ async def test_an_idle_server_says_what_it_serves_and_has_no_problems(busy: Wait
     assert told["trainer"]["running"] is None
     assert told["replicas"] == [
         {
+            "base_model": "org/tiny",
             "address": "http://10.0.0.2:8100",
             "host": "10.0.0.2",
             "state": "serving",

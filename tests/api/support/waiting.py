@@ -13,6 +13,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.units import MiB
+from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
 from skyrl_tinker.engine.compose import make_tmpfs_spill
 from skyrl_tinker.engine.deadlines import Deadlines
@@ -20,7 +21,8 @@ from skyrl_tinker.engine.gaps import Gaps
 from skyrl_tinker.engine.http_server import EngineHttpServer
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
-from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
+from skyrl_tinker.engine.openai.openai_routes import OpenAIRoutes
+from skyrl_tinker.engine.openai.openai_server import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
@@ -75,17 +77,19 @@ class Waiting:
             store, samplers, outbox, Concurrency(*2 * [self.settings.sample_concurrency or 8]), metrics
         )
         spill = make_tmpfs_spill(self.settings)
-        versions = EphemeralVersions(store, samplers, self.sampler, spill, self.settings)
+        self.samples = SampleDispatch([self.sampler], outbox, metrics)
+        forget = self.samples.forget_sources
+        versions = EphemeralVersions(store, [samplers], forget, spill, self.settings)
         half = compose_training(
             self.settings, FACTS, store, outbox, trainer, samplers, versions, metrics, self.placement
         )
         self.driver = half.driver
-        self._intake = Intake(store, self.bell, self.driver, self.sampler, metrics)
+        self._intake = Intake(store, self.bell, self.driver, self.samples, metrics)
         self.deadlines = Deadlines(
             store,
             metrics,
             self.driver,
-            self.sampler,
+            self.samples,
             outbox,
             Gaps(store, self.bell, self.driver, self.settings.timeouts.gap_s),
             self.settings.timeouts.request_s,
@@ -93,8 +97,9 @@ class Waiting:
         openai = OpenAIServer(
             store, samplers, cast(Any, None), FACTS, ChatAbilities(frozenset()), self.sampler, metrics
         )
+        routes = OpenAIRoutes(store, [openai], metrics)
         self.gateway = EngineHttpServer(
-            Directories(self.settings).engine_socket, openai, metrics, _no_replicas, self._view, MiB
+            Directories(self.settings).engine_socket, routes, metrics, _no_replicas, self._view, MiB
         )
 
     @property
@@ -103,7 +108,7 @@ class Waiting:
 
     def _view(self) -> QueuesView:
         self.looks += 1
-        return QueuesView(self.driver.view(), self.sampler.view())
+        return QueuesView(self.driver.view(), self.samples.views(), self.metrics.sampled_meter.rates())
 
     async def run(self) -> None:
         async def report(detail: str, *, done: bool = False) -> None:

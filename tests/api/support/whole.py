@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.compose import make_tmpfs_spill
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
@@ -35,10 +36,11 @@ class Engine:
             store, samplers, outbox, Concurrency(*2 * [settings.sample_concurrency or 8]), metrics
         )
         spill = make_tmpfs_spill(settings)
-        versions = EphemeralVersions(store, samplers, self.sampler, spill, settings)
+        samples = SampleDispatch([self.sampler], outbox, metrics)
+        versions = EphemeralVersions(store, [samplers], samples.forget_sources, spill, settings)
         half = compose_training(settings, FACTS, store, outbox, trainer, samplers, versions, metrics)
         self.driver = half.driver
-        self.intake = Intake(store, bell, self.driver, self.sampler, metrics)
+        self.intake = Intake(store, bell, self.driver, samples, metrics)
 
     async def run(self) -> None:
         async def report(detail: str, *, done: bool = False) -> None:

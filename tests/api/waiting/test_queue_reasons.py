@@ -17,6 +17,7 @@ from skyrl_tinker.protocol.queue_views import (
     QueuesView,
     QueueView,
     SamplingView,
+    TokenRates,
     TrainingView,
     queues_from_bytes,
 )
@@ -175,7 +176,7 @@ async def _fill(made: Waiting, sampler: str) -> tuple[int, httpx.Response]:
 
 
 def place(kind: RequestKind, seq_id: int | None = 5, future_id: int = 100) -> QueuePosition:
-    return QueuePosition(future_id, kind, "b", 7, seq_id)
+    return QueuePosition(future_id, kind, "b", 7, seq_id, "tiny")
 
 
 PASS = RequestKind.FORWARD_BACKWARD
@@ -199,37 +200,51 @@ LANE = LaneView(next_seq=5, lowest=5, held=False, session_id="b")
     ],
 )  # fmt: skip
 def test_what_a_training_request_waits_for(asked: QueuePosition, training: TrainingView, text: str) -> None:
-    assert queue_reason(asked, QueuesView(training, SamplingView())).text == text
+    assert queue_reason(asked, QueuesView(training, {})).text == text
 
 
 def test_a_sample_whose_weights_are_in_storage_that_is_away_waits() -> None:
     view = SamplingView({"b": QueueView((9,), 1)}, waiting=1, away=(5,))
-    assert queue_reason(place(RequestKind.SAMPLE, future_id=5), QueuesView(IDLE, view)) == Reason(
+    assert queue_reason(place(RequestKind.SAMPLE, future_id=5), QueuesView(IDLE, {"tiny": view})) == Reason(
         "paused_capacity", "waiting, as the storage of its weights did not answer"
     )
-    assert queue_reason(place(RequestKind.SAMPLE, future_id=6), QueuesView(IDLE, view)).text == "sampling"
+    assert (
+        queue_reason(place(RequestKind.SAMPLE, future_id=6), QueuesView(IDLE, {"tiny": view})).text
+        == "sampling"
+    )
 
 
 def test_of_very_many_samples_the_engine_tells_every_so_many() -> None:
     queue = QueueView(tuple(range(100, 200, 10)), 95)
     view = SamplingView({"b": queue}, stride=10, waiting=95, per_second=2.0)
-    found = queue_reason(place(RequestKind.SAMPLE, future_id=141), QueuesView(IDLE, view))
+    found = queue_reason(place(RequestKind.SAMPLE, future_id=141), QueuesView(IDLE, {"tiny": view}))
     assert found == Reason("paused_capacity", "50 samples ahead of this one, about 26 s")
 
 
 def test_of_a_session_that_is_not_listed_a_bound_is_told() -> None:
     view = SamplingView({"a": QueueView((9,), 1), "c": QueueView((7,), 1)}, running=(4,), per_second=1.0)
     found = {
-        future_id: queue_reason(place(RequestKind.SAMPLE, future_id=future_id), QueuesView(IDLE, view)).text
+        future_id: queue_reason(
+            place(RequestKind.SAMPLE, future_id=future_id), QueuesView(IDLE, {"tiny": view})
+        ).text
         for future_id in (4, 5)
     }
     assert found == {4: "sampling", 5: "at least 2 samples ahead of this one, about 3 s"}
 
 
+def test_a_sample_waits_for_the_samplers_of_its_own_base_model() -> None:
+    own = SamplingView({"b": QueueView((100,), 1)}, waiting=1, per_second=0.5)
+    other = SamplingView({"b": QueueView((1, 2, 3), 3)}, waiting=3, paused="no sampler is running")
+    views = QueuesView(IDLE, {"other": other, "tiny": own})
+    text = "next to be sampled, about 2 s"
+    assert queue_reason(place(RequestKind.SAMPLE), views) == Reason("paused_capacity", text)
+    assert queue_reason(place(RequestKind.SAMPLE), QueuesView(IDLE, {"other": other})).text == "sampling"
+
+
 def test_what_the_engine_tells_is_read_as_it_was_told() -> None:
     training = TrainingView({7: LANE}, ("a", "b"), (3, 7), "forward", 4.2)
-    view = QueuesView(
-        training,
-        SamplingView({"b": QueueView((1, 2), 2)}, 1, (9, 8), 2, 3, 0.5, "samplers are updating weights"),
+    sampling = SamplingView(
+        {"b": QueueView((1, 2), 2)}, 1, (9, 8), 2, 3, 0.5, "samplers are updating weights"
     )
+    view = QueuesView(training, {"tiny": sampling, "other": SamplingView()}, TokenRates(2.0, 1.0))
     assert queues_from_bytes(view.to_bytes()) == view

@@ -43,13 +43,15 @@ class Run:
 
 
 class Kitchen:
-    """Model, datasets and logs of all runs, under one working directory."""
+    """Model, one of a teacher, datasets and logs of all runs, under one working directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.model_directory = directory / MODEL
-        command = [sys.executable, "-m", "skyrl_tinker", "make-model", str(self.model_directory)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        self.teacher = directory / "teacher"
+        for seed, made in enumerate((self.model_directory, self.teacher)):
+            command = [sys.executable, "-m", "skyrl_tinker", "make-model", str(made), "--seed", str(seed)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         data.write_all(directory)
         self.url = ""
 

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from skyrl_tinker.engine.openai.openai_endpoints import Chunk, _read_ahead
+from skyrl_tinker.engine.openai.openai_server import Chunk, _read_ahead
 from skyrl_tinker.errors import SamplerError
 
 CHUNKS: list[Chunk] = [{"id": "one"}, {"id": "two"}]

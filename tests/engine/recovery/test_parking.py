@@ -34,7 +34,7 @@ async def test_models_of_another_base_model_are_parked_and_name_both_and_their_l
     failure = await journal.error_of(store, waiting)
     assert failure.category == "server"
     assert failure.message == row.state_reason
-    assert "it was trained on base model tiny, and this server serves other;" in failure.message
+    assert "it was trained on base model tiny, and this server trains other;" in failure.message
     assert f"tinker://{model}/weights/0007" in failure.message
 
 

@@ -5,12 +5,9 @@ import asyncio
 import pytest
 
 from skyrl_tinker.engine.sampler.fleet import Fleet
-from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import Loss
-from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.store import Store
 from tests.engine.support.simulation import simulated
 from tests.support.sampler_clients import vllm_client
 from tests.support.waiting import until
@@ -38,14 +35,17 @@ class Servers:
         return NEW
 
 
-async def test_a_loss_is_noted_at_the_time_of_the_given_clock(store: Store, bell: Doorbell) -> None:
+async def test_a_loss_is_noted_at_the_time_of_the_given_clock() -> None:
     """The database's, as the age of an incident is told by it."""
     fleet = Fleet(Servers(), vllm_client(OLD, (OLD,)), clock=lambda: 5.0)
 
     async def equip(newcomer: RemoteInferenceClient) -> None:
         """The newcomer needs nothing."""
 
-    supervising = asyncio.create_task(fleet.supervise(EngineStatus(store, bell), equip))
+    async def report() -> None:
+        """Nobody reads it."""
+
+    supervising = asyncio.create_task(fleet.supervise(report, equip))
     fleet.condemn(OLD, "it stands still")
     await until(lambda: fleet.incidents)
     supervising.cancel()

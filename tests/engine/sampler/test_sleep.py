@@ -10,11 +10,8 @@ from aiohttp.test_utils import TestServer
 
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sleep import SleepControl
-from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import Loss
-from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.store import Store
 from tests.support.sampler_clients import vllm_client
 
 
@@ -64,13 +61,17 @@ async def nothing(newcomer: RemoteInferenceClient) -> None:
 
 
 @asynccontextmanager
-async def fleet_of(*replicas: Replica, status: EngineStatus) -> AsyncIterator[tuple[Fleet, Processes]]:
+async def fleet_of(*replicas: Replica) -> AsyncIterator[tuple[Fleet, Processes]]:
     for replica in replicas:
         await replica.server.start_server()
     processes = Processes()
     client = vllm_client(replicas[0].url, tuple(replica.url for replica in replicas))
     fleet = Fleet(processes, client)
-    supervision = asyncio.create_task(fleet.supervise(status, nothing))
+
+    async def report() -> None:
+        """Nobody reads it."""
+
+    supervision = asyncio.create_task(fleet.supervise(report, nothing))
     await asyncio.sleep(0)
     yield fleet, processes
     supervision.cancel()
@@ -81,12 +82,10 @@ async def fleet_of(*replicas: Replica, status: EngineStatus) -> AsyncIterator[tu
 
 
 @pytest.mark.parametrize(("needed", "level"), [(True, 1), (False, 2)])
-async def test_running_requests_are_kept_and_the_weights_come_back_first(
-    store: Store, bell: Doorbell, *, needed: bool, level: int
-) -> None:
+async def test_running_requests_are_kept_and_the_weights_come_back_first(*, needed: bool, level: int) -> None:
     """Weights that no request needs take no host memory meanwhile."""
     replicas = Replica(), Replica()
-    async with fleet_of(*replicas, status=EngineStatus(store, bell)) as (fleet, _):
+    async with fleet_of(*replicas) as (fleet, _):
         control = SleepControl(fleet, lambda: not needed)
         await control.sleep()
         await control.wake_weights()
@@ -99,11 +98,9 @@ async def test_running_requests_are_kept_and_the_weights_come_back_first(
         ]
 
 
-async def test_a_replica_that_does_not_sleep_or_wake_is_ended_and_the_others_go_on(
-    store: Store, bell: Doorbell
-) -> None:
+async def test_a_replica_that_does_not_sleep_or_wake_is_ended_and_the_others_go_on() -> None:
     sound, restless, drowsy = Replica(), Replica(fails="/sleep"), Replica(fails="/wake_up")
-    async with fleet_of(sound, restless, drowsy, status=EngineStatus(store, bell)) as (
+    async with fleet_of(sound, restless, drowsy) as (
         fleet,
         processes,
     ):

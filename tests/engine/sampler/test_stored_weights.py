@@ -15,15 +15,18 @@ from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, SamplingSessio
 from skyrl_tinker.domain.manifest import write_listing
 from skyrl_tinker.domain.values import LoraSpec, WeightVersion
 from skyrl_tinker.engine import outbox
-from skyrl_tinker.engine.openai.openai_endpoints import OpenAIServer
+from skyrl_tinker.engine.bases.sample_dispatch import CANCELLED, SampleDispatch
+from skyrl_tinker.engine.openai.openai_routes import OpenAIRoutes
+from skyrl_tinker.engine.openai.openai_server import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Fleet
-from skyrl_tinker.engine.sampler.sampler_driver import CANCELLED, SamplerDriver
+from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import StorageAwayError
+from skyrl_tinker.protocol.schemas.openai import CompletionRequest, parse_openai
 from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
 from skyrl_tinker.store import checkpoint_records, sampling_sessions
@@ -75,9 +78,10 @@ async def saved(store: Store, directory: Path) -> str:
     return f"tinker://{model}/sampler_weights/a"
 
 
-def openai_server(store: Store, storage: CheckpointStorage) -> OpenAIServer:
+def openai_routes(store: Store, storage: CheckpointStorage) -> OpenAIRoutes:
     nothing = cast(Any, None)
-    return OpenAIServer(store, samplers_of(storage), nothing, FACTS, nothing, nothing, Metrics())
+    server = OpenAIServer(store, samplers_of(storage), nothing, FACTS, nothing, nothing, Metrics())
+    return OpenAIRoutes(store, [server], Metrics())
 
 
 async def test_weights_that_were_deleted_from_the_cache_are_fetched_again(tmp_path: Path) -> None:
@@ -99,13 +103,16 @@ async def test_openai_requests_fetch_what_has_left_the_cache_before_they_have_a_
     directory, exists, away = stored(storage, tmp_path), storage._files.exists, True
     shutil.rmtree(directory)
     monkeypatch.setattr(storage._files, "exists", lambda place: _there(away) and exists(place))
-    path, server = await saved(store, directory), openai_server(store, storage)
-    with pytest.raises(StorageAwayError):
-        await server._version(path, None)
-    away = False
-    version = await server._version(path, None)
+    path, routes = await saved(store, directory), openai_routes(store, storage)
+    server, version = await routes.find(path, None)
     assert version is not None
     assert version.directory == str(directory)
+    request = parse_openai(CompletionRequest, {"model": path, "prompt": "a"})
+    with pytest.raises(StorageAwayError):
+        await server._prepare(request, 1, None, version)
+    away = False
+    with pytest.raises(AttributeError):  # there is no sampler that could count the tokens
+        await server._prepare(request, 1, None, version)
     assert directory.exists()
 
 
@@ -115,7 +122,7 @@ async def test_openai_clients_are_told_no_path_of_the_server(store: Store, tmp_p
     shutil.rmtree(directory)
     staging_of(directory).touch()  # in the way
     app = web.Application()
-    app.add_routes(openai_server(store, storage).routes())
+    app.add_routes(openai_routes(store, storage).routes())
     async with TestClient(TestServer(app)) as client:
         body = {"model": await saved(store, directory), "prompt": "a"}
         answer = await client.post("/oai/api/v1/completions", json=body)
@@ -132,9 +139,8 @@ async def test_samples_of_weights_in_storage_that_is_away_wait_and_others_have_t
     shutil.rmtree(directory)
     (tmp_path / "unnamed").mkdir()
     monkeypatch.setattr(storage._files, "exists", lambda place: _there(away) and exists(place))
-    driver = SamplerDriver(
-        store, samplers_of(storage), Outbox(store, bell, Metrics()), Concurrency(1, 1), Metrics()
-    )
+    sent = Outbox(store, bell, Metrics())
+    driver = SamplerDriver(store, samplers_of(storage), sent, Concurrency(1, 1), Metrics())
     model = await journal.ready_model(store)
     key = await journal.key_of(store, model)
     session = (await journal.model_of(store, model)).session_id
@@ -160,7 +166,7 @@ async def test_samples_of_weights_in_storage_that_is_away_wait_and_others_have_t
     ids = [(await journal.outcome(store, accepted)).future_id for accepted in waiting]
     await until(lambda: list(driver._away) == ids)
     assert driver._queued.view(driver._away).queued == {}
-    await driver.end({ids[0]: CANCELLED})
+    await SampleDispatch([driver], sent, Metrics()).end({ids[0]: CANCELLED})
     assert (await journal.outcome(store, waiting.pop(0))).status is FutureStatus.FAILED
     away = False
     for accepted in waiting:

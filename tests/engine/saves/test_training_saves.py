@@ -376,7 +376,7 @@ async def test_what_is_being_loaded_stays_though_it_is_replaced_and_swept(
     overflow = TmpfsSpill(tmp_path / "memory", tmp_path / "disk")
     (tmp_path / "memory").mkdir()
     settings = Settings(home=tmp_path)
-    versions = EphemeralVersions(world.store, nobody, nobody, overflow, settings)
+    versions = EphemeralVersions(world.store, [], nobody, overflow, settings)
     idle: Any = SimpleNamespace(sessions=set)
     keeper = Cleanup(world.store, world.driver, idle, world.creation.is_loading, versions, settings)
     await keeper.sweep()

@@ -8,6 +8,7 @@ from typing import Any, cast
 from skyrl_tinker.config import Parity, Recovery, Settings
 from skyrl_tinker.domain.ids import FutureStatus, ModelId
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
+from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.compose import make_tmpfs_spill
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
@@ -67,13 +68,14 @@ class World:
         samplers = cast(Samplers, self.samplers)
         sampler = SamplerDriver(store, samplers, outbox, Concurrency(8, 8), metrics)
         spill = make_tmpfs_spill(settings)
-        versions = EphemeralVersions(store, samplers, sampler, spill, settings)
+        samples = SampleDispatch([sampler], outbox, metrics)
+        versions = EphemeralVersions(store, [samplers], samples.forget_sources, spill, settings)
         half = compose_training(
             settings, FACTS, store, outbox, trainer, samplers, versions, metrics, storage=storage
         )
         self.driver, self.creation = half.driver, half.creation
         self.bell = bell
-        self.intake = Intake(store, bell, self.driver, sampler, metrics)
+        self.intake = Intake(store, bell, self.driver, samples, metrics)
         self.running = asyncio.ensure_future(self._run())
         self.reports: list[str] = []
         self.ready = False

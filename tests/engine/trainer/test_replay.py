@@ -1343,7 +1343,7 @@ async def test_a_model_trains_on_as_if_no_other_base_model_had_been_served(
     failed = await journal.submit_pass(world.store, model, 10, forward_only=True)
     await other.done(failed)
     failure = await journal.error_of(world.store, failed)
-    assert "was trained on base model tiny, and this server serves other" in failure.message
+    assert "was trained on base model tiny, and this server trains other" in failure.message
     await start(world.store)
     after = new_engine(other)
     await train(after, model, 11, 1)

@@ -16,6 +16,7 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.config import EphemeralWeights, Settings, Timeouts
 from skyrl_tinker.domain.ids import CheckpointKind, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.domain.values import LoraSpec, WeightVersion
+from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
@@ -84,15 +85,15 @@ def cleanup_of(
     root: Path,
     timeout_s: float = 600.0,
     storage: Storage = LOCAL_DISK,
-    sampler: SamplerDriver | None = None,
+    samples: SampleDispatch | None = None,
 ) -> Cleanup:
     any_part = cast(Any, parts)
     spill = TmpfsSpill(root / "memory", root / "disk")
     (root / "memory").mkdir(exist_ok=True)
     kept = EphemeralWeights(keep=2, idle_s=60.0)
     settings = Settings(home=root, timeouts=Timeouts(session_s=timeout_s), ephemeral=kept)
-    versions = EphemeralVersions(store, any_part, any_part, spill, settings)
-    return Cleanup(store, any_part, sampler or any_part, parts.is_loading, versions, settings, storage)
+    versions = EphemeralVersions(store, [any_part], any_part.forget_sources, spill, settings)
+    return Cleanup(store, any_part, samples or any_part, parts.is_loading, versions, settings, storage)
 
 
 async def new_model(store: Store, session: SessionId) -> ModelRow:
@@ -184,9 +185,8 @@ async def test_samples_of_sessions_that_are_finished_are_stopped_and_no_others(
     silent, ended, later, live = [await journal.new_session(store) for _ in range(4)]
     samplers, metrics = ScriptedSamplers(), Metrics()
     samplers.go_on.clear()
-    driver = SamplerDriver(
-        store, cast(Any, samplers), Outbox(store, bell, metrics), Concurrency(8, 8), metrics
-    )
+    outbox = Outbox(store, bell, metrics)
+    driver = SamplerDriver(store, cast(Any, samplers), outbox, Concurrency(8, 8), metrics)
     accepted = {
         session: await submit_sample(store, session, "tiny", 1, (number, 1))
         for number, session in enumerate((silent, ended, later, live))
@@ -197,7 +197,9 @@ async def test_samples_of_sessions_that_are_finished_are_stopped_and_no_others(
     driver.submit(rows)
     running = asyncio.create_task(driver.run())
     await until(lambda: len(samplers.drawn) == 4)
-    cleanup = cleanup_of(store, parts, tmp_path, timeout_s=SUSPENDED_S / 3, sampler=driver)
+    cleanup = cleanup_of(
+        store, parts, tmp_path, timeout_s=SUSPENDED_S / 3, samples=SampleDispatch([driver], outbox, metrics)
+    )
     pass_time(SUSPENDED_S / 2)
     for session in (later, live):
         await journal.heartbeat(store, session)
@@ -378,7 +380,9 @@ async def test_when_memory_is_low_all_but_the_newest_ephemeral_weights_move(
         ]
         spill = TmpfsSpill(Path(memory), tmp_path / "disk", spare=1.0)
         any_part = cast(Any, parts)
-        ephemeral = EphemeralVersions(store, any_part, any_part, spill, Settings(home=tmp_path))
+        ephemeral = EphemeralVersions(
+            store, [any_part], any_part.forget_sources, spill, Settings(home=tmp_path)
+        )
         cleanup = Cleanup(store, any_part, any_part, parts.is_loading, ephemeral, Settings(home=tmp_path))
         await cleanup.sweep()
         assert sorted(names(tmp_path / "disk")) == [version.name for version in versions[:-1]]
@@ -405,7 +409,7 @@ async def test_above_the_cap_the_oldest_ephemeral_weights_go_but_never_the_newes
 
     def capped(gb: float) -> EphemeralVersions:
         settings = Settings(home=tmp_path, ephemeral={"gb": gb})
-        return EphemeralVersions(store, any_part, any_part, spill, settings)
+        return EphemeralVersions(store, [any_part], any_part.forget_sources, spill, settings)
 
     parts.used.add(versions[0].id)
     await capped(4500e-9).sweep()
@@ -441,6 +445,6 @@ async def test_a_snapshot_keeps_on_disk_what_clients_sample(
         )
         spill = TmpfsSpill(Path(memory), tmp_path / "disk")
         any_part = cast(Any, parts)
-        keeper = EphemeralVersions(store, any_part, any_part, spill, Settings(home=tmp_path))
+        keeper = EphemeralVersions(store, [any_part], any_part.forget_sources, spill, Settings(home=tmp_path))
         await keeper.keep_sampled(model.key)
         assert sorted(names(tmp_path / "disk")) == ["v2", "v3", "v4"]

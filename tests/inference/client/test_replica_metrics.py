@@ -43,7 +43,7 @@ def samples(text: bytes) -> dict[tuple[str, str], float]:
 
 
 def test_each_sample_says_whose_it_is() -> None:
-    text = subject.joined({0: vllm(5), 2: vllm(7)}, VLLM)
+    text = subject.joined({"0": vllm(5), "2": vllm(7)}, VLLM)
     expected = {}
     for replica, tokens in (("0", 5.0), ("2", 7.0)):
         expected["vllm:generation_tokens_total", replica] = tokens
@@ -54,7 +54,7 @@ def test_each_sample_says_whose_it_is() -> None:
 
 
 def test_each_family_is_told_once() -> None:
-    lines = subject.joined({0: vllm(5), 1: vllm(7)}, VLLM).decode().splitlines()
+    lines = subject.joined({"0": vllm(5), "1": vllm(7)}, VLLM).decode().splitlines()
     told = [line for line in lines if line.startswith("#")]
     assert len(told) == len(set(told)) == 4
 
@@ -62,12 +62,14 @@ def test_each_family_is_told_once() -> None:
 def test_another_type_of_the_same_name_is_left_out() -> None:
     odd = vllm(7, Gauge).replace("vllm:generation_tokens", "vllm:waiting")
     other = vllm(5).replace("vllm:generation_tokens", "vllm:waiting")
-    assert ("vllm:waiting_total", "1") not in samples(subject.joined({0: odd, 1: other}, VLLM))
+    assert ("vllm:waiting_total", "1") not in samples(subject.joined({"0": odd, "1": other}, VLLM))
 
 
 @pytest.mark.parametrize("text", ["", "no metrics\n", 'vllm:x{a="b" 1\n'])
 def test_a_text_that_is_none_does_no_harm(text: str) -> None:
-    assert samples(subject.joined({0: text, 1: vllm(7)}, VLLM)) == samples(subject.joined({1: vllm(7)}, VLLM))
+    assert samples(subject.joined({"0": text, "1": vllm(7)}, VLLM)) == samples(
+        subject.joined({"1": vllm(7)}, VLLM)
+    )
 
 
 @asynccontextmanager
@@ -110,9 +112,10 @@ async def test_replicas_that_are_gone_hang_or_refuse_are_left_out(monkeypatch: p
     http = Counted("secret")
     async with serving(good) as first, serving(hangs) as second, serving(refuses) as third:
         urls = {0: first, 1: second, 2: third, 3: "http://127.0.0.1:9"}
-        reading = asyncio.create_task(subject.replica_metrics(http, urls, VLLM))
-        await until(lambda: http.ended == 3)
+        of_bases = [(http, urls), (http, {0: first})]
+        reading = asyncio.create_task(subject.replica_metrics(of_bases, VLLM))
+        await until(lambda: http.ended == 4)
         skip(subject.WITHIN_S)
         text = await reading
     await http.close()
-    assert {replica for _, replica in samples(text)} == {"0"}
+    assert {replica for _, replica in samples(text)} == {"0", "1-0"}

@@ -10,7 +10,8 @@ from skyrl_tinker.domain.ids import ModelState, RequestKind, SamplingSessionId, 
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.store import model_records, usage_records
-from skyrl_tinker.store.futures import finish, outcomes, queue, record, training_submission
+from skyrl_tinker.store.console import pending
+from skyrl_tinker.store.futures import cancellation, finish, outcomes, queue, record, training_submission
 from skyrl_tinker.store.futures.training_submission import Creation
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.reports import training_runs
@@ -117,6 +118,18 @@ async def test_the_queue_goes_on_after_the_cursor(store: Store, model: ModelRow)
         assert queue.queued_after(conn, 0, limit=2) == rows[:2]
         bodies = queue.read_bodies(conn, [row.id for row in rows[1:3]])
     assert {key: len(body) for key, body in bodies.items()} == {rows[1].id: 2000, rows[2].id: 3000}
+
+
+async def test_samples_have_the_base_model_of_their_session_and_other_requests_none(
+    store: Store, model: ModelRow, sampler: SamplingSessionId
+) -> None:
+    accepted = await sample(store, sampler, 1)
+    assert [row.base_model for row in await queued(store)] == [None, "tiny"]
+    with reading(store) as conn:
+        position = cancellation.queue_position(conn, accepted.request_id)
+        oldest = [group.oldest for group in pending.pending_groups(conn) if group.sampling]
+    assert position is not None
+    assert (position.base_model, oldest) == ("tiny", [position])
 
 
 async def test_a_finished_request_leaves_the_queue_and_its_body(

@@ -1,4 +1,4 @@
-"""OpenAI-compatible routes: take a base model's name or a tinker:// path, return the sampler's response."""
+"""OpenAI-compatible requests of one base model, answered by its samplers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -11,7 +11,6 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import OwnerId, openai_session
 from skyrl_tinker.domain.values import BaseModelFacts, Usage, WeightVersion
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
@@ -31,18 +30,13 @@ from skyrl_tinker.engine.telemetry.engine_metrics import Metrics, OutcomeLabel
 from skyrl_tinker.errors import NotFoundError, SamplerError, SkyrlTinkerError
 from skyrl_tinker.inference.client.sampling_port import AnswerReader
 from skyrl_tinker.protocol.schemas.openai import (
-    OWNER_HEADER,
     ChatCompletionRequest,
-    CompletionRequest,
     error_body,
-    parse_openai,
 )
 from skyrl_tinker.store import usage_records
-from skyrl_tinker.store.reports import openai_models
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.off_loop import off_loop
 
-PREFIX = "/oai/api/v1"
 _PREFIX, _SUFFIX, _END = b"data: ", b"\n\n", b"[DONE]"
 """Prefix of events in a stream, and the text of its last one."""
 T = TypeVar("T")
@@ -95,50 +89,37 @@ class OpenAIServer:
         self._store = store
         self._samplers = samplers
         self._fleet = fleet
-        self._facts = facts
+        self.facts = facts
         self._abilities = abilities
         self._sampler_driver = sampler_driver
         self._metrics = metrics
         self._counting: set[asyncio.Task[None]] = set()
 
-    def routes(self) -> list[web.RouteDef]:
-        return [
-            web.post(f"{PREFIX}/completions", self._completions),
-            web.post(f"{PREFIX}/chat/completions", self._chat),
-        ]
+    async def answer(
+        self,
+        http: web.Request,
+        request: OpenAIRequest,
+        size: int,
+        owner: OwnerId | None,
+        version: WeightVersion | None,
+    ) -> tuple[web.StreamResponse, OutcomeLabel]:
+        """Answer a request whose body has `size` bytes; returns the answer with its outcome.
 
-    async def _completions(self, http: web.Request) -> web.StreamResponse:
-        return await self._respond(http, CompletionRequest, "completion")
-
-    async def _chat(self, http: web.Request) -> web.StreamResponse:
-        return await self._respond(http, ChatCompletionRequest, "chat_completion")
-
-    async def _respond(self, http: web.Request, model: type[OpenAIRequest], kind: str) -> web.StreamResponse:
-        owner = _owner(http)
-        await self._metrics.owners.know([owner])
-        try:
-            data = await http.read()
-            request = await off_loop(len(data), lambda: parse_openai(model, orjson.loads(data)))
-            call = await self._prepare(request, len(data), owner)
-            if call.request.stream:
-                response, outcome = await self._stream(http, call)
-            else:
-                response, outcome = await self._complete(call), "ok"
-        except SkyrlTinkerError as error:
-            self._metrics.counted(kind, error.category, owner)
-            return web.json_response(error_body(error, failure_of(error).message), status=error.status)
-        except (asyncio.CancelledError, ConnectionResetError):  # the client is gone
-            self._metrics.counted(kind, "cancelled", owner)
-            raise
-        self._metrics.counted(kind, outcome, owner)
-        return response
+        `version`: to sample, None for the base model. Raises SkyrlTinkerError before the answer has begun.
+        """
+        call = await self._prepare(request, size, owner, version)
+        if call.request.stream:
+            return await self._stream(http, call)
+        return await self._complete(call), "ok"
 
     # From the client's request to the sampler's
 
-    async def _prepare(self, request: OpenAIRequest, size: int, owner: OwnerId | None) -> _OpenAICall:
-        """Prepare a request whose body has `size` bytes."""
-        facts, abilities = self._facts, self._abilities
-        version = await self._version(request.model, owner)
+    async def _prepare(
+        self, request: OpenAIRequest, size: int, owner: OwnerId | None, version: WeightVersion | None
+    ) -> _OpenAICall:
+        """Prepare a request, with the files of its version here. Call it before taking a turn."""
+        facts, abilities = self.facts, self._abilities
+        await self._samplers.fetch(version)
         texts = await off_loop(size, lambda: texts_to_count(request, facts, abilities))
         counts = await asyncio.gather(*(self._count_tokens(text) for text in texts))
         prompts = await off_loop(size, lambda: prompt_lengths(request, counts, facts))
@@ -147,18 +128,6 @@ class OpenAIServer:
         body = await off_loop(size, lambda: upstream_body(request, max(prompts), facts, abilities))
         reader = self._fleet.client.data.dialect.openai_reader(body)
         return _OpenAICall(request, owner, version, prompts, body, reader)
-
-    async def _version(self, model: str, owner: OwnerId | None) -> WeightVersion | None:
-        """Return the version for a model name, with its files here; None for the base model.
-
-        Raises the store's errors, and StorageError. Call it before taking a turn, which it would block.
-        """
-        bases = Bases((self._facts,))
-        found = await self._store.read(lambda conn: openai_models.find(conn, owner, model, bases))
-        if found is None:
-            return None
-        await self._samplers.fetch(found[1])
-        return found[1]
 
     async def _count_tokens(self, text: dict[str, Any]) -> int:
         """Count the tokens of a prompt. Every version has the tokenizer of the base model."""
@@ -259,7 +228,7 @@ class OpenAIServer:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         used = Usage(usage["prompt_tokens"], cached, usage.get("completion_tokens") or 0)
         self._metrics.sampled_tokens(used.output_tokens, call.owner)
-        name = self._facts.name
+        name = self.facts.name
         add = partial(usage_records.add_openai, owner=call.owner, base_model=name, usage=used)
         task = asyncio.create_task(persistently(lambda: self._store.write(add)))
         self._counting.add(task)
@@ -281,12 +250,6 @@ def _forwarded(call: _OpenAICall, chunk: Chunk) -> bytes | None:
     elif "usage" in chunk and (options is None or not options.include_usage):
         return None
     return call.renamed(chunk)
-
-
-def _owner(http: web.Request) -> OwnerId | None:
-    """Return the owner named by the API: only the API can connect."""
-    owner = http.headers.get(OWNER_HEADER)
-    return None if owner is None else OwnerId(int(owner))
 
 
 async def _chunks(pieces: AsyncIterator[bytes], refusal: Refusal) -> AsyncIterator[Chunk]:

@@ -1,0 +1,40 @@
+"""All base models of a server: the first, which is trained, and further ones."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.bases import Bases
+from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.server.base_models import base_model
+
+
+def resolve_all(settings: Settings) -> Bases:
+    """Find (or make) all base models, and read their facts. Raises StartupError that names the base model."""
+    bases = Bases((base_model.resolve(settings), *map(_resolve, further(settings))))
+    known: dict[str, str] = {}
+    for facts in bases.all:
+        if (other := known.setdefault(facts.directory, facts.name)) != facts.name:
+            raise StartupError(f"bases: {facts.name!r} is the directory of {other!r} once more")
+    return bases
+
+
+def further(settings: Settings) -> list[Settings]:
+    """Return the settings of each further base model."""
+    return [settings.for_base(name) for name in settings.bases]
+
+
+@contextmanager
+def refusals(settings: Settings) -> Iterator[None]:
+    """Have a StartupError name the further base model whose settings these are."""
+    try:
+        yield
+    except StartupError as error:
+        raise StartupError(f"bases.{settings.base_model}: {error}") from error
+
+
+def _resolve(settings: Settings) -> BaseModelFacts:
+    with refusals(settings):
+        return replace(base_model.resolve(settings), trainable=False)

@@ -1,0 +1,41 @@
+"""The status of the engine while replicas of one of several base models are lost."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skyrl_tinker.engine.bases.fleet_status import FleetStatus
+from skyrl_tinker.engine.status import EngineStatus
+from skyrl_tinker.store import server_state
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.store import Store
+from tests.support.reads import reading
+
+GONE = "no sampler is running: they are being restarted; models are unaffected"
+
+
+@pytest.mark.parametrize(
+    ("serving", "state", "detail"),
+    [
+        ({"a": (2, 2)}, "ready", ""),
+        ({"a": (1, 2)}, "ready", "1 of 2 replicas serve"),
+        ({"a": (0, 2)}, "restarting", GONE),
+        ({"a": (1, 1), "b": (1, 1)}, "ready", ""),
+        ({"a": (1, 1), "b": (0, 1)}, "ready", "0 of 1 replicas of b serve"),
+        ({"a": (0, 1), "b": (2, 2)}, "ready", "0 of 1 replicas of a serve"),
+        ({"a": (1, 2), "b": (0, 1)}, "ready", "1 of 2 replicas of a serve; 0 of 1 replicas of b serve"),
+        ({"a": (0, 1), "b": (0, 1)}, "restarting", GONE),
+    ],
+)
+async def test_the_engine_takes_work_while_any_base_model_has_a_replica(
+    store: Store, bell: Doorbell, serving: dict[str, tuple[int, int]], state: str, detail: str
+) -> None:
+    fleets: dict[str, Any] = {
+        name: SimpleNamespace(size=size, replicas=replicas) for name, (size, replicas) in serving.items()
+    }
+    await FleetStatus(EngineStatus(store, bell), fleets).report()
+    with reading(store) as conn:
+        told = server_state.get(conn, "engine")
+    assert told is not None
+    assert (told["state"], told["detail"]) == (state, detail)

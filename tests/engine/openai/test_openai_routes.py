@@ -1,0 +1,62 @@
+"""OpenAI's requests go to the server of the base model that they name, or of the weights at their path."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from skyrl_tinker.domain.ids import CheckpointKind
+from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.engine.openai.openai_routes import OpenAIRoutes
+from skyrl_tinker.engine.openai.openai_server import OpenAIServer
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.errors import NotFoundError, UserError
+from skyrl_tinker.store import checkpoint_records, sampling_sessions
+from skyrl_tinker.store.checkpoint_records import NewCheckpoint
+from skyrl_tinker.store.store import Store
+from tests.engine.support import journal
+from tests.engine.support.world import FACTS
+
+STUDENT = replace(FACTS, names=("student", "S"))
+TEACHER = replace(FACTS, names=("teacher",))
+
+
+@pytest.fixture
+def routes(store: Store) -> OpenAIRoutes:
+    none = cast(Any, None)
+    servers = [OpenAIServer(store, none, none, facts, none, none, Metrics()) for facts in (STUDENT, TEACHER)]
+    return OpenAIRoutes(store, servers, Metrics())
+
+
+async def saved(store: Store, base_model: str) -> str:
+    """Return the path of sampler weights of a base model."""
+    model = await journal.ready_model(store)
+    key = await journal.key_of(store, model)
+    version = await store.write(
+        lambda conn: sampling_sessions.insert_version(conn, key, "lora", durable=True)
+    )
+    kind, spec = CheckpointKind.SAMPLER_WEIGHTS, LoraSpec(8, 1)
+    new = NewCheckpoint(key, kind, "a", "/nowhere", base_model, spec, 1, version_id=version)
+    await store.write(lambda conn: sampling_sessions.publish_version(conn, version, "/nowhere", 1))
+    await store.write(lambda conn: checkpoint_records.add(conn, new, replace=False))
+    return f"tinker://{model}/sampler_weights/a"
+
+
+async def served_by(routes: OpenAIRoutes, model: str) -> tuple[str, bool]:
+    """Return the base model of the server that is found, and whether it gets a version of its weights."""
+    server, version = await routes.find(model, None)
+    return server.facts.name, version is not None
+
+
+async def test_a_name_or_a_path_finds_its_base_model(routes: OpenAIRoutes, store: Store) -> None:
+    for name, base_model in (("student", "student"), ("S", "student"), ("teacher", "teacher")):
+        assert await served_by(routes, name) == (base_model, False)
+    for base_model in ("student", "teacher"):
+        assert await served_by(routes, await saved(store, base_model)) == (base_model, True)
+
+
+async def test_what_is_not_served_is_refused_with_all_that_is(routes: OpenAIRoutes, store: Store) -> None:
+    with pytest.raises(NotFoundError, match=r"no model 'other': expected student, teacher, or a tinker://"):
+        await routes.find("other", None)
+    with pytest.raises(UserError, match=r"is of base model 'other', expected student, teacher$"):
+        await routes.find(await saved(store, "other"), None)

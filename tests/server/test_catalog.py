@@ -1,0 +1,51 @@
+"""Base models of one server."""
+
+from pathlib import Path
+
+import pytest
+
+from skyrl_tinker import config
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.server import preflight
+from skyrl_tinker.server.base_models.catalog import resolve_all
+from skyrl_tinker.server.base_models.tiny_model import make_model
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "teacher"
+    make_model(directory, arch="llama", hidden=64, vocab=300)
+    return directory
+
+
+def test_the_first_is_trained_and_others_are_sampled_with_keys_of_their_own(
+    tmp_path: Path, teacher: Path
+) -> None:
+    own = {"roles": ["sample"], "model_name": "org/teacher", "context_length": 100}
+    bases = resolve_all(config.load(home=tmp_path, context_length=50, bases={str(teacher): own}))
+    first, second = bases.all
+    assert (first.name, first.trainable, first.context_length) == ("tiny", True, 50)
+    assert (second.names, second.trainable) == (("org/teacher", str(teacher)), False)
+    assert (second.context_length, second.vocab_size) == (100, 300)
+
+
+def test_one_directory_under_two_names_is_refused(tmp_path: Path, teacher: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(teacher)
+    with pytest.raises(StartupError, match=f"bases: '{link}' is the directory of '{teacher}' once more"):
+        resolve_all(config.load(home=tmp_path, base_model=str(teacher), bases=[str(link)]))
+
+
+def test_refusals_name_the_base_model(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=rf"^bases\.{tmp_path}: .*no config.json in that directory"):
+        resolve_all(config.load(home=tmp_path, bases=[str(tmp_path)]))
+    by_url = {"A": {"roles": ["sample"], "sampler_urls": ["localhost:9"]}}
+    with pytest.raises(StartupError, match=r"^bases\.A: sampler_urls: found 'localhost:9'"):
+        preflight.check_settings(config.load(bases=by_url))
+
+
+def test_a_server_by_url_samples_one_base_model() -> None:
+    by_url = {"A": {"roles": ["sample"], "sampler_urls": ["http://a:9/"]}}
+    preflight.check_settings(config.load(bases=by_url))
+    with pytest.raises(StartupError, match=r"^bases\.A: sampler_urls: http://a:9 serves another base model"):
+        preflight.check_settings(config.load(sampler_urls=["http://a:9"], bases=by_url))
