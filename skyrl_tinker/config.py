@@ -458,6 +458,8 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _require_different_bases(self) -> Self:
+        if "" in self.bases:
+            raise ValueError("bases: found an empty name, expected a model directory, or a hub name")
         given = [(self.base_model, self.model_name)]
         given += [(name, own.model_name) for name, own in self.bases.items()]
         names = sorted(chain.from_iterable(filter(None, {*pair}) for pair in given))

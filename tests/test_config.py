@@ -104,6 +104,12 @@ def test_an_empty_text_is_refused_from_every_source(
         config.load()
 
 
+@pytest.mark.parametrize("given", [[""], {"": {}}])
+def test_a_further_base_model_without_a_name_is_refused(given: object) -> None:
+    with pytest.raises(ValidationError, match="bases: found an empty name"):
+        config.load(bases=given)
+
+
 def test_unknown_keys_are_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text("prot = 1\n")
