@@ -88,7 +88,8 @@ def test_none_counts_as_not_given() -> None:
     [
         name
         for name, field in Settings.model_fields.items()
-        if {str, Path} & {field.annotation, *get_args(field.annotation)} and name not in ("vllm_args", "bases")
+        if {str, Path} & {field.annotation, *get_args(field.annotation)}
+        and name not in ("vllm_args", "bases")
     ],
 )
 def test_an_empty_text_is_refused_from_every_source(
@@ -104,7 +105,7 @@ def test_an_empty_text_is_refused_from_every_source(
         config.load()
 
 
-@pytest.mark.parametrize("given", [[""], {"": {}}])
+@pytest.mark.parametrize("given", [[""], {"": {"roles": ["sample"]}}])
 def test_a_further_base_model_without_a_name_is_refused(given: object) -> None:
     with pytest.raises(ValidationError, match="bases: found an empty name"):
         config.load(bases=given)
