@@ -415,10 +415,13 @@ class Settings(BaseSettings):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_empty(cls, given: object) -> object:
-        """Refuse empty texts: as a path one is the current directory, as a host any address."""
-        if "" in (given if isinstance(given, list | tuple) else (given,)):
+    def _check_texts(cls, given: object) -> object:
+        """Refuse empty texts, which are the current directory as a path, and any address as a host."""
+        texts = given if isinstance(given, list | tuple) else (given,)
+        if "" in texts:
             raise ValueError("expected a value, or no such setting")
+        if any("\0" in text for text in texts if isinstance(text, str)):
+            raise ValueError("expected a text without NUL")
         return given
 
     @field_validator("engine_listen")

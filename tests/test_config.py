@@ -111,6 +111,13 @@ def test_a_further_base_model_without_a_name_is_refused(given: object) -> None:
         config.load(bases=given)
 
 
+@pytest.mark.parametrize("name", ["home", "host", "checkpoints"])
+def test_a_text_with_nul_is_refused(tmp_path: Path, name: str) -> None:
+    (file := tmp_path / "settings.toml").write_text(f'{name} = "a\\u0000b"\n')
+    with pytest.raises(ValidationError, match=rf"{name}\n.*expected a text without NUL"):
+        config.load(file)
+
+
 def test_unknown_keys_are_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text("prot = 1\n")

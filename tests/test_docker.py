@@ -48,6 +48,19 @@ def test_compose_builds_with_arguments_that_the_dockerfile_has() -> None:
             assert f"\nARG {argument.partition('=')[0]}=" in dockerfile
 
 
+def test_no_service_writes_into_its_image() -> None:
+    """A server's files lie in its volumes, or in /tmp and /dev/shm, which are in memory."""
+    assert all(service["read_only"] for service in SERVICES.values())
+    mounted = ["/data", "/cache", "/tmp", "/dev/shm"]
+    for server in SERVERS.values():
+        targets = [mount.rpartition(":")[2] for mount in server["volumes"]]
+        assert [*targets, *(each.partition(":")[0] for each in server["tmpfs"])] == mounted[:3]
+        assert "exec" in server["tmpfs"][0], "libraries that are compiled in /tmp are loaded from there"
+        assert server["shm_size"]
+    places = vars(Directories(Settings(home=Path("/data"))))
+    assert not [name for name, place in places.items() if not str(place).startswith(tuple(mounted))]
+
+
 def test_compose_mounts_files_that_exist() -> None:
     mounts = [mount for service in SERVICES.values() for mount in service.get("volumes", [])]
     paths = [mount.partition(":")[0] for mount in mounts if mount.startswith(".")]

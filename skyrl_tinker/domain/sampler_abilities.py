@@ -29,6 +29,7 @@ class SamplerAbilities:
     prompt_alt_tokens_k: bool = _ability("`prompt_alt_tokens_k`: draws at each position of the prompt")
     router_replay: bool = _ability("`router_replay`: the experts of each sampled token")
     add_special_tokens: bool = _ability("`add_special_tokens: false` in completions")
+    response_format: bool = _ability("`response_format` of chats: JSON, or JSON that fits a schema")
     streamed_chat_logprobs: bool = _ability("`logprobs` of chats that are streamed")
     reasoning_parser: bool = _ability("`reasoning_parser`: reasoning of chat answers in a field of its own")
     tool_parser: bool = _ability("`tool_parser`: tools in chats")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -240,7 +241,7 @@ def test_what_asks_for_nothing_is_accepted_from_the_client(oai: openai.OpenAI, c
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"extra_body": {"separate_reasoning": True}}, "separate_reasoning"),
         ({"store": True}, "store"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
         ({"stop": "", "max_tokens": 4}, "stop"),
     ],
 )
@@ -250,6 +251,34 @@ def test_what_would_change_the_answer_and_is_not_done_is_refused_by_name(
     with pytest.raises(openai.BadRequestError, match=field) as refused:
         oai.chat.completions.create(model=client.model, messages=CHAT, **fields)
     assert refused.value.param == field
+
+
+COLOURS = ["red", "blue"]
+SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "colour", "schema": {"enum": COLOURS}}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_fits_its_schema_for_any_weights(oai: openai.OpenAI, client: Client, stream: bool) -> None:
+    asked: Any = {"model": client.model, "messages": CHAT, "response_format": SCHEMA, "stream": stream}
+    for seed in range(3):
+        answer = oai.chat.completions.create(**asked, seed=seed, max_tokens=40)
+        if stream:
+            chunks = list(answer)
+            text = "".join(each.choices[0].delta.content or "" for each in chunks if each.choices)
+            reason = next(each.choices[0].finish_reason for each in chunks[::-1] if each.choices)
+        else:
+            text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
+        assert (json.loads(text) in COLOURS, reason) == (True, "stop")
+
+
+def test_an_answer_is_an_object_and_a_wrong_schema_is_refused(oai: openai.OpenAI, client: Client) -> None:
+    asked: Any = {"model": client.model, "messages": CHAT, "max_tokens": 8}
+    answer = oai.chat.completions.create(**asked, response_format={"type": "json_object"})
+    assert answer.choices[0].message.content.strip().startswith("{")
+    wrong: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "no such type"}}}
+    with pytest.raises(openai.BadRequestError):
+        oai.chat.completions.create(**asked, response_format=wrong)
+    assert oai.chat.completions.create(**asked).choices
 
 
 def test_a_chat_completion(oai: openai.OpenAI, client: Client) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from contextvars import Context
 from random import Random
 
-from skyrl_tinker.engine.trainer.model_returns import TRIES
+from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.engine.trainer.model_returns import TRIES, WAKES
 from tests.simulation.virtual_loop import PROCESS, Crash, VirtualLoop
 
 FULL_S = 8.0
@@ -75,7 +76,10 @@ DEATHS_OF_RANKS = frozenset(point for point in (*POINTS, *OF_SYNCS) if point.sta
 
 
 class Faults:
-    """Plan of a history: which points are faults at which of their passages. `hit`: those that came about."""
+    """Plan of a history: which points are faults at which of their passages. `hit`: those that came about.
+
+    `in_returns`: by what brings models back, and model, how often in a row the ranks died while it did.
+    """
 
     def __init__(
         self, seed: Random, most: int, deaths: int, points: Sequence[str] = OFTEN, *, disks: bool
@@ -84,6 +88,7 @@ class Faults:
         self.random = seed
         self._deaths = deaths
         self.hit: Counter[str] = Counter()
+        self.in_returns: Counter[tuple[object, ModelKey]] = Counter()
         self.ended = False
         self.disk_full_until = 0.0
         self.lasts_until: dict[str, float] = {}
@@ -110,6 +115,10 @@ class Faults:
         if self._may_die():
             self._left.setdefault("the ranks die after a call", [calls + seed.randint(0, 3)])
 
+    def deadly(self) -> set[ModelKey]:
+        """Return the models that the server may have given up, as the ranks died each time they came back."""
+        return {model for (_, model), deaths in self.in_returns.items() if deaths >= WAKES}
+
     def _may_die(self) -> bool:
         return sum(len(left) for each, left in self._left.items() if each in DEATHS_OF_RANKS) < self._deaths
 
@@ -127,8 +136,9 @@ class Faults:
             self._left.pop(each, None)
         self.lasts_until.pop(point, None)
 
-    def spare_ranks(self, most: int) -> None:
-        """Have the ranks die so many times more, at most."""
+    def spare_ranks(self) -> None:
+        """Leave out later deaths of the ranks, so that no model is given up from now on."""
+        most = max(0, WAKES - 1 - sum(self.hit[each] for each in DEATHS_OF_RANKS))
         for each in sorted(DEATHS_OF_RANKS & self._left.keys()):
             self._left[each], most = self._left[each][:most], max(0, most - len(self._left[each]))
 

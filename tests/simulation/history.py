@@ -20,9 +20,10 @@ import httpx
 from sqlalchemy import Connection, text
 
 from skyrl_tinker.config import Parity, Recovery, Settings
+from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.peft_config import ADAPTER_FILE
 from skyrl_tinker.engine.parity.drift_monitor import METRIC
-from skyrl_tinker.engine.trainer.model_returns import WAKES
+from skyrl_tinker.engine.trainer.model_returns import DIE_EACH_TIME
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database import tables
 from skyrl_tinker.store.database.migrate import migrate
@@ -37,7 +38,6 @@ from tests.simulation.client import PROTOBUF, Client, error_of, loss_of, model_b
 from tests.simulation.faults import (
     AWAY,
     COMPARED,
-    DEATHS_OF_RANKS,
     FOR_MINUTES,
     OF_SAVES,
     OF_STORAGE,
@@ -161,10 +161,10 @@ class Request:
 class Truth:
     """What one model must have become, and what each request must have been answered.
 
-    `parks`: it may have been parked meanwhile.
+    `parks`: reason for which it may have been parked meanwhile; "": any.
     """
 
-    parks: bool = False
+    parks: str | None = None
     steps: list[list[int]] = field(default_factory=list)
     gradients: list[int] = field(default_factory=list)
     poisoned: bool = False
@@ -172,7 +172,7 @@ class Truth:
 
     def run(self, request: Request) -> float | bool:
         """Return the loss of a pass, and whether any other request succeeds."""
-        if self.parks and request.is_parked:
+        if self.parks is not None and request.is_parked and self.parks in str(request.error):
             if request.kind in ("step", "bad step"):  # it drops what it should have applied
                 self.gradients, self.poisoned = [], False
             elif request.kind not in ("forward", "save", "load", *PUBLISHES):
@@ -317,13 +317,12 @@ class History:
             await self._park(models)
         if self._away == UNREAD:
             self.faults.stop(UNREAD)
-        if self._may_park:
+        if self._was_away or self.faults.deadly():
             await self._start_again(models)
         truths = [self._truth(model) for model in models]
         both = list(zip(models, truths, strict=True))
         self.faults.stop(UNREAD)
-        died = sum(self.faults.hit[each] for each in DEATHS_OF_RANKS)
-        self.faults.spare_ranks(max(0, WAKES - 1 - died))  # else a model may be parked in the epilogue
+        self.faults.spare_ranks()
         await asyncio.gather(*(self._epilogue(model, truth) for model, truth in both))
         if self._silent and living:
             await living
@@ -523,15 +522,21 @@ class History:
     # Checks
 
     @property
-    def _may_park(self) -> bool:
-        """Return whether models may be parked: files were away for long, or the ranks died in each return."""
+    def _was_away(self) -> bool:
+        """Return whether files were away for long: any model may be parked then."""
         hit = self.faults.hit
-        away = self._away == UNREAD and (hit[UNREAD] or hit[FOR_MINUTES[UNREAD]])
-        return bool(away) or sum(hit[each] for each in DEATHS_OF_RANKS) >= WAKES
+        return self._away == UNREAD and bool(hit[UNREAD] or hit[FOR_MINUTES[UNREAD]])
+
+    def _why_parked(self, model: _Model) -> str | None:
+        """Return for which reason a model may be parked, if any: the ranks died in its returns alone."""
+        if self._was_away:
+            return ""
+        with self._reading() as conn:
+            return DIE_EACH_TIME if _key(conn, model) in self.faults.deadly() else None
 
     def _truth(self, model: _Model) -> Truth:
         """Check every answer; returns what the model must have become."""
-        truth = Truth(parks=self._may_park)
+        truth = Truth(parks=self._why_parked(model))
         for request in model.requests:
             assert request.answer is not None
             expected = truth.run(request)
@@ -581,7 +586,7 @@ class History:
             self._server.serve(self._facts)
         await self._client.result(await self._client.submit_pass(model.model_id, last, 1, forward_only=True))
         with self._reading() as conn:
-            key = _rows(conn, "SELECT key FROM models WHERE model_id = :of", model.model_id)[0][0]
+            key = _key(conn, model)
             columns = "name, directory, removed_at IS NULL"
             found = _rows(conn, f"SELECT {columns} FROM checkpoints WHERE model_key = :of", key)
             assert server_state.get(conn, server_state.WARNING) is None
@@ -611,6 +616,10 @@ def _stream(name: str, seed: int, modulus: int, remainders: Sequence[int]) -> Ra
 
 def _gone(model: _Model) -> set[str]:
     return {each.name for each in model.requests if each.gone is not None}
+
+
+def _key(conn: Connection, model: _Model) -> ModelKey:
+    return ModelKey(_rows(conn, "SELECT key FROM models WHERE model_id = :of", model.model_id)[0][0])
 
 
 def _rows(conn: Connection, sql: str, of: object) -> Sequence[Any]:

@@ -30,7 +30,10 @@ from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.engine import compose, engine
 from skyrl_tinker.engine.sampler import fleet
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
+from skyrl_tinker.engine.trainer.model_returns import WAKES, ModelReturns
+from skyrl_tinker.engine.trainer.model_returns import History as ModelHistory
 from skyrl_tinker.engine.upkeep import upkeep_step as steps
+from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.inference.client import remote_client
 from skyrl_tinker.inference.servers.health_checks import CoreWatch
 from skyrl_tinker.protocol.validation import steps as validation
@@ -57,6 +60,24 @@ def _clock(real: Callable[[], float], *, wall: bool) -> Callable[[], float]:
         return EPOCH + loop.time() + (process.ahead_s if wall and process is not None else 0.0)
 
     return now
+
+
+def _returning(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what brings a model back, noting when the ranks died meanwhile."""
+
+    async def make(self: ModelReturns, history: ModelHistory) -> None:
+        process = PROCESS.get()
+        assert process is not None
+        deaths, of = process.server.faults.in_returns, (self, history.model.key)
+        try:
+            await real(self, history)
+        except (TrainerError, asyncio.CancelledError):
+            deaths[of] += self._trainer.broken is not None
+            raise
+        if deaths[of] < WAKES:
+            del deaths[of]
+
+    return make
 
 
 def _random_bytes(real: Callable[[int], bytes]) -> Callable[[int], bytes]:
@@ -296,6 +317,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(builtins, "open", io.open)
     patch.setattr(directories, "_SHM", Path("/nowhere"))
     patch.setattr(shutil, "disk_usage", _disk_usage)
+    patch.setattr(ModelReturns, "_make", _returning(ModelReturns._make))
     patch.setattr(TmpfsSpill, "_would_help", lambda _: True)
     patch.setattr(sqlite, "engine", _Engine)
     patch.setattr(sqlite, "transaction", _transaction(sqlite.transaction))

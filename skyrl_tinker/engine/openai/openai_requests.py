@@ -119,6 +119,8 @@ def upstream_body(
     if isinstance(request, ChatCompletionRequest):
         abilities.require_separation(request.separate_reasoning)
         body |= _tools(request, abilities) | _template_variables(request, abilities)
+        if request.response_format is not None:
+            body["response_format"] = request.response_format.model_dump(by_alias=True, exclude_none=True)
     if request.stream:  # usage in each chunk, to bill a client that leaves early
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     return body
@@ -129,6 +131,7 @@ def _check_abilities(request: OpenAIRequest, sampler: SamplerAbilities) -> None:
         raise FieldError(refusal, refusal.partition(":")[0])
     asked = {"seed": ("seed", request.seed is not None)}
     if isinstance(request, ChatCompletionRequest):
+        asked["response_format"] = ("response_format", request.response_format is not None)
         asked["streamed_chat_logprobs"] = ("logprobs", request.stream and request.logprobs)
     else:
         asked["add_special_tokens"] = ("add_special_tokens", not request.add_special_tokens)

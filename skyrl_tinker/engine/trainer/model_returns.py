@@ -47,6 +47,7 @@ Where trainer and samplers share devices, the samplers may have them after each 
 """
 WAKES = 2
 """Most consecutive deaths of the ranks while a sleeping model comes back: first among others, then alone."""
+DIE_EACH_TIME = "the trainer's processes die each time that it is brought back"
 _log = logging.getLogger(__name__)
 
 
@@ -141,7 +142,7 @@ class ModelReturns:
         failed = dict[ModelKey, str]()
         for model in [model for model in self._asleep if self._deadly[model] >= WAKES]:
             del self._asleep[model]
-            failed[model] = "the trainer's processes die each time that it is brought back"
+            failed[model] = DIE_EACH_TIME
         away = self._asleep.keys() | failed.keys()
         histories = [history for history in found if history.model.key not in away]
         seconds, left = 0.0, histories

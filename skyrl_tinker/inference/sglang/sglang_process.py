@@ -130,6 +130,7 @@ class SglangProcess:
         router_replay=False,
         fewest_tokens=1,
         add_special_tokens=False,
+        response_format=False,  # not tried
         streamed_chat_logprobs=False,  # those of a token that ends within a character are lost
         reasoning_parser=False,
         tool_parser=False,

@@ -7,6 +7,7 @@ a field of NEUTRAL with a value that asks for nothing: clients send those of Ope
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+import orjson
 from pydantic import (
     BeforeValidator,
     ConfigDict,
@@ -34,6 +35,8 @@ MAX_TEXTS = 1024
 """Most completions of one request: prompts x n."""
 MAX_TOP_LOGPROBS = 20
 MAX_TOOLS = 128
+MAX_SCHEMA = 64 * 1024
+"""Most characters of the schema of an answer: a sampler compiles it, for up to some seconds."""
 OWNER_HEADER = "X-Skyrl-Tinker-Owner"
 """Set by the API for the engine: the owner whose checkpoints the request may name. Clients cannot set it."""
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat's is the rest of the context
@@ -190,6 +193,35 @@ class Tool(OpenAIMessage):
     function: FunctionDefinition
 
 
+class JsonSchema(OpenAIMessage):
+    """Schema of an answer. `strict` changes nothing: every answer fits it."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+    description: str | None = None
+    of_answer: dict[str, Any] = Field(alias="schema")
+    strict: StrictBool | None = None
+
+    @field_validator("of_answer")
+    @classmethod
+    def _is_short(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        if (size := len(orjson.dumps(schema))) > MAX_SCHEMA:
+            raise ValueError(f"{size} characters, expected at most {MAX_SCHEMA}")
+        return schema
+
+
+class ResponseFormat(OpenAIMessage):
+    """Form of an answer. One that ends by max_tokens is cut, and no JSON."""
+
+    type: Literal["json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_fits_the_type(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("expected json_schema with type json_schema, and only there")
+        return self
+
+
 class FunctionCall(OpenAIMessage):
     """`arguments`: JSON, as the model wrote it."""
 
@@ -325,6 +357,7 @@ class ChatCompletionRequest(OpenAIRequest):
     )
     tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: StrictBool = True
+    response_format: ResponseFormat | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     separate_reasoning: StrictBool | None = Field(
         None, description="Reasoning in a field of its own; needs the server's setting reasoning_parser"
@@ -345,16 +378,17 @@ class ChatCompletionRequest(OpenAIRequest):
     @model_validator(mode="after")
     def _logprobs_are_of_the_model_alone(self) -> "ChatCompletionRequest":
         """Refuse logprobs of sequences that a grammar restricts: they are of another distribution."""
-        strict = any(tool.function.strict for tool in self.tools or ())
-        found = (
-            "a strict tool"
-            if strict
-            else "parallel_tool_calls: false"
-            if not self.parallel_tool_calls
-            else ""
-        )
-        if self.logprobs and self.tools and self.tool_choice == "auto" and found:
-            raise ValueError(f"logprobs: not with {found}, whose grammar changes the distribution")
+        called = self.tools if self.tool_choice == "auto" else ()
+        found = {
+            "response_format": self.response_format is not None,
+            "a strict tool": any(tool.function.strict for tool in called or ()),
+            "parallel_tool_calls: false": bool(called) and not self.parallel_tool_calls,
+        }
+        if self.logprobs and any(found.values()):
+            grammar = next(name for name, given in found.items() if given)
+            raise ValueError(f"logprobs: not with {grammar}, whose grammar changes the distribution")
+        if called and self.response_format is not None:
+            raise ValueError("response_format: not with tools, whose calls are of another form")
         return self
 
 

@@ -70,6 +70,13 @@ def test_stops_go_on_as_texts_and_token_ids_beside_the_end_of_text() -> None:
     assert VLLM.openai_body(body, "m", 0)["ignore_eos"]
 
 
+JSON = {"type": "json_object"}
+SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {"name": "a", "schema": {"properties": {"a": {"const": None}}}, "strict": True},
+}
+
+
 def test_a_stop_beyond_the_vocabulary_is_refused() -> None:
     request = parse_openai(CompletionRequest, {"model": "m", "prompt": [5], "stop": [512]})
     with pytest.raises(FieldError, match=r"stop\[0\] is 512, expected a token id in \[0, 512\)"):
@@ -84,6 +91,8 @@ def test_a_stop_beyond_the_vocabulary_is_refused() -> None:
         (CompletionRequest, "stop", ["a", "b"], "stop: found 2 strings, expected at most 1 for .*, Plain"),
         (CompletionRequest, "max_tokens", 0, "max_tokens: found 0, expected at least 1 for .*, Plain"),
         (CompletionRequest, "add_special_tokens", False, "add_special_tokens is not supported by .*, Plain"),
+        (ChatCompletionRequest, "response_format", JSON, "response_format is not supported by .*, Plain"),
+        (ChatCompletionRequest, "response_format", SCHEMA, "response_format is not supported by .*, Plain"),
         (ChatCompletionRequest, "logprobs", True, "streamed_chat_logprobs is not supported by .*, Plain"),
         (
             ChatCompletionRequest,
@@ -106,6 +115,7 @@ def test_what_the_sampling_engine_lacks_is_refused_by_name(
         fewest_tokens=1,
         seed=False,
         add_special_tokens=False,
+        response_format=False,
         streamed_chat_logprobs=False,
     )
     with pytest.raises(FieldError, match=message) as refused:

@@ -15,6 +15,7 @@ from skyrl_tinker.protocol.schemas.openai import (
 )
 from skyrl_tinker.protocol.schemas.sampling_rules import MAX_STOPS
 
+LONG = "x" * (64 << 10)
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "a"}
 
@@ -128,7 +129,12 @@ def test_an_answer_can_be_sent_back_as_the_sdk_dumps_it() -> None:
         ("store", 0),
         ("service_tier", "flex"),
         ("logit_bias", {"5": 1}),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "structural_tag"}),
+        ("response_format", {"type": "json_schema"}),
+        ("response_format", {"type": "json_object", "json_schema": {"name": "a", "schema": {}}}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "a"}}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "no spaces", "schema": {}}}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {"a": LONG}}}),
         ("min_p", 0.1),
         ("repetition_penalty", 1.1),
         ("stop_token_ids", [1]),
@@ -185,6 +191,16 @@ def test_a_call_and_its_result_are_messages() -> None:
 def test_a_message_of_tools_has_the_fields_of_its_role(message: dict[str, Any], found: str) -> None:
     with pytest.raises(FieldError, match=found):
         chat(messages=[*CHAT["messages"], message])
+
+
+def test_a_form_of_the_answer_goes_with_no_tools_and_no_logprobs() -> None:
+    asked = {"response_format": {"type": "json_object"}}
+    chat(**asked)
+    chat(**asked, tools=TOOLS, tool_choice="none")
+    with pytest.raises(FieldError, match="response_format: not with tools"):
+        chat(**asked, tools=TOOLS)
+    with pytest.raises(FieldError, match="logprobs: not with response_format, whose grammar"):
+        chat(**asked, logprobs=True)
 
 
 @pytest.mark.parametrize("restricted", ["strict", "single"])
