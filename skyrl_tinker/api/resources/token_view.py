@@ -13,7 +13,7 @@ import numpy as np
 from skyrl_tinker.api.token_texts import split_tokens
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.domain.values import Datum, Float32
+from skyrl_tinker.domain.values import Datum, Float32, Number
 from skyrl_tinker.errors import GoneError, NotFoundError, UserError
 from skyrl_tinker.protocol.protobuf import pass_requests, pass_results, sample_results
 from skyrl_tinker.protocol.schemas.base import utc
@@ -167,7 +167,7 @@ def _directory(base_model: str, bases: Bases) -> Path:
     return Path(bases.require(base_model).directory)
 
 
-def _mean(values: Sequence[float] | Float32) -> float | None:
+def _mean(values: Sequence[float] | Number) -> float | None:
     mean = float(np.mean(values)) if len(values) else math.nan
     return mean if math.isfinite(mean) else None
 

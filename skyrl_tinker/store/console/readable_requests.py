@@ -112,10 +112,11 @@ def stored_tokens(conn: Connection, owner: OwnerId | None, request_id: str) -> S
     row = conn.execute(query).one_or_none()
     if row is None:
         return None
-    *stored, model, sampler, seq_id = row
+    kind, base_model, body, result, model, sampler, seq_id = row
     of = Future.sampling_session_id == sampler if model is None else Future.model_key == model
-    same = of, Future.kind == row.kind, Future.status == FutureStatus.DONE, _READABLE
-    query = select(Future.request_id).join(Result, Result.future_id == Future.id).where(*same).limit(1)
-    before = query.where(Future.seq_id.between(seq_id - NEAR, seq_id - 1)).order_by(Future.seq_id.desc())
-    behind = query.where(Future.seq_id.between(seq_id + 1, seq_id + NEAR)).order_by(Future.seq_id)
-    return StoredTokens(*stored, conn.scalar(before), conn.scalar(behind))
+    same = of, Future.kind == kind, Future.status == FutureStatus.DONE, _READABLE
+    near = select(Future.request_id).join(Result, Result.future_id == Future.id).where(*same).limit(1)
+    assert seq_id is not None, "passes and samples are numbered"
+    before = near.where(Future.seq_id.between(seq_id - NEAR, seq_id - 1)).order_by(Future.seq_id.desc())
+    behind = near.where(Future.seq_id.between(seq_id + 1, seq_id + NEAR)).order_by(Future.seq_id)
+    return StoredTokens(kind, base_model, body, result, conn.scalar(before), conn.scalar(behind))
