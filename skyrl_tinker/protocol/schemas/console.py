@@ -14,6 +14,7 @@ MOST_S = 10 * 366 * 86400
 """Longest duration that a key may be given."""
 
 
+MOST_SEARCHED = 200
 MOST_REPORTED, MOST_NAME = 64, 128
 """Numbers in one report, and characters of their names."""
 Reported = Annotated[float, Strict(), Field(allow_inf_nan=False)]
@@ -216,6 +217,12 @@ class RunSummary(Message):
     loss_fn_config: dict[str, float]
     reward: float | None
     last: StepMeasures | None
+
+
+class RunsQuery(Paging):
+    search: Text | None = Field(
+        None, max_length=MOST_SEARCHED, description="words, each in a name, project, owner, state or metadata"
+    )
 
 
 class RunsResponse(Message):

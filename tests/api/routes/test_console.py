@@ -263,6 +263,31 @@ async def test_of_long_metadata_the_list_of_runs_has_the_beginning(world: World)
     assert (await get(world, f"console/runs/{model}"))["user_metadata"] == metadata
 
 
+async def test_runs_are_searched_by_words_of_their_names_and_metadata(world: World) -> None:
+    found: dict[str, str] = {}
+    for name, project in (("arithmetic, 50 %", "maths"), ("Arithmetic, rank 8", None), ("sft né", "maths")):
+        session = {"sdk_version": "0.38.0", "display_name": name, "project_id": project}
+        metadata = {"renderer_name": "qwen3" if project else "né"}
+        session_id = (await world.ok("create_session", session))["session_id"]
+        found[await world.model(session_id, user_metadata=metadata)] = name
+
+    async def names(search: str) -> set[str]:
+        answer = await get(world, "console/runs", search=search, limit=2)
+        assert answer["total"] == len(answer["runs"])
+        return {found[run["run_id"]] for run in answer["runs"]}
+
+    arithmetic = {"arithmetic, 50 %", "Arithmetic, rank 8"}
+    assert await names("ARITHMETIC") == arithmetic
+    assert await names("arithmetic rank") == {"Arithmetic, rank 8"}
+    assert await names("50 %") == await names("maths arithmetic") == {"arithmetic, 50 %"}
+    assert await names("renderer_name=né") == {"Arithmetic, rank 8"}
+    assert await names("né maths") == {"sft né"}
+    assert await names("creating local qwen3 tiny maths sft") == {"sft né"}
+    assert await names("nothing") == set()
+    answer = await world.http.get("console/runs", params={"search": "x" * 201})
+    assert (answer.status_code, "search" in answer.text) == (400, True)
+
+
 async def test_a_run_that_failed_says_why_and_has_no_rank(world: World) -> None:
     session = await world.session()
     creation = {"session_id": session, "model_seq_id": 1, "base_model": BASE, "lora_config": {"rank": 10**6}}
