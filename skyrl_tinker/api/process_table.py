@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from skyrl_tinker.protocol.schemas.console import ProcessUse
+from skyrl_tinker.protocol.schemas.console import HostMemory, ProcessUse
 from skyrl_tinker.system.processes import Identity, read_pid_file
 
 API = "skyrl_tinker.api.api_process"
@@ -48,6 +48,11 @@ class ProcessTable:
             if process is not None and process.is_running():
                 known[identity.pid] = process
         self._known = known
+
+
+def host_memory() -> HostMemory:
+    found = psutil.virtual_memory()
+    return HostMemory(total_bytes=found.total, available_bytes=found.available)
 
 
 def _row(process: psutil.Process) -> ProcessUse | None:

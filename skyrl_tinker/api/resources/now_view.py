@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Literal
 
 from skyrl_tinker import __version__
+from skyrl_tinker.api.process_table import host_memory
 from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.api.services import Services
 from skyrl_tinker.api.waiting.queue_reasons import engine_reason, queue_reason
@@ -72,6 +73,7 @@ class NowView:
             ready=snapshot.engine.ready and not shortage,
             problems=[*self._problems(shortage), *self._waits()],
             processes=list(snapshot.processes) if sees_all(self._caller) else None,
+            memory=host_memory() if sees_all(self._caller) else None,
             replicas=[] if queues is None else _replicas(queues.sampling),
             queue=self._queue,
             rates=queues and RatesNow(trained=queues.training.rates, sampled=queues.sampling.rates),

@@ -71,6 +71,13 @@ class ProcessUse(Message):
     age_s: float
 
 
+class HostMemory(Message):
+    """Memory of the host that answers; `available_bytes`: without swapping."""
+
+    total_bytes: int
+    available_bytes: int
+
+
 class ReplicaNow(Message):
     """vLLM server. `in_flight` null: the router chose, and only it knows.
 
@@ -156,6 +163,7 @@ class NowResponse(Message):
     ready: bool
     problems: list[Problem]
     processes: list[ProcessUse] | None
+    memory: HostMemory | None
     replicas: list[ReplicaNow]
     queue: list[QueueOfTenant]
     rates: RatesNow | None
@@ -324,9 +332,10 @@ class CreateKeyRequest(StrictRequest):
 
 
 class RotateKeyRequest(StrictRequest):
-    """`overlap_s`: how long the present secret stays valid."""
+    """`overlap_s`: how long the present secret stays valid. `expires_in_s` null: its expiry stays."""
 
     overlap_s: float = Field(3600, ge=0, le=MOST_S)
+    expires_in_s: float | None = Field(None, gt=0, le=MOST_S)
 
 
 class LimitKeyRequest(StrictRequest):

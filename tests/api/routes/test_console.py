@@ -165,12 +165,13 @@ async def test_keys_see_their_own_queue_and_only_admins_the_processes(world: Wor
         speak_as(world, key)
         told = await now(world)
         assert [entry["owner"] for entry in told["queue"]] == [name]
-        assert told["processes"] is None
+        assert (told["processes"], told["memory"]) == (None, None)
         assert told["caller"] == {"name": name, "admin": False, "keys": True, "sees_all": False}
     speak_as(world, root)
     told = await now(world)
     assert {entry["session_id"] for entry in told["queue"]} == set(sessions.values())
     assert told["processes"] is not None
+    assert 0 < told["memory"]["available_bytes"] <= told["memory"]["total_bytes"]
 
 
 async def test_a_lost_process_and_a_standing_warning_are_told_to_who_sees_all(busy: Waiting) -> None:
