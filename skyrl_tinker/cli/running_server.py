@@ -293,6 +293,9 @@ def process_lines(now: Facts) -> Iterator[str]:
         for each in now["processes"] or ()
     ]
     yield from _table(("process", "pid", "memory", "CPU", "age"), processes)
+    if memory := now["memory"]:
+        free, total = (memory[name] / GB for name in ("available_bytes", "total_bytes"))
+        yield f"{free:.1f} of {total:.1f} GB of its host's memory are available"
     replicas = [
         (
             each["base_model"],

@@ -60,8 +60,10 @@ export function showAdmin(main, { now, failed, recovered }) {
     return [
       action("Rotate", async () => {
         const hours = await ask(`A new secret for ${key.name}. Hours that the present one stays valid; empty: none`, "number");
-        if (hours === null) return false;
-        return show(key.name, await send("POST", `${at}/rotate`, { overlap_s: Number(hours || 0) * 3600 }));
+        const days = hours === null ? null : await ask(`Days until ${key.name} expires, from now; empty: as it is`, "number");
+        if (days === null) return false;
+        const expiry = days === "" ? {} : { expires_in_s: 86400 * Number(days) };
+        return show(key.name, await send("POST", `${at}/rotate`, { overlap_s: Number(hours || 0) * 3600, ...expiry }));
       }),
       action("Limits", async () => {
         const text = await ask(`Limits of ${key.name}, as in: models=4 stored_gb=200 sessions=default stop_kb=none`, "text");

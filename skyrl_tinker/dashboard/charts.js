@@ -19,16 +19,24 @@ function axis(more = {}) {
   };
 }
 
-function chart(label, names, scales, axes, showPoints) {
+// `layout`: of a style the scales, the axes, the series of the x axis and the name under which charts share a cursor.
+function chart(label, names, layout, showPoints) {
   const node = h("div", { class: "chart", role: "img", "aria-label": label });
-  const series = names.map((name, place) => ({
-    label: name, stroke: COLOURS[place % COLOURS.length], width: 1.5,
-    points: { show: showPoints }, value: (_, value) => number(value, 4),
-  }));
-  const x = scales.x.time ? { label: "at", value: (_, at) => at === null ? "–" : clock(_, [at])[0] } : { label: "step" };
-  const hooks = { setCursor: [(plot) => { if (plot.cursor.idx === null) tellLast(plot); }] };
-  const plot = new uPlot({ width: 300, height: HEIGHT, scales, axes, series: [x, ...series], cursor: { y: false }, hooks },
-    [[], ...names.map(() => [])], node);
+  const hooks = { setCursor: [(each) => { if (each.cursor.idx === null) tellLast(each); }] };
+  let data = [[], ...names.map(() => [])];
+  let plot = null;
+  function restyle(style) {
+    const { scales, axes, x, shared } = layout(style);
+    const series = names.map((name, place) => ({
+      label: name, stroke: COLOURS[place % COLOURS.length], width: 1.5,
+      points: { show: showPoints }, value: (_, value) => number(value, 4),
+    }));
+    const cursor = { y: false, ...(shared && { sync: { key: shared, scales: ["x", null] } }) };
+    plot?.destroy();
+    plot = new uPlot({ width: node.clientWidth || 300, height: HEIGHT, scales, axes, series: [x, ...series], cursor, hooks }, data, node);
+    tellLast(plot);
+  }
+  restyle({ axis: "step", log: false });
   const fit = () => { if (node.clientWidth) plot.setSize({ width: node.clientWidth, height: HEIGHT }); };
   const watch = new ResizeObserver(fit);
   watch.observe(node);
@@ -36,7 +44,9 @@ function chart(label, names, scales, axes, showPoints) {
   DARK.addEventListener("change", recolour);
   return {
     node,
-    draw(data) {
+    restyle,
+    draw(next) {
+      data = next;
       plot.setData(data);
       if (plot.cursor.idx === null || plot.cursor.idx === undefined) tellLast(plot);
     },
@@ -49,19 +59,32 @@ function tellLast(plot) {
   plot.setLegend({ idxs: plot.data.map((column) => column.findLastIndex((value) => value !== null && value !== undefined)) }, false);
 }
 
-const values = (_, splits) => splits.map((value) => number(value));
+const values = (_, splits) => splits.map((value) => value === null ? "" : number(value));
 
 const clock = (_, splits) => splits.map((at) => new Date(1000 * at).toLocaleTimeString("en-GB"));
 const aMinuteOrMore = (_, first, last) => [Math.min(first, last - 60), last];
 
 export function timeChart(label, names) {
-  return chart(label, names, { x: { time: true, range: aMinuteOrMore } }, [axis({ values: clock, space: 90 }), axis({ size: 60, values })], false);
+  const x = { label: "at", value: (_, at) => at === null ? "–" : clock(_, [at])[0] };
+  return chart(label, names, () => ({
+    scales: { x: { time: true, range: aMinuteOrMore } }, axes: [axis({ values: clock, space: 90 }), axis({ size: 60, values })], x }), false);
 }
 
 const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
 
-// `least`: the range that the values' axis shows at least.
+// At least a factor of four.
+const decades = (_, low, high) => (low === null ? [0.1, 1] : high < 2 * low ? [low / 2, 2 * high] : uPlot.rangeLog(low, high, 10, false));
+
+// `least`: the range that the values' axis shows at least, unless it is logarithmic. All of a page share a cursor.
 export function stepChart(label, names, least = null) {
-  const y = least && { range: (_, low, high) => [Math.min(low ?? 0, least[0]), Math.max(high ?? 0, least[1])] };
-  return chart(label, names, { x: { time: false }, ...(y && { y }) }, [axis({ incrs: WHOLE }), axis({ size: 75, values })], undefined);
+  const range = least && { range: (_, low, high) => [Math.min(low ?? 0, least[0]), Math.max(high ?? 0, least[1])] };
+  return chart(label, names, ({ axis: name, log }) => {
+    const y = log ? { distr: 3, range: decades } : range;
+    return {
+      scales: { x: { time: false }, ...(y && { y }) },
+      axes: [axis(name === "step" ? { incrs: WHOLE } : { values }), axis({ size: 75, values })],
+      x: { label: name },
+      shared: "steps",
+    };
+  }, undefined);
 }

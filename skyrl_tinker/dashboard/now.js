@@ -5,6 +5,7 @@ import { get, poll } from "./server.js";
 import { timeChart } from "./charts.js";
 
 const EVERY_MS = 2000;
+const MOST_VERSIONS = 3;
 const REMEMBERED_S = 3600;
 
 export function showNow(main, { now, failed, recovered }) {
@@ -21,7 +22,8 @@ export function showNow(main, { now, failed, recovered }) {
     ["base model", ""], ["address", ""], ["host", ""], ["state", ""], ["in flight", "number"], ["weights", ""], ["weights by", ""], ["adapters by", ""]]);
   const processes = table("Processes", [
     ["process", ""], ["pid", "number"], ["memory", "number"], ["CPU", "number"], ["age", "number"]]);
-  const processCard = card("Processes", processes.node);
+  const memory = h("p", { class: "quiet small" });
+  const processCard = card("Processes", memory, processes.node);
   const history = [];
   main.append(
     h("h1", {}, "Now ", badge),
@@ -44,9 +46,10 @@ export function showNow(main, { now, failed, recovered }) {
     queue.fill(answer.queue.map((entry) => [
       entry.owner, entry.session_id, entry.kind, number(entry.waiting), duration(entry.oldest_age_s), entry.reason ?? "running"]));
     replicas.fill(answer.replicas.map((replica) => [
-      replica.base_model, replica.address, replica.host, replica.state, replica.in_flight === null ? "–" : number(replica.in_flight), replica.weights.join(" "),
+      replica.base_model, replica.address, replica.host, replica.state, replica.in_flight === null ? "–" : number(replica.in_flight), versions(replica.weights),
       replica.weights_by, replica.adapters_by]));
     processCard.hidden = answer.processes === null;
+    if (answer.memory) memory.textContent = `${bytes(answer.memory.available_bytes)} of ${bytes(answer.memory.total_bytes)} of this host are available`;
     processes.fill((answer.processes ?? []).map((each) => [
       each.name, String(each.pid), bytes(each.rss_bytes), `${Math.round(each.cpu_percent)} %`, duration(each.age_s)]));
     if (answer.rates) {
@@ -68,6 +71,11 @@ export function showNow(main, { now, failed, recovered }) {
   remember().catch(failed);
   const stop = poll(EVERY_MS, async () => show(await get("console/now")), failed);
   return () => { stop(); chart.close(); };
+}
+
+function versions(names) {
+  if (names.length <= MOST_VERSIONS) return names.join(" ");
+  return h("span", { title: names.join(" ") }, `${names.slice(-MOST_VERSIONS).join(" ")} and ${names.length - MOST_VERSIONS} more`);
 }
 
 function problem({ level, subject, text }) {

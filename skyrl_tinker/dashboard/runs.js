@@ -52,7 +52,7 @@ function showList(main, failed, recovered) {
   const chosen = new Set();
   const compare = h("button", { type: "button", disabled: true, onclick: () => { location.hash = `#/runs/${[...chosen].join(",")}`; } }, "Compare");
   const count = h("span", { class: "quiet" });
-  const search = h("input", { type: "search", placeholder: "name, project, metadata, state …", oninput: () => fill() });
+  const search = h("input", { type: "search", placeholder: "name, project, metadata, state …", oninput: () => { fill(); refresh().catch(failed); } });
   const others = h("input", { type: "checkbox", onchange: () => fill() });
   main.append(h("h1", {}, "Runs"), wide(card("Training runs",
     h("div", { class: "row" }, h("label", {}, "Search", search), h("label", { class: "check" }, others, "also of the tinker command"), compare, count),
@@ -73,7 +73,7 @@ function showList(main, failed, recovered) {
     const sign = order.down ? -1 : 1;
     found.sort((one, other) => compared(key(one), key(other), sign));
     runs.mark(order.place, order.down);
-    const of = answer.total > answer.runs.length ? `the last ${answer.runs.length} of ${answer.total}` : plural(answer.total, "run");
+    const of = answer.total > answer.runs.length ? `the last ${answer.runs.length} of ${answer.total} found` : plural(answer.total, "run");
     count.textContent = found.length === answer.runs.length ? of : `${found.length} shown, of ${of}`;
     runs.fill(found.map((run) => {
       const box = h("input", { type: "checkbox", "aria-label": `compare ${run.name ?? run.run_id}`, onchange: (event) => choose(run.run_id, event.target) });
@@ -83,7 +83,9 @@ function showList(main, failed, recovered) {
   }
 
   async function refresh() {
-    const read = await get("console/runs?limit=200");
+    const words = search.value.trim();
+    const read = await get(`console/runs?limit=200${words && `&search=${encodeURIComponent(words)}`}`);
+    if (search.value.trim() !== words) return; // a later answer counts
     recovered();
     tick(main);
     const text = JSON.stringify(read.runs.map(({ last_heartbeat_at, ...run }) => [run, silence(last_heartbeat_at) > SILENT_S]));
@@ -189,6 +191,11 @@ function drawCurves(main, chains, failed, recovered) {
   const last = h("div");
   const about = h("div");
   const checkpoints = alone ? checkpointCard(runs[0].run_id, failed) : null;
+  const view = { axis: "step", smoothing: 0, log: false };
+  const controls = h("p", { class: "row" },
+    selected("Axis", ["step", "minutes", "tokens"], (name) => { view.axis = name; restyle(); }),
+    selected("Smoothing", ["none", "0.6", "0.9", "0.97"], (weight) => { view.smoothing = Number(weight) || 0; drawAll(); }),
+    h("label", { class: "check" }, h("input", { type: "checkbox", onchange: (event) => { view.log = event.target.checked; restyle(); } }), "logarithmic"));
   const hyperparameters = table("Hyperparameters", [["run", ""], ...HYPERPARAMETERS.map(([name]) => [name, name === "loss function" ? "" : "number"])]);
   hyperparameters.fill(runs.map((run) => [title(run), ...HYPERPARAMETERS.map(([, of]) => of(run))]));
   rewardCard.hidden = reportedCard.hidden = true;
@@ -199,6 +206,7 @@ function drawCurves(main, chains, failed, recovered) {
       alone ? h("a", { href: `#/tokens/run/${encodeURIComponent(runs[0].run_id)}` }, "Tokens of this run") : null, ...runs.map((run) =>
       h("button", { type: "button", onclick: () => download(`console/runs/${encodeURIComponent(run.run_id)}/points.csv`, `${run.run_id.replaceAll(":", "-")}.csv`).catch(failed) },
         alone ? "Export CSV" : `CSV of ${title(run)}`))),
+    controls,
     h("div", { class: "grid curves" },
       alone ? card("Run", about) : null,
       alone ? card("Last step", last) : wide(card("Hyperparameters", hyperparameters.node)),
@@ -216,19 +224,41 @@ function drawCurves(main, chains, failed, recovered) {
     }
     rewardCard.hidden = reports.every((each) => each.reward.size === 0);
     reportedCard.hidden = known.length === 0;
-    reward.draw(aligned(reports.map((each) => curve(each.reward))));
-    reported.draw(aligned(reports.map((each) => curve(each.values.get(choice.value) ?? new Map()))));
+    reward.draw(shown(reports.map((each, run) => onAxis(each.reward, points[run]))));
+    reported.draw(shown(reports.map((each, run) => onAxis(each.values.get(choice.value) ?? new Map(), points[run]))));
+  }
+
+  function drawAll() {
+    for (const [column, chart] of charts) chart.draw(shown(points.map((parts) => joined(parts, column, view.axis))));
+    drawReports();
+    if (alone) time.draw(shown(SECONDS.map((column) => joined(points[0], column, view.axis))));
+  }
+
+  function restyle() {
+    for (const chart of [...charts.map(([, each]) => each), reward, reported, time]) chart.restyle(view);
+    drawAll();
+  }
+
+  function shown(curves) {
+    return aligned(curves.map(([places, values]) => [places, smoothed(values, view.smoothing).map((value) => (view.log && value <= 0 ? null : value))]));
+  }
+
+  // Reports have steps: on another axis they stand where the run took the step, or the last one before it.
+  function onAxis(bySteps, parts) {
+    const [steps, values] = curve(bySteps);
+    if (view.axis === "step") return [steps, values];
+    const [known] = joined(parts, "step", "step");
+    const [places] = joined(parts, "step", view.axis);
+    return [steps.map((step) => places[known.findLastIndex((each) => each <= step)] ?? 0), values];
   }
 
   async function refresh() {
     for (const part of points.flat()) await more(part);
     for (const kept of reports) for (const part of kept.parts) await moreReports(part, kept);
     recovered();
-    for (const [column, chart] of charts) chart.draw(aligned(points.map((parts) => joined(parts, column))));
-    drawReports();
+    drawAll();
     if (!alone) return;
     showRun(about, await get(`console/runs/${encodeURIComponent(runs[0].run_id)}`), failed);
-    time.draw(aligned(SECONDS.map((column) => joined(points[0], column))));
     last.replaceChildren(lastStep(points[0].at(-1)));
   }
   const stop = poll(EVERY_MS, refresh, failed);
@@ -266,17 +296,38 @@ async function moreReports(part, kept) {
 }
 
 // A curve through the parents of a run, as far as it goes on from each, and the run itself.
-function joined(parts, column) {
-  const rows = parts.flatMap(({ columns, before, until }) =>
-    (columns.step ?? []).map((step, place) => [before + step, columns[column][place]]).filter(([step]) => step <= until));
-  return [rows.map(([step]) => step), rows.map(([, value]) => value)];
+function joined(parts, column, axis) {
+  const rows = parts.flatMap(({ columns, before, until }) => (columns.step ?? []).map((step, place) =>
+    ({ step: before + step, at: columns.at[place], tokens: columns.tokens[place], value: columns[column][place] })).filter(({ step }) => step <= until));
+  let tokens = 0;
+  const places = rows.map((row) => {
+    tokens += row.tokens;
+    return axis === "tokens" ? tokens : axis === "minutes" ? (row.at - rows[0].at) / 60 : row.step;
+  });
+  return [places, rows.map(({ value }) => value)];
+}
+
+// The mean of the values so far, each `weight` of the one behind it. Gaps stay.
+function smoothed(values, weight) {
+  let mean = 0;
+  let total = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    total = weight * total + (1 - weight);
+    mean += ((1 - weight) / total) * (value - mean); // so that what is constant stays so
+    return mean;
+  });
+}
+
+function selected(label, names, choose) {
+  return h("label", {}, label, h("select", { onchange: (event) => choose(event.target.value) }, ...names.map((name) => h("option", { value: name }, name))));
 }
 
 function curve(bySteps) {
   return [[...bySteps.keys()], [...bySteps.values()]];
 }
 
-// Join curves of different steps on one axis. Null is a value that is not known: a gap. Undefined is a step of others: none.
+// Join curves of different places on one axis. Null is a value that is not known: a gap. Undefined is a step of others: none.
 function aligned(curves) {
   const steps = [...new Set(curves.flatMap(([steps]) => steps ?? []))].sort((one, other) => one - other);
   return [steps, ...curves.map(([own, values]) => {

@@ -30,7 +30,7 @@ NOW: dict[str, Any] = {
     },
     "problems": [],
     "queue": [],
-    **dict.fromkeys(("trainer", "samplers", "rates", "processes")),
+    **dict.fromkeys(("trainer", "samplers", "rates", "processes", "memory")),
     "replicas": [
         replica("10.0.0.1", "shared memory", "shared memory"),
         replica("10.0.0.2", "gloo", "pull"),

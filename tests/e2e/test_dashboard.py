@@ -29,6 +29,8 @@ STEPS = "Number(document.querySelector('section[aria-label=\"Last step\"] dd')?.
 """Number of the last step that the page shows."""
 REWARD = "document.querySelector('section[aria-label=\"Reward\"] .u-legend')?.innerText ?? ''"
 """Legend of the curve of the reward, which has its last value."""
+AXIS = "[...document.querySelectorAll('label')].find((each) => each.innerText.startsWith('Axis'))"
+AXIS += ".querySelector('select')"
 NAMELESS = "[...document.querySelectorAll('button, input, select, a, [role=region], [role=img]')]"
 NAMELESS += ".filter((each) => !(each.innerText || each.ariaLabel || each.labels?.length)).length"
 
@@ -115,7 +117,10 @@ def test_the_pages_show_a_loop_while_it_trains_and_report_no_errors(
         page.wait(f"{STEPS} > {first}")
         assert page.run("document.querySelectorAll('.curves canvas').length") == 11
         page.wait(f"({REWARD}).includes('0.625')")
-        assert page.run("[...document.querySelectorAll('option')].map((each) => each.value)") == [
+        page.run(f"{AXIS}.value = 'minutes'; {AXIS}.dispatchEvent(new Event('change'))")
+        page.wait(f"({REWARD}).includes('minutes') && ({REWARD}).includes('0.625')")
+        reported = 'section[aria-label="Reported by the script"] option'
+        assert page.run(f"[...document.querySelectorAll('{reported}')].map((each) => each.value)") == [
             "length",
             "reward",
         ]

@@ -21,6 +21,7 @@ from skyrl_tinker.protocol.queue_views import (
 )
 from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.console import (
+    MemoryNow,
     NowResponse,
     Problem,
     QueueOfTenant,
@@ -36,6 +37,7 @@ from skyrl_tinker.protocol.schemas.console import (
 from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.store.console.pending import PendingGroup
 from skyrl_tinker.store.owners import reaches
+from skyrl_tinker.system.host_memory import host_memory
 
 _LEVELS: Mapping[str, Literal["error", "warning", "info"]] = {
     "starting": "info",
@@ -73,6 +75,7 @@ class NowView:
             ready=snapshot.engine.ready and not shortage,
             problems=[*self._problems(shortage, detail), *self._waits()],
             processes=list(snapshot.processes) if sees_all(self._caller) else None,
+            memory=_memory() if sees_all(self._caller) else None,
             replicas=[]
             if queues is None
             else [row for each in queues.sampling.items() for row in _replicas(*each)],
@@ -192,6 +195,11 @@ class NowView:
         models = [self._snapshot.models[key] for key in keys if key in self._snapshot.models]
         seen = [model.model_id for model in models if self._sees(model.owner_id)]
         return UnitNow(kind=kind, model_ids=seen, others=len(keys) - len(seen))
+
+
+def _memory() -> MemoryNow:
+    found = host_memory()
+    return MemoryNow(total_bytes=found.total, available_bytes=found.available)
 
 
 def _served(settings: Settings, facts: BaseModelFacts) -> ServedModel:

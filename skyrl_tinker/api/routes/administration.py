@@ -43,7 +43,7 @@ async def list_keys(deps: Deps, caller: CallerDep) -> Response:
 async def create_key(request: Request, deps: Deps, caller: CallerDep) -> JSONResponse:
     require_admin(caller)
     new = await read_model(request, CreateKeyRequest)
-    expires_at = None if new.expires_in_s is None else deps.store.now() + new.expires_in_s
+    expires_at = _from_now(deps, new.expires_in_s)
     return _secret(
         await _change(
             deps,
@@ -63,9 +63,15 @@ async def create_key(request: Request, deps: Deps, caller: CallerDep) -> JSONRes
 async def rotate_key(key: KeyId, request: Request, deps: Deps, caller: CallerDep) -> JSONResponse:
     require_admin(caller)
     require_other(caller, key)
-    overlap_s = (await read_model(request, RotateKeyRequest)).overlap_s
+    new = await read_model(request, RotateKeyRequest)
+    expires_at = _from_now(deps, new.expires_in_s)
     return _secret(
-        await _change(deps, lambda conn: api_keys.rotate(conn, str(key), overlap_s, by=caller.name))
+        await _change(
+            deps,
+            lambda conn: api_keys.rotate(
+                conn, str(key), new.overlap_s, expires_at=expires_at, by=caller.name
+            ),
+        )
     )
 
 
@@ -84,6 +90,10 @@ async def revoke_key(key: KeyId, deps: Deps, caller: CallerDep) -> dict[str, str
     require_other(caller, key)
     await _change(deps, lambda conn: api_keys.revoke(conn, str(key), caller.name))
     return {}
+
+
+def _from_now(deps: Services, seconds: float | None) -> float | None:
+    return None if seconds is None else deps.store.now() + seconds
 
 
 async def _change(deps: Services, op: Op[T]) -> T:

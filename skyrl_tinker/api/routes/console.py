@@ -31,6 +31,7 @@ from skyrl_tinker.protocol.schemas.console import (
     ReportRequest,
     ReportsQuery,
     ReportsResponse,
+    RunsQuery,
     RunsResponse,
     RunSummary,
     TokensQuery,
@@ -68,10 +69,11 @@ async def rates(deps: Deps, caller: CallerDep) -> RecentRates:
 @router.get(
     "/runs", summary="Training runs with the measures of their last step", response_model=RunsResponse
 )
-async def list_runs(query: Annotated[Paging, Query()], deps: Deps, reach: Reached) -> Response:
+async def list_runs(query: Annotated[RunsQuery, Query()], deps: Deps, reach: Reached) -> Response:
     """List of long metadata the beginning; `/console/runs/{run}` has all."""
+    words = (query.search or "").split()
     page = await deps.store.fetch(
-        lambda conn: training_runs.page(conn, reach, "owned", query.limit, query.offset)
+        lambda conn: training_runs.page(conn, reach, "owned", query.limit, query.offset, words=words)
     )
 
     def items(conn: Connection, keys: Sequence[ModelKey]) -> list[str]:

@@ -14,6 +14,7 @@ MOST_S = 10 * 366 * 86400
 """Longest duration that a key may be given."""
 
 
+MOST_SEARCHED = 200
 MOST_REPORTED, MOST_NAME = 64, 128
 """Numbers in one report, and characters of their names."""
 Reported = Annotated[float, Strict(), Field(allow_inf_nan=False)]
@@ -69,6 +70,13 @@ class ProcessUse(Message):
     rss_bytes: int
     cpu_percent: float
     age_s: float
+
+
+class MemoryNow(Message):
+    """Memory of the host that answers, within the limits of its cgroups; `available_bytes`: without swapping."""
+
+    total_bytes: int
+    available_bytes: int
 
 
 class ReplicaNow(Message):
@@ -158,6 +166,7 @@ class NowResponse(Message):
     ready: bool
     problems: list[Problem]
     processes: list[ProcessUse] | None
+    memory: MemoryNow | None
     replicas: list[ReplicaNow]
     queue: list[QueueOfTenant]
     rates: RatesNow | None
@@ -219,6 +228,12 @@ class RunSummary(Message):
     loss_fn_config: dict[str, float]
     reward: float | None
     last: StepMeasures | None
+
+
+class RunsQuery(Paging):
+    search: Text | None = Field(
+        None, max_length=MOST_SEARCHED, description="words, each in a name, project, owner, state or metadata"
+    )
 
 
 class RunsResponse(Message):
@@ -320,9 +335,10 @@ class CreateKeyRequest(StrictRequest):
 
 
 class RotateKeyRequest(StrictRequest):
-    """`overlap_s`: how long the present secret stays valid."""
+    """`overlap_s`: how long the present secret stays valid. `expires_in_s` null: its expiry stays."""
 
     overlap_s: float = Field(3600, ge=0, le=MOST_S)
+    expires_in_s: float | None = Field(None, gt=0, le=MOST_S)
 
 
 class LimitKeyRequest(StrictRequest):

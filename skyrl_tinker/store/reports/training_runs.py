@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Select, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Select, String, and_, cast, func, or_, select
 
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, ModelState, Reach, SessionId
 from skyrl_tinker.errors import NotFoundError
@@ -13,6 +13,7 @@ from skyrl_tinker.store.checkpoint_records import WITH_MODEL, CheckpointRow, che
 from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.console.run_reports import LAST_REWARD
 from skyrl_tinker.store.console.step_points import Point, last_known
+from skyrl_tinker.store.database.abstract_database import json_text
 from skyrl_tinker.store.database.rows import as_row
 from skyrl_tinker.store.database.tables import ApiKey, Model, SavedCheckpoint, Session, StepPoint
 from skyrl_tinker.store.owners import OWNER_NAME, in_project, within
@@ -69,15 +70,30 @@ def page(
     limit: int,
     offset: int,
     project_id: str | None = None,
+    words: Sequence[str] = (),
 ) -> Page[ModelKey]:
-    """Return a page of runs, the one with the latest request first."""
-    where = [_visible(conn, reach, scope)]
+    """Return a page of runs, the one with the latest request first. Each has all `words` in its texts."""
+    where = [_visible(conn, reach, scope), *map(_has_word, words)]
     if project_id is not None:
         where.append(in_project([project_id]))
     count = select(func.count()).select_from(Model).join(Session, Session.session_id == Model.session_id)
     keys = select(Model.key).join(Session, Session.session_id == Model.session_id).where(*where)
+    if words:
+        count, keys = (each.outerjoin(ApiKey, ApiKey.id == Session.owner_id) for each in (count, keys))
     last_first = keys.order_by(LAST_REQUEST_AT.desc(), Model.key.desc()).limit(limit).offset(offset)
     return Page([ModelKey(key) for key in conn.scalars(last_first)], conn.scalar(count.where(*where)) or 0)
+
+
+def _has_word(word: str) -> ColumnElement[bool]:
+    """Look in names and metadata; of `name=value` both stand there."""
+    of_run = Model.model_id, Model.base_model, cast(Model.state, String)
+    of_session = Session.display_name, Session.project_id, OWNER_NAME
+    metadata = cast(Model.user_metadata, String)
+    parts = (json_text(part)[1:-1] for part in word.split("="))  # as the column has them
+    return or_(
+        *(each.icontains(word, autoescape=True) for each in (*of_run, *of_session)),
+        and_(*(metadata.icontains(part, autoescape=True) for part in parts)),
+    )
 
 
 def runs_of(conn: Connection, reach: Reach, keys: Sequence[ModelKey]) -> list[Run]:

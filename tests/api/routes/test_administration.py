@@ -1,5 +1,7 @@
 """What an administrator does with keys from the dashboard, and nobody else."""
 
+from datetime import datetime
+
 import pytest
 
 from skyrl_tinker.domain.ids import CheckpointKind
@@ -115,6 +117,11 @@ async def test_a_rotated_key_keeps_its_old_secret_for_the_overlap(world: World, 
     assert [await status_of(world, key) for key in (alice, second)] == [200, 200]
     third = (await ask(world, "POST", "console/admin/keys/1/rotate", {"overlap_s": 0}))["key"]
     assert [await status_of(world, key) for key in (alice, second, third)] == [401, 401, 200]
+    assert (await keys(world))["alice"]["expires_at"] is None
+    await ask(world, "POST", "console/admin/keys/1/rotate", {"expires_in_s": 86400})
+    await ask(world, "POST", "console/admin/keys/1/rotate", {})
+    expires_at = datetime.fromisoformat((await keys(world))["alice"]["expires_at"]).timestamp()
+    assert expires_at == pytest.approx(world.store.now() + 86400, abs=3600)
 
 
 async def test_a_revoked_key_is_refused_at_once(world: World, alice: str) -> None:

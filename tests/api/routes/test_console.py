@@ -167,12 +167,13 @@ async def test_keys_see_their_own_queue_and_only_admins_the_processes(world: Wor
         speak_as(world, key)
         told = await now(world)
         assert [entry["owner"] for entry in told["queue"]] == [name]
-        assert told["processes"] is None
+        assert (told["processes"], told["memory"]) == (None, None)
         assert told["caller"] == {"name": name, "admin": False, "keys": True, "sees_all": False}
     speak_as(world, root)
     told = await now(world)
     assert {entry["session_id"] for entry in told["queue"]} == set(sessions.values())
     assert told["processes"] is not None
+    assert 0 < told["memory"]["available_bytes"] <= told["memory"]["total_bytes"]
 
 
 async def test_a_lost_process_and_a_standing_warning_are_told_to_who_sees_all(busy: Waiting) -> None:
@@ -286,6 +287,31 @@ async def test_of_long_metadata_the_list_of_runs_has_the_beginning(world: World)
     assert len(str(run)) < 5000
     assert set(run["user_metadata"].values()) == {"v" * 200}
     assert (await get(world, f"console/runs/{model}"))["user_metadata"] == metadata
+
+
+async def test_runs_are_searched_by_words_of_their_names_and_metadata(world: World) -> None:
+    found: dict[str, str] = {}
+    for name, project in (("arithmetic, 50 %", "maths"), ("Arithmetic, rank 8", None), ("sft né", "maths")):
+        session = {"sdk_version": "0.38.0", "display_name": name, "project_id": project}
+        metadata = {"renderer_name": "qwen3" if project else "né"}
+        session_id = (await world.ok("create_session", session))["session_id"]
+        found[await world.model(session_id, user_metadata=metadata)] = name
+
+    async def names(search: str) -> set[str]:
+        answer = await get(world, "console/runs", search=search, limit=2)
+        assert answer["total"] == len(answer["runs"])
+        return {found[run["run_id"]] for run in answer["runs"]}
+
+    arithmetic = {"arithmetic, 50 %", "Arithmetic, rank 8"}
+    assert await names("ARITHMETIC") == arithmetic
+    assert await names("arithmetic rank") == {"Arithmetic, rank 8"}
+    assert await names("50 %") == await names("maths arithmetic") == {"arithmetic, 50 %"}
+    assert await names("renderer_name=né") == {"Arithmetic, rank 8"}
+    assert await names("né maths") == {"sft né"}
+    assert await names("creating local qwen3 tiny maths sft") == {"sft né"}
+    assert await names("nothing") == set()
+    answer = await world.http.get("console/runs", params={"search": "x" * 201})
+    assert (answer.status_code, "search" in answer.text) == (400, True)
 
 
 async def test_a_run_that_failed_says_why_and_has_no_rank(world: World) -> None:
