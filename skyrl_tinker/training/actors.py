@@ -211,19 +211,19 @@ class Actors:
         return await _gather(self.write_call(rank, writer, method, *args) for rank in ranks)
 
     async def open_sender(self, factory: Callable[[int], Any]) -> None:
-        await self._call_senders(lambda actor: actor.open_sender, "open_sender", factory)
+        await self._call_senders("open_sender", factory)
 
     async def sender_call(self, method: str, *args: Any) -> list[Any]:
         """Call the sender of each rank; replies by rank. A failure raises SamplerError."""
-        return await self._call_senders(lambda actor: actor.sender_call, method, method, *args)
+        return await self._call_senders("sender_call", method, *args)
 
     async def root_call(self, method: str, *args: Any) -> Any:
         """Call the sender of rank 0. A failure raises SamplerError."""
-        return await self._call_sender(0, lambda actor: actor.sender_call, method, method, *args)
+        return await self._call_sender(0, "sender_call", method, *args)
 
     async def open_captured(self, number: int, limit: int) -> list[Any]:
         """Have each sender open the capture `number` of its rank; replies by rank. Raises SamplerError."""
-        return await self._call_senders(lambda actor: actor.open_captured, "open_captured", number, limit)
+        return await self._call_senders("open_captured", number, limit)
 
     async def gpus(self) -> tuple[Gpu, ...]:
         calls = [actor.gpu.options(concurrency_group="ctl").remote() for actor in self._actors]
@@ -251,15 +251,13 @@ class Actors:
         """Wait until killed processes have ended and freed their memory."""
         await self._placement.wait_gone(self.pids)
 
-    async def _call_senders(self, pick: Callable[[Any], Any], method: str, *args: Any) -> list[Any]:
-        ranks = range(len(self._actors))
-        return await _gather([self._call_sender(rank, pick, method, *args) for rank in ranks])
+    async def _call_senders(self, remote: str, *args: Any) -> list[Any]:
+        return await _gather([self._call_sender(rank, remote, *args) for rank in range(len(self._actors))])
 
-    def _call_sender(
-        self, rank: int, pick: Callable[[Any], Any], method: str, *args: Any
-    ) -> Coroutine[Any, Any, Any]:
+    def _call_sender(self, rank: int, remote: str, *args: Any) -> Coroutine[Any, Any, Any]:
         """Begin the call at once."""
-        call = pick(self._actors[rank]).options(concurrency_group="sync").remote(*args)
+        call = getattr(self._actors[rank], remote).options(concurrency_group="sync").remote(*args)
+        method = args[0] if remote == "sender_call" else remote
         return _reply(call, rank, f"sending weights ({method})", SamplerError)
 
 

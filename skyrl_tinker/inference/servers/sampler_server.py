@@ -28,7 +28,6 @@ NICENESS = {"cpu": 10, "cuda": 0}
 class ServerStatus:
     url: str
     pid: int
-    actor_pid: int
     exit_code: int | None  # None while it runs
 
 
@@ -78,7 +77,7 @@ class SamplerServer:
 
     def status(self) -> ServerStatus:
         process = self._started()
-        return ServerStatus(self._url, process.pid, os.getpid(), process.poll())
+        return ServerStatus(self._url, process.pid, process.poll())
 
     def log_tail(self) -> str:
         """Return the end of this process's log."""
