@@ -18,17 +18,7 @@ from skyrl_tinker.inference.servers.sampler_memory import KV_CONTEXTS, require_m
 if TYPE_CHECKING:
     from skyrl_tinker.inference.sglang.sglang_dialect import SglangDialect
 
-ENTRY = (
-    "import os, runpy, sys; "
-    "from sglang.srt.parser import conversation; conversation.matching_function_registry.clear(); "
-    f"sys.argv[1:] += ['--api-key', os.environ['{TOKEN}']] if os.environ['{TOKEN}'] else []; "
-    "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
-)
-"""Starts the server with a key that is not visible in the list of processes.
-
-Where the path of a model has a word such as `points` or `janus`, SGLang would take another chat template than
-the tokenizer's.
-"""
+ENTRY = Path(__file__).with_name("sglang_entry.py")
 VERSION = "0.5.23"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 ARCHITECTURES = frozenset({"Qwen3ForCausalLM"})
@@ -173,7 +163,7 @@ class SglangProcess:
         return 1
 
     def command(self, spec: SamplerSpec, port: int, host: str) -> list[str]:
-        return [str(self.python or sys.executable), "-c", ENTRY, *flags(spec, port, host)]
+        return [str(self.python or sys.executable), "-P", str(ENTRY), TOKEN, *flags(spec, port, host)]
 
     def environment(
         self, spec: SamplerSpec, replica: int, interface: str, inherited: Mapping[str, str] = os.environ

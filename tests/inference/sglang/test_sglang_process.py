@@ -27,9 +27,9 @@ def test_adapters_have_as_many_places_as_are_set_beside_the_base(
     facts: BaseModelFacts, tmp_path: Path
 ) -> None:
     spec = replace(spec_of(facts, tmp_path), token="secret", engine=SGLANG)
-    python, _, entry, *flags = SGLANG.command(spec, 81, "127.0.0.1")
+    python, _, entry, variable, *flags = SGLANG.command(spec, 81, "127.0.0.1")
     given = " ".join(flags)
-    assert python == "/env/python"
+    assert (python, variable, Path(entry).is_file()) == ("/env/python", TOKEN, True)
     assert f"--max-loras-per-batch {spec.max_loras + 1} --max-loaded-loras {spec.max_cpu_loras}" in given
     assert "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj lm_head" in given
     assert f"--context-length {spec.max_model_len}" in given
