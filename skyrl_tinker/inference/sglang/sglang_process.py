@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 ENTRY = Path(__file__).with_name("sglang_entry.py")
 VERSION = "0.5.23"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
-ARCHITECTURES = frozenset({"Qwen3ForCausalLM"})
+ARCHITECTURES = (
+    "Gemma3ForCausalLM",
+    "GraniteForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
 """Architectures that have been tested against the trainer's logprobs."""
 
 
@@ -30,11 +37,28 @@ def require_model(served: ModelToServe) -> None:
     facts = served.facts
     if facts.architecture not in ARCHITECTURES:
         raise StartupError(f"sampler_engine: found {facts.architecture}, expected {', '.join(ARCHITECTURES)}")
+    if served.adapters and facts.architecture == "Gemma3ForCausalLM":
+        raise StartupError(
+            "max_lora_rank: expected 0: SGLang does not start with adapters of the head of Gemma3ForCausalLM"
+        )
+    if (window := _ignored_window(served)) is not None:
+        raise StartupError(
+            f"config.json: sliding_window: found {window}, expected null, or context_length at most that: "
+            f"SGLang has no windows in {facts.architecture}"
+        )
     if more := _ends(served) - set(facts.eos_token_ids):
         raise StartupError(
             f"generation_config.json: eos_token_id: expected also {sorted(more)}, of config.json or the "
             "tokenizer: SGLang ends sequences at all of them"
         )
+
+
+def _ignored_window(served: ModelToServe) -> int | None:
+    """Return the tokens of a window that SGLang would not have, though it would matter."""
+    facts, config = served.facts, served.config
+    windowed = config.get("use_sliding_window", facts.architecture == "MistralForCausalLM")
+    window: int | None = config.get("sliding_window") if windowed else None
+    return window if window is not None and window < facts.context_length else None
 
 
 def _ends(served: ModelToServe) -> set[int]:
