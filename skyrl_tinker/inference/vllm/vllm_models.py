@@ -1,4 +1,4 @@
-"""Base models that vLLM 0.32 would serve wrongly, or not with these settings, and the reasons."""
+"""Base models that vLLM 0.32 and 0.33 would serve wrongly, or not with these settings, and the reasons."""
 
 from collections.abc import Mapping
 from typing import Any
