@@ -22,7 +22,7 @@ _PARTS = {  # text in the command line
     "multiprocessing.resource_tracker": "resource tracker",
     "skyrl_tinker.inference.vllm.vllm_entry": "vLLM server",
     "sglang::": "SGLang worker",
-    "sglang.launch_server": "SGLang server",
+    "sglang_entry.py": "SGLang server",
     "vllm::router": "router",
 }
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.sglang_cpu.sglang_server import interpreter
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 STEPS = 20
 

@@ -22,7 +22,7 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.long
 
 REPLICAS = 2
-SCHEDULER, SERVER = "sglang::scheduler", "sglang.launch_server"
+SCHEDULER, SERVER = "sglang::scheduler", "sglang_entry.py"
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from skyrl_tinker.server.base_models.tiny_families import FAMILIES
 from skyrl_tinker.training.worker import Worker
 from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_tinker.weight_sync.sync import sync_weights
+from skyrl_tinker.weight_sync.transport import WeightTransport
 from tests.inference.support.samplers import (
     Sampler,
     Served,
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.long
 ARCHS = sorted(FAMILIES.keys() - {"qwen3"})  # which all other tests sample
 UNTIED = ("llama",)
 BASE, LORA, FULL = 1, 2, 3
+SHARED_MEMORY = SharedMemoryTransport(100_000)
 PROMPT = prompt_of(200)  # many windows, and more than a block of the KV cache
 
 
@@ -53,14 +55,18 @@ def served(
 async def test_samples_have_the_trainers_logprobs(
     served: Served, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
-    await assert_all_sampled(served, make_worker, tmp_path)
+    await assert_all_sampled(make_sampler(served), SHARED_MEMORY, make_worker, tmp_path)
 
 
 async def assert_all_sampled(
-    served: Served, make_worker: MakeWorker, tmp_path: Path, *, adapters: bool = True
+    sampler: Sampler,
+    transport: WeightTransport,
+    make_worker: MakeWorker,
+    tmp_path: Path,
+    *,
+    adapters: bool = True,
 ) -> None:
     """Sample the base, an adapter and, after a weight sync, full parameters of a trainer's worker."""
-    sampler = make_sampler(served)
     base = sampler.facts.directory
     specs = {BASE: LoraSpec(0, 0), LORA: LoraSpec(8, 1), FULL: LoraSpec(0, 0)}
     worker = make_worker(base, models=specs)
@@ -77,9 +83,9 @@ async def assert_all_sampled(
     if adapters:
         await sampler.client.control.load_adapter("adapter", str(tmp_path / "adapter"))
     await assert_sampled(sampler, worker, PROMPT, **models)
-    await _sync(sampler, tmp_path / "full")
+    await _sync(sampler, transport, tmp_path / "full")
     await assert_sampled(sampler, worker, PROMPT, base=FULL)
-    await _sync(sampler, Path(base))
+    await _sync(sampler, transport, Path(base))
     await assert_sampled(sampler, worker, PROMPT, **models)
     await sampler.client.close()
 
@@ -92,9 +98,9 @@ async def test_new_weights_reach_every_parameter_of_gpt_oss(
     sampler = make_sampler(served)
     directory = _other_model(Path(sampler.facts.directory), tmp_path / "other")
     worker = make_worker(directory, models={BASE: LoraSpec(0, 0)})
-    await _sync(sampler, tmp_path / "other")
+    await _sync(sampler, SHARED_MEMORY, tmp_path / "other")
     await assert_sampled(sampler, worker, PROMPT, base=BASE)
-    await _sync(sampler, Path(sampler.facts.directory))
+    await _sync(sampler, SHARED_MEMORY, Path(sampler.facts.directory))
     await sampler.client.close()
 
 
@@ -110,8 +116,8 @@ def _other_model(base: Path, directory: Path) -> str:
     return str(directory)
 
 
-async def _sync(sampler: Sampler, directory: Path) -> None:
-    await sync_weights(sampler.client.control, SharedMemoryTransport(100_000), directory, directory.name)
+async def _sync(sampler: Sampler, transport: WeightTransport, directory: Path) -> None:
+    await sync_weights(sampler.client.control, transport, directory, directory.name)
 
 
 async def assert_sampled(sampler: Sampler, worker: Worker, prompt: tuple[int, ...], **models: int) -> None:

@@ -28,7 +28,7 @@ from tests.inference.support.samplers import (
 )
 from tests.training.conftest import MakeWorker
 from tests.training.support.saves import read_weights, write_weights
-from tests.training.test_sampled_families import assert_all_sampled, assert_sampled
+from tests.training.test_sampled_families import SHARED_MEMORY, assert_all_sampled, assert_sampled
 
 pytestmark = pytest.mark.long
 
@@ -63,7 +63,7 @@ async def test_experts_in_two_processes_have_the_trainers_logprobs(
     """Each process has half of the experts, in place of half of each."""
     given = {"tensor_parallel_size": 2, "vllm_args": {"enable-expert-parallel": True}}
     async with serving(tmp_path, arch="qwen3-moe", **given) as served:
-        await assert_all_sampled(served, make_worker, tmp_path)
+        await assert_all_sampled(make_sampler(served), SHARED_MEMORY, make_worker, tmp_path)
 
 
 async def test_a_vocabulary_as_large_as_gemma_3s_is_adapted(
@@ -85,7 +85,10 @@ async def test_all_data_parallel_ranks_sample_pause_and_take_weights(
 ) -> None:
     """Those of a mixture have some of the experts each, and no adapters."""
     async with serving(tmp_path, **{"vllm_args": RANKS, **given}) as served:
-        await assert_all_sampled(served, make_worker, tmp_path, adapters=given == {})
+        adapters = given == {}
+        await assert_all_sampled(
+            make_sampler(served), SHARED_MEMORY, make_worker, tmp_path, adapters=adapters
+        )
         sampler = make_sampler(served)
         control, model = sampler.client.control, reference(served.facts.directory)
         assert await control.world_size() == 2

@@ -24,6 +24,7 @@ class ModelToServe:
     device: str
     adapters: bool
     router_replay: bool
+    tool_parser: str | None
 
 
 class EngineProcess(Protocol):

@@ -18,20 +18,17 @@ from skyrl_tinker.inference.servers.sampler_memory import KV_CONTEXTS, require_m
 if TYPE_CHECKING:
     from skyrl_tinker.inference.sglang.sglang_dialect import SglangDialect
 
-ENTRY = (
-    "import os, runpy, sys; "
-    "from sglang.srt.parser import conversation; conversation.matching_function_registry.clear(); "
-    f"sys.argv[1:] += ['--api-key', os.environ['{TOKEN}']] if os.environ['{TOKEN}'] else []; "
-    "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
-)
-"""Starts the server with a key that is not visible in the list of processes.
-
-Where the path of a model has a word such as `points` or `janus`, SGLang would take another chat template than
-the tokenizer's.
-"""
+ENTRY = Path(__file__).with_name("sglang_entry.py")
 VERSION = "0.5.23"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
-ARCHITECTURES = frozenset({"Qwen3ForCausalLM"})
+ARCHITECTURES = (
+    "Gemma3ForCausalLM",
+    "GraniteForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
 """Architectures that have been tested against the trainer's logprobs."""
 
 
@@ -40,11 +37,28 @@ def require_model(served: ModelToServe) -> None:
     facts = served.facts
     if facts.architecture not in ARCHITECTURES:
         raise StartupError(f"sampler_engine: found {facts.architecture}, expected {', '.join(ARCHITECTURES)}")
+    if served.adapters and facts.architecture == "Gemma3ForCausalLM":
+        raise StartupError(
+            "max_lora_rank: expected 0: SGLang does not start with adapters of the head of Gemma3ForCausalLM"
+        )
+    if (window := _ignored_window(served)) is not None:
+        raise StartupError(
+            f"config.json: sliding_window: found {window}, expected null, or context_length at most that: "
+            f"SGLang has no windows in {facts.architecture}"
+        )
     if more := _ends(served) - set(facts.eos_token_ids):
         raise StartupError(
             f"generation_config.json: eos_token_id: expected also {sorted(more)}, of config.json or the "
             "tokenizer: SGLang ends sequences at all of them"
         )
+
+
+def _ignored_window(served: ModelToServe) -> int | None:
+    """Return the tokens of a window that SGLang would not have, though it would matter."""
+    facts, config = served.facts, served.config
+    windowed = config.get("use_sliding_window", facts.architecture == "MistralForCausalLM")
+    window: int | None = config.get("sliding_window") if windowed else None
+    return window if window is not None and window < facts.context_length else None
 
 
 def _ends(served: ModelToServe) -> set[int]:
@@ -170,7 +184,7 @@ class SglangProcess:
         return tensor_parallel_size
 
     def command(self, spec: SamplerSpec, port: int, host: str) -> list[str]:
-        return [str(self.python or sys.executable), "-c", ENTRY, *flags(spec, port, host)]
+        return [str(self.python or sys.executable), "-P", str(ENTRY), TOKEN, *flags(spec, port, host)]
 
     def environment(
         self, spec: SamplerSpec, replica: int, interface: str, inherited: Mapping[str, str] = os.environ

@@ -1,4 +1,4 @@
-"""Base models that vLLM 0.32 would serve wrongly, or not with these settings, and the reasons."""
+"""Base models that vLLM 0.32 and 0.33 would serve wrongly, or not with these settings, and the reasons."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +8,8 @@ from skyrl_tinker.inference.servers.replica_spec import Arguments, ModelToServe
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of the CPU attention kernels; another fails at the first forward, not at start."""
+RESTRICTING_PARSERS = ("glm45", "glm47")
+"""Parsers of tools with which vLLM restricts all chats with tools by a grammar, strict tools or not."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _GPT_OSS: Mapping[str, Any] = {
     "attention_bias": True,
@@ -25,6 +27,11 @@ def require_model(served: ModelToServe, arguments: Arguments) -> None:
     facts = served.facts
     if reason := _reason(facts.architecture, served.config):
         raise StartupError(f"{facts.architecture}: {reason}")
+    if served.tool_parser in RESTRICTING_PARSERS:
+        raise StartupError(
+            f"tool_parser: found {served.tool_parser}, expected another: with it vLLM restricts all chats "
+            "with tools by a grammar, and logprobs would be of another distribution"
+        )
     if facts.experts and served.adapters and arguments.get("data-parallel-size", 1) != 1:
         raise StartupError(
             "vllm_args: data-parallel-size: expected 1 for a mixture of experts, whose ranks would compute "

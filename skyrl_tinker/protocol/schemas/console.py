@@ -73,7 +73,7 @@ class ProcessUse(Message):
 
 
 class MemoryNow(Message):
-    """Memory of the host that answers, within the limits of its cgroups; `available_bytes`: without swapping."""
+    """Memory of the host that answers, or of its cgroups; `available_bytes`: without swapping."""
 
     total_bytes: int
     available_bytes: int

@@ -85,6 +85,7 @@ def read_config(settings: Settings) -> tuple[Mapping[str, Any], BaseModelFacts]:
             settings.device,
             adapters=settings.max_lora_rank > 0,
             router_replay=settings.router_replay,
+            tool_parser=settings.tool_parser,
         )
     )
     return config, facts

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from skyrl_tinker.domain.values import BaseModelFacts, TargetTokens
+from skyrl_tinker.errors import UserError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.sglang.sglang_dialect import SGLANG
@@ -147,3 +148,17 @@ async def test_adapters_of_one_batch_have_the_logprobs_of_their_own(sampler: Sam
     await sampler.client.control.resume()
     for adapter, output in zip((None, *adapters.values()), await asyncio.gather(*asked), strict=True):
         assert_same_logprobs(output, reference(sampler.facts.directory, adapter), PROMPT)
+
+
+@pytest.mark.parametrize("limit", [{}, {"top_p": 0.5}, {"top_k": 5}, {"temperature": 0.0}], ids=str)
+async def test_a_diverged_adapter_fails_its_own_samples_alone(
+    sampler: Sampler, tmp_path: Path, limit: dict[str, float]
+) -> None:
+    """In one batch with another's."""
+    name, adapter = unique(tmp_path), random_adapter(sampler.facts.directory, 8, 1)
+    wrong = {tensor: np.full_like(value, np.nan) for tensor, value in adapter.tensors.items()}
+    await publish_and_load(sampler, replace(adapter, tensors=wrong), tmp_path, name)
+    long = asyncio.create_task(sampler(BASE_MODEL, ask(PROMPT, max_tokens=LONG)))
+    with pytest.raises(UserError, match="diverged"):
+        await sampler(name, ask(PROMPT, **limit))
+    assert_same_logprobs(await long, reference(sampler.facts.directory), PROMPT)

@@ -14,6 +14,7 @@ from skyrl_tinker.inference.sglang.sglang_process import SglangProcess
 from skyrl_tinker.server import preflight
 from skyrl_tinker.server.base_models.base_model import resolve
 from tests.inference.support.samplers import spec_of, write_model
+from tests.support.tiny_models import write_tiny
 
 SGLANG = SglangProcess(Path("/env/python"))
 
@@ -27,9 +28,9 @@ def test_adapters_have_as_many_places_as_are_set_beside_the_base(
     facts: BaseModelFacts, tmp_path: Path
 ) -> None:
     spec = replace(spec_of(facts, tmp_path), token="secret", engine=SGLANG)
-    python, _, entry, *flags = SGLANG.command(spec, 81, "127.0.0.1")
+    python, _, entry, variable, *flags = SGLANG.command(spec, 81, "127.0.0.1")
     given = " ".join(flags)
-    assert python == "/env/python"
+    assert (python, variable, Path(entry).is_file()) == ("/env/python", TOKEN, True)
     assert f"--max-loras-per-batch {spec.max_loras + 1} --max-loaded-loras {spec.max_cpu_loras}" in given
     assert "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj lm_head" in given
     assert f"--context-length {spec.max_model_len}" in given
@@ -111,9 +112,31 @@ def test_arguments_of_vllm_are_refused() -> None:
 
 
 def test_models_that_were_not_tried_are_refused(tmp_path: Path) -> None:
-    write_model(tmp_path / "model", tied=False, arch="llama")
-    with pytest.raises(StartupError, match="found LlamaForCausalLM, expected Qwen3ForCausalLM"):
+    write_model(tmp_path / "model", tied=False, arch="qwen3-moe")
+    with pytest.raises(StartupError, match=r"found Qwen3MoeForCausalLM, expected .*, Qwen3ForCausalLM"):
         resolve(config.load(base_model=str(tmp_path / "model"), sampler_engine="sglang"))
+
+
+@pytest.mark.parametrize(
+    ("arch", "given"),
+    [("qwen3", {"use_sliding_window": True, "max_window_layers": 0}), ("qwen2", {}), ("mistral", {})],
+)
+def test_a_window_that_it_would_ignore_is_refused(
+    tmp_path: Path, arch: str, given: dict[str, object]
+) -> None:
+    write_tiny(tmp_path, arch=arch, **{**given, "sliding_window": 64})
+    settings = {"base_model": str(tmp_path), "sampler_engine": "sglang"}
+    with pytest.raises(StartupError, match="sliding_window: found 64, expected null, or context_length"):
+        resolve(config.load(**settings, context_length=65))
+    resolve(config.load(**settings, context_length=64))
+
+
+def test_adapters_of_gemma_are_refused(tmp_path: Path) -> None:
+    write_tiny(tmp_path, arch="gemma3")
+    settings = {"base_model": str(tmp_path), "sampler_engine": "sglang"}
+    with pytest.raises(StartupError, match=r"max_lora_rank: expected 0: .* of Gemma3ForCausalLM"):
+        resolve(config.load(**settings))
+    resolve(config.load(**settings, max_lora_rank=0))
 
 
 def test_ends_of_which_the_samples_know_nothing_are_refused(facts: BaseModelFacts) -> None:
