@@ -174,7 +174,8 @@ async def test_full_weights_that_busy_samplers_would_read_make_room_for_saves_th
     models = [await stored.model(LoraSpec(0, 1)) for _ in range(4)]
     kind, body = RequestKind.SAVE_WEIGHTS_FOR_SAMPLER, SaveSamplerBody(sampling_session_seq_id=0).to_bytes()
     saves = [await journal.submit(stored.store, model, 1, kind, body) for model in models]
-    await stored.until(lambda: len(stored.workers.asked("persist")) == len(models))
+    behind = [await journal.submit_pass(stored.store, model, 2) for model in models]
+    await all_done(stored, behind)  # so their captures are recorded
     stored.running.cancel()
     after = World(stored.store, stored.bell, stored.root)
     after.workers.sizes, after.workers.captured.most = stored.workers.sizes, 7
@@ -185,8 +186,8 @@ async def test_full_weights_that_busy_samplers_would_read_make_room_for_saves_th
         assert after.workers.most_captured == 6
         after.samplers.going_on.set()
         await all_done(after, saves)
-        assert after.samplers.lent == {}
         await after.until(lambda: not after.workers.held)
+        assert after.samplers.lent == {}
     finally:
         after.running.cancel()
         await asyncio.wait([after.running])
