@@ -32,10 +32,12 @@ def stored(store: Store, model: ModelRow) -> list[int | None]:
         return list(conn.scalars(query.where(Future.model_key == model.key).order_by(Future.seq_id)))
 
 
+@pytest.mark.parametrize(("most", "size"), [(32, 25), (2, 1 << 20)])
 async def test_bodies_of_the_newest_passes_stay_behind_a_snapshot(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch, most: int, size: int
 ) -> None:
-    monkeypatch.setattr(unit_records, "KEPT_BYTES", 25)
+    monkeypatch.setattr(unit_records, "KEPT", most)
+    monkeypatch.setattr(unit_records, "KEPT_BYTES", size)
     monkeypatch.setattr(unit_records, "SLICE", 2)
     model, other = [await create(store, await new_session(store)) for _ in range(2)]
     for seq_id in (1, 2, 4, 5, 7):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from sqlalchemy import (
     ColumnElement,
@@ -28,8 +29,10 @@ from skyrl_tinker.store.database.tables import Future, Model, Request, Session, 
 from skyrl_tinker.store.futures.queue import IN_WINDOW, QueuedRow, window_failure
 from skyrl_tinker.store.session_records import HELD
 
-KEPT_BYTES = 16 * MiB
-"""Bodies of a model's newest passes that stay behind its snapshot, so that their tokens can be read."""
+KEPT, KEPT_BYTES = 32, 4 * MiB
+"""Bodies of a model's newest passes that stay behind its snapshot, so that their tokens can be read: so many,
+and together so large at most.
+"""
 SLICE = 200
 """Bodies deleted in one transaction: other writers wait meanwhile."""
 _RESETS = (Effect.STEP, Effect.CLEARED, Effect.LOADED)  # after them there are no gradients
@@ -147,21 +150,19 @@ def unfinished_until(conn: Connection, model: ModelKey, seq_id: int) -> list[int
 def drop_bodies(conn: Connection, model: ModelKey, until: int) -> bool:
     """Delete some bodies of finished requests up to seq_id `until`; returns True if more are left.
 
-    Those of the newest passes stay for their readers, up to KEPT_BYTES.
+    Those of the newest passes stay for their readers: KEPT, of KEPT_BYTES together.
     """
-    stored = (
-        select(Future.id, Future.kind, func.length(Request.body).label("size"))
+    finished = (
+        select(Future.id, func.length(Request.body).label("size"))
         .join(Request, Request.future_id == Future.id)
         .where(Future.model_key == model, Future.seq_id <= until, Future.status != FutureStatus.PENDING)
-        .order_by(Future.seq_id.desc())
     )
-    left, gone = KEPT_BYTES, list[int]()
-    for row in conn.execute(stored):
-        left -= row.size if row.kind is RequestKind.FORWARD_BACKWARD else 0
-        if left < 0 or row.kind is not RequestKind.FORWARD_BACKWARD:
-            gone.append(row.id)
-    conn.execute(delete(Request).where(Request.future_id.in_(gone[-SLICE:])))
-    return len(gone) > SLICE
+    passes = finished.where(Future.kind == RequestKind.FORWARD_BACKWARD).order_by(Future.seq_id.desc())
+    newest = conn.execute(passes.limit(KEPT)).all()
+    sizes = accumulate(row.size for row in newest)
+    kept = [row.id for row, size in zip(newest, sizes, strict=True) if size <= KEPT_BYTES]
+    some = finished.with_only_columns(Future.id).where(Future.id.not_in(kept)).limit(SLICE)
+    return conn.execute(delete(Request).where(Request.future_id.in_(some))).rowcount == SLICE
 
 
 def models_with_bodies(conn: Connection) -> list[ModelKey]:
@@ -171,6 +172,6 @@ def models_with_bodies(conn: Connection) -> list[ModelKey]:
         .join(Request, Request.future_id == Future.id)
         .where(Future.status != FutureStatus.PENDING, Future.model_key.is_not(None))
         .group_by(Future.model_key)
-        .having(func.sum(func.length(Request.body)) > KEPT_BYTES)
+        .having(or_(func.count() > KEPT, func.sum(func.length(Request.body)) > KEPT_BYTES))
     )
     return [ModelKey(key) for key in conn.scalars(query) if key is not None]
