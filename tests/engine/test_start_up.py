@@ -105,7 +105,7 @@ async def test_kept_weights_that_cannot_be_read_end_no_start(
     model = await create(store, await new_session(store))
     ids = [await ephemeral(store, model.key) for _ in range(2)]
     kept = [WeightVersion(each, "lora", str(directories.ephemeral_dir / f"v{each}")) for each in ids]
-    spill = make_tmpfs_spill(starting._settings)
+    spill = make_tmpfs_spill(starting._env.settings)
     for version in kept:
         _keep(spill, version)
     shutil.rmtree(directories.ephemeral_dir)
