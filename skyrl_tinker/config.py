@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import quote
 
-from pydantic import BaseModel, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    JsonValue,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -459,16 +467,19 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
 
-    @model_validator(mode="after")
-    def _require_different_bases(self) -> Self:
-        if "" in self.bases:
-            raise ValueError("bases: found an empty name, expected a model directory, or a hub name")
-        given = [(self.base_model, self.model_name)]
-        given += [(name, own.model_name) for name, own in self.bases.items()]
-        names = sorted(chain.from_iterable(filter(None, {*pair}) for pair in given))
+    @field_validator("bases")
+    @classmethod
+    def _require_different_bases(
+        cls, given: dict[str, BaseOverrides], others: ValidationInfo
+    ) -> dict[str, BaseOverrides]:
+        if "" in given:
+            raise ValueError("found an empty name, expected a model directory, or a hub name")
+        pairs = [(others.data.get("base_model"), others.data.get("model_name"))]
+        pairs += [(name, own.model_name) for name, own in given.items()]
+        names = sorted(chain.from_iterable(filter(None, {*pair}) for pair in pairs))
         if twice := next((name for name, after in pairwise(names) if name == after), None):
-            raise ValueError(f"bases: {twice!r} names two base models, expected different names")
-        return self
+            raise ValueError(f"{twice!r} names two base models, expected different names")
+        return given
 
     @model_validator(mode="after")
     def _change_defaults(self) -> Self:

@@ -107,7 +107,7 @@ def test_an_empty_text_is_refused_from_every_source(
 
 @pytest.mark.parametrize("given", [[""], {"": {"roles": ["sample"]}}])
 def test_a_further_base_model_without_a_name_is_refused(given: object) -> None:
-    with pytest.raises(ValidationError, match="bases: found an empty name"):
+    with pytest.raises(ValidationError, match=r"\nbases\n.*found an empty name"):
         config.load(bases=given)
 
 
@@ -185,8 +185,8 @@ def test_keys_of_a_base_model_are_those_of_settings() -> None:
         ({"B": {}}, r"bases\.B\.roles\n.*expected \[\"sample\"\]: only base_model is trained"),
         ({"B": {"roles": ["sample", "train"]}}, "only base_model is trained"),
         ({"B": {"roles": ["sample"], "trainer_ranks": 2}}, r"bases\.B\.trainer_ranks\n"),
-        ({"A": {"roles": ["sample"]}}, "bases: 'A' names two base models"),
-        ({"B": {"roles": ["sample"], "model_name": "mine"}}, "bases: 'mine' names two base models"),
+        ({"A": {"roles": ["sample"]}}, r"\nbases\n.*'A' names two base models"),
+        ({"B": {"roles": ["sample"], "model_name": "mine"}}, r"\nbases\n.*'mine' names two base models"),
     ],
 )
 def test_wrong_base_models_are_refused_by_name(given: dict[str, Any], said: str) -> None:

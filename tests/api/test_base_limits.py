@@ -98,6 +98,11 @@ async def test_a_checkpoint_brings_its_base_model_and_goes_into_no_other(world: 
     assert refused == f"{saved} is of base model '{SMALL}', expected {BASE}"
     sampler = await world.sampler(session, model_path=sampled)
     assert (await world.http.get(f"samplers/{sampler}")).json()["base_model"] == SMALL
+    body = {"session_id": session, "sampling_session_seq_id": 1, "model_path": sampled}
+    other = await world.post("create_sampling_session", {**body, "base_model": BASE})
+    told = f"{sampled} is of base model '{SMALL}', expected {BASE}"
+    assert (other.status_code, other.json()["detail"]) == (400, told)
+    await world.ok("create_sampling_session", {**body, "base_model": ALIAS})
 
 
 async def test_what_is_served_is_listed_and_described_by_name(world: World) -> None:

@@ -83,6 +83,10 @@ def test_it_tells_its_version() -> None:
             b"[keys]\nmodels = -1\n",
             "settings: keys.models: Input should be greater than or equal to 0, found -1\n",
         ),
+        (
+            b'bases.tiny.roles = ["sample"]\n',
+            "settings: bases: 'tiny' names two base models, expected different names, found {'tiny': ",
+        ),
         (b"port = -1\n", "settings: port: Input should be greater than or equal to 0, found -1\n"),
     ],
 )

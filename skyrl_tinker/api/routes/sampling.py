@@ -66,11 +66,11 @@ async def create_sampling_session(
 def _target(
     conn: Connection, owner: OwnerId | None, message: CreateSamplingSessionRequest, bases: Bases
 ) -> tuple[BaseModelFacts, VersionId | None]:
-    """Return base model and weight version. `model_path` wins over `base_model`; both must be served."""
+    """Return base model and weight version. The checkpoint of `model_path` must be of a given `base_model`."""
     named = None if message.base_model is None else bases.require(message.base_model)
     if message.model_path is not None:
         row = find_checkpoint(conn, owner, message.model_path)
-        facts = checkpoint_rules.require_base(row, bases)
+        facts = checkpoint_rules.require_base(row, bases if named is None else Bases((named,)))
         if row.version_id is None:
             raise checkpoint_rules.no_sampler_weights(row.path)
         return facts, row.version_id

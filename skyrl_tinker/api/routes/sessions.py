@@ -69,8 +69,8 @@ def _tokenizers_elsewhere(bases: Bases, request: Request) -> str | None:
         return None
     return (
         f"the tokenizer of {', '.join(local)} is not from the Hugging Face hub, so get_tokenizer() works on "
-        "the server's machine only. Elsewhere, unpack the tar that GET /api/v1/tokenizer of this server "
-        "sends, and load it with AutoTokenizer.from_pretrained(DIRECTORY)"
+        "the server's machine only. Elsewhere, unpack the tar that GET /api/v1/tokenizer?base_model=… of "
+        "this server sends, and load it with AutoTokenizer.from_pretrained(DIRECTORY)"
     )
 
 

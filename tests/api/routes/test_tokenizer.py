@@ -84,6 +84,7 @@ async def test_the_base_models_whose_directories_hold_it_are_named(settings: Set
     async with running(settings, FACTS, hub) as world:
         warning = await _warning(world, "10.0.0.7") or ""
     assert f"the tokenizer of {BASE} is not from" in warning
+    assert "GET /api/v1/tokenizer?base_model=… of this server" in warning
 
 
 async def _warning(world: World, address: str) -> str | None:
