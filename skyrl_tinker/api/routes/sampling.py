@@ -66,7 +66,7 @@ async def create_sampling_session(
 def _target(
     conn: Connection, owner: OwnerId | None, message: CreateSamplingSessionRequest, bases: Bases
 ) -> tuple[BaseModelFacts, VersionId | None]:
-    """Return base model and weight version. The checkpoint of `model_path` must be of a given `base_model`."""
+    """Return base model and weight version. A checkpoint must be of `base_model`, if that is given."""
     named = None if message.base_model is None else bases.require(message.base_model)
     if message.model_path is not None:
         row = find_checkpoint(conn, owner, message.model_path)
