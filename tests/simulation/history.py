@@ -546,7 +546,7 @@ class History:
             if request.kind == "step" and request.error is None:
                 self._check_gap(request.answer.json()["metrics"])
             tokens = drawn(truth.steps)
-            for earlier in model.requests[: request.seq_id]:
+            for earlier in model.requests[: request.seq_id] if request.error is None else ():
                 if earlier is request or earlier.kind == request.kind == INFLIGHT:
                     earlier.drawable.append(tokens)
         for request in model.requests:

@@ -32,6 +32,7 @@ class Silent:
         self._numbers, self._samples = itertools.count(1), itertools.count()
         self._session = ""
         self._model = ""
+        self._drawn: dict[str, float] = {}  # since when weights are idle, by their sampling session
         self.path = ""
         self.steps: list[list[int]] = []
 
@@ -81,15 +82,12 @@ class Silent:
 
     async def _expire(self, older: str) -> None:
         """Sample the weights before the last ones until they have expired: not before they are idle."""
-        used = now()
         while True:
-            began, answer = now(), await self._draw(older)
-            error = error_of(answer)
+            error = error_of(await self._draw(older))
             if "have expired" in str(error):
-                assert now() - used >= IDLE_S
+                assert now() - self._drawn[older] >= IDLE_S
                 return
             assert error is None or "are gone" in error, error  # a reboot, after the snapshot of newer ones
-            used = used if error else began
             await asyncio.sleep(self._random.choice((0.5, 0.5, 1.5)) * IDLE_S)
 
     async def _save(self) -> None:
@@ -141,7 +139,11 @@ class Silent:
         return answer
 
     async def _draw(self, sampler: str) -> Any:
-        return await self._client.result(await self._client.submit("asample", self._body(sampler)))
+        began = now()
+        answer = await self._client.result(await self._client.submit("asample", self._body(sampler)))
+        if error_of(answer) is None:
+            self._drawn[sampler] = began
+        return answer
 
     def _body(self, sampler: str, max_tokens: int = 4) -> Json:
         return sample(sampler, next(self._samples), sampling_params={"max_tokens": max_tokens})
