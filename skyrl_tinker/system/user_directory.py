@@ -38,7 +38,7 @@ def close_to_others(directory: Path) -> None:
 def _user_root(shared: Path) -> Path:
     """Return this user's directory in `shared`, by the same name in all processes, or the first free name."""
     first = f"skyrl-tinker-{os.getuid()}"
-    taken = {path.name for path in shared.glob(f"{first}*")}
+    taken = {name for name in os.listdir(shared) if name.startswith(first)}
     names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(1)))
     candidates = list(itertools.islice(names, len(taken) + 1))
     ours = (name for name in candidates if name in taken and _is_ours(shared / name))
