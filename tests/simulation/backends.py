@@ -31,7 +31,7 @@ from skyrl_tinker.training.trainer_group import PassResult
 from tests.simulation.faults import AWAY, UNREAD, fault, point, prolonged, random_of_history, travel
 from tests.simulation.virtual_loop import PROCESS
 from tests.simulation.weight_ends import CapturedFull, Group, Receiver, Sender, hangs
-from tests.support.scripted_replica import ScriptedReplica
+from tests.support.scripted_replica import Draw, ScriptedReplica
 from tests.support.scripted_trainer import CapturedSteps, CapturedWeights, ScriptedTrainer, Steps, steps_of
 
 NOT_FINITE, DEADLY = 13, 14
@@ -96,7 +96,7 @@ class Ranks(ScriptedTrainer):
         self._require_alive_now()
         process = PROCESS.get()
         assert process is not None
-        self._sender = Sender(process.replicas.groups, hangs=hangs(factory))
+        self._sender = Sender(process.fleets[0].groups, hangs=hangs(factory))
 
     async def sender_call(self, method: str, *args: Any) -> list[Any]:
         return [await self.root_call(method, *args)]
@@ -203,10 +203,17 @@ def _first_token(item: PassItem) -> int:
 
 
 class Replicas:
-    """The processes of samplers, one at a time for each number; their samples take `takes_s`."""
+    """The processes of samplers, one at a time for each number; their samples take `takes_s`.
 
-    def __init__(self, takes_s: float, count: int = 1) -> None:
+    `of`: names their base model in URLs. `draw`: its tokens.
+    """
+
+    def __init__(
+        self, takes_s: float, count: int = 1, *, of: str = "sampler", draw: Draw | None = None
+    ) -> None:
         self._takes_s = takes_s
+        self._of = of
+        self._draw = draw or _rest
         self._lives = 0
         self.groups: dict[str, Group] = {}  # of weight transports
         self.running = [self._start() for _ in range(count)]
@@ -217,7 +224,8 @@ class Replicas:
 
     def _start(self) -> "_Sampler":
         self._lives += 1
-        return _Sampler(f"http://sampler-{self._lives}", self._takes_s, Receiver(self.groups))
+        url = f"http://{self._of}-{self._lives}"
+        return _Sampler(url, self._takes_s, Receiver(self.groups), self._draw)
 
     async def wait_lost(self, index: int) -> Loss:
         sampler = self.running[index]
@@ -268,8 +276,8 @@ class Router:
 class _Sampler(ScriptedReplica):
     """A life of a sampler; `lost` when it has ended."""
 
-    def __init__(self, url: str, takes_s: float, receiver: Receiver) -> None:
-        super().__init__(takes_s, draw=_rest)
+    def __init__(self, url: str, takes_s: float, receiver: Receiver, draw: Draw) -> None:
+        super().__init__(takes_s, draw=draw)
         self.url = url
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.receiver = receiver
@@ -355,13 +363,13 @@ class SamplerHttp:
     ) -> HttpAnswer:
         process = PROCESS.get()
         assert process is not None
-        replicas: Replicas = process.replicas
         await travel(0.1)
         path = url[url.index("/", len("http://")) :]
         if url.startswith(ROUTER):
             url = random_of_history().choice(process.router.workers or [ROUTER]) + path
-        sampler = next((each for each in replicas.running if url == each.url + path), None)
-        sync = len(replicas.running) > 1 and path in OF_SYNCS
+        running = [each for replicas in process.fleets for each in replicas.running]
+        sampler = next((each for each in running if url == each.url + path), None)
+        sync = len(process.fleets[0].running) > 1 and path in OF_SYNCS
         point("before a call of a sampler")
         if sync:
             point("before a call of a sync")

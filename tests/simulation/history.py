@@ -32,7 +32,7 @@ from skyrl_tinker.store.database.postgresql import PostgresDatabase
 from skyrl_tinker.store.database.sqlite_database import SqliteDatabase
 from skyrl_tinker.store.store import write_once
 from tests.api.support.world import FACTS, sample, step
-from tests.simulation import silent
+from tests.simulation import silent, teacher
 from tests.simulation.backends import DEADLY, NOT_FINITE, drawn
 from tests.simulation.client import PROTOBUF, Client, error_of, loss_of, model_body, now, sequences
 from tests.simulation.faults import (
@@ -51,6 +51,7 @@ from tests.simulation.faults import (
 )
 from tests.simulation.server import Server
 from tests.simulation.silent import Silent
+from tests.simulation.teacher import Teacher
 from tests.simulation.virtual_loop import VirtualLoop
 from tests.simulation.weight_ends import write_weights
 from tests.support.scripted_trainer import STEPS_FILE
@@ -94,6 +95,8 @@ EARLY, EARLY_S, EARLY_FAULTS = (4, 7), 3.0, 3
 """Seeds, modulo 9, of histories in which saves are deleted while they are under way; most time until then."""
 CLOCKS = (0, 4)
 """Seeds, modulo 13, of histories in which the clocks of processes differ, and a lease says who may commit."""
+TEACHING = (2, 6, 11)
+"""Seeds, modulo 13, of histories with a further base model, only sampled; but for those of OTHER_BASE."""
 PROBED = (7, 8)
 """Seeds, modulo 13, of histories in which samplers are compared with the trainer after each sync."""
 FULL, FULL_FAULTS = (3, 9, 14), 4
@@ -253,6 +256,7 @@ class History:
             file = f"sqlite:///{home}/skyrl-tinker.db"
             settings |= {"home": home / "host 0", "database_url": url or file, **shared}
         self._early = _stream("early", seed, 9, EARLY)
+        self._teaching = None if self._parks else _stream("teaching", seed, 13, TEACHING)
         self._clocks = _stream("clocks", seed, 13, CLOCKS)
         self._full = _stream("full", seed, 17, FULL)
         if self._full:
@@ -293,10 +297,13 @@ class History:
     async def _story(self, loop: VirtualLoop) -> None:
         rollout_s = ROLLOUT_S if self._follows else SWAPPED_S if self._full else 0.0
         about = rollout_s, self._apis, self._clocks, 2 if self._full else 1
-        server = Server(self._settings, self._facts, self.faults, *about)
+        bases = (self._facts, teacher.FURTHER) if self._teaching else (self._facts,)
+        server = Server(self._settings, bases, self.faults, *about)
+        server.draws[teacher.NAME] = teacher.draw
         self._server = server
         self._client = Client(server, self.faults)
         self._silent = Silent(self._client, self._silence) if self._silence else None
+        self._teacher = Teacher(self._client, server, self._teaching) if self._teaching else None
         telling = asyncio.create_task(self._tell())
         try:
             async with asyncio.timeout(LONG_WITHIN_S if self._away or self._silence else WITHIN_S):
@@ -312,6 +319,7 @@ class History:
     async def _tell(self) -> None:
         count = self._random.choice(MODELS)
         living = asyncio.create_task(self._silent.live()) if self._silent else None
+        teaching = asyncio.create_task(self._teacher.live()) if self._teacher else None
         models = await asyncio.gather(*(self._model() for _ in range(count)))
         if self._parks:
             await self._park(models)
@@ -324,6 +332,8 @@ class History:
         self.faults.stop(UNREAD)
         self.faults.spare_ranks()
         await asyncio.gather(*(self._epilogue(model, truth) for model, truth in both))
+        if teaching:
+            await teaching
         if self._silent and living:
             await living
             await self._resume(self._silent.path, self._silent.steps)
@@ -363,15 +373,15 @@ class History:
 
     async def _start_again(self, models: list[_Model]) -> None:
         """Start the server again, and go on with these models."""
-        self._server.serve(self._facts)
+        self._server.serve(self._server.bases)
         await asyncio.gather(*(self._continue(model, "pass", "step") for model in models))
 
     async def _park(self, models: list[_Model]) -> None:
         """Serve another base model for a time, then go on with these models."""
         directory = str(Path(self._facts.directory) / OTHER)
-        self._server.serve(replace(self._facts, directory=directory, names=(OTHER,)))
+        self._server.serve((replace(self._facts, directory=directory, names=(OTHER,)),))
         await asyncio.gather(*(self._continue(model, PARKED) for model in models))
-        self._server.serve(self._facts)
+        self._server.serve((self._facts,))
         await asyncio.gather(*(self._continue(model, "pass", "step", "pass", "step") for model in models))
 
     async def _continue(self, model: _Model, *kinds: str) -> None:
@@ -583,7 +593,7 @@ class History:
     async def _check_state(self, model: _Model, truth: Truth) -> None:
         last = len(model.requests) + 2  # behind the export
         if self.faults.hit[TAKE_OVER] or self._away:  # that may have left files, as a start removes them
-            self._server.serve(self._facts)
+            self._server.serve(self._server.bases)
         await self._client.result(await self._client.submit_pass(model.model_id, last, 1, forward_only=True))
         with self._reading() as conn:
             key = _key(conn, model)

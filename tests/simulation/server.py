@@ -44,6 +44,7 @@ from tests.simulation.disk import Disk
 from tests.simulation.faults import Faults, disk_full, fault, is_unread, point, travel
 from tests.simulation.virtual_loop import PROCESS, Crash, Process, VirtualLoop
 from tests.support.sampler_clients import vllm_client
+from tests.support.scripted_replica import Draw
 
 MOMENT_S = 4.0
 """Most time from a start to a death at some moment."""
@@ -109,13 +110,14 @@ class Server:
     """`failure`: what ended a process that must not end by itself. `rollout_s`: time that a sample takes.
 
     `apis`: number of API processes; the attribute has their apps by name. `clocks`: draws by how much they
-    differ. `samplers`: number of replicas, with a router before several.
+    differ. `bases`: the first is trained, with so many `samplers`, a router before several; further ones have
+    a sampler that draws by `draws`.
     """
 
     def __init__(
         self,
         settings: Settings,
-        facts: BaseModelFacts,
+        bases: tuple[BaseModelFacts, ...],
         faults: Faults,
         rollout_s: float = 0.0,
         apis: int = 1,
@@ -125,12 +127,13 @@ class Server:
         self.faults = faults
         self.rollout_s = rollout_s
         self._samplers = samplers
+        self.draws: dict[str, Draw] = {}
         self.engine_queues: Callable[[], bytes] | None = None
         self.ranks: Ranks
         self.disk = Disk()
         self.home = settings.root.parent  # of all hosts
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._facts = facts
+        self.bases = bases
         self._bells: dict[str, Bell] = {}
         self._processes: dict[str, Process] = {}  # by name
         self._replaced: list[Process] = []
@@ -160,9 +163,9 @@ class Server:
         for process in (*self._processes.values(), *self._replaced):
             process.kill()
 
-    def serve(self, facts: BaseModelFacts) -> None:
-        """Start again, with this base model."""
-        self._facts = facts
+    def serve(self, bases: tuple[BaseModelFacts, ...]) -> None:
+        """Start again, with these base models."""
+        self.bases = bases
         self._kill_all()
 
     def take_over(self, engine: Process) -> None:
@@ -298,7 +301,7 @@ class Server:
         assert process is not None
         name = next(name for name, each in self.apis.items() if each is app)
         bell = cast(Doorbell, Bell(self._bells, name, "api"))
-        app.state.services = make_services(self._host.settings, store, Bases((self._facts,)), bell)
+        app.state.services = make_services(self._host.settings, store, Bases(self.bases), bell)
         async with app.router.lifespan_context(app):
             process.ready = True
             await asyncio.get_running_loop().create_future()
@@ -307,27 +310,35 @@ class Server:
         process, host = PROCESS.get(), self._host
         assert process is not None
         bell = cast(Doorbell, Bell(self._bells, "engine", "engine"))
-        self.ranks, replicas = Ranks(), Replicas(self.rollout_s, self._samplers)
-        process.replicas = replicas
-        router = process.router = Router(replicas.urls) if self._samplers > 1 else None
+        self.ranks = Ranks()
         if fault("the directories have another path"):
             host.use(host.settings.model_copy(update=self._by_another_path))
         settings, directories = host.settings, host.directories
-        trainer = cast(TrainerGroup, self.ranks)
         status = EngineStatus(store, bell)
         env = Environment(settings, directories, cast(Any, None), store, bell, status, Metrics())
         for directory in (directories.ephemeral_dir, directories.checkpoint_root):
             directory.mkdir(exist_ok=True)
-        await StartUp(env, Bases((self._facts,)), []).tidy_up()
+        await StartUp(env, Bases(self.bases), []).tidy_up()
+        runtimes = [self._runtime(env, process, facts) for facts in self.bases]
+        engine = Engine(env)
+        process.is_up = lambda: engine._ready
+        await engine._serve(compose(env, runtimes), runtimes)
+
+    def _runtime(self, env: Environment, process: Process, facts: BaseModelFacts) -> BaseRuntime:
+        settings, first = env.settings, facts is self.bases[0]
+        if first:
+            replicas = Replicas(self.rollout_s, self._samplers)
+            process.router = Router(replicas.urls) if self._samplers > 1 else None
+        else:
+            replicas = Replicas(self.rollout_s, of=facts.name, draw=self.draws[facts.name])
+        process.fleets.append(replicas)
+        trainer, router = (cast(TrainerGroup, self.ranks), process.router) if first else (None, None)
         client = vllm_client(router.url if router else replicas.urls[0], replicas.urls)
         fleet = Fleet(replicas, client, cast(Any, router))
         with patch("skyrl_tinker.engine.compose.CHUNK_BYTES", 0):  # a tensor is a chunk
             storage = open_storage(settings.checkpoint_root, settings.checkpoint_url)
-            samplers = make_samplers(settings, self._facts, trainer, fleet, env.metrics, storage)
-        runtimes = [BaseRuntime(settings, self._facts, trainer, fleet, samplers, SEPARATE)]
-        engine = Engine(env)
-        process.is_up = lambda: engine._ready
-        await engine._serve(compose(env, runtimes), runtimes)
+            samplers = make_samplers(settings, facts, trainer, fleet, env.metrics, storage)
+        return BaseRuntime(settings, facts, trainer, fleet, samplers, SEPARATE)
 
 
 def _end(process: Process, _: str) -> None:

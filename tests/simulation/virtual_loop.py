@@ -35,8 +35,8 @@ class Process:
         self.server = server
         self.dead = False
         self.ready = False
-        self.replicas: Any = None  # of an engine
-        self.router: Any = None  # before several of these
+        self.fleets: list[Any] = []  # of an engine: replicas of each base model
+        self.router: Any = None  # before several of the first
         self.is_up: Callable[[], bool] = lambda: self.ready
         self.ahead_s = 0.0  # its wall clock, before that of the database
         self.fence: Any = None  # of an engine of a server that holds a lease
