@@ -14,7 +14,7 @@ from tests.support.serve import Serve, serving
 
 pytestmark = pytest.mark.long
 
-SETTINGS = {"MAX_LORAS": "2", "MAX_CPU_LORAS": "3", "REPLICAS": "2", "CANARY": "false"}
+SETTINGS = {"MAX_LORAS": "2", "MAX_CPU_LORAS": "3", "REPLICAS": "2", "PARITY": '{"canary": false}'}
 TENANTS, VERSIONS = 4, 3
 
 

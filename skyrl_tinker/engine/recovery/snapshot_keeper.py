@@ -232,10 +232,7 @@ class SnapshotKeeper:
                 self._progress[model].requests += covered.requests
             return
         self.taken += 1
-        try:
-            await self._forget_before(model, row)
-        except OSError as error:
-            _log.warning("older snapshots of model %s may stay until the next one: %s", model, error)
+        await self._forget_before(model, row)
 
     async def link(
         self, model: ModelKey, seq_id: int, source: str, origin: Storage, *, optimizer: bool
@@ -314,7 +311,12 @@ class SnapshotKeeper:
 
     async def _forget_before(self, model: ModelKey, row: SnapshotRow) -> None:
         await self._drop_bodies(model, row.seq_id)
-        for path in sorted(await self._directories(self._root / str(model))):
+        try:
+            found = await self._directories(self._root / str(model))
+        except OSError as error:
+            _log.warning("older snapshots of model %s may stay until the next one: %s", model, error)
+            return
+        for path in sorted(found):
             if _seq_id_of(path) < row.seq_id:  # newer ones may be on their way to being recorded
                 await self._remove(path)
 
