@@ -45,4 +45,4 @@ def _serve(settings: Settings) -> str:
 
 
 def _size(size: float) -> str:
-    return f"{size / GB:.2f}" if size >= GB / 100 or not size else f"{size / GB:.6f}"
+    return f"{size / GB:.2f}" if size >= GB / 100 else f"{size / GB:.6f}"
