@@ -10,25 +10,28 @@ const REMEMBERED_S = 3600;
 
 export function showNow(main, { now, failed, recovered }) {
   const badge = h("span", { class: "badge" });
+  const calm = h("span", { class: "quiet small" }, " no problems");
   const problems = h("ul", { class: "problems", "aria-live": "polite" });
+  const problemCard = wide(card("Problems", problems));
   const server = h("div");
   const trainer = h("div");
   const samplers = h("div");
   const rates = h("div");
   const chart = timeChart("Tokens per second, means over ten seconds", ["trained", "sampled"]);
   const queue = table("Queue by session", [
-    ["owner", ""], ["session", "id"], ["kind", ""], ["waiting", "number"], ["oldest", "number"], ["reason", ""]]);
+    ["owner", ""], ["session", "id"], ["kind", ""], ["waiting", "number"], ["oldest", "number"], ["reason", ""]], "Nothing waits.");
   const replicas = table("Replicas", [
-    ["base model", ""], ["address", ""], ["host", ""], ["state", ""], ["in flight", "number"], ["weights", ""], ["weights by", ""], ["adapters by", ""]]);
+    ["base model", ""], ["address", ""], ["host", ""], ["state", ""], ["in flight", "number"], ["weights", ""], ["weights by", ""], ["adapters by", ""]], "None: the engine does not answer, or starts them.");
   const processes = table("Processes", [
-    ["process", ""], ["pid", "number"], ["memory", "number"], ["CPU", "number"], ["age", "number"]]);
+    ["process", ""], ["pid", "number"], ["memory", "number"], ["CPU", "number"], ["age", "number"]], "none");
+  processes.node.classList.add("flat");
   const memory = h("p", { class: "quiet small" });
   const processCard = card("Processes", memory, processes.node);
   const history = [];
   main.append(
-    h("h1", {}, "Now ", badge),
+    h("h1", {}, "Now ", badge, calm),
     h("div", { class: "grid" },
-      wide(card("Problems", problems)),
+      problemCard,
       card("Server", server), card("Trainer", trainer), card("Samplers", samplers),
       wide(card("Tokens per second, of all owners", rates, chart.node)),
       wide(card("Queue", queue.node)),
@@ -36,9 +39,12 @@ export function showNow(main, { now, failed, recovered }) {
 
   function show(answer) {
     recovered();
+    const none = answer.problems.length === 0;
     badge.textContent = answer.ready ? "ready" : answer.state;
+    problemCard.hidden = none;
+    calm.hidden = !none;
     badge.className = `badge ${answer.ready ? "good" : "error"}`;
-    problems.replaceChildren(...(answer.problems.length ? answer.problems.map(problem) : [h("li", { class: "good" }, "none")]));
+    problems.replaceChildren(...answer.problems.map(problem));
     server.replaceChildren(served(answer.server));
     trainer.replaceChildren(training(answer.trainer));
     samplers.replaceChildren(sampling(answer.samplers));
