@@ -282,20 +282,27 @@ def status_lines(now: Facts) -> Iterator[str]:
 
 def process_lines(now: Facts) -> Iterator[str]:
     """Yield processes, for those who may see them, and replicas."""
+    on_gpus = any(each["gpu_bytes"] for each in now["processes"] or ())
     processes = [
         (
             each["name"],
             each["pid"],
             f"{each['rss_bytes'] / MiB:.0f} MiB",
+            *([f"{(each['gpu_bytes'] or 0) / MiB:.0f} MiB"] if on_gpus else []),
             f"{each['cpu_percent']:.0f} %",
             f"{each['age_s']:.0f} s",
         )
         for each in now["processes"] or ()
     ]
-    yield from _table(("process", "pid", "memory", "CPU", "age"), processes)
+    yield from _table(
+        ("process", "pid", "memory", *(["GPU memory"] if on_gpus else []), "CPU", "age"), processes
+    )
     if memory := now["memory"]:
         free, total = (memory[name] / GB for name in ("available_bytes", "total_bytes"))
         yield f"{free:.1f} of {total:.1f} GB of its host's memory are available"
+        for place, gpu in enumerate(memory["gpus"]):
+            used, total = (gpu[name] / GB for name in ("used_bytes", "total_bytes"))
+            yield f"{used:.1f} of {total:.1f} GB of GPU {place} are in use"
     replicas = [
         (
             each["base_model"],
@@ -409,7 +416,8 @@ def _amount(event: Facts) -> tuple[str, Any]:
 
 
 def _of_command(run: Facts) -> bool:
-    return run["steps"] == 0 and run["user_metadata"].get("created_by", "").startswith("tinker ")
+    creator: str = run["user_metadata"].get("created_by", "")
+    return run["steps"] == 0 and creator.startswith("tinker ")
 
 
 def _since(moment: str) -> str:

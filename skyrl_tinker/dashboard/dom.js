@@ -21,7 +21,7 @@ export function wide(section) {
 }
 
 // A table whose rows can be replaced while it stays where it was scrolled to. `none`: its text without rows.
-// `sort(place)`: a head was clicked.
+// `sort(place)`: a head was clicked. A column that is `optional` is not there while none of its cells has a value.
 export function table(label, columns, none, sort = null) {
   const head = columns.map(([name, kind], place) => h("th", { scope: "col", class: kind },
     sort && name ? h("button", { type: "button", class: "plain", onclick: () => sort(place) }, name) : name));
@@ -31,10 +31,12 @@ export function table(label, columns, none, sort = null) {
     h("table", {}, h("thead", {}, h("tr", {}, ...head)), body));
   const node = h("div", {}, scroll, empty);
   function fill(rows) {
+    const absent = columns.map(([, kind], place) => kind.includes("optional") && rows.every((cells) => cells[place] === null));
+    head.forEach((cell, place) => { cell.hidden = absent[place]; });
     scroll.hidden = rows.length === 0;
     empty.hidden = rows.length > 0;
     body.replaceChildren(...rows.map((cells) =>
-      h("tr", {}, ...cells.map((cell, place) => h("td", { class: columns[place][1], "data-label": columns[place][0] }, cell ?? "–")))));
+      h("tr", {}, ...cells.map((cell, place) => h("td", { class: columns[place][1], "data-label": columns[place][0], hidden: absent[place] }, cell ?? "–")))));
   }
   function mark(place, down) {
     head.forEach((cell, each) => cell.setAttribute("aria-sort", each !== place ? "none" : down ? "descending" : "ascending"));

@@ -23,7 +23,7 @@ export function showNow(main, { now, failed, recovered }) {
   const replicas = table("Replicas", [
     ["base model", ""], ["address", ""], ["host", ""], ["state", ""], ["in flight", "number"], ["weights", ""], ["weights by", ""], ["adapters by", ""]], "None: the engine does not answer, or starts them.");
   const processes = table("Processes", [
-    ["process", ""], ["pid", "number"], ["memory", "number"], ["CPU", "number"], ["age", "number"]], "none");
+    ["process", ""], ["pid", "number"], ["memory", "number"], ["GPU memory", "number optional"], ["CPU", "number"], ["age", "number"]], "none");
   processes.node.classList.add("flat");
   const memory = h("p", { class: "quiet small" });
   const processCard = card("Processes", memory, processes.node);
@@ -55,9 +55,9 @@ export function showNow(main, { now, failed, recovered }) {
       replica.base_model, replica.address, replica.host, replica.state, replica.in_flight === null ? "–" : number(replica.in_flight), versions(replica.weights),
       replica.weights_by, replica.adapters_by]));
     processCard.hidden = answer.processes === null;
-    if (answer.memory) memory.textContent = `${bytes(answer.memory.available_bytes)} of ${bytes(answer.memory.total_bytes)} of this host are available`;
+    if (answer.memory) memory.textContent = remaining(answer.memory);
     processes.fill((answer.processes ?? []).map((each) => [
-      each.name, String(each.pid), bytes(each.rss_bytes), `${Math.round(each.cpu_percent)} %`, duration(each.age_s)]));
+      each.name, String(each.pid), bytes(each.rss_bytes), each.gpu_bytes === null ? null : bytes(each.gpu_bytes), `${Math.round(each.cpu_percent)} %`, duration(each.age_s)]));
     if (answer.rates) {
       const at = Date.parse(answer.at) / 1000;
       history.push([at, answer.rates.trained.over_10_s, answer.rates.sampled.over_10_s]);
@@ -77,6 +77,11 @@ export function showNow(main, { now, failed, recovered }) {
   remember().catch(failed);
   const stop = poll(EVERY_MS, async () => show(await get("console/now")), failed);
   return () => { stop(); chart.close(); };
+}
+
+function remaining({ available_bytes, total_bytes, gpus }) {
+  const used = gpus.map((gpu, place) => `; GPU ${place}: ${bytes(gpu.used_bytes)} of ${bytes(gpu.total_bytes)} in use`);
+  return `${bytes(available_bytes)} of ${bytes(total_bytes)} of this host are available${used.join("")}`;
 }
 
 function versions(names) {

@@ -21,6 +21,7 @@ from skyrl_tinker.protocol.queue_views import (
 )
 from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.console import (
+    GpuNow,
     MemoryNow,
     NowResponse,
     Problem,
@@ -37,6 +38,7 @@ from skyrl_tinker.protocol.schemas.console import (
 from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.store.console.pending import PendingGroup
 from skyrl_tinker.store.owners import reaches
+from skyrl_tinker.system.gpu_memory import GpuMemory
 from skyrl_tinker.system.host_memory import host_memory
 
 _LEVELS: Mapping[str, Literal["error", "warning", "info"]] = {
@@ -75,7 +77,7 @@ class NowView:
             ready=snapshot.engine.ready and not shortage,
             problems=[*self._problems(shortage, detail), *self._waits()],
             processes=list(snapshot.processes) if sees_all(self._caller) else None,
-            memory=_memory() if sees_all(self._caller) else None,
+            memory=_memory(snapshot.gpus) if sees_all(self._caller) else None,
             replicas=[]
             if queues is None
             else [row for each in queues.sampling.items() for row in _replicas(*each)],
@@ -197,9 +199,10 @@ class NowView:
         return UnitNow(kind=kind, model_ids=seen, others=len(keys) - len(seen))
 
 
-def _memory() -> MemoryNow:
+def _memory(gpus: GpuMemory) -> MemoryNow:
     found = host_memory()
-    return MemoryNow(total_bytes=found.total, available_bytes=found.available)
+    told = [GpuNow(used_bytes=used, total_bytes=total) for used, total in gpus.gpus]
+    return MemoryNow(total_bytes=found.total, available_bytes=found.available, gpus=told)
 
 
 def _served(settings: Settings, facts: BaseModelFacts) -> ServedModel:

@@ -63,20 +63,35 @@ class Problem(Message):
 
 
 class ProcessUse(Message):
-    """Process with its resident memory; `cpu_percent` of one core, since the last look."""
+    """Process with its resident memory; `cpu_percent` of one core, since the last look.
+
+    `gpu_bytes` null: it has none, or its GPU does not tell.
+    """
 
     name: str
     pid: int
     rss_bytes: int
+    gpu_bytes: int | None
     cpu_percent: float
     age_s: float
 
 
+class GpuNow(Message):
+    """Memory of a GPU of the host that answers."""
+
+    used_bytes: int
+    total_bytes: int
+
+
 class MemoryNow(Message):
-    """Memory of the host that answers, or of its cgroups; `available_bytes`: without swapping."""
+    """Memory of the host that answers, or of its cgroups; `available_bytes`: without swapping.
+
+    `gpus`: none on a CPU.
+    """
 
     total_bytes: int
     available_bytes: int
+    gpus: list[GpuNow]
 
 
 class ReplicaNow(Message):

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -15,7 +16,7 @@ from sqlalchemy import Connection, update
 from skyrl_tinker.api.middleware import disk_room
 from skyrl_tinker.api.resources import step_curve
 from skyrl_tinker.api.waiting import engine_queues, server_snapshot
-from skyrl_tinker.cli.running_server import run_lines
+from skyrl_tinker.cli.running_server import process_lines, run_lines
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import ModelId
@@ -30,7 +31,7 @@ from skyrl_tinker.system.processes import identities, write_pid_file
 from tests.api.support.passes import datum, post_pass, protobuf
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.waiting import Waiting, ready_model, submit, waiting
-from tests.api.support.world import BASE, Json, World, sample, step
+from tests.api.support.world import BASE, Json, World, running, sample, step
 from tests.support.reads import reading
 from tests.support.skew import skew
 from tests.support.waiting import until
@@ -230,10 +231,35 @@ async def test_processes_are_those_that_serve_has_written_down(world: World) -> 
     directories = Directories(world.settings)
     directories.run_dir.mkdir(parents=True, exist_ok=True)
     write_pid_file(directories.pid_file, identities([own]))
-    (row,) = (await now(world))["processes"]
+    told = await now(world)
+    (row,) = told["processes"]
     assert row["pid"] == os.getpid()
     assert row["rss_bytes"] > 1e6
     assert before <= own.create_time() + row["age_s"] <= time.time()
+    assert (row["gpu_bytes"], told["memory"]["gpus"]) == (None, [])
+    assert "GPU" not in "".join(process_lines(told))
+
+
+async def test_on_gpus_their_memory_stands_beside_that_of_processes_and_host(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        f"#!/bin/sh\ncase $1 in *gpu=*) echo 700, 81559 ;; *) echo {os.getpid()}, 600 ;; esac\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    async with running(settings.model_copy(update={"device": "cuda"})) as world:
+        directories = Directories(world.settings)
+        directories.run_dir.mkdir(parents=True, exist_ok=True)
+        write_pid_file(directories.pid_file, identities([psutil.Process()]))
+        told = await now(world)
+    assert [row["gpu_bytes"] for row in told["processes"]] == [600 * 2**20]
+    assert told["memory"]["gpus"] == [{"used_bytes": 700 * 2**20, "total_bytes": 81559 * 2**20}]
+    _, heads, row, *_, gpu = (line for line in process_lines(told | {"replicas": []}))
+    assert "GPU memory" in heads
+    assert "600 MiB" in row
+    assert gpu == "0.7 of 85.5 GB of GPU 0 are in use"
 
 
 async def test_many_who_look_cost_one_look(busy: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
