@@ -1,6 +1,6 @@
 // Tokens: a datum or a sampled sequence as text, coloured by one of its values.
 
-import { ago, card, h, number, short, table, tick, wide } from "./dom.js";
+import { ago, card, figures, h, number, short, table, tick, wide } from "./dom.js";
 import { get, poll } from "./server.js";
 
 const EVERY_MS = 5000;
@@ -60,7 +60,7 @@ function prompt(row, first) {
 async function showOne(main, request, item) {
   const at = `console/requests/${encodeURIComponent(request)}`;
   const answer = await get(`${at}/tokens?item=${item}`);
-  const { items, earlier, later } = await get(`${at}/items?limit=${PAGE}&offset=${PAGE * Math.floor(item / PAGE)}`);
+  const { items, earlier, later, step: taken, reported } = await get(`${at}/items?limit=${PAGE}&offset=${PAGE * Math.floor(item / PAGE)}`);
   const names = Object.keys(answer.values);
   const choice = h("select", { onchange: paint }, ...names.map((name) => h("option", { value: name }, name)));
   const scale = h("span", { class: "quiet small" });
@@ -84,6 +84,7 @@ async function showOne(main, request, item) {
       other("Earlier request", earlier), other("Later request", later)),
     h("div", { class: "grid" },
       wide(card("Text", h("p", { class: "row" }, h("label", {}, "Coloured by", choice), scale), answer.prompt === null ? null : h("p", { class: "tokens quiet" }, answer.prompt), text)),
+      Object.keys(reported).length ? wide(card(`Reported of step ${taken}`, figures(Object.entries(reported).map(([name, value]) => [name, number(value)])))) : null,
       items.length > 1 ? wide(card("Items, grouped by prompt", all.node)) : null,
       wide(card("Values", values.node))));
 

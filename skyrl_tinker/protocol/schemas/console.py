@@ -427,13 +427,19 @@ class ItemSummary(Message):
 
 
 class ItemsResponse(Message):
-    """Items of a request, of `total`. `earlier`, `later`: the requests of its kind before and behind."""
+    """Items of a request, of `total`. `earlier`, `later`: the requests of its kind before and behind.
+
+    `step`: how many steps its weights had taken, with those of the run's parents; `reported`: the numbers
+    that the script reported of that step. Null: of base models, and of weights that change meanwhile.
+    """
 
     kind: str
     items: list[ItemSummary]
     total: int
     earlier: str | None
     later: str | None
+    step: int | None
+    reported: dict[str, float]
 
 
 class TokensResponse(Message):
