@@ -19,6 +19,7 @@ from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.database.tables import Request
 from skyrl_tinker.store.futures import finish
+from tests.api.support.databases import ON_BOTH
 from tests.api.support.passes import post_pass, protobuf
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import BASE, FACTS, World, pass_output, running, sample, sample_output
@@ -127,6 +128,7 @@ async def test_items_of_one_prompt_are_a_group_with_their_advantages(world: Worl
     assert (last["earlier"], last["later"]) == (requests[1], None)
 
 
+@ON_BOTH
 async def test_a_sample_has_its_prompt_while_that_is_stored(world: World, model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     sampler, requests = await world.sampler(), []
@@ -159,6 +161,7 @@ async def test_a_dropped_body_is_said_to_be_dropped(world: World) -> None:
     assert (listed["request_id"], listed["readable"]) == (request, False)
 
 
+@ON_BOTH
 async def test_requests_are_listed_by_run_and_by_kind(world: World) -> None:
     passes = [await trained(world, [5, 6], [-1.0, -1.0]) for _ in range(2)]
     listed = (await get(world, "console/requests"))["requests"]
@@ -188,6 +191,7 @@ async def test_requests_are_listed_by_run_and_by_kind(world: World) -> None:
     assert (await world.http.get("console/requests?kind=steps")).status_code == 400
 
 
+@ON_BOTH
 async def test_tokens_are_the_owners_only(world: World) -> None:
     speak_as(world, await new_user(world, "alice"))
     request = await trained(world, [5, 6], [-1.0, -1.0])
@@ -222,6 +226,7 @@ async def test_tokens_have_text_by_the_tokenizer_of_their_base_model(settings: S
     assert "expected one that is served: org/bare" in answer.json()["detail"]
 
 
+@ON_BOTH
 async def test_a_sample_and_a_pass_have_the_numbers_that_were_reported_of_their_step(world: World) -> None:
     run = await world.model()
     with reading(world.store) as conn:

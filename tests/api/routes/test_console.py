@@ -28,6 +28,7 @@ from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.console.step_points import LossFunction
 from skyrl_tinker.store.database.tables import Future
 from skyrl_tinker.system.processes import identities, write_pid_file
+from tests.api.support.databases import ON_BOTH
 from tests.api.support.passes import datum, post_pass, protobuf
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.waiting import Waiting, ready_model, submit, waiting
@@ -297,6 +298,7 @@ def measured(**changes: float | None) -> StepMeasures:
     return StepMeasures(**values | changes)
 
 
+@ON_BOTH
 async def test_runs_are_listed_with_their_last_step(world: World) -> None:
     first, second = await world.model(), await world.model()
     await stepped(world, first, 3)
@@ -306,6 +308,24 @@ async def test_runs_are_listed_with_their_last_step(world: World) -> None:
     assert (await get(world, "console/runs", limit=1))["total"] == 2
 
 
+@ON_BOTH
+async def test_runs_are_sorted_by_their_last_request_also_those_that_are_searched(world: World) -> None:
+    runs = []
+    for name in ("beta", "alpha", "beta"):
+        session = {"sdk_version": "0.38.0", "display_name": name}
+        runs.append(await world.model((await world.ok("create_session", session))["session_id"]))
+    await world.ok("optim_step", step(runs[0], 1))
+
+    async def page(**wanted: object) -> list[str]:
+        return [run["run_id"] for run in (await get(world, "console/runs", **wanted))["runs"]]
+
+    assert await page() == [runs[0], runs[2], runs[1]]
+    assert await page(limit=1, offset=1) == [runs[2]]
+    assert await page(search="beta creating") == [runs[0], runs[2]]
+    assert await page(search="beta creating", limit=1, offset=1) == [runs[2]]
+
+
+@ON_BOTH
 async def test_of_long_metadata_the_list_of_runs_has_the_beginning(world: World) -> None:
     metadata = {f"{'n' * 500} {number}": "v" * 5000 for number in range(40)}
     model = await world.model(user_metadata=metadata)
@@ -315,6 +335,7 @@ async def test_of_long_metadata_the_list_of_runs_has_the_beginning(world: World)
     assert (await get(world, f"console/runs/{model}"))["user_metadata"] == metadata
 
 
+@ON_BOTH
 async def test_runs_are_searched_by_words_of_their_names_and_metadata(world: World) -> None:
     found: dict[str, str] = {}
     for name, project in (("arithmetic, 50 %", "maths"), ("Arithmetic, rank 8", None), ("sft né", "maths")):
@@ -351,6 +372,7 @@ async def test_a_run_that_failed_says_why_and_has_no_rank(world: World) -> None:
     assert (answer.status_code, answer.json()["detail"]) == (404, "not found: no training run none")
 
 
+@ON_BOTH
 async def test_a_run_has_the_name_of_its_session_and_the_last_loss_and_function_that_are_known(
     world: World,
 ) -> None:
@@ -379,6 +401,7 @@ async def report(world: World, run: str, step: object, **values: object) -> tupl
     return answer.status_code, answer.text
 
 
+@ON_BOTH
 async def test_a_script_reports_numbers_that_only_it_knows(world: World) -> None:
     model = await world.model()
     for number, reward in ((1, 0.25), (2, 0.5)):
