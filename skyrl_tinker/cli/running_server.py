@@ -265,9 +265,10 @@ def status_lines(now: Facts) -> Iterator[str]:
     for kind, rate in (now["rates"] or {}).items():
         yield f"{kind:<9} {rate['over_10_s']:.0f} tokens/s, {rate['over_60_s']:.0f} over a minute"
     yield from _table(
-        ("owner", "session", "kind", "waiting", "oldest", "reason"),
+        ("name", "owner", "session", "kind", "waiting", "oldest", "reason"),
         [
             (
+                each["name"] or "",
                 each["owner"],
                 each["session_id"],
                 each["kind"],

@@ -2,7 +2,7 @@
 
 import { h, number } from "./dom.js";
 
-const COLOURS = ["#12897d", "#d9730d", "#3f6fd8", "#c2358c", "#7a5af5", "#5d8a1c", "#b58900", "#d0342c"];
+const COLOURS = ["#149a8c", "#d9730d", "#3f6fd8", "#c2358c", "#7a5af5", "#5d8a1c", "#b58900", "#d0342c"];
 const HEIGHT = 160;
 const DARK = matchMedia("(prefers-color-scheme: dark)");
 

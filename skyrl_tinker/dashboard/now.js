@@ -1,6 +1,6 @@
 // Now: problems first, then what runs and what waits.
 
-import { bytes, card, duration, facts, h, moment, number, plural, table, wide } from "./dom.js";
+import { bytes, card, duration, facts, h, moment, number, plural, short, table, wide } from "./dom.js";
 import { get, poll } from "./server.js";
 import { timeChart } from "./charts.js";
 
@@ -19,7 +19,7 @@ export function showNow(main, { now, failed, recovered }) {
   const rates = h("div");
   const chart = timeChart("Tokens per second, means over ten seconds", ["trained", "sampled"]);
   const queue = table("Queue by session", [
-    ["owner", ""], ["session", "id"], ["kind", ""], ["waiting", "number"], ["oldest", "number"], ["reason", ""]], "Nothing waits.");
+    ["session", "run"], ["owner", ""], ["kind", ""], ["waiting", "number"], ["oldest", "number"], ["reason", ""]], "Nothing waits.");
   const replicas = table("Replicas", [
     ["base model", ""], ["address", ""], ["host", ""], ["state", ""], ["in flight", "number"], ["weights", ""], ["weights by", ""], ["adapters by", ""]], "None: the engine does not answer, or starts them.");
   const processes = table("Processes", [
@@ -50,7 +50,7 @@ export function showNow(main, { now, failed, recovered }) {
     samplers.replaceChildren(sampling(answer.samplers));
     rates.replaceChildren(speeds(answer.rates));
     queue.fill(answer.queue.map((entry) => [
-      entry.owner, entry.session_id, entry.kind, number(entry.waiting), duration(entry.oldest_age_s), entry.reason ?? "running"]));
+      session(entry), entry.owner, entry.kind, number(entry.waiting), duration(entry.oldest_age_s), entry.reason ?? "running"]));
     replicas.fill(answer.replicas.map((replica) => [
       replica.base_model, replica.address, replica.host, replica.state, replica.in_flight === null ? "–" : number(replica.in_flight), versions(replica.weights),
       replica.weights_by, replica.adapters_by]));
@@ -111,10 +111,14 @@ function training(trainer) {
   ]);
 }
 
-function unit({ kind, model_ids, others, tokens, running_s }) {
-  const whose = [...model_ids, ...(others ? [`${plural(others, "model")} of others`] : [])];
+function session({ name, session_id }) {
+  return h("div", {}, name ?? short(session_id), h("div", { class: "small quiet id" }, session_id));
+}
+
+function unit({ kind, model_ids, names, others, tokens, running_s }) {
+  const whose = [...model_ids.map((id, place) => names[place] ?? short(id)), ...(others ? [`${plural(others, "model")} of others`] : [])];
   const more = [tokens ? `${number(tokens)} tokens` : null, running_s === null || running_s === undefined ? null : `for ${duration(running_s)}`];
-  return h("span", {}, h("b", {}, kind), ` ${more.filter(Boolean).join(" ")}`, h("br"), h("span", { class: "small quiet" }, whose.join(", ")));
+  return h("span", {}, h("b", {}, kind), ` ${more.filter(Boolean).join(" ")}`, h("br"), h("span", { class: "small quiet", title: model_ids.join("\n") }, whose.join(", ")));
 }
 
 function sampling(samplers) {

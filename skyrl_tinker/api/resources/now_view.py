@@ -154,6 +154,7 @@ class NowView:
         kind: Literal["training", "sampling"] = "sampling" if group.sampling else "training"
         return QueueOfTenant(
             owner=group.owner,
+            name=group.name,
             session_id=group.session_id,
             kind=kind,
             waiting=group.waiting,
@@ -174,6 +175,7 @@ class NowView:
             for view in (view for view in views if session in view.queued and self._sees(guest.owner_id)):
                 yield QueueOfTenant(
                     owner=guest.owner,
+                    name=None,
                     session_id=session,
                     kind="sampling",
                     waiting=view.queued[session].waiting,
@@ -195,8 +197,9 @@ class NowView:
         if kind is None:
             return None
         models = [self._snapshot.models[key] for key in keys if key in self._snapshot.models]
-        seen = [model.model_id for model in models if self._sees(model.owner_id)]
-        return UnitNow(kind=kind, model_ids=seen, others=len(keys) - len(seen))
+        seen = [model for model in models if self._sees(model.owner_id)]
+        ids, names = [model.model_id for model in seen], [model.name for model in seen]
+        return UnitNow(kind=kind, model_ids=ids, names=names, others=len(keys) - len(seen))
 
 
 def _memory(gpus: GpuMemory) -> MemoryNow:

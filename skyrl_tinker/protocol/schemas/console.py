@@ -111,9 +111,13 @@ class ReplicaNow(Message):
 
 
 class QueueOfTenant(Message):
-    """Requests of one session that are accepted and not finished. `reason`: why the oldest is not."""
+    """Requests of one session that are accepted and not finished. `reason`: why the oldest is not.
+
+    `name`: the session's, if it has one.
+    """
 
     owner: str
+    name: str | None
     session_id: str
     kind: Literal["training", "sampling"]
     waiting: int
@@ -140,10 +144,14 @@ class RecentRates(Message):
 
 
 class UnitNow(Message):
-    """Unit of work of the trainer. `model_ids`: those that the caller sees; `others`: how many more."""
+    """Unit of work of the trainer. `model_ids`: those that the caller sees; `others`: how many more.
+
+    `names`: of their sessions, in the same order.
+    """
 
     kind: str
     model_ids: list[str]
+    names: list[str | None]
     others: int
     tokens: int | None = None
     running_s: float | None = None

@@ -112,7 +112,8 @@ async def _age(world: World, seconds: float) -> None:
 
 
 async def test_the_trainer_says_what_it_runs_and_what_follows(busy: Waiting) -> None:
-    first, second = await ready_model(busy.api), await ready_model(busy.api)
+    named = await busy.api.ok("create_session", {"sdk_version": "0.38.0", "display_name": "letters"})
+    first, second = await ready_model(busy.api), await ready_model(busy.api, named["session_id"])
     busy.trainer.go_on.clear()
     for model in (first, second):
         await submit(busy.api, "optim_step", step(model, 1))
@@ -126,6 +127,9 @@ async def test_the_trainer_says_what_it_runs_and_what_follows(busy: Waiting) -> 
     assert trainer["running"]["kind"] == trainer["following"]["kind"] == "optim_step"
     assert trainer["running"]["model_ids"] == [first]
     assert trainer["following"]["model_ids"] == [second]
+    assert (trainer["running"]["names"], trainer["following"]["names"]) == ([None], ["letters"])
+    queue = (await now(busy.api))["queue"]
+    assert {entry["name"]: entry["session_id"] for entry in queue}["letters"] == named["session_id"]
     assert trainer["running"]["running_s"] >= 0
     busy.trainer.go_on.set()
 
