@@ -71,8 +71,8 @@ def main(options: Options) -> bool:
         model = options.base_model or service.get_server_capabilities().supported_models[0].model_name
         trainer = service.create_lora_training_client(model, rank=options.rank, seed=options.seed).result()
         task = Task(trainer.get_tokenizer())
-        warm_up(trainer, task)
-        steps = reinforce(trainer, task, options)
+        taken = warm_up(trainer, task)
+        steps = reinforce(trainer, task, options, taken)
     return report(steps, options.out)
 
 
@@ -89,22 +89,25 @@ class Task:
         return float(list(answer) == self.answers[prompt])
 
 
-def warm_up(trainer: tinker.TrainingClient, task: Task) -> None:
-    """Supervised steps until the right answers have a probability of WARM_UP_UNTIL."""
+def warm_up(trainer: tinker.TrainingClient, task: Task) -> int:
+    """Take supervised steps until the right answers have a probability of WARM_UP_UNTIL; return how many."""
     data = [
         datum(prompt, answer, weights=[1.0] * len(answer)) for prompt, answer in task.answers.items()
     ] * WARM_UP_REPEATS
     bar = tqdm(range(WARM_UP_MOST), desc="warm-up", leave=False)
+    taken = 0
     for _ in bar:
         passed = trainer.forward_backward(data, "cross_entropy")
         stepped = trainer.optim_step(types.AdamParams(learning_rate=WARM_UP_LEARNING_RATE))
         result = passed.result()
         stepped.result()
+        taken += 1
         right = probability(result, answer_length=2)
         bar.set_postfix_str(f"probability of the right answer {right:.2f}")
         if right >= WARM_UP_UNTIL:
             break
     bar.close()
+    return taken
 
 
 def probability(result: types.ForwardBackwardOutput, answer_length: int) -> float:
@@ -113,7 +116,7 @@ def probability(result: types.ForwardBackwardOutput, answer_length: int) -> floa
     return sum(math.exp(logprob) for logprob in logprobs) / len(logprobs)
 
 
-def reinforce(trainer: tinker.TrainingClient, task: Task, options: Options) -> list[Step]:
+def reinforce(trainer: tinker.TrainingClient, task: Task, options: Options, taken: int) -> list[Step]:
     done: list[Step] = []
     bar = tqdm(range(options.steps), desc="reinforce")
     with (options.out / "metrics.jsonl").open("w") as file:
@@ -121,18 +124,19 @@ def reinforce(trainer: tinker.TrainingClient, task: Task, options: Options) -> l
             step = reinforce_once(trainer, task, number, None if options.unseeded else options.seed)
             done.append(step)
             file.write(json.dumps(asdict(step)) + "\n")
-            tell(trainer, step)
+            tell(trainer, taken + number, step)
             bar.set_postfix_str(
                 f"reward {step.reward:.2f}, loss {step.loss:.1f}, {step.tokens_per_s:.0f} tokens/s"
             )
     return done
 
 
-def tell(trainer: tinker.TrainingClient, step: Step) -> None:
-    """Report numbers that only this script knows to the server's dashboard, if it has one."""
-    body = json.dumps(
-        {"step": step.step, "values": {"reward": step.reward, "tokens_per_s": step.tokens_per_s}}
-    )
+def tell(trainer: tinker.TrainingClient, taken: int, step: Step) -> None:
+    """Report numbers that only this script knows to the server's dashboard, if it has one.
+
+    `taken`: how many optimizer steps the weights that sampled had taken, by which the dashboard places them.
+    """
+    body = json.dumps({"step": taken, "values": {"reward": step.reward, "tokens_per_s": step.tokens_per_s}})
     url = f"{os.environ['TINKER_BASE_URL'].rstrip('/')}/api/v1/console/runs/{trainer.model_id}/metrics"
     headers = {"X-API-Key": os.environ["TINKER_API_KEY"], "Content-Type": "application/json"}
     try:

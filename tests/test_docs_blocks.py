@@ -40,6 +40,7 @@ BLOCKS = {
     "docs/cluster.md: skyrl-tinker serve --database-url postgresql+psyco": "tests/faults/test_api_hosts.py",
     "docs/cluster.md: pip install 'skyrl-tinker[postgresql]'": "tests/faults/test_api_hosts.py",
     "docs/cluster.md: skyrl-tinker serve --standby --database-url postgr": "tests/faults/test_standby.py",
+    "docs/cluster.md: export SKYRL_TINKER_DATABASE_URL=postgresql+psycop": "tests/faults/test_standby.py",
     "docs/cookbook.md: .venv/bin/skyrl-tinker make-model my-model": "tests/cookbook/support/kitchen.py",
     "docs/cookbook.md: export TINKER_BASE_URL=http://127.0.0.1:8000 TINKE": "tests/cookbook/test_rl.py",
     "docs/cookbook.md: .venv/bin/python examples/rl_loop.py": "tests/e2e/test_demo.py",
@@ -90,6 +91,9 @@ BLOCKS = {
     "docs/quick-start.md: .venv/bin/skyrl-tinker serve --base-model Qwen/Qwe": GPU,
     "docs/quick-start.md: python3 -m venv tinker": "tests/e2e/test_wheel.py",
     "docs/samplers.md: python3 -m venv sglang-env": "tests/e2e/test_sglang.py",
+    "docs/security.md: openssl req -x509 -newkey rsa:2048 -nodes -days 30": (
+        "tests/api/test_tls.py::test_the_sdk_trains_and_samples_over_tls"
+    ),
     "docs/security.md: server {": "it needs nginx",
     "docs/security.md: tinker.example {": "it needs Caddy",
     "docs/sizing.md: skyrl-tinker plan --base-model Qwen/Qwen3-8B --gpu": "tests/cli/test_plan.py",

@@ -168,7 +168,7 @@ def make_services(
         Arrivals(store),
         Heartbeats(store),
         room,
-        SnapshotReader(store, queues, ProcessTable(directories.pid_file)),
+        SnapshotReader(store, queues, ProcessTable(directories.pid_file), gpus=settings.device == "cuda"),
         open_storage(settings.checkpoint_root, settings.checkpoint_url),
     )
 

@@ -1,7 +1,7 @@
 """Processes of this server: memory and CPU of each."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import psutil
@@ -34,11 +34,18 @@ class ProcessTable:
         self._pid_file = pid_file
         self._known: dict[int, psutil.Process] = {}
 
-    def rows(self, server: Identity | None) -> list[ProcessUse]:
-        """Return `server`, the process of `serve`, and its descendants, as of some seconds ago."""
+    def rows(self, server: Identity | None, gpu_bytes: Mapping[int, int]) -> list[ProcessUse]:
+        """Return `server`, the process of `serve`, and its descendants, as of some seconds ago.
+
+        `gpu_bytes`: by pid.
+        """
         listed = read_pid_file(self._pid_file)
         self._know([*([] if server is None else [server]), *listed])
-        return [row for process in self._known.values() if (row := _row(process)) is not None]
+        return [
+            row
+            for process in self._known.values()
+            if (row := _row(process, gpu_bytes.get(process.pid))) is not None
+        ]
 
     def _know(self, identities: Iterable[Identity]) -> None:
         """Keep the objects of processes seen before: they remember when the CPU time was read."""
@@ -50,7 +57,7 @@ class ProcessTable:
         self._known = known
 
 
-def _row(process: psutil.Process) -> ProcessUse | None:
+def _row(process: psutil.Process, gpu_bytes: int | None) -> ProcessUse | None:
     """Return the memory and CPU of a process, None if it has ended."""
     try:
         with process.oneshot():
@@ -58,6 +65,7 @@ def _row(process: psutil.Process) -> ProcessUse | None:
                 name=_name(process),
                 pid=process.pid,
                 rss_bytes=process.memory_info().rss,
+                gpu_bytes=gpu_bytes,
                 cpu_percent=process.cpu_percent(),
                 age_s=max(0.0, time.time() - process.create_time()),
             )

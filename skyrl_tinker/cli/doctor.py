@@ -11,7 +11,6 @@ import platform
 import resource
 import runpy
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -32,6 +31,7 @@ from skyrl_tinker.server import preflight, start_plan
 from skyrl_tinker.server.base_models import base_model, catalog
 from skyrl_tinker.server.base_models.base_model import TINY
 from skyrl_tinker.store.database.opening import file_of, open_database
+from skyrl_tinker.system.gpu_memory import SMI, smi
 from skyrl_tinker.system.host_memory import host_memory
 from skyrl_tinker.system.process_lock import process_lock
 
@@ -44,7 +44,6 @@ _DRIVERS = {"12": 525, "13": 580}
 """Oldest driver by the CUDA version that torch is built for, by NVIDIA's table of compatibility."""
 _CAPABILITY = 8.0  # bfloat16 and FlashAttention 2
 _FREE_SHARE = 0.9  # of a GPU's memory
-_SMI = "nvidia-smi"
 LIMIT_S = 18.0
 """Time for all checks, which run at once. Beside it, Python's imports take a second or two."""
 _running_version = threading.Lock()  # runpy changes sys.modules meanwhile
@@ -54,7 +53,7 @@ def report(settings: Settings) -> bool:
     """Print every check of a server with these settings; True when all passed."""
     running = _running(settings)
     cuda = settings.device == "cuda"
-    gpus = cuda and shutil.which(_SMI) is not None  # else the driver's finding says it all
+    gpus = cuda and shutil.which(SMI) is not None  # else the driver's finding says it all
     elsewhere = settings.checkpoint_url or settings.snapshot_url
     checks: dict[str, Callable[[], str]] = {
         "settings": lambda: _settings(settings),
@@ -250,13 +249,13 @@ def _gpus(running: str | None) -> str:
 
 
 def _query_gpus(*facts: str) -> list[list[str]]:
-    query = [_SMI, f"--query-gpu={','.join(facts)}", "--format=csv,noheader,nounits"]
     try:
-        ended = subprocess.run(query, capture_output=True, text=True, check=False)
+        rows = smi("gpu", *facts)
     except FileNotFoundError as error:
         raise StartupError("no nvidia-smi: install NVIDIA's driver, or use --device cpu") from error
-    rows = [line.split(", ") for line in ended.stdout.splitlines()]
-    _need(ended.returncode == 0 and bool(rows), f"nvidia-smi: {ended.stdout.strip() or ended.stderr.strip()}")
+    except OSError as error:
+        raise StartupError(f"nvidia-smi: {error}") from error
+    _need(bool(rows), "nvidia-smi: it finds no GPU")
     return rows
 
 

@@ -265,9 +265,10 @@ def status_lines(now: Facts) -> Iterator[str]:
     for kind, rate in (now["rates"] or {}).items():
         yield f"{kind:<9} {rate['over_10_s']:.0f} tokens/s, {rate['over_60_s']:.0f} over a minute"
     yield from _table(
-        ("owner", "session", "kind", "waiting", "oldest", "reason"),
+        ("name", "owner", "session", "kind", "waiting", "oldest", "reason"),
         [
             (
+                each["name"] or "",
                 each["owner"],
                 each["session_id"],
                 each["kind"],
@@ -282,20 +283,27 @@ def status_lines(now: Facts) -> Iterator[str]:
 
 def process_lines(now: Facts) -> Iterator[str]:
     """Yield processes, for those who may see them, and replicas."""
+    on_gpus = any(each["gpu_bytes"] for each in now["processes"] or ())
     processes = [
         (
             each["name"],
             each["pid"],
             f"{each['rss_bytes'] / MiB:.0f} MiB",
+            *([f"{(each['gpu_bytes'] or 0) / MiB:.0f} MiB"] if on_gpus else []),
             f"{each['cpu_percent']:.0f} %",
             f"{each['age_s']:.0f} s",
         )
         for each in now["processes"] or ()
     ]
-    yield from _table(("process", "pid", "memory", "CPU", "age"), processes)
+    yield from _table(
+        ("process", "pid", "memory", *(["GPU memory"] if on_gpus else []), "CPU", "age"), processes
+    )
     if memory := now["memory"]:
         free, total = (memory[name] / GB for name in ("available_bytes", "total_bytes"))
         yield f"{free:.1f} of {total:.1f} GB of its host's memory are available"
+        for place, gpu in enumerate(memory["gpus"]):
+            used, total = (gpu[name] / GB for name in ("used_bytes", "total_bytes"))
+            yield f"{used:.1f} of {total:.1f} GB of GPU {place} are in use"
     replicas = [
         (
             each["base_model"],
@@ -315,36 +323,39 @@ def process_lines(now: Facts) -> Iterator[str]:
 
 def run_lines(runs: Facts) -> Iterator[str]:
     """Yield the runs, and the reasons of those that failed, are lost or parked."""
+    shown = [run for run in runs["runs"] if not _of_command(run)]
     rows = [
         (
             run["name"] or "",
-            run["run_id"],
-            run["owner"],
             run["state"],
-            run["steps"],
+            run["steps_before"] + run["steps"],
             "" if run["reward"] is None else f"{run['reward']:.4g}",
             "" if run["loss"] is None else f"{run['loss']:.4g}",
-            run["last_request_at"][:19],
+            f"{_since(run['last_request_at'])} ago",
+            run["owner"],
+            run["run_id"],
             _hyperparameters(run),
             _metadata(run["user_metadata"]),
         )
-        for run in runs["runs"]
+        for run in shown
     ]
     heads = (
         "name",
-        "run",
-        "owner",
         "state",
         "steps",
         "reward",
         "loss",
         "last request",
+        "owner",
+        "run",
         "hyperparameters",
         "metadata",
     )
     yield from _table(heads, rows) if rows else ("there are no runs",)
-    if len(rows) < runs["total"]:
-        yield f"and {runs['total'] - len(rows)} before"
+    if hidden := len(runs["runs"]) - len(shown):
+        yield f"and {hidden} of the tinker command without steps, which --json has"
+    if before := runs["total"] - len(runs["runs"]):
+        yield f"and {before} before"
     for run in runs["runs"]:
         if run["state"] in ("failed", "lost", "parked"):
             yield f"{run['run_id']} is {run['state']}: {run['state_reason']}"
@@ -403,6 +414,19 @@ def _amount(event: Facts) -> tuple[str, Any]:
             return "checkpoints", event["count"]
         case kind:
             return f"{kind}, GB hours", event["gigabyte_hours"]
+
+
+def _of_command(run: Facts) -> bool:
+    creator: str = run["user_metadata"].get("created_by", "")
+    return run["steps"] == 0 and creator.startswith("tinker ")
+
+
+def _since(moment: str) -> str:
+    """Return the age of a moment in its largest unit that has two of them."""
+    age_s = max(1.0, (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds())
+    units = {"days": 86_400, "h": 3600, "min": 60, "s": 1}
+    unit, size = next((unit, size) for unit, size in units.items() if age_s >= 2 * size or unit == "s")
+    return f"{age_s // size:.0f} {unit}"
 
 
 def _hyperparameters(run: Facts) -> str:

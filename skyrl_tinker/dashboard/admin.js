@@ -17,9 +17,9 @@ export function showAdmin(main, { now, failed, recovered }) {
   }
   const owners = table("Owners", [
     ["owner", ""], ["sessions", "number"], ["models", "number"], ["checkpoints", "number"], ["stored", "number"],
-    ["trained tokens, 24 h", "number"], ["prompt tokens, 24 h", "number"], ["sampled tokens, 24 h", "number"]]);
+    ["trained tokens, 24 h", "number"], ["prompt tokens, 24 h", "number"], ["sampled tokens, 24 h", "number"]], "none");
   const keys = table("API keys", [
-    ["id", "number"], ["name", ""], ["rights", ""], ["state", ""], ["last used", ""], ["limits of its own", ""], ["", ""]]);
+    ["id", "number"], ["name", ""], ["rights", ""], ["state", ""], ["last used", ""], ["limits of its own", ""], ["", ""]], "none");
   const defaults = h("p", { class: "quiet small" });
   const secret = h("div", { role: "status" });
   main.append(h("h1", {}, "Admin"),
@@ -113,7 +113,7 @@ function state(key) {
 }
 
 function limits(values) {
-  return Object.entries(values).filter(([, value]) => value !== undefined).map(([name, value]) => `${name} ${value ?? "none"}`).join(", ");
+  return Object.entries(values).filter(([, value]) => value !== undefined).map(([name, value]) => `${name} ${value ?? "no limit"}`).join(", ");
 }
 
 function parsed(text) {

@@ -2,8 +2,8 @@
 
 import { h, number } from "./dom.js";
 
-const COLOURS = ["#2f6fde", "#d9730d", "#1f9d55", "#c2358c", "#7a5af5", "#0f8b8d", "#b58900", "#d0342c"];
-const HEIGHT = 190;
+const COLOURS = ["#149a8c", "#d9730d", "#3f6fd8", "#c2358c", "#7a5af5", "#5d8a1c", "#b58900", "#d0342c"];
+const HEIGHT = 160;
 const DARK = matchMedia("(prefers-color-scheme: dark)");
 
 function colour(name) {
@@ -20,7 +20,7 @@ function axis(more = {}) {
 }
 
 // `layout`: of a style the scales, the axes, the series of the x axis and the name under which charts share a cursor.
-function chart(label, names, layout, showPoints) {
+function chart(label, names, layout, showPoints, height) {
   const node = h("div", { class: "chart", role: "img", "aria-label": label });
   const hooks = { setCursor: [(each) => { if (each.cursor.idx === null) tellLast(each); }] };
   let data = [[], ...names.map(() => [])];
@@ -33,11 +33,11 @@ function chart(label, names, layout, showPoints) {
     }));
     const cursor = { y: false, ...(shared && { sync: { key: shared, scales: ["x", null] } }) };
     plot?.destroy();
-    plot = new uPlot({ width: node.clientWidth || 300, height: HEIGHT, scales, axes, series: [x, ...series], cursor, hooks }, data, node);
+    plot = new uPlot({ width: node.clientWidth || 300, height, scales, axes, series: [x, ...series], cursor, hooks }, data, node);
     tellLast(plot);
   }
   restyle({ axis: "step", log: false });
-  const fit = () => { if (node.clientWidth) plot.setSize({ width: node.clientWidth, height: HEIGHT }); };
+  const fit = () => { if (node.clientWidth) plot.setSize({ width: node.clientWidth, height }); };
   const watch = new ResizeObserver(fit);
   watch.observe(node);
   const recolour = () => plot.redraw();
@@ -67,7 +67,7 @@ const aMinuteOrMore = (_, first, last) => [Math.min(first, last - 60), last];
 export function timeChart(label, names) {
   const x = { label: "at", value: (_, at) => at === null ? "–" : clock(_, [at])[0] };
   return chart(label, names, () => ({
-    scales: { x: { time: true, range: aMinuteOrMore } }, axes: [axis({ values: clock, space: 90 }), axis({ size: 60, values })], x }), false);
+    scales: { x: { time: true, range: aMinuteOrMore } }, axes: [axis({ values: clock, space: 90 }), axis({ size: 60, values })], x }), false, HEIGHT);
 }
 
 const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
@@ -76,15 +76,15 @@ const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((digit) => 
 const decades = (_, low, high) => (low === null ? [0.1, 1] : high < 2 * low ? [low / 2, 2 * high] : uPlot.rangeLog(low, high, 10, false));
 
 // `least`: the range that the values' axis shows at least, unless it is logarithmic. All of a page share a cursor.
-export function stepChart(label, names, least = null) {
+export function stepChart(label, names, least = null, height = HEIGHT) {
   const range = least && { range: (_, low, high) => [Math.min(low ?? 0, least[0]), Math.max(high ?? 0, least[1])] };
   return chart(label, names, ({ axis: name, log }) => {
     const y = log ? { distr: 3, range: decades } : range;
     return {
       scales: { x: { time: false }, ...(y && { y }) },
-      axes: [axis(name === "step" ? { incrs: WHOLE } : { values }), axis({ size: 75, values })],
+      axes: [axis(name === "step" ? { incrs: WHOLE } : { values }), axis({ size: 60, values })],
       x: { label: name },
       shared: "steps",
     };
-  }, undefined);
+  }, undefined, height);
 }

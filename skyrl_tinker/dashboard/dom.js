@@ -20,20 +20,23 @@ export function wide(section) {
   return section;
 }
 
-// A table whose rows can be replaced while it stays where it was scrolled to. `sort(place)`: a head was clicked.
-export function table(label, columns, sort = null) {
+// A table whose rows can be replaced while it stays where it was scrolled to. `none`: its text without rows.
+// `sort(place)`: a head was clicked. A column that is `optional` is not there while none of its cells has a value.
+export function table(label, columns, none, sort = null) {
   const head = columns.map(([name, kind], place) => h("th", { scope: "col", class: kind },
     sort && name ? h("button", { type: "button", class: "plain", onclick: () => sort(place) }, name) : name));
   const body = h("tbody");
-  const empty = h("p", { class: "quiet" }, "none");
+  const empty = h("p", { class: "quiet" }, none);
   const scroll = h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label },
     h("table", {}, h("thead", {}, h("tr", {}, ...head)), body));
   const node = h("div", {}, scroll, empty);
   function fill(rows) {
+    const absent = columns.map(([, kind], place) => kind.includes("optional") && rows.every((cells) => cells[place] === null));
+    head.forEach((cell, place) => { cell.hidden = absent[place]; });
     scroll.hidden = rows.length === 0;
     empty.hidden = rows.length > 0;
     body.replaceChildren(...rows.map((cells) =>
-      h("tr", {}, ...cells.map((cell, place) => h("td", { class: columns[place][1], "data-label": columns[place][0] }, cell ?? "–")))));
+      h("tr", {}, ...cells.map((cell, place) => h("td", { class: columns[place][1], "data-label": columns[place][0], hidden: absent[place] }, cell ?? "–")))));
   }
   function mark(place, down) {
     head.forEach((cell, each) => cell.setAttribute("aria-sort", each !== place ? "none" : down ? "descending" : "ascending"));
@@ -46,9 +49,14 @@ export function facts(pairs) {
   return h("dl", {}, ...pairs.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value ?? "–")]));
 }
 
+// Numbers to be read first, each below its name.
+export function figures(pairs) {
+  return h("dl", { class: "figures" }, ...pairs.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+}
+
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
-  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e7)) return value.toExponential(digits - 1);
+  if (value !== 0 && (Math.abs(value) < 1e-4 || Math.abs(value) >= 1e7)) return value.toExponential(digits - 1).replace(/\.?0+e/, "e");
   return value.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, String(Math.trunc(Math.abs(value))).length) });
 }
 
@@ -81,7 +89,13 @@ export function tick(node) {
 }
 
 function since(text) {
-  return `${duration(Math.max(1, (Date.now() - Date.parse(text)) / 1000))} ago`;
+  return `${duration(Math.max(1, Math.round((Date.now() - Date.parse(text)) / 1000)))} ago`;
+}
+
+// An id whose first part is a UUID.
+export function short(id) {
+  const end = id.indexOf(":");
+  return end < 0 ? id.slice(0, 8) : `${id.slice(0, 8)}…${id.slice(end)}`;
 }
 
 export function plural(amount, noun) {

@@ -1,6 +1,6 @@
 // Now: problems first, then what runs and what waits.
 
-import { bytes, card, duration, facts, h, moment, number, plural, table, wide } from "./dom.js";
+import { bytes, card, duration, facts, h, moment, number, plural, short, table, wide } from "./dom.js";
 import { get, poll } from "./server.js";
 import { timeChart } from "./charts.js";
 
@@ -10,25 +10,28 @@ const REMEMBERED_S = 3600;
 
 export function showNow(main, { now, failed, recovered }) {
   const badge = h("span", { class: "badge" });
+  const calm = h("span", { class: "quiet small" }, " no problems");
   const problems = h("ul", { class: "problems", "aria-live": "polite" });
+  const problemCard = wide(card("Problems", problems));
   const server = h("div");
   const trainer = h("div");
   const samplers = h("div");
   const rates = h("div");
   const chart = timeChart("Tokens per second, means over ten seconds", ["trained", "sampled"]);
   const queue = table("Queue by session", [
-    ["owner", ""], ["session", "id"], ["kind", ""], ["waiting", "number"], ["oldest", "number"], ["reason", ""]]);
+    ["session", "run"], ["owner", ""], ["kind", ""], ["waiting", "number"], ["oldest", "number"], ["reason", ""]], "Nothing waits.");
   const replicas = table("Replicas", [
-    ["base model", ""], ["address", ""], ["host", ""], ["state", ""], ["in flight", "number"], ["weights", ""], ["weights by", ""], ["adapters by", ""]]);
+    ["base model", ""], ["address", ""], ["host", ""], ["state", ""], ["in flight", "number"], ["weights", ""], ["weights by", ""], ["adapters by", ""]], "None: the engine does not answer, or starts them.");
   const processes = table("Processes", [
-    ["process", ""], ["pid", "number"], ["memory", "number"], ["CPU", "number"], ["age", "number"]]);
+    ["process", ""], ["pid", "number"], ["memory", "number"], ["GPU memory", "number optional"], ["CPU", "number"], ["age", "number"]], "none");
+  processes.node.classList.add("flat");
   const memory = h("p", { class: "quiet small" });
   const processCard = card("Processes", memory, processes.node);
   const history = [];
   main.append(
-    h("h1", {}, "Now ", badge),
+    h("h1", {}, "Now ", badge, calm),
     h("div", { class: "grid" },
-      wide(card("Problems", problems)),
+      problemCard,
       card("Server", server), card("Trainer", trainer), card("Samplers", samplers),
       wide(card("Tokens per second, of all owners", rates, chart.node)),
       wide(card("Queue", queue.node)),
@@ -36,22 +39,25 @@ export function showNow(main, { now, failed, recovered }) {
 
   function show(answer) {
     recovered();
+    const none = answer.problems.length === 0;
     badge.textContent = answer.ready ? "ready" : answer.state;
+    problemCard.hidden = none;
+    calm.hidden = !none;
     badge.className = `badge ${answer.ready ? "good" : "error"}`;
-    problems.replaceChildren(...(answer.problems.length ? answer.problems.map(problem) : [h("li", { class: "good" }, "none")]));
+    problems.replaceChildren(...answer.problems.map(problem));
     server.replaceChildren(served(answer.server));
     trainer.replaceChildren(training(answer.trainer));
     samplers.replaceChildren(sampling(answer.samplers));
     rates.replaceChildren(speeds(answer.rates));
     queue.fill(answer.queue.map((entry) => [
-      entry.owner, entry.session_id, entry.kind, number(entry.waiting), duration(entry.oldest_age_s), entry.reason ?? "running"]));
+      session(entry), entry.owner, entry.kind, number(entry.waiting), duration(entry.oldest_age_s), entry.reason ?? "running"]));
     replicas.fill(answer.replicas.map((replica) => [
       replica.base_model, replica.address, replica.host, replica.state, replica.in_flight === null ? "–" : number(replica.in_flight), versions(replica.weights),
       replica.weights_by, replica.adapters_by]));
     processCard.hidden = answer.processes === null;
-    if (answer.memory) memory.textContent = `${bytes(answer.memory.available_bytes)} of ${bytes(answer.memory.total_bytes)} of this host are available`;
+    if (answer.memory) memory.textContent = remaining(answer.memory);
     processes.fill((answer.processes ?? []).map((each) => [
-      each.name, String(each.pid), bytes(each.rss_bytes), `${Math.round(each.cpu_percent)} %`, duration(each.age_s)]));
+      each.name, String(each.pid), bytes(each.rss_bytes), each.gpu_bytes === null ? null : bytes(each.gpu_bytes), `${Math.round(each.cpu_percent)} %`, duration(each.age_s)]));
     if (answer.rates) {
       const at = Date.parse(answer.at) / 1000;
       history.push([at, answer.rates.trained.over_10_s, answer.rates.sampled.over_10_s]);
@@ -71,6 +77,11 @@ export function showNow(main, { now, failed, recovered }) {
   remember().catch(failed);
   const stop = poll(EVERY_MS, async () => show(await get("console/now")), failed);
   return () => { stop(); chart.close(); };
+}
+
+function remaining({ available_bytes, total_bytes, gpus }) {
+  const used = gpus.map((gpu, place) => `; GPU ${place}: ${bytes(gpu.used_bytes)} of ${bytes(gpu.total_bytes)} in use`);
+  return `${bytes(available_bytes)} of ${bytes(total_bytes)} of this host are available${used.join("")}`;
 }
 
 function versions(names) {
@@ -100,10 +111,14 @@ function training(trainer) {
   ]);
 }
 
-function unit({ kind, model_ids, others, tokens, running_s }) {
-  const whose = [...model_ids, ...(others ? [`${plural(others, "model")} of others`] : [])];
+function session({ name, session_id }) {
+  return h("div", {}, name ?? short(session_id), h("div", { class: "small quiet id" }, session_id));
+}
+
+function unit({ kind, model_ids, names, others, tokens, running_s }) {
+  const whose = [...model_ids.map((id, place) => names[place] ?? short(id)), ...(others ? [`${plural(others, "model")} of others`] : [])];
   const more = [tokens ? `${number(tokens)} tokens` : null, running_s === null || running_s === undefined ? null : `for ${duration(running_s)}`];
-  return h("span", {}, h("b", {}, kind), ` ${more.filter(Boolean).join(" ")}`, h("br"), h("span", { class: "small quiet" }, whose.join(", ")));
+  return h("span", {}, h("b", {}, kind), ` ${more.filter(Boolean).join(" ")}`, h("br"), h("span", { class: "small quiet", title: model_ids.join("\n") }, whose.join(", ")));
 }
 
 function sampling(samplers) {

@@ -1,6 +1,6 @@
 // Runs: a list to choose from, the curves of those chosen, and the checkpoints of one.
 
-import { ago, bytes, card, duration, facts, h, moment, number, plural, table, tick, wide } from "./dom.js";
+import { ago, bytes, card, duration, facts, figures, h, moment, number, plural, short, table, tick, wide } from "./dom.js";
 import { download, get, poll, Refused, request, save, send } from "./server.js";
 import { stepChart } from "./charts.js";
 
@@ -8,6 +8,7 @@ const EVERY_MS = 3000;
 const MOST_COMPARED = 8;
 const MOST_PARENTS = 20;
 const SILENT_S = 60;
+const LEADING_HEIGHT = 300;
 const ROUNDING = 1e-3; // smaller differences would fill a chart of their own and look like drift
 const CURVES = [
   ["loss", "Loss per trained token", "sum of the losses by sum of the weights, or by trained positions"],
@@ -26,8 +27,9 @@ const HYPERPARAMETERS = [
   ["datums of a step", (run) => number(run.last?.datums)],
 ];
 const SECONDS = ["wait_s", "compute_s", "answer_s"];
+const STATES = { ready: "good", failed: "error", lost: "error", parked: "warning" };
 const COLUMNS = [
-  ["", "", null],
+  ["", "check", null],
   ["run", "run", (run) => run.name ?? run.run_id],
   ["owner", "", (run) => run.owner],
   ["rank", "number", (run) => run.lora_rank],
@@ -44,7 +46,7 @@ export function showRuns(main, { path, failed, recovered }) {
 
 function showList(main, failed, recovered) {
   const order = { place: COLUMNS.length - 1, down: true };
-  const runs = table("Training runs", COLUMNS, (place) => {
+  const runs = table("Training runs", COLUMNS, noRuns(), (place) => {
     order.down = order.place === place ? !order.down : place >= 5;
     order.place = place;
     fill();
@@ -52,10 +54,10 @@ function showList(main, failed, recovered) {
   const chosen = new Set();
   const compare = h("button", { type: "button", disabled: true, onclick: () => { location.hash = `#/runs/${[...chosen].join(",")}`; } }, "Compare");
   const count = h("span", { class: "quiet" });
-  const search = h("input", { type: "search", placeholder: "name, project, metadata, state …", oninput: () => { fill(); refresh().catch(failed); } });
+  const search = h("input", { type: "search", size: 34, "aria-label": "Search", placeholder: "name, project, metadata, state …", oninput: () => { fill(); refresh().catch(failed); } });
   const others = h("input", { type: "checkbox", onchange: () => fill() });
   main.append(h("h1", {}, "Runs"), wide(card("Training runs",
-    h("div", { class: "row" }, h("label", {}, "Search", search), h("label", { class: "check" }, others, "also of the tinker command"), compare, count),
+    h("p", { class: "row" }, search, h("label", {}, others, "also of the tinker command"), compare, count),
     runs.node)));
   let answer = { runs: [], total: 0 };
   let shown = "";
@@ -97,6 +99,11 @@ function showList(main, failed, recovered) {
   return poll(EVERY_MS, refresh, failed);
 }
 
+function noRuns() {
+  return h("span", {}, "None. A script appears here with its first request: ",
+    h("code", {}, `TINKER_BASE_URL=${location.origin} TINKER_API_KEY=… python examples/rl_loop.py`));
+}
+
 // Without a value last, whichever way.
 function compared(one, other, sign) {
   if (one === null || other === null) return (one === null) - (other === null);
@@ -127,7 +134,7 @@ function silence(heartbeat) {
 
 // Only of one in training: others need no heartbeat.
 function state(run) {
-  if (!inTraining(run) || silence(run.last_heartbeat_at) <= SILENT_S) return run.state;
+  if (!inTraining(run) || silence(run.last_heartbeat_at) <= SILENT_S) return h("span", { class: STATES[run.state] ?? "quiet" }, run.state);
   return h("span", { class: "warning", title: "No heartbeat: its script may have been killed" }, `${run.state}, silent since `, ago(run.last_heartbeat_at));
 }
 
@@ -180,9 +187,9 @@ function drawCurves(main, chains, failed, recovered) {
     ({ run: run.run_id, next: 0, columns: {}, before: run.steps_before, until: chain[place + 1]?.steps_before ?? Infinity })));
   const reports = chains.map((chain) => ({ parts: chain.map((run) => ({ run: run.run_id, next: 0 })), reward: new Map(), values: new Map() }));
   const alone = runs.length === 1;
-  const titles = runs.map(title);
-  const charts = CURVES.map(([column, label, about, least]) => [column, stepChart(label, titles, least), label, about]);
-  const reward = stepChart("Reward", titles);
+  const titles = alone ? ["value"] : runs.map(title);
+  const charts = CURVES.map(([column, label, about, least]) => [column, stepChart(label, titles, least, column === "loss" ? LEADING_HEIGHT : undefined), label, about]);
+  const reward = stepChart("Reward", titles, null, LEADING_HEIGHT);
   const reported = stepChart("Reported number", titles);
   const choice = h("select", { "aria-label": "Reported number", onchange: () => drawReports() });
   const rewardCard = card("Reward", h("p", { class: "quiet small" }, "as its script reports it"), reward.node);
@@ -192,29 +199,34 @@ function drawCurves(main, chains, failed, recovered) {
   const about = h("div");
   const checkpoints = alone ? checkpointCard(runs[0].run_id, failed) : null;
   const view = { axis: "step", smoothing: 0, log: false };
-  const controls = h("p", { class: "row" },
+  const controls = h("span", { class: "row end" },
     selected("Axis", ["step", "minutes", "tokens"], (name) => { view.axis = name; restyle(); }),
     selected("Smoothing", ["none", "0.6", "0.9", "0.97"], (weight) => { view.smoothing = Number(weight) || 0; drawAll(); }),
-    h("label", { class: "check" }, h("input", { type: "checkbox", onchange: (event) => { view.log = event.target.checked; restyle(); } }), "logarithmic"));
-  const hyperparameters = table("Hyperparameters", [["run", ""], ...HYPERPARAMETERS.map(([name]) => [name, name === "loss function" ? "" : "number"])]);
+    h("label", {}, h("input", { type: "checkbox", onchange: (event) => { view.log = event.target.checked; restyle(); } }), "logarithmic"));
+  const hyperparameters = table("Hyperparameters", [["run", ""], ...HYPERPARAMETERS.map(([name]) => [name, name === "loss function" ? "text" : "number"])], "none");
   hyperparameters.fill(runs.map((run) => [title(run), ...HYPERPARAMETERS.map(([, of]) => of(run))]));
   rewardCard.hidden = reportedCard.hidden = true;
   main.append(
-    h("h1", {}, alone ? titles[0] : `${runs.length} runs compared`),
+    h("h1", {}, alone ? title(runs[0]) : `${runs.length} runs compared`),
     alone ? h("p", { class: "quiet small id" }, runs[0].run_id) : "",
     h("p", { class: "row" }, h("a", { href: "#/runs" }, "All runs"),
       alone ? h("a", { href: `#/tokens/run/${encodeURIComponent(runs[0].run_id)}` }, "Tokens of this run") : null, ...runs.map((run) =>
       h("button", { type: "button", onclick: () => download(`console/runs/${encodeURIComponent(run.run_id)}/points.csv`, `${run.run_id.replaceAll(":", "-")}.csv`).catch(failed) },
-        alone ? "Export CSV" : `CSV of ${title(run)}`))),
-    controls,
+        alone ? "Export CSV" : `CSV of ${title(run)}`)), controls),
     h("div", { class: "grid curves" },
+      alone ? wide(card("Last step", last)) : wide(card("Hyperparameters", hyperparameters.node)),
       alone ? card("Run", about) : null,
-      alone ? card("Last step", last) : wide(card("Hyperparameters", hyperparameters.node)),
       rewardCard,
-      ...charts.map(([, chart, label, text]) => card(label, h("p", { class: "quiet small" }, text), chart.node)),
+      ...charts.slice(0, 1).map(drawn)),
+    h("div", { class: "grid small curves" },
+      ...charts.slice(1).map(drawn),
       reportedCard,
       alone ? card("Seconds of a step", time.node) : null,
       checkpoints?.node));
+
+  function drawn([, chart, label, text]) {
+    return card(label, h("p", { class: "quiet small" }, text), chart.node);
+  }
 
   function drawReports() {
     const known = [...new Set(reports.flatMap(({ values }) => [...values.keys()]))].sort();
@@ -258,8 +270,9 @@ function drawCurves(main, chains, failed, recovered) {
     recovered();
     drawAll();
     if (!alone) return;
-    showRun(about, await get(`console/runs/${encodeURIComponent(runs[0].run_id)}`), failed);
-    last.replaceChildren(lastStep(points[0].at(-1)));
+    const run = await get(`console/runs/${encodeURIComponent(runs[0].run_id)}`);
+    showRun(about, run, chains[0].at(-2), failed);
+    last.replaceChildren(lastStep(points[0].at(-1), run));
   }
   const stop = poll(EVERY_MS, refresh, failed);
   const stopCheckpoints = checkpoints ? poll(EVERY_MS * 3, checkpoints.refresh, failed) : () => {};
@@ -336,12 +349,8 @@ function aligned(curves) {
   })];
 }
 
-function short(name) {
-  return `${name.slice(0, 8)}…${name.slice(name.indexOf(":"))}`;
-}
-
 // What it is, and why it is not in training. The button keeps the focus: only the facts before it are replaced.
-function showRun(node, run, failed) {
+function showRun(node, run, parent, failed) {
   const end = node.querySelector("button") ?? h("button", { type: "button", class: "danger", onclick: async () => {
     if (await ask(`End session ${run.session_id}? Its models leave the trainer; checkpoints stay.`) === null) return;
     await send("POST", `sessions/${run.session_id}/finish`, {}).catch(failed);
@@ -349,7 +358,7 @@ function showRun(node, run, failed) {
   end.hidden = !inTraining(run);
   const about = facts([
     ["state", state(run)], ...(run.state_reason ? [["reason", run.state_reason]] : []), ["owner", run.owner],
-    ...(run.parent ? [["continues", parent(run)]] : []), ...(run.project_id ? [["project", run.project_id]] : []), ["base model", run.base_model],
+    ...(run.parent ? [["continues", continued(run, parent)]] : []), ...(run.project_id ? [["project", run.project_id]] : []), ["base model", run.base_model],
     ...HYPERPARAMETERS.map(([name, of]) => [name, of(run)]),
     ["created", ago(run.created_at)], ["last request", ago(run.last_request_at)], ["last heartbeat", ago(run.last_heartbeat_at)],
     ...Object.entries(run.user_metadata)]);
@@ -357,25 +366,25 @@ function showRun(node, run, failed) {
   else node.append(about, h("p", {}, end));
 }
 
-function parent(run) {
-  return h("span", {}, h("a", { href: `#/runs/${encodeURIComponent(run.parent)}` }, short(run.parent)), ` from step ${number(run.steps_before)}`);
+function continued(run, parent) {
+  return h("span", {}, h("a", { href: `#/runs/${encodeURIComponent(run.parent)}` }, parent ? title(parent) : short(run.parent)), ` from step ${number(run.steps_before)}`);
 }
 
-function lastStep({ columns, before }) {
+function lastStep({ columns, before }, run) {
   const place = (columns.step ?? []).length - 1;
   if (place < 0) return h("p", { class: "quiet" }, "No optimizer step yet.");
   const of = (column) => columns[column][place];
-  return facts([
-    ["step", number(before + of("step"))], ["at", moment(1000 * of("at"))], ["loss", number(of("loss"))],
-    ["grad norm", number(of("grad_norm"))], ["tokens", `${number(of("tokens"))} in ${number(of("datums"))} datums`],
-    ["seconds", `${duration(of("wait_s"))} waiting, ${duration(of("compute_s"))} computing, ${duration(of("answer_s"))} to the answer`],
+  return figures([
+    ["step", number(before + of("step"))], ...(run.reward === null ? [] : [["reward", number(run.reward)]]), ["loss", number(run.loss)], ["gradient norm", number(of("grad_norm"))],
+    ["tokens", number(of("tokens"))], ["waiting", duration(of("wait_s"))], ["computing", duration(of("compute_s"))],
+    ["taken", ago(new Date(1000 * of("at")).toISOString())],
   ]);
 }
 
 // Checkpoints, by the API's own routes.
 
 function checkpointCard(run, failed) {
-  const list = table("Checkpoints", [["checkpoint", "id"], ["size", "number"], ["saved", ""], ["expires", ""], ["", ""]]);
+  const list = table("Checkpoints", [["checkpoint", "id"], ["size", "number"], ["saved", ""], ["expires", ""], ["", ""]], "None yet: save_state of the training client makes one.");
   const node = wide(card("Checkpoints", list.node));
   const at = `training_runs/${encodeURIComponent(run)}/checkpoints`;
   let shown = "";

@@ -1,6 +1,6 @@
 // Tokens: a datum or a sampled sequence as text, coloured by one of its values.
 
-import { card, h, moment, number, table, wide } from "./dom.js";
+import { ago, card, figures, h, number, short, table, tick, wide } from "./dom.js";
 import { get, poll } from "./server.js";
 
 const EVERY_MS = 5000;
@@ -14,27 +14,29 @@ export function showTokens(main, { path, failed, recovered }) {
     showOne(main, path[0], Number(path[1] ?? 0)).then(recovered, failed);
     return () => {};
   }
-  const list = table("Finished passes and samples", [["request", "id"], ["kind", ""], ["seq_id", "number"], ["of", "id"], ["accepted", ""], ["prompt", "text"]]);
+  const list = table("Finished passes and samples", [["request", "id"], ["kind", ""], ["seq_id", "number"], ["of", "id"], ["accepted", ""], ["prompt", "text"]],
+    "None yet. Passes and samples stand here once they are finished.");
   const more = h("button", { type: "button", onclick: () => { most += PAGE; refresh().catch(failed); } }, "Older");
   const kind = h("select", { onchange: () => refresh().catch(failed) },
     ...[["", "all"], ["forward_backward", "forward_backward"], ["forward", "forward"], ["sample", "sample"]].map(([value, name]) => h("option", { value }, name)));
   main.append(h("h1", {}, "Tokens"),
     run === null ? "" : h("p", { class: "row" }, h("a", { href: `#/runs/${encodeURIComponent(run)}` }, "The run"), h("a", { href: "#/tokens" }, "All runs"),
       h("span", { class: "quiet small id" }, run)),
-    wide(card("Your finished passes and samples", h("div", { class: "row" }, h("label", {}, "Kind", kind)), list.node, more)));
+    wide(card("Your finished passes and samples", h("p", { class: "row" }, h("label", {}, "Kind", kind)), list.node, more)));
   let shown = "";
   let most = PAGE;
   async function refresh() {
     const of = (run === null ? "" : `&run=${encodeURIComponent(run)}`) + (kind.value && `&kind=${kind.value}`);
     const { requests } = await get(`console/requests?limit=${most}${of}`);
     recovered();
+    tick(main);
     more.hidden = requests.length < most;
     const text = JSON.stringify(requests);
     if (text === shown) return; // keeps the focus where it is
     shown = text;
     list.fill(grouped(requests, "request_id").map(([each, first]) => [
-      each.readable ? h("a", { href: `#/tokens/${each.request_id}` }, each.request_id)
-        : h("span", { class: "quiet", title: "Only the data of a run's newest passes is stored" }, each.request_id), each.kind, each.seq_id === null ? "–" : String(each.seq_id), each.origin, moment(each.created_at), prompt(each, first)]));
+      each.readable ? h("a", { href: `#/tokens/${each.request_id}`, title: each.request_id }, short(each.request_id))
+        : h("span", { class: "quiet", title: "Only the data of a run's newest passes is stored" }, short(each.request_id)), each.kind, each.seq_id === null ? "–" : String(each.seq_id), h("span", { title: each.origin }, short(each.origin)), ago(each.created_at), prompt(each, first)]));
   }
   return poll(EVERY_MS, refresh, failed);
 }
@@ -58,18 +60,18 @@ function prompt(row, first) {
 async function showOne(main, request, item) {
   const at = `console/requests/${encodeURIComponent(request)}`;
   const answer = await get(`${at}/tokens?item=${item}`);
-  const { items, earlier, later } = await get(`${at}/items?limit=${PAGE}&offset=${PAGE * Math.floor(item / PAGE)}`);
+  const { items, earlier, later, step: taken, reported } = await get(`${at}/items?limit=${PAGE}&offset=${PAGE * Math.floor(item / PAGE)}`);
   const names = Object.keys(answer.values);
   const choice = h("select", { onchange: paint }, ...names.map((name) => h("option", { value: name }, name)));
-  const scale = h("p", { class: "quiet small" });
+  const scale = h("span", { class: "quiet small" });
   const text = h("p", { class: "tokens" });
   const spans = answer.texts.map((piece, place) => h("span", { title: described(answer, place) }, piece || "·"));
   text.append(...spans);
-  const values = table("Values of each token", [["position", "number"], ["token", "number"], ["text", ""], ...names.map((name) => [name, "number"])]);
+  const values = table("Values of each token", [["position", "number"], ["token", "number"], ["text", ""], ...names.map((name) => [name, "number"])], "none");
   values.node.classList.add("flat");
   values.fill(answer.tokens.slice(0, MOST_ROWS).map((token, place) => [
     String(place), String(token), JSON.stringify(answer.texts[place]), ...names.map((name) => number(answer.values[name][place]))]));
-  const all = table("Items, grouped by prompt", [["item", "number"], ["prompt", "text"], ["begins", "text"], ["tokens", "number"], ["advantage", "number"], ["mean logprob", "number"]]);
+  const all = table("Items, grouped by prompt", [["item", "number"], ["prompt", "text"], ["begins", "text"], ["tokens", "number"], ["advantage", "number"], ["mean logprob", "number"]], "none");
   all.fill(grouped(items, "item").map(([each, first]) => [
     each.item === item ? h("strong", {}, String(each.item + 1)) : h("a", { href: `#/tokens/${request}/${each.item}` }, String(each.item + 1)),
     prompt(each, first), each.text, number(each.tokens), number(each.advantage), number(each.logprob)]));
@@ -78,10 +80,11 @@ async function showOne(main, request, item) {
   main.replaceChildren(
     h("h1", {}, "Tokens"),
     h("p", { class: "row" }, h("a", { href: "#/tokens" }, "All requests"), step("Previous", item - 1), step("Next", item + 1),
-      h("span", { class: "quiet" }, `${answer.kind} ${request}, ${item + 1} of ${answer.items}`),
+      h("span", { class: "quiet", title: request }, `${answer.kind} ${short(request)}, ${item + 1} of ${answer.items}`),
       other("Earlier request", earlier), other("Later request", later)),
     h("div", { class: "grid" },
-      wide(card("Text", h("label", {}, "Coloured by", choice), scale, answer.prompt === null ? null : h("p", { class: "tokens quiet" }, answer.prompt), text)),
+      wide(card("Text", h("p", { class: "row" }, h("label", {}, "Coloured by", choice), scale), answer.prompt === null ? null : h("p", { class: "tokens quiet" }, answer.prompt), text)),
+      Object.keys(reported).length ? wide(card(`Reported of step ${taken}`, figures(Object.entries(reported).map(([name, value]) => [name, number(value)])))) : null,
       items.length > 1 ? wide(card("Items, grouped by prompt", all.node)) : null,
       wide(card("Values", values.node))));
 
@@ -89,16 +92,16 @@ async function showOne(main, request, item) {
     const column = answer.values[choice.value] ?? [];
     const known = column.filter((value) => value !== null);
     const logprob = choice.value.endsWith("logprob");
-    const most = logprob ? -LOWEST_LOGPROB : Math.max(1e-12, ...known.map(Math.abs));
+    const most = logprob ? -LOWEST_LOGPROB : Math.max(0, ...known.map(Math.abs));
     scale.textContent = logprob ? `the stronger, the less likely; full below ${LOWEST_LOGPROB}`
-      : `green above 0, red below; full at ${number(most)}`;
+      : most ? `green above 0, red below; full at ${number(most)}` : "all are 0";
     spans.forEach((span, place) => { span.style.backgroundColor = colour(column[place], most, logprob); });
   }
   paint();
 }
 
 function colour(value, most, logprob) {
-  if (value === null || value === undefined) return "";
+  if (!value) return "";
   const strength = Math.min(1, Math.abs(value) / most) * 0.75;
   return value > 0 && !logprob ? `rgb(40 160 80 / ${strength})` : `rgb(215 60 50 / ${strength})`;
 }

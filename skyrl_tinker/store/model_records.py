@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Select, bindparam, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Select, bindparam, func, insert, select, update
 
 from skyrl_tinker.domain.ids import ModelId, ModelKey, ModelState, Reach, SessionId
 from skyrl_tinker.domain.values import LoraSpec
@@ -135,10 +135,16 @@ def note_parent(conn: Connection, key: ModelKey, parent: ModelId, saved_at: floa
     """Note the run that a model without steps goes on from, by a checkpoint saved then, and its steps."""
     if conn.scalar(select(StepPoint.id).where(StepPoint.model_key == key).limit(1)) is not None:
         return
-    taken = select(StepPoint.step).where(StepPoint.model_key == Model.key, StepPoint.at <= saved_at)
-    last = taken.order_by(StepPoint.step.desc()).limit(1).scalar_subquery()
-    steps = conn.scalar(select(Model.steps_before + func.coalesce(last, 0)).where(Model.model_id == parent))
-    conn.execute(update(Model).where(Model.key == key).values(parent=parent, steps_before=steps or 0))
+    known = conn.scalar(select(Model.key).where(Model.model_id == parent))
+    steps = 0 if known is None else steps_taken(conn, ModelKey(known), StepPoint.at <= saved_at)
+    conn.execute(update(Model).where(Model.key == key).values(parent=parent, steps_before=steps))
+
+
+def steps_taken(conn: Connection, key: ModelKey, until: ColumnElement[bool]) -> int:
+    """Return how many steps a model and its parents had taken; `until`: a condition on its points."""
+    last = select(func.max(StepPoint.step)).where(StepPoint.model_key == key, until).scalar_subquery()
+    steps = conn.scalar(select(Model.steps_before + func.coalesce(last, 0)).where(Model.key == key))
+    return int(steps or 0)
 
 
 def spec_columns(spec: LoraSpec) -> dict[str, Any]:

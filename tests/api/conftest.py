@@ -5,11 +5,17 @@ import pytest
 
 from skyrl_tinker.config import Settings
 from tests.api.support.world import World, running, settings_for
+from tests.support.postgres import Postgres
 from tests.support.sqlite_file import new_file
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
+    """Settings on SQLite, or on PostgreSQL for a test that is marked ON_BOTH."""
+    if getattr(request, "param", "sqlite") == "postgresql":
+        (tmp_path / "home").mkdir()
+        server: Postgres = request.getfixturevalue("postgres")
+        return settings_for(tmp_path / "home", database_url=server.new_database())
     made = settings_for(tmp_path / "home")
     new_file(made.root / "skyrl-tinker.db")
     return made

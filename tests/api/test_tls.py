@@ -12,13 +12,21 @@ from skyrl_tinker.store.store import Store
 from tests.api.support.engine import working
 from tests.api.support.process import launched
 from tests.api.support.world import settings_for, write_facts
-from tests.support.certificates import write_certificate
+from tests.support.pages import block
 
 ROOT = Path(__file__).parents[2]
 
 
+def certificate_of_the_page(directory: Path) -> tuple[Path, Path]:
+    """Make one by the first command of docs/security.md. Returns its path and that of its key."""
+    page = block("docs/security.md: openssl req -x509 -newkey rsa:2048 -nodes -days 30").text
+    command = page.partition("\nskyrl-tinker")[0]
+    subprocess.run(command, shell=True, cwd=directory, check=True, capture_output=True)
+    return directory / "cert.pem", directory / "key.pem"
+
+
 async def test_the_sdk_trains_and_samples_over_tls(tmp_path: Path) -> None:
-    cert, key = write_certificate(tmp_path)
+    cert, key = certificate_of_the_page(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         settings = settings_for(tmp_path / "home", port=port, tls_cert=cert, tls_key=key)

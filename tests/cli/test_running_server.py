@@ -1,8 +1,10 @@
 """Commands that ask a server, where none answers or it refuses; tests/e2e/test_status.py has the rest."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -11,6 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from skyrl_tinker.cli.commands import app
+from skyrl_tinker.cli.running_server import run_lines
+from tests.cli.test_trusted_servers import RUN
 
 
 @pytest.fixture(autouse=True)
@@ -113,3 +117,14 @@ def test_authorities_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("SSL_CERT_FILE", str(file))
     told = fail("status", "--url", "https://127.0.0.1:9")
     assert told.startswith("skyrl-tinker: SSL_CERT_FILE or SSL_CERT_DIR: ")
+
+
+def test_runs_are_told_with_all_their_steps_and_ages_and_without_those_of_the_tinker_command() -> None:
+    resumed = RUN | {"name": "resumed", "steps_before": 5, "steps": 4, "state": "ready"}
+    resumed["last_request_at"] = (datetime.now(UTC) - timedelta(hours=3, minutes=30)).isoformat()
+    download = resumed | {"steps": 0, "user_metadata": {"created_by": "tinker checkpoint download"}}
+    head, line, hidden, before = filter(None, run_lines({"runs": [resumed, download], "total": 3}))
+    assert re.split(r"  +", line)[:4] == ["resumed", "ready", "9", "3 h ago"]
+    assert head.startswith("name")
+    assert hidden == "and 1 of the tinker command without steps, which --json has"
+    assert before == "and 1 before"

@@ -28,6 +28,7 @@ RUN = {
     "owner": "alice",
     "state": "failed",
     "steps": 3,
+    "steps_before": 0,
     "loss": None,
     "reward": None,
     "loss_fn": None,
@@ -207,8 +208,8 @@ def test_what_clients_wrote_does_nothing_to_the_terminal(home: Path, note: Any) 
         as_json = run("--home", home, "--json").stdout
     heads, row, reason = shown.splitlines()
     escaped = r"\x1b[31mred\x1b]0;title\x07\u202e\x9b1m\nfake-run  root  ready"
-    assert heads.split()[:4] == ["name", "run", "owner", "state"]
-    assert row.startswith(f"{escaped}  run-1  ")
+    assert heads.split()[:4] == ["name", "state", "steps", "reward"]
+    assert row.startswith(f"{escaped}  failed  ")
     assert row.endswith(f"note={escaped}"[: len(row)])
     assert reason == f"run-1 is failed: {escaped}"
     assert json.loads(as_json) == RUNS

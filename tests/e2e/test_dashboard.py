@@ -28,9 +28,26 @@ pytestmark = [
 STEPS = "Number(document.querySelector('section[aria-label=\"Last step\"] dd')?.innerText ?? 0)"
 """Number of the last step that the page shows."""
 REWARD = "document.querySelector('section[aria-label=\"Reward\"] .u-legend')?.innerText ?? ''"
-"""Legend of the curve of the reward, which has its last value."""
-AXIS = "[...document.querySelectorAll('label')].find((each) => each.innerText.startsWith('Axis'))"
-AXIS += ".querySelector('select')"
+REPORTED = REWARD.replace("Reward", "Reported by the script")
+"""Legends of the curves of the reward and of another number, which have their last values."""
+CHOOSE = """(() => {{
+    const labels = [...document.querySelectorAll('label')];
+    const select = labels.find((each) => each.innerText.startsWith('{}')).querySelector('select');
+    select.value = '{}';
+    select.dispatchEvent(new Event('change'));
+}})()"""
+LOGARITHMIC = (
+    "[...document.querySelectorAll('label')].find((each) => each.innerText === 'logarithmic').click()"
+)
+RECORD = """(() => {
+    const kept = CanvasRenderingContext2D.prototype.fillText;
+    window.drawn = new Set();
+    CanvasRenderingContext2D.prototype.fillText = function (...all) {
+        drawn.add(all[0]);
+        return kept.apply(this, all);
+    };
+})()"""
+"""Script that collects the numbers of axes, which are drawn, from then on."""
 NAMELESS = "[...document.querySelectorAll('button, input, select, a, [role=region], [role=img]')]"
 NAMELESS += ".filter((each) => !(each.innerText || each.ariaLabel || each.labels?.length)).length"
 
@@ -109,6 +126,7 @@ def test_the_pages_show_a_loop_while_it_trains_and_report_no_errors(
         page.wait("document.querySelector('.badge')?.innerText === 'ready'")
         assert "tiny" in page.text()
         assert "trainer rank" in page.text()
+        assert "GPU memory" not in page.text(), "it has none"
         page.run("location.hash = '#/runs'")
         link = f"document.querySelector('a[href=\"#/runs/{training.model_id.replace(':', '%3A')}\"]')"
         page.wait(f"{link} !== null")
@@ -117,13 +135,30 @@ def test_the_pages_show_a_loop_while_it_trains_and_report_no_errors(
         page.wait(f"{STEPS} > {first}")
         assert page.run("document.querySelectorAll('.curves canvas').length") == 11
         page.wait(f"({REWARD}).includes('0.625')")
-        page.run(f"{AXIS}.value = 'minutes'; {AXIS}.dispatchEvent(new Event('change'))")
+        page.run(CHOOSE.format("Axis", "minutes"))
         page.wait(f"({REWARD}).includes('minutes') && ({REWARD}).includes('0.625')")
         reported = 'section[aria-label="Reported by the script"] option'
         assert page.run(f"[...document.querySelectorAll('{reported}')].map((each) => each.value)") == [
             "length",
             "reward",
         ]
+    assert page.errors == []
+
+
+def test_curves_are_smoothed_and_logarithmic(server: Serve, client: Client, page: Page) -> None:
+    run = client.new_lora().model_id
+    for step, (reward, length) in enumerate(((0, 1), (0, 10), (0, 1000), (1, -5))):
+        report = {"step": step, "values": {"reward": reward, "length": length}}
+        client.post(f"console/runs/{run}/metrics", report).raise_for_status()
+    page.open(f"{server.url}/#/runs/{run}")
+    page.wait(f"({REPORTED}).trim().endsWith('-5')")
+    page.run(CHOOSE.format("Smoothing", "0.9"))
+    page.wait(f"({REWARD}).trim().endsWith('0.2908')")  # 0.1 / (1 - 0.9**4)
+    page.run(CHOOSE.format("Smoothing", "none"))
+    page.run(RECORD)
+    page.run(LOGARITHMIC)
+    page.wait(f"({REPORTED}).trim().endsWith('1,000')")  # -5 has no place
+    page.wait("['1', '10', '100', '1,000'].every((each) => drawn.has(each))")
     assert page.errors == []
 
 

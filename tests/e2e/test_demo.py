@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.support.serve import Serve
@@ -26,3 +27,9 @@ def test_the_reward_rises_by_learning_whatever_the_seed(server: Serve, tmp_path:
         steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert [step["step"] for step in steps] == list(range(30))
         assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")
+    wanted = {"search": "rl_loop: next letter", "limit": "2"}
+    found = httpx.get(f"{server.url}/api/v1/console/runs", params=wanted).json()["runs"]
+    assert len(found) == 2
+    for run in found:
+        told = httpx.get(f"{server.url}/api/v1/console/runs/{run['run_id']}/metrics").json()["reports"]
+        assert [report["step"] for report in told] == list(range(run["steps"] - 30, run["steps"]))

@@ -114,7 +114,14 @@ def test_a_model_that_is_not_served_is_refused_before_its_weights_come(model: Pa
         assert "model.safetensors" not in served.fetched
 
 
-def test_a_name_that_the_hub_does_not_give_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_cannot_be_reached_is_told_with_the_ways_around_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(StartupError, match="not a model directory, and the hub download failed"):
+    with pytest.raises(StartupError, match=r"hub cannot be reached.*HF_ENDPOINT.*config\.json"):
         base_model.resolve(config.load(base_model="nobody/nothing"))
+
+
+def test_a_name_that_no_hub_has_is_refused() -> None:
+    with pytest.raises(StartupError, match="not a model directory, and the hub download failed"):
+        base_model.resolve(config.load(base_model="no/such/directory"))

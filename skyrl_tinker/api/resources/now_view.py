@@ -21,6 +21,7 @@ from skyrl_tinker.protocol.queue_views import (
 )
 from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.console import (
+    GpuNow,
     MemoryNow,
     NowResponse,
     Problem,
@@ -37,6 +38,7 @@ from skyrl_tinker.protocol.schemas.console import (
 from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.store.console.pending import PendingGroup
 from skyrl_tinker.store.owners import reaches
+from skyrl_tinker.system.gpu_memory import GpuMemory
 from skyrl_tinker.system.host_memory import host_memory
 
 _LEVELS: Mapping[str, Literal["error", "warning", "info"]] = {
@@ -75,7 +77,7 @@ class NowView:
             ready=snapshot.engine.ready and not shortage,
             problems=[*self._problems(shortage, detail), *self._waits()],
             processes=list(snapshot.processes) if sees_all(self._caller) else None,
-            memory=_memory() if sees_all(self._caller) else None,
+            memory=_memory(snapshot.gpus) if sees_all(self._caller) else None,
             replicas=[]
             if queues is None
             else [row for each in queues.sampling.items() for row in _replicas(*each)],
@@ -152,6 +154,7 @@ class NowView:
         kind: Literal["training", "sampling"] = "sampling" if group.sampling else "training"
         return QueueOfTenant(
             owner=group.owner,
+            name=group.name,
             session_id=group.session_id,
             kind=kind,
             waiting=group.waiting,
@@ -172,6 +175,7 @@ class NowView:
             for view in (view for view in views if session in view.queued and self._sees(guest.owner_id)):
                 yield QueueOfTenant(
                     owner=guest.owner,
+                    name=None,
                     session_id=session,
                     kind="sampling",
                     waiting=view.queued[session].waiting,
@@ -193,13 +197,15 @@ class NowView:
         if kind is None:
             return None
         models = [self._snapshot.models[key] for key in keys if key in self._snapshot.models]
-        seen = [model.model_id for model in models if self._sees(model.owner_id)]
-        return UnitNow(kind=kind, model_ids=seen, others=len(keys) - len(seen))
+        seen = [model for model in models if self._sees(model.owner_id)]
+        ids, names = [model.model_id for model in seen], [model.name for model in seen]
+        return UnitNow(kind=kind, model_ids=ids, names=names, others=len(keys) - len(seen))
 
 
-def _memory() -> MemoryNow:
+def _memory(gpus: GpuMemory) -> MemoryNow:
     found = host_memory()
-    return MemoryNow(total_bytes=found.total, available_bytes=found.available)
+    told = [GpuNow(used_bytes=used, total_bytes=total) for used, total in gpus.gpus]
+    return MemoryNow(total_bytes=found.total, available_bytes=found.available, gpus=told)
 
 
 def _served(settings: Settings, facts: BaseModelFacts) -> ServedModel:

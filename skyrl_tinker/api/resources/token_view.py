@@ -53,6 +53,8 @@ def items_of(stored: StoredTokens, page: Paging, bases: Bases) -> ItemsResponse:
         total=total,
         earlier=stored.earlier,
         later=stored.later,
+        step=stored.step,
+        reported=dict(stored.reported),
     )
 
 

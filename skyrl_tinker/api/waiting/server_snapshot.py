@@ -18,6 +18,8 @@ from skyrl_tinker.store import owners, server_state
 from skyrl_tinker.store.console.pending import NamedModel, PendingGroup, named_models, pending_groups
 from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.gpu_memory import GpuMemory, gpu_memory
+from skyrl_tinker.system.off_loop import in_transfer_thread
 from skyrl_tinker.system.processes import Identity
 
 EVERY_S = 1.0
@@ -49,13 +51,16 @@ class ServerSnapshot:
     models: Mapping[int, NamedModel]
     guests: Mapping[str, Guest]
     processes: Sequence[ProcessUse]
+    gpus: GpuMemory
 
 
 class SnapshotReader:
-    def __init__(self, store: Store, queues: EngineQueues, processes: ProcessTable) -> None:
+    def __init__(self, store: Store, queues: EngineQueues, processes: ProcessTable, *, gpus: bool) -> None:
+        """`gpus`: the server is on them."""
         self._store = store
         self._queues = queues
         self._processes = processes
+        self._gpus = gpus
         self._lock = asyncio.Lock()
         self._snapshot: ServerSnapshot | None = None
         self._read_at = 0.0
@@ -65,11 +70,12 @@ class SnapshotReader:
         async with self._lock:
             if self._snapshot is None or time.monotonic() - self._read_at > EVERY_S:
                 queues = await self._queues.view()
-                self._snapshot = await self._store.fetch(partial(self._build, queues=queues))
+                gpus = await in_transfer_thread(gpu_memory) if self._gpus else GpuMemory()
+                self._snapshot = await self._store.fetch(partial(self._build, queues=queues, gpus=gpus))
                 self._read_at = time.monotonic()
             return self._snapshot
 
-    def _build(self, conn: Connection, queues: QueuesView | None) -> ServerSnapshot:
+    def _build(self, conn: Connection, queues: QueuesView | None, gpus: GpuMemory) -> ServerSnapshot:
         server = server_state.get(conn, server_state.SERVER)
         return ServerSnapshot(
             database_time(conn),
@@ -80,7 +86,8 @@ class SnapshotReader:
             pending_groups(conn),
             named_models(conn, _models(queues)),
             _guests(conn, queues),
-            self._processes.rows(server and Identity(server["pid"], server["started_at"])),
+            self._processes.rows(server and Identity(server["pid"], server["started_at"]), gpus.by_pid),
+            gpus,
         )
 
 

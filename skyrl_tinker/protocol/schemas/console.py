@@ -63,20 +63,35 @@ class Problem(Message):
 
 
 class ProcessUse(Message):
-    """Process with its resident memory; `cpu_percent` of one core, since the last look."""
+    """Process with its resident memory; `cpu_percent` of one core, since the last look.
+
+    `gpu_bytes` null: it has none, or its GPU does not tell.
+    """
 
     name: str
     pid: int
     rss_bytes: int
+    gpu_bytes: int | None
     cpu_percent: float
     age_s: float
 
 
+class GpuNow(Message):
+    """Memory of a GPU of the host that answers."""
+
+    used_bytes: int
+    total_bytes: int
+
+
 class MemoryNow(Message):
-    """Memory of the host that answers, or of its cgroups; `available_bytes`: without swapping."""
+    """Memory of the host that answers, or of its cgroups; `available_bytes`: without swapping.
+
+    `gpus`: none on a CPU.
+    """
 
     total_bytes: int
     available_bytes: int
+    gpus: list[GpuNow]
 
 
 class ReplicaNow(Message):
@@ -96,9 +111,13 @@ class ReplicaNow(Message):
 
 
 class QueueOfTenant(Message):
-    """Requests of one session that are accepted and not finished. `reason`: why the oldest is not."""
+    """Requests of one session that are accepted and not finished. `reason`: why the oldest is not.
+
+    `name`: the session's, if it has one.
+    """
 
     owner: str
+    name: str | None
     session_id: str
     kind: Literal["training", "sampling"]
     waiting: int
@@ -125,10 +144,14 @@ class RecentRates(Message):
 
 
 class UnitNow(Message):
-    """Unit of work of the trainer. `model_ids`: those that the caller sees; `others`: how many more."""
+    """Unit of work of the trainer. `model_ids`: those that the caller sees; `others`: how many more.
+
+    `names`: of their sessions, in the same order.
+    """
 
     kind: str
     model_ids: list[str]
+    names: list[str | None]
     others: int
     tokens: int | None = None
     running_s: float | None = None
@@ -412,13 +435,19 @@ class ItemSummary(Message):
 
 
 class ItemsResponse(Message):
-    """Items of a request, of `total`. `earlier`, `later`: the requests of its kind before and behind."""
+    """Items of a request, of `total`. `earlier`, `later`: the requests of its kind before and behind.
+
+    `step`: how many steps its weights had taken, with those of the run's parents; `reported`: the numbers
+    that the script reported of that step. Null: of base models, and of weights that change meanwhile.
+    """
 
     kind: str
     items: list[ItemSummary]
     total: int
     earlier: str | None
     later: str | None
+    step: int | None
+    reported: dict[str, float]
 
 
 class TokensResponse(Message):

@@ -59,7 +59,13 @@ def _fetch(name: str, report: Callable[[int], None] = lambda done: None, **wante
         )
     except DryRunError:
         raise
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except LocalEntryNotFoundError as error:
+        raise StartupError(
+            f"--base-model {name}: not a model directory, and the hub cannot be reached "
+            f"({str(error).splitlines()[0]}): set HF_ENDPOINT to a mirror, or give a directory; for `plan` "
+            "one with config.json is enough"
+        ) from error
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
         raise StartupError(
             f"--base-model {name}: not a model directory, and the hub download failed "
             f"({type(error).__name__}: {str(error).splitlines()[0]})"

@@ -21,10 +21,11 @@ _SAMPLING = Future.kind == RequestKind.SAMPLE
 
 @dataclass(frozen=True, slots=True)
 class PendingGroup:
-    """Samples, or other requests, of one session. `created_at`: of the oldest."""
+    """Samples, or other requests, of one session of this `name`. `created_at`: of the oldest."""
 
     owner_id: OwnerId | None
     owner: str
+    name: str | None
     session_id: str
     sampling: bool
     waiting: int
@@ -34,9 +35,10 @@ class PendingGroup:
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """Model with its owner."""
+    """Model with its owner, and the name of its session."""
 
     model_id: ModelId
+    name: str | None
     owner_id: OwnerId | None
 
 
@@ -61,6 +63,7 @@ def pending_groups(conn: Connection) -> list[PendingGroup]:
         select(
             Session.owner_id,
             OWNER_NAME,
+            Session.display_name,
             Session.session_id,
             _SAMPLING,
             groups.c.waiting,
@@ -77,19 +80,18 @@ def pending_groups(conn: Connection) -> list[PendingGroup]:
 
 
 def _group(row: AnyRow) -> PendingGroup:
-    owner_id, owner, session_id, sampling, waiting, *position, created_at = row
+    owner_id, owner, name, session_id, sampling, waiting, *position, created_at = row
     return PendingGroup(
-        owner_id, owner, session_id, bool(sampling), waiting, QueuePosition(*position), created_at
+        owner_id, owner, name, session_id, bool(sampling), waiting, QueuePosition(*position), created_at
     )
 
 
 def named_models(conn: Connection, keys: Collection[int]) -> dict[int, NamedModel]:
     """Return models by key."""
-    query = select(Model.key, Model.model_id, Session.owner_id).join(
-        Session, Session.session_id == Model.session_id
-    )
+    columns = Model.key, Model.model_id, Session.display_name, Session.owner_id
+    query = select(*columns).join(Session, Session.session_id == Model.session_id)
     rows = conn.execute(query.where(Model.key.in_(keys)))
-    return {row.key: NamedModel(ModelId(row.model_id), _owner(row.owner_id)) for row in rows}
+    return {key: NamedModel(ModelId(model), name, _owner(owner)) for key, model, name, owner in rows}
 
 
 def _owner(number: int | None) -> OwnerId | None:

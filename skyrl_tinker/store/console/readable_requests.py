@@ -1,11 +1,14 @@
 """Passes and samples whose tokens are still stored: results, and with passes their bodies."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, Connection, case, exists, func, or_, select, true
 
-from skyrl_tinker.domain.ids import FutureStatus, OwnerId, RequestKind
+from skyrl_tinker.domain.ids import FutureStatus, ModelKey, OwnerId, RequestKind
 from skyrl_tinker.protocol.schemas.console import ReadableQuery
+from skyrl_tinker.store import model_records
+from skyrl_tinker.store.console import run_reports
 from skyrl_tinker.store.console.traced_requests import MOST
 from skyrl_tinker.store.database.tables import (
     AdapterVersion,
@@ -15,6 +18,7 @@ from skyrl_tinker.store.database.tables import (
     Result,
     SamplingSession,
     Session,
+    StepPoint,
 )
 from skyrl_tinker.store.owners import owned_by
 
@@ -22,6 +26,7 @@ KINDS = (RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD, RequestKind.SAMPLE)
 NEAR = 1000
 """Numbers among which the request before one, and the one behind, are looked for."""
 _BASE_MODEL = func.coalesce(Model.base_model, SamplingSession.base_model)
+_FIXED = (AdapterVersion.id == SamplingSession.version_id) & AdapterVersion.inflight.is_(False)
 _READABLE = or_(Future.kind == RequestKind.SAMPLE, exists().where(Request.future_id == Future.id))
 
 
@@ -30,6 +35,8 @@ class StoredTokens:
     """Body and result of a request. `body` None: it is not stored any more.
 
     `earlier`, `later`: the request before and behind of the same kind, of its model or sampling session.
+    `step`: how many steps its weights had taken, with those of the run's parents, and the numbers that the
+    script `reported` of that step. None, of weights that change while they are sampled and of base models.
     """
 
     kind: RequestKind
@@ -38,6 +45,8 @@ class StoredTokens:
     result: bytes
     earlier: str | None
     later: str | None
+    step: int | None
+    reported: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +108,32 @@ def _of_run(run: str) -> ColumnElement[bool]:
 def stored_tokens(conn: Connection, owner: OwnerId | None, request_id: str) -> StoredTokens | None:
     """Return the stored parts of an owner's request; None if it is not its own, or purged."""
     place = Future.model_key, Future.sampling_session_id, Future.seq_id
+    weights = AdapterVersion.model_key, AdapterVersion.created_at
     query = (
-        select(Future.kind, _BASE_MODEL, Request.body, Result.body, *place)
+        select(Future.kind, _BASE_MODEL, Request.body, Result.body, *place, *weights)
         .join(Session, Session.session_id == Future.session_id)
         .join(Result, Result.future_id == Future.id)
         .outerjoin(Request, Request.future_id == Future.id)
         .outerjoin(Model, Model.key == Future.model_key)
         .outerjoin(SamplingSession, SamplingSession.sampling_session_id == Future.sampling_session_id)
+        .outerjoin(AdapterVersion, _FIXED)
         .where(Future.request_id == request_id, Future.kind.in_(KINDS), owned_by(owner))
         .where(Future.status == FutureStatus.DONE)
     )
     row = conn.execute(query).one_or_none()
     if row is None:
         return None
-    kind, base_model, body, result, model, sampler, seq_id = row
+    kind, base_model, body, result, model, sampler, seq_id, sampled, saved_at = row
     of = Future.sampling_session_id == sampler if model is None else Future.model_key == model
     same = of, Future.kind == kind, Future.status == FutureStatus.DONE, _READABLE
     near = select(Future.request_id).join(Result, Result.future_id == Future.id).where(*same).limit(1)
     assert seq_id is not None, "passes and samples are numbered"
     before = near.where(Future.seq_id.between(seq_id - NEAR, seq_id - 1)).order_by(Future.seq_id.desc())
     behind = near.where(Future.seq_id.between(seq_id + 1, seq_id + NEAR)).order_by(Future.seq_id)
-    return StoredTokens(kind, base_model, body, result, conn.scalar(before), conn.scalar(behind))
+    step, reported = None, {}
+    if (run := sampled if model is None else model) is not None:
+        until = StepPoint.at <= saved_at if model is None else StepPoint.seq_id < seq_id
+        step = model_records.steps_taken(conn, ModelKey(run), until)
+        reported = run_reports.of_step(conn, ModelKey(run), step)
+    ends = conn.scalar(before), conn.scalar(behind)
+    return StoredTokens(kind, base_model, body, result, *ends, step, reported)

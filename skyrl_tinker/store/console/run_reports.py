@@ -36,6 +36,13 @@ def reports_after(conn: Connection, model: ModelKey, after: int, limit: int) -> 
     return ReportsResponse(reports=reports, next=rows[-1].id if rows else after, more=len(rows) == limit)
 
 
+def of_step(conn: Connection, model: ModelKey, step: int) -> dict[str, float]:
+    """Return the numbers that were reported of one step."""
+    query = select(RunReport.numbers).where(RunReport.model_key == model, RunReport.step == step)
+    reports = conn.scalars(query.order_by(RunReport.id))
+    return {name: value for numbers in reports for name, value in numbers.items()}
+
+
 def _reward(values: Mapping[str, float]) -> float | None:
     """Return the reward: by one of the known names, else the first with `reward` as a part of its path."""
     parts = (name for name in values if "reward" in name.split("/"))

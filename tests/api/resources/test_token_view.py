@@ -12,16 +12,21 @@ from transformers import AutoTokenizer
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import ModelId, SessionId
+from skyrl_tinker.protocol.schemas.console import StepMeasures
 from skyrl_tinker.server.base_models.tiny_model import make_model
 from skyrl_tinker.store import api_keys, model_records, sampling_sessions
+from skyrl_tinker.store.console import step_points
+from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.database.tables import Request
 from skyrl_tinker.store.futures import finish
+from tests.api.support.databases import ON_BOTH
 from tests.api.support.passes import post_pass, protobuf
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import BASE, FACTS, World, pass_output, running, sample, sample_output
 from tests.store.support.rows import ephemeral
 from tests.support.reads import reading
 
+MEASURED = StepMeasures(**dict.fromkeys(step_points.NAMES, 0.5) | {"tokens": 7, "datums": 2})
 TEXT = "2+2=4, né 猫"
 PROTOBUF = "application/x-protobuf"
 
@@ -123,6 +128,7 @@ async def test_items_of_one_prompt_are_a_group_with_their_advantages(world: Worl
     assert (last["earlier"], last["later"]) == (requests[1], None)
 
 
+@ON_BOTH
 async def test_a_sample_has_its_prompt_while_that_is_stored(world: World, model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     sampler, requests = await world.sampler(), []
@@ -155,6 +161,7 @@ async def test_a_dropped_body_is_said_to_be_dropped(world: World) -> None:
     assert (listed["request_id"], listed["readable"]) == (request, False)
 
 
+@ON_BOTH
 async def test_requests_are_listed_by_run_and_by_kind(world: World) -> None:
     passes = [await trained(world, [5, 6], [-1.0, -1.0]) for _ in range(2)]
     listed = (await get(world, "console/requests"))["requests"]
@@ -184,6 +191,7 @@ async def test_requests_are_listed_by_run_and_by_kind(world: World) -> None:
     assert (await world.http.get("console/requests?kind=steps")).status_code == 400
 
 
+@ON_BOTH
 async def test_tokens_are_the_owners_only(world: World) -> None:
     speak_as(world, await new_user(world, "alice"))
     request = await trained(world, [5, 6], [-1.0, -1.0])
@@ -216,3 +224,34 @@ async def test_tokens_have_text_by_the_tokenizer_of_their_base_model(settings: S
         answer = await world.http.get(f"console/requests/{request}/tokens")
     assert answer.status_code == 400
     assert "expected one that is served: org/bare" in answer.json()["detail"]
+
+
+@ON_BOTH
+async def test_a_sample_and_a_pass_have_the_numbers_that_were_reported_of_their_step(world: World) -> None:
+    run = await world.model()
+    with reading(world.store) as conn:
+        key = model_records.by_id(conn, ModelId(run)).key
+    data = [datum_of([5, 6], [1.0, 1.0])]
+    passes = [await ran(world, run, seq_id, data, [-1.0, -1.0]) for seq_id in (1, 3)]
+    samples, session = [], SessionId(run.partition(":")[0])
+    for number, inflight in enumerate((False, False, True)):
+        if number == 1:
+            await world.store.write(lambda conn: step_points.add(conn, key, 2, database_time(conn), MEASURED))
+        version = await ephemeral(world.store, key, inflight=inflight)
+        new = {"base_model": BASE, "model_path": None, "version_id": version}
+        sampler = await world.store.write(
+            lambda conn, number=number, new=new: sampling_sessions.create(conn, session, number, **new)
+        )
+        samples.append(str((await world.ok("asample", sample(sampler, 0)))["request_id"]))
+        await world.succeed(samples[-1], PROTOBUF, sample_output([7, 8]))
+    for step, values in ((0, {"reward": 0.25}), (1, {"reward": 0.5}), (1, {"reward": 0.75, "length": 2.0})):
+        report = {"step": step, "values": values}
+        assert (await world.http.post(f"console/runs/{run}/metrics", json=report)).status_code == 200
+
+    async def told(request: str) -> tuple[int | None, dict[str, float]]:
+        items = await get(world, f"console/requests/{request}/items")
+        return items["step"], items["reported"]
+
+    first, second = (0, {"reward": 0.25}), (1, {"reward": 0.75, "length": 2.0})
+    assert [await told(each) for each in passes] == [first, second]
+    assert [await told(each) for each in samples] == [first, second, (None, {})]

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -15,7 +16,7 @@ from sqlalchemy import Connection, update
 from skyrl_tinker.api.middleware import disk_room
 from skyrl_tinker.api.resources import step_curve
 from skyrl_tinker.api.waiting import engine_queues, server_snapshot
-from skyrl_tinker.cli.running_server import run_lines
+from skyrl_tinker.cli.running_server import process_lines, run_lines
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import ModelId
@@ -27,10 +28,11 @@ from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.console.step_points import LossFunction
 from skyrl_tinker.store.database.tables import Future
 from skyrl_tinker.system.processes import identities, write_pid_file
+from tests.api.support.databases import ON_BOTH
 from tests.api.support.passes import datum, post_pass, protobuf
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.waiting import Waiting, ready_model, submit, waiting
-from tests.api.support.world import BASE, Json, World, sample, step
+from tests.api.support.world import BASE, Json, World, running, sample, step
 from tests.support.reads import reading
 from tests.support.skew import skew
 from tests.support.waiting import until
@@ -110,7 +112,8 @@ async def _age(world: World, seconds: float) -> None:
 
 
 async def test_the_trainer_says_what_it_runs_and_what_follows(busy: Waiting) -> None:
-    first, second = await ready_model(busy.api), await ready_model(busy.api)
+    named = await busy.api.ok("create_session", {"sdk_version": "0.38.0", "display_name": "letters"})
+    first, second = await ready_model(busy.api), await ready_model(busy.api, named["session_id"])
     busy.trainer.go_on.clear()
     for model in (first, second):
         await submit(busy.api, "optim_step", step(model, 1))
@@ -124,6 +127,9 @@ async def test_the_trainer_says_what_it_runs_and_what_follows(busy: Waiting) -> 
     assert trainer["running"]["kind"] == trainer["following"]["kind"] == "optim_step"
     assert trainer["running"]["model_ids"] == [first]
     assert trainer["following"]["model_ids"] == [second]
+    assert (trainer["running"]["names"], trainer["following"]["names"]) == ([None], ["letters"])
+    queue = (await now(busy.api))["queue"]
+    assert {entry["name"]: entry["session_id"] for entry in queue}["letters"] == named["session_id"]
     assert trainer["running"]["running_s"] >= 0
     busy.trainer.go_on.set()
 
@@ -230,10 +236,35 @@ async def test_processes_are_those_that_serve_has_written_down(world: World) -> 
     directories = Directories(world.settings)
     directories.run_dir.mkdir(parents=True, exist_ok=True)
     write_pid_file(directories.pid_file, identities([own]))
-    (row,) = (await now(world))["processes"]
+    told = await now(world)
+    (row,) = told["processes"]
     assert row["pid"] == os.getpid()
     assert row["rss_bytes"] > 1e6
     assert before <= own.create_time() + row["age_s"] <= time.time()
+    assert (row["gpu_bytes"], told["memory"]["gpus"]) == (None, [])
+    assert "GPU" not in "".join(process_lines(told))
+
+
+async def test_on_gpus_their_memory_stands_beside_that_of_processes_and_host(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        f"#!/bin/sh\ncase $1 in *gpu=*) echo 700, 81559 ;; *) echo {os.getpid()}, 600 ;; esac\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    async with running(settings.model_copy(update={"device": "cuda"})) as world:
+        directories = Directories(world.settings)
+        directories.run_dir.mkdir(parents=True, exist_ok=True)
+        write_pid_file(directories.pid_file, identities([psutil.Process()]))
+        told = await now(world)
+    assert [row["gpu_bytes"] for row in told["processes"]] == [600 * 2**20]
+    assert told["memory"]["gpus"] == [{"used_bytes": 700 * 2**20, "total_bytes": 81559 * 2**20}]
+    _, heads, row, *_, gpu = (line for line in process_lines(told | {"replicas": []}))
+    assert "GPU memory" in heads
+    assert "600 MiB" in row
+    assert gpu == "0.7 of 85.5 GB of GPU 0 are in use"
 
 
 async def test_many_who_look_cost_one_look(busy: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +302,7 @@ def measured(**changes: float | None) -> StepMeasures:
     return StepMeasures(**values | changes)
 
 
+@ON_BOTH
 async def test_runs_are_listed_with_their_last_step(world: World) -> None:
     first, second = await world.model(), await world.model()
     await stepped(world, first, 3)
@@ -280,6 +312,24 @@ async def test_runs_are_listed_with_their_last_step(world: World) -> None:
     assert (await get(world, "console/runs", limit=1))["total"] == 2
 
 
+@ON_BOTH
+async def test_runs_are_sorted_by_their_last_request_also_those_that_are_searched(world: World) -> None:
+    runs = []
+    for name in ("beta", "alpha", "beta"):
+        session = {"sdk_version": "0.38.0", "display_name": name}
+        runs.append(await world.model((await world.ok("create_session", session))["session_id"]))
+    await world.ok("optim_step", step(runs[0], 1))
+
+    async def page(**wanted: object) -> list[str]:
+        return [run["run_id"] for run in (await get(world, "console/runs", **wanted))["runs"]]
+
+    assert await page() == [runs[0], runs[2], runs[1]]
+    assert await page(limit=1, offset=1) == [runs[2]]
+    assert await page(search="beta creating") == [runs[0], runs[2]]
+    assert await page(search="beta creating", limit=1, offset=1) == [runs[2]]
+
+
+@ON_BOTH
 async def test_of_long_metadata_the_list_of_runs_has_the_beginning(world: World) -> None:
     metadata = {f"{'n' * 500} {number}": "v" * 5000 for number in range(40)}
     model = await world.model(user_metadata=metadata)
@@ -289,6 +339,7 @@ async def test_of_long_metadata_the_list_of_runs_has_the_beginning(world: World)
     assert (await get(world, f"console/runs/{model}"))["user_metadata"] == metadata
 
 
+@ON_BOTH
 async def test_runs_are_searched_by_words_of_their_names_and_metadata(world: World) -> None:
     found: dict[str, str] = {}
     for name, project in (("arithmetic, 50 %", "maths"), ("Arithmetic, rank 8", None), ("sft né", "maths")):
@@ -325,6 +376,7 @@ async def test_a_run_that_failed_says_why_and_has_no_rank(world: World) -> None:
     assert (answer.status_code, answer.json()["detail"]) == (404, "not found: no training run none")
 
 
+@ON_BOTH
 async def test_a_run_has_the_name_of_its_session_and_the_last_loss_and_function_that_are_known(
     world: World,
 ) -> None:
@@ -353,6 +405,7 @@ async def report(world: World, run: str, step: object, **values: object) -> tupl
     return answer.status_code, answer.text
 
 
+@ON_BOTH
 async def test_a_script_reports_numbers_that_only_it_knows(world: World) -> None:
     model = await world.model()
     for number, reward in ((1, 0.25), (2, 0.5)):

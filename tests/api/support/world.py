@@ -172,7 +172,7 @@ async def running(
     settings: Settings, *bases: BaseModelFacts, clock: Callable[[], float] | None = None
 ) -> AsyncIterator[World]:
     """The app of `settings`, whose database is migrated already; it serves FACTS or the given base models."""
-    store = Store.open(settings.store_url)
+    store = Store.open(settings.store_url, settings.root)
     bell = SocketBell.bind(settings.root, "api")
     try:
         app = create_app(settings, store, Bases(bases or (FACTS,)), bell, clock)
