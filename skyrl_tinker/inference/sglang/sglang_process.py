@@ -28,8 +28,11 @@ ARCHITECTURES = (
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
 )
 """Architectures that have been tested against the trainer's logprobs."""
+WITHOUT_ADAPTERS = {"Gemma3ForCausalLM": "head", "Qwen3MoeForCausalLM": "experts"}
+"""Architectures with the part of which SGLang takes no adapters on a CPU."""
 
 
 def require_model(served: ModelToServe) -> None:
@@ -37,9 +40,15 @@ def require_model(served: ModelToServe) -> None:
     facts = served.facts
     if facts.architecture not in ARCHITECTURES:
         raise StartupError(f"sampler_engine: found {facts.architecture}, expected {', '.join(ARCHITECTURES)}")
-    if served.adapters and facts.architecture == "Gemma3ForCausalLM":
+    if served.adapters and (part := WITHOUT_ADAPTERS.get(facts.architecture)):
         raise StartupError(
-            "max_lora_rank: expected 0: SGLang does not start with adapters of the head of Gemma3ForCausalLM"
+            f"max_lora_rank: expected 0: SGLang does not start with adapters of the {part} of "
+            f"{facts.architecture}"
+        )
+    if facts.tied and facts.architecture == "Qwen3MoeForCausalLM":
+        raise StartupError(
+            "config.json: tie_word_embeddings: expected false: SGLang gives "
+            f"{facts.architecture} a head of its own"
         )
     if (window := _ignored_window(served)) is not None:
         raise StartupError(
