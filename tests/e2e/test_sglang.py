@@ -39,6 +39,8 @@ from tests.e2e.test_openai import (  # noqa: F401 - likewise
     test_a_developer_speaks_as_the_system,
     test_a_dialogue_goes_on_after_an_answer_without_text,
     test_a_streamed_chat_says_the_same_as_a_whole_one,
+    test_an_answer_fits_its_schema_for_any_weights,
+    test_an_answer_is_an_object_and_a_wrong_schema_is_refused,
     test_an_unknown_model_is_not_found,
     test_base_models_are_listed,
     test_logprobs_true_lists_the_sampled_tokens_of_a_completion,

@@ -119,7 +119,7 @@ def flags(spec: SamplerSpec, port: int, host: str) -> list[str]:
         "context-length": spec.max_model_len,
         "tp-size": spec.tensor_parallel_size,
         "max-running-requests": MAX_SEQUENCES + RESERVED_SEQUENCES,
-        "grammar-backend": "none",
+        "grammar-backend": "llguidance",  # the default, xgrammar, refuses logits on a CPU
         "enable-cache-report": True,
         "skip-server-warmup": True,
         "log-level": "warning",
@@ -153,7 +153,7 @@ class SglangProcess:
         router_replay=False,
         fewest_tokens=1,
         add_special_tokens=False,
-        response_format=False,  # not tried
+        response_format=True,
         streamed_chat_logprobs=False,  # those of a token that ends within a character are lost
         reasoning_parser=False,
         tool_parser=False,
@@ -207,5 +207,9 @@ class SglangProcess:
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": spec.network_interface or interface,
         }
-        cpu = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"} if spec.device == "cpu" else {}
-        return {**inherited, **common, **cpu}
+        cpu = {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_COMPILE_DISABLE": "1",  # by which a grammar's first mask would need a compiler of C++
+        }
+        return {**inherited, **common, **(cpu if spec.device == "cpu" else {})}
