@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""Sampling throughput and latency through our API against the bare vLLM server, in the same run.
+"""Sampling throughput and latency through our API against the bare sampling server, in the same run.
 
-usage: scripts/bench/sample.py [--base-url URL --sampler-url URL] [--base-model NAME] [--seconds N]
+usage: scripts/bench/sample.py [--engine vllm|sglang] [--sampler-python PATH]
+                               [--base-url URL --sampler-url URL] [--base-model NAME] [--seconds N]
                                [--tokens N]
 
 The bare server's token is read from SKYRL_TINKER_VLLM_TOKEN where it asks for one and --sampler-url is given.
-Without URLs it starts `skyrl-tinker serve` in a temporary home and finds its vLLM server. Both sides get the
-same prompts from the same plain HTTP client, in turns, so that what else the machine does hits both; `sdk` is
-the same work through the tinker SDK, whose own work shares the machine's cores. A request samples 256
-tokens, as many as the cookbook's rl_loop asks for; --tokens changes that. With its defaults it takes four to
-five minutes on 2 cores; --seconds is the time for the comparison, of which every side has at least one turn.
+Without URLs it starts `skyrl-tinker serve` in a temporary home and finds its sampling server;
+--sampler-python is the interpreter of that, where it is not ours. Both sides get the same prompts from the
+same plain HTTP client, in turns, so that what else the machine does hits both; `sdk` is the same work
+through the tinker SDK, whose own work shares the machine's cores. A request samples 256 tokens, as many as
+the cookbook's rl_loop asks for, and 16 with SGLang, which is slow on a CPU; --tokens changes that. With its
+defaults it takes four to six minutes on 2 cores; --seconds is the time for the comparison, of which every
+side has at least one turn.
 Publish-to-first-token: from `save_weights_and_get_sampling_client` to one sampled token, through the SDK.
 Prints tables and, as its last line, one JSON object. cpu_ms_xN: CPU milliseconds of each kind of process per
 sample of each side, with N at once; a busy machine hardly moves them. `client` is this process, and all that
@@ -45,6 +48,8 @@ PROMPT = 64
 TURNS = {1: (4, 0.35), 8: (120, 0.1), 64: (384, 0.2), 512: (1024, 0.35)}
 """Requests that each side makes before the next has its turn, and the share of the time, by concurrency. One
 at a time the difference of the two sides is a hundredth of either, so they change places often."""
+SLOW_TURNS = {1: (4, 0.35), 8: (16, 0.1), 64: (64, 0.2), 512: (512, 0.35)}
+"""Those of an engine that samples a tenth as fast on a CPU."""
 WARM_UP = 64
 APART_S = 2 * ALONE_S
 """Pause between the turns of crowds: the sessions of two sides at once would have fewer places on a CPU."""
@@ -83,19 +88,45 @@ class Figures:
 
 @dataclass(frozen=True)
 class Sampler:
-    """A vLLM server. `token`: what it asks for, empty for nothing."""
+    """The bare server. `token`: what it asks for, empty for nothing."""
 
     url: str
     token: str = ""
 
 
-def bare(http: aiohttp.ClientSession, sampler: Sampler, model: str, tokens: int) -> Ask:
+def vllm_request(model: str, tokens: int) -> tuple[str, dict[str, Any], str]:
+    """Return the path, the body without the prompt, and the prompt's field."""
     params = {"max_tokens": tokens, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+    return "/inference/v1/generate", {"model": model, "sampling_params": params}, "token_ids"
+
+
+def sglang_request(_: str, tokens: int) -> tuple[str, dict[str, Any], str]:
+    params = {"max_new_tokens": tokens, "ignore_eos": True}
+    return "/generate", {"sampling_params": params, "return_logprob": True}, "input_ids"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """`entry`: the end of the argument that names its server's program."""
+
+    entry: str
+    request: Callable[[str, int], tuple[str, dict[str, Any], str]]
+    turns: dict[int, tuple[int, float]]
+    tokens: int
+
+
+ENGINES = {
+    "vllm": Engine("vllm.vllm_entry", vllm_request, TURNS, 256),
+    "sglang": Engine("sglang_entry.py", sglang_request, SLOW_TURNS, 16),
+}
+
+
+def bare(http: aiohttp.ClientSession, sampler: Sampler, engine: Engine, model: str, tokens: int) -> Ask:
+    path, rest, prompt = engine.request(model, tokens)
 
     async def ask(tokens: list[int]) -> None:
-        body = {"model": model, "token_ids": tokens, "sampling_params": params}
-        url = f"{sampler.url}/inference/v1/generate"
-        async with http.post(url, json=body, headers=bearer(sampler.token)) as response:
+        body = {**rest, prompt: tokens}
+        async with http.post(sampler.url + path, json=body, headers=bearer(sampler.token)) as response:
             response.raise_for_status()
             await response.json()
 
@@ -165,10 +196,10 @@ def cpu_s(server: int | None) -> dict[str, float]:
 
 
 async def throughput(
-    sides: dict[str, Ask], seconds: float, server: int | None
+    sides: dict[str, Ask], turns: dict[int, tuple[int, float]], seconds: float, server: int | None
 ) -> dict[int, dict[str, Figures]]:
     results: dict[int, dict[str, Figures]] = {}
-    for concurrency, (requests, share) in TURNS.items():
+    for concurrency, (requests, share) in turns.items():
         results[concurrency] = {name: Figures() for name in sides}
         end = time.perf_counter() + seconds * share
         for ask in sides.values():
@@ -204,22 +235,23 @@ def publish_to_first_token(service: tinker.ServiceClient, base_model: str, rank:
 
 
 @contextmanager
-def both(base_url: str | None, sampler_url: str | None) -> Iterator[tuple[str, Sampler, int | None]]:
-    """URL of the API, its vLLM server, and the pid of serve where it is started here."""
-    if base_url and sampler_url:
-        yield base_url, Sampler(sampler_url, os.environ.get(TOKEN, "")), None
+def both(arguments: argparse.Namespace) -> Iterator[tuple[str, Sampler, int | None]]:
+    """URL of the API, its sampling server, and the pid of serve where it is started here."""
+    if arguments.base_url and arguments.sampler_url:
+        yield arguments.base_url, Sampler(arguments.sampler_url, os.environ.get(TOKEN, "")), None
         return
-    with served() as (url, pid):
-        yield url, vllm_server(pid), pid
+    python = ["--sampler-python", arguments.sampler_python] if arguments.sampler_python else []
+    with served("--sampler-engine", arguments.engine, *python) as (url, pid):
+        yield url, sampling_server(pid, ENGINES[arguments.engine].entry), pid
 
 
-def vllm_server(pid: int) -> Sampler:
+def sampling_server(pid: int, entry: str) -> Sampler:
     for process in psutil.Process(pid).children(recursive=True):
         command = process.cmdline()
-        if any(part.endswith("vllm.vllm_entry") for part in command) and "--port" in command:
+        if any(part.endswith(entry) for part in command) and "--port" in command:
             url = f"http://127.0.0.1:{command[command.index('--port') + 1]}"
             return Sampler(url, process.environ().get(TOKEN, ""))
-    raise SystemExit("found no vLLM server below serve: give --base-url and --sampler-url")
+    raise SystemExit("found no sampling server below serve: give --base-url and --sampler-url")
 
 
 @asynccontextmanager
@@ -254,16 +286,16 @@ def report(results: dict[int, dict[str, Figures]], tokens: int) -> dict[str, Any
     summary: dict[str, Any] = {}
     for concurrency, sides in results.items():
         for name, figures in sides.items():
-            ratio = figures.rate / sides["vllm"].rate
+            ratio = figures.rate / sides["bare"].rate
             print(
                 f"{concurrency:>8} {name:<6}{figures.rate:>9.1f}{figures.rate * tokens:>10.0f}"
                 f"{figures.p50_ms:>9.1f}{ratio:>7.2f}"
             )
-        summary[f"ratio_x{concurrency}"] = round(sides["ours"].rate / sides["vllm"].rate, 3)
-        summary[f"sdk_ratio_x{concurrency}"] = round(sides["sdk"].rate / sides["vllm"].rate, 3)
+        summary[f"ratio_x{concurrency}"] = round(sides["ours"].rate / sides["bare"].rate, 3)
+        summary[f"sdk_ratio_x{concurrency}"] = round(sides["sdk"].rate / sides["bare"].rate, 3)
         summary[f"tokens_per_s_x{concurrency}"] = round(sides["ours"].rate * tokens)
         summary[f"cpu_ms_x{concurrency}"] = {name: figures.cpu_ms for name, figures in sides.items()}
-    summary["overhead_p50_ms"] = round(overhead_p50_ms(results[1]["vllm"], results[1]["ours"]), 2)
+    summary["overhead_p50_ms"] = round(overhead_p50_ms(results[1]["bare"], results[1]["ours"]), 2)
     return summary
 
 
@@ -285,28 +317,31 @@ async def compare(
 ) -> dict[str, Any]:
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
-    tokens = arguments.tokens
+    engine = ENGINES[arguments.engine]
+    tokens = arguments.tokens or engine.tokens
     sampler = await service.create_sampling_client(base_model=arguments.base_model)
     async with (
         aiohttp.ClientSession(connector=connector, timeout=timeout) as http,
         sampling_session(http, url, arguments.base_model) as session,
     ):
         sides = {
-            "vllm": bare(http, bare_sampler, arguments.base_model, tokens),
+            "bare": bare(http, bare_sampler, engine, arguments.base_model, tokens),
             "ours": ours(http, url, session, tokens),
             "sdk": through_sdk(sampler, tokens),
         }
-        return report(await throughput(sides, arguments.seconds, server), tokens)
+        return report(await throughput(sides, engine.turns, arguments.seconds, server), tokens)
 
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--sampler-url", help="of its vLLM server")
+    parser.add_argument("--engine", choices=ENGINES, default="vllm")
+    parser.add_argument("--sampler-python", help="the interpreter that has the engine; default: ours")
+    parser.add_argument("--sampler-url", help="of its sampling server")
     parser.add_argument("--seconds", type=float, default=200.0, help="for the comparison")
-    parser.add_argument("--tokens", type=int, default=256, help="sampled per request; 256 is rl_loop's own")
+    parser.add_argument("--tokens", type=int, help="sampled per request; default: 256, with SGLang 16")
     arguments = parser.parse_args()
     with (
-        both(arguments.base_url, arguments.sampler_url) as (url, bare_sampler, server),
+        both(arguments) as (url, bare_sampler, server),
         tinker.ServiceClient(base_url=url) as service,
     ):
         summary = asyncio.run(compare(service, url, bare_sampler, server, arguments))

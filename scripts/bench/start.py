@@ -49,6 +49,9 @@ KINDS = {  # part of the title
     "ray::IDLE": "worker",
     "default_worker.py": "worker",
     "VLLM::EngineCore": "vLLM core",
+    "sglang::scheduler": "SGLang scheduler",
+    "sglang::detokenizer": "SGLang detokenizer",
+    "sglang_entry.py": "SGLang API",
     "skyrl_tinker serve": "serve",
 }
 

@@ -1,8 +1,13 @@
 """A server that samples with a real SGLang, through the SDK."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tinker import types
 from tokenizers import Tokenizer
 
+from skyrl_tinker.inference.constants import TOKEN
 from tests.e2e.support.client import Client, logprobs_of, metrics_of, prompt, random_tokens
 from tests.e2e.support.policies import ATOL, TOKENS, step
 from tests.e2e.test_examples import (  # noqa: F401 - kept here as with vLLM
@@ -39,6 +45,8 @@ from tests.e2e.test_openai import (  # noqa: F401 - likewise
     test_a_developer_speaks_as_the_system,
     test_a_dialogue_goes_on_after_an_answer_without_text,
     test_a_streamed_chat_says_the_same_as_a_whole_one,
+    test_an_answer_fits_its_schema_for_any_weights,
+    test_an_answer_is_an_object_and_a_wrong_schema_is_refused,
     test_an_unknown_model_is_not_found,
     test_base_models_are_listed,
     test_logprobs_true_lists_the_sampled_tokens_of_a_completion,
@@ -54,12 +62,14 @@ from tests.e2e.test_openai import (  # noqa: F401 - likewise
     test_whole_and_streamed_answers_are_on_the_bill,
     trained,
 )
-from tests.support.processes import title
+from tests.support.processes import client_of, command, title
 from tests.support.serve import Serve
 from tests.support.sglang_cpu.sglang_server import interpreter, sampling
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.long
+
+SAMPLE = Path(__file__).parents[2] / "scripts" / "bench" / "sample.py"
 
 
 @pytest.fixture(scope="module")
@@ -242,3 +252,21 @@ def test_a_replica_that_died_comes_back_with_full_parameters_and_ends_its_sample
     assert [len(sequence.tokens) for sequence in running.result().sequences] == [400] * 4
     found = sampler.compute_logprobs(prompt(TOKENS)).result()
     np.testing.assert_allclose(found[1:], expected, atol=ATOL)
+
+
+def test_the_benchmark_of_samples_compares_with_the_bare_server_and_ends(
+    server: Serve, client: Client
+) -> None:
+    entries = (each for each in server.tree() if "sglang_entry.py" in title(each))
+    bare = next(each for each in entries if "--port" in command(each))
+    with client_of(bare) as http:
+        url = str(http.base_url)
+    urls = ["--base-url", server.url, "--sampler-url", url.rstrip("/")]
+    short = ["--engine", "sglang", "--base-model", client.model, "--seconds", "1", "--tokens", "1"]
+    environment = {**os.environ, TOKEN: bare.environ()[TOKEN]}
+    run = [sys.executable, str(SAMPLE), *urls, *short]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert all(summary[f"ratio_x{count}"] > 0 for count in (1, 8, 64, 512))
+    assert summary["publish_full_ms"] > 0

@@ -22,6 +22,7 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.long
 
 REPLICAS = 2
+PROMPTS = [[first, *TOKENS[:8]] for first in range(3, 19)]
 SCHEDULER, SERVER = "sglang::scheduler", "sglang_entry.py"
 
 
@@ -66,6 +67,28 @@ def assert_each_its_own(samplers: dict[tinker.SamplingClient, Array]) -> None:
         np.testing.assert_allclose(answer.result()[1:], samplers[sampler], atol=ATOL)
 
 
+def published(server: Serve, rank: int) -> tuple[str, list[Array]]:
+    """Train; return the path of the weights, and the trainer's logprobs of PROMPTS."""
+    with tinker.ServiceClient(base_url=server.url) as service:
+        training = Client(server.url, service).new_lora(rank=rank, seed=3)
+        step(training)
+        path = training.save_weights_for_sampler("oai").result().path
+        return path, [logprobs_of(training, tokens) for tokens in PROMPTS]
+
+
+def assert_on_every_replica(server: Serve, path: str, expected: list[Array]) -> None:
+    """By the router, which chooses by the prompt, once all replicas are there."""
+    wait_until(lambda: httpx.get(f"{server.url}/readyz").json()["detail"] == "", START_S)
+    before = prompt_tokens(server)
+    with openai.OpenAI(base_url=f"{server.url}/oai/api/v1", api_key="any", max_retries=0) as oai:
+        for tokens, scores in zip(PROMPTS, expected, strict=True):
+            asked = oai.completions.create(model=path, prompt=tokens, max_tokens=1, echo=True, logprobs=0)
+            assert asked.choices[0].logprobs is not None
+            found = asked.choices[0].logprobs.token_logprobs or []
+            np.testing.assert_allclose(np.asarray(found[1:-1], float), scores, atol=ATOL)
+    wait_until(lambda: all(prompt_tokens(server)[replica] > before[replica] for replica in "01"), 120)
+
+
 def test_every_replica_samples_every_adapter(
     server: Serve, samplers: dict[tinker.SamplingClient, Array]
 ) -> None:
@@ -74,21 +97,8 @@ def test_every_replica_samples_every_adapter(
 
 
 def test_openai_requests_reach_the_adapter_on_every_replica(server: Serve) -> None:
-    """By the router, which chooses by the prompt."""
-    with tinker.ServiceClient(base_url=server.url) as service:
-        training = Client(server.url, service).new_lora(seed=3)
-        step(training)
-        path = training.save_weights_for_sampler("oai").result().path
-        prompts = [[first, *TOKENS[:8]] for first in range(3, 19)]
-        expected = [logprobs_of(training, tokens) for tokens in prompts]
-    before = prompt_tokens(server)
-    with openai.OpenAI(base_url=f"{server.url}/oai/api/v1", api_key="any", max_retries=0) as oai:
-        for tokens, scores in zip(prompts, expected, strict=True):
-            asked = oai.completions.create(model=path, prompt=tokens, max_tokens=1, echo=True, logprobs=0)
-            assert asked.choices[0].logprobs is not None
-            found = asked.choices[0].logprobs.token_logprobs or []
-            np.testing.assert_allclose(np.asarray(found[1:-1], float), scores, atol=ATOL)
-    wait_until(lambda: all(prompt_tokens(server)[replica] > before[replica] for replica in "01"), 120)
+    path, expected = published(server, 8)
+    assert_on_every_replica(server, path, expected)
 
 
 def test_its_own_metrics_come_with_the_number_of_their_replica(
@@ -119,3 +129,13 @@ def test_a_replica_that_is_killed_under_load_loses_nothing_and_comes_back(
         assert [len(sequence.tokens) for sequence in rollout.result().sequences] == [200, 200]
     wait_until(lambda: len(processes(server, SCHEDULER) - {victim.pid}) == REPLICAS, START_S)
     assert_each_its_own(samplers)
+
+
+def test_full_weights_are_on_every_replica_and_on_one_that_comes_back(server: Serve) -> None:
+    path, expected = published(server, 0)
+    assert_on_every_replica(server, path, expected)
+    before = processes(server, SCHEDULER)
+    victim = next(each for each in below(server.process.pid) if each.pid in before)
+    victim.kill()
+    wait_until(lambda: len(processes(server, SCHEDULER) - {victim.pid}) == REPLICAS, START_S)
+    assert_on_every_replica(server, path, expected)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
@@ -14,6 +15,10 @@ from skyrl_tinker.inference.packed import PACKED, unpack
 CONNECT_TIMEOUT_S = 10.0
 RETRY_DELAYS_S = (0.05, 0.5)
 """Seconds before the second and third try of a call that may be repeated."""
+KEPT_S = 15.0
+"""Seconds for which an unused connection is kept."""
+KEPT_ONCE_S = 2.0
+"""The same for calls that must not be repeated: servers close unused ones after 5 s or more."""
 
 
 class HttpStatusError(Exception):
@@ -38,11 +43,12 @@ class JsonHttp:
     def __init__(self, token: str = "") -> None:
         """`token`: sent with every request; empty: none."""
         self._token = token
-        self._session: aiohttp.ClientSession | None = None
+        # By server, for calls that must not be repeated; "": for all others.
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_token": self._token, "_session": None, "_loop": None}
+        return {"_token": self._token, "_sessions": {}, "_loop": None}
 
     async def request(
         self,
@@ -64,7 +70,7 @@ class JsonHttp:
         sent = {"Content-Type": "application/json", **(headers or {})}
         for delay in (*delays, None):
             try:
-                async with self._connections(pooled=repeatable) as session:
+                async with self._connections(url, pooled=repeatable) as session:
                     return await _send(session, method, url, data=body, params=params, headers=sent)
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
                 if delay is None:
@@ -101,23 +107,34 @@ class JsonHttp:
             raise SamplerError(f"POST {url} failed: {error!r}") from error
 
     @asynccontextmanager
-    async def _connections(self, *, pooled: bool) -> AsyncIterator[aiohttp.ClientSession]:
+    async def _connections(self, url: str, *, pooled: bool) -> AsyncIterator[aiohttp.ClientSession]:
+        """Yield the pool, or connections to one server for calls that must not be repeated, one at a time.
+
+        After a failure the latter are new: the server closes its own, just when the next call may take it.
+        """
         if pooled:
             yield self._pool()
-        else:  # a server closes a connection on which a call failed, just when the next call may take it
-            async with _new_session(self._token) as session:
-                yield session
+            return
+        server = urlsplit(url).netloc
+        session = self._pool(server, KEPT_ONCE_S)
+        try:
+            yield session
+        except BaseException:
+            self._sessions.pop(server, None)
+            await session.close()
+            raise
 
-    def _pool(self) -> aiohttp.ClientSession:
+    def _pool(self, server: str = "", kept_s: float = KEPT_S) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
-        if self._session is None or self._loop is not loop or self._session.closed:
-            self._loop = loop
-            self._session = _new_session(self._token)
-        return self._session
+        if self._loop is not loop:
+            self._loop, self._sessions = loop, {}
+        if server not in self._sessions or self._sessions[server].closed:
+            self._sessions[server] = _new_session(self._token, kept_s)
+        return self._sessions[server]
 
     async def close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
+        sessions, self._sessions = self._sessions, {}
+        for session in sessions.values():
             await session.close()
 
 
@@ -126,10 +143,10 @@ def bearer(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-def _new_session(token: str) -> aiohttp.ClientSession:
+def _new_session(token: str, kept_s: float) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         headers=bearer(token),
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=kept_s),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
     )
 

@@ -28,8 +28,11 @@ ARCHITECTURES = (
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
 )
 """Architectures that have been tested against the trainer's logprobs."""
+WITHOUT_ADAPTERS = {"Gemma3ForCausalLM": "head", "Qwen3MoeForCausalLM": "experts"}
+"""Architectures with the part of which SGLang takes no adapters on a CPU."""
 
 
 def require_model(served: ModelToServe) -> None:
@@ -37,9 +40,15 @@ def require_model(served: ModelToServe) -> None:
     facts = served.facts
     if facts.architecture not in ARCHITECTURES:
         raise StartupError(f"sampler_engine: found {facts.architecture}, expected {', '.join(ARCHITECTURES)}")
-    if served.adapters and facts.architecture == "Gemma3ForCausalLM":
+    if served.adapters and (part := WITHOUT_ADAPTERS.get(facts.architecture)):
         raise StartupError(
-            "max_lora_rank: expected 0: SGLang does not start with adapters of the head of Gemma3ForCausalLM"
+            f"max_lora_rank: expected 0: SGLang does not start with adapters of the {part} of "
+            f"{facts.architecture}"
+        )
+    if facts.tied and facts.architecture == "Qwen3MoeForCausalLM":
+        raise StartupError(
+            "config.json: tie_word_embeddings: expected false: SGLang gives "
+            f"{facts.architecture} a head of its own"
         )
     if (window := _ignored_window(served)) is not None:
         raise StartupError(
@@ -110,7 +119,7 @@ def flags(spec: SamplerSpec, port: int, host: str) -> list[str]:
         "context-length": spec.max_model_len,
         "tp-size": spec.tensor_parallel_size,
         "max-running-requests": MAX_SEQUENCES + RESERVED_SEQUENCES,
-        "grammar-backend": "none",
+        "grammar-backend": "llguidance",  # the default, xgrammar, refuses logits on a CPU
         "enable-cache-report": True,
         "skip-server-warmup": True,
         "log-level": "warning",
@@ -144,7 +153,7 @@ class SglangProcess:
         router_replay=False,
         fewest_tokens=1,
         add_special_tokens=False,
-        response_format=False,  # not tried
+        response_format=True,
         streamed_chat_logprobs=False,  # those of a token that ends within a character are lost
         reasoning_parser=False,
         tool_parser=False,
@@ -198,5 +207,9 @@ class SglangProcess:
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": spec.network_interface or interface,
         }
-        cpu = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"} if spec.device == "cpu" else {}
-        return {**inherited, **common, **cpu}
+        cpu = {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_COMPILE_DISABLE": "1",  # by which a grammar's first mask would need a compiler of C++
+        }
+        return {**inherited, **common, **(cpu if spec.device == "cpu" else {})}

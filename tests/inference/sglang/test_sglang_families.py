@@ -9,7 +9,7 @@ import pytest
 from skyrl_tinker import config
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.sglang.sglang_dialect import SGLANG
-from skyrl_tinker.inference.sglang.sglang_process import ARCHITECTURES
+from skyrl_tinker.inference.sglang.sglang_process import ARCHITECTURES, WITHOUT_ADAPTERS
 from skyrl_tinker.server.base_models.base_model import resolve
 from skyrl_tinker.server.base_models.tiny_families import FAMILIES
 from skyrl_tinker.weight_sync.factory import make_transport
@@ -28,8 +28,7 @@ NO_WINDOW: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {"use_sliding_window": False},
 }
-UNTIED = ("llama",)
-WITHOUT_ADAPTERS = ("gemma3",)
+UNTIED = ("llama", "qwen3-moe")
 
 
 @pytest.mark.parametrize("arch", sorted({*ARCHS} - {"qwen3"}))  # which all other tests sample
@@ -39,7 +38,7 @@ async def test_samples_have_the_trainers_logprobs(
     arch: str,
 ) -> None:
     write_tiny(tmp_path / "model", arch=arch, tied=arch not in UNTIED, **NO_WINDOW.get(arch, {}))
-    adapters = arch not in WITHOUT_ADAPTERS
+    adapters = FAMILIES[arch].architecture not in WITHOUT_ADAPTERS
     facts = resolve(
         config.load(
             base_model=str(tmp_path / "model"),

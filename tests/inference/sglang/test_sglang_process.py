@@ -13,6 +13,7 @@ from skyrl_tinker.inference.constants import TOKEN
 from skyrl_tinker.inference.sglang.sglang_process import SglangProcess
 from skyrl_tinker.server import preflight
 from skyrl_tinker.server.base_models.base_model import resolve
+from skyrl_tinker.server.base_models.tiny_families import FAMILIES
 from tests.inference.support.samplers import spec_of, write_model
 from tests.support.tiny_models import write_tiny
 
@@ -112,8 +113,8 @@ def test_arguments_of_vllm_are_refused() -> None:
 
 
 def test_models_that_were_not_tried_are_refused(tmp_path: Path) -> None:
-    write_model(tmp_path / "model", tied=False, arch="qwen3-moe")
-    with pytest.raises(StartupError, match=r"found Qwen3MoeForCausalLM, expected .*, Qwen3ForCausalLM"):
+    write_model(tmp_path / "model", tied=False, arch="olmo3")
+    with pytest.raises(StartupError, match=r"found Olmo3ForCausalLM, expected .*, Qwen3ForCausalLM"):
         resolve(config.load(base_model=str(tmp_path / "model"), sampler_engine="sglang"))
 
 
@@ -131,12 +132,19 @@ def test_a_window_that_it_would_ignore_is_refused(
     resolve(config.load(**settings, context_length=64))
 
 
-def test_adapters_of_gemma_are_refused(tmp_path: Path) -> None:
-    write_tiny(tmp_path, arch="gemma3")
+@pytest.mark.parametrize("arch", ["gemma3", "qwen3-moe"])
+def test_adapters_with_which_it_does_not_start_are_refused(tmp_path: Path, arch: str) -> None:
+    write_tiny(tmp_path, arch=arch, tied=arch == "gemma3")
     settings = {"base_model": str(tmp_path), "sampler_engine": "sglang"}
-    with pytest.raises(StartupError, match=r"max_lora_rank: expected 0: .* of Gemma3ForCausalLM"):
+    with pytest.raises(StartupError, match=f"max_lora_rank: expected 0: .* of {FAMILIES[arch].architecture}"):
         resolve(config.load(**settings))
     resolve(config.load(**settings, max_lora_rank=0))
+
+
+def test_a_tied_head_that_it_would_not_load_is_refused(tmp_path: Path) -> None:
+    write_tiny(tmp_path, arch="qwen3-moe", tied=True)
+    with pytest.raises(StartupError, match="tie_word_embeddings: expected false"):
+        resolve(config.load(base_model=str(tmp_path), sampler_engine="sglang", max_lora_rank=0))
 
 
 def test_ends_of_which_the_samples_know_nothing_are_refused(facts: BaseModelFacts) -> None:

@@ -54,7 +54,7 @@ def interpreter() -> Path:
 @contextmanager
 def sampling(home: Path, *options: str, **settings: str) -> Iterator[serve.Serve]:
     """Start skyrl-tinker, whose samples SGLang makes. `settings`: further ones, in capital letters."""
-    chosen = {"SAMPLER_ENGINE": "sglang", "SAMPLER_STARTUP_S": str(START_S), **settings}
+    chosen = {"SAMPLER_ENGINE": "sglang", **settings}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in chosen.items():
             patch.setenv(f"SKYRL_TINKER_{name}", value)
