@@ -14,6 +14,7 @@ import orjson
 from httptools import HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from skyrl_tinker.api.middleware.arriving_body import WHOLE
 from skyrl_tinker.domain.units import MiB
 
 HEAD_BYTES = 64 * 1024
@@ -191,6 +192,7 @@ class _Http(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._outside = 0
         self._in_body = False
+        self.scope["extensions"] = {WHOLE: {}}
         self._disarm("rest")
         super().on_message_complete()
 

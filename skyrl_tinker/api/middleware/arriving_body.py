@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive
+from starlette.types import Message, Receive
 
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.domain.units import MiB
@@ -25,6 +25,8 @@ OWNER_FILES = 2048 * MiB
 """Largest total of one owner's files."""
 LARGE_BYTES = 256 * 1024
 """Whole bodies up to this size need no budget and no turns: heartbeats and samples overtake larger ones."""
+WHOLE = "skyrl_tinker.whole"
+"""Extension in the scope of a request whose body has come, so that receiving it waits for no client."""
 PARTS_AT_ONCE = 8
 """Parts of bodies over LARGE_BYTES that are taken in one round of the event loop."""
 _RETRY_S = 10
@@ -135,10 +137,8 @@ class ArrivingBody:
 
     async def _receive_part(self) -> None:
         message = await self._receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
+        part = received(message)
         self.more = message.get("more_body", False)
-        part = message.get("body", b"")
         self.size += len(part)
         if self._file is None and self._take_memory():
             self._memory.write(part)
@@ -165,6 +165,14 @@ class ArrivingBody:
             await asyncio.to_thread(self._file.write, part)
         except OSError as error:
             raise NoRoomError(f"request body: cannot be kept while it arrives: {error}", _RETRY_S) from error
+
+
+def received(message: Message) -> bytes:
+    """Return the part of a body. Raises ClientDisconnect."""
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect
+    part: bytes = message.get("body", b"")
+    return part
 
 
 def _read(file: IO[bytes], size: int) -> bytes:

@@ -1,26 +1,28 @@
 """Bounds on request bodies: bytes on the wire, bytes after decompression, bytes held at once."""
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl_tinker.api import error_responses
-from skyrl_tinker.api.middleware.arriving_body import LARGE_BYTES, ArrivingBody, Spool
+from skyrl_tinker.api.middleware.arriving_body import LARGE_BYTES, WHOLE, ArrivingBody, Spool, received
 from skyrl_tinker.api.middleware.byte_budget import ByteBudget
 from skyrl_tinker.api.middleware.compression import decompress, first_bytes, most_expanded, require_known
 from skyrl_tinker.api.middleware.route_traits import Trait, has
-from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import OverloadedError, TooLargeError, UserError
 
 PROTOBUF = "application/x-protobuf"
 HEAD_BYTES = 192 * 1024
 """Bytes of a refused body that are decoded for its model_id and seq_id."""
+_Fields = Mapping[bytes, bytes]
+"""Headers by name, each of them once."""
 
 
 class Caps(NamedTuple):
@@ -47,9 +49,9 @@ class BodyLimits:
     json: int
     held: int
 
-    def caps(self, headers: Headers) -> Caps:
+    def caps(self, fields: _Fields) -> Caps:
         """Return the caps of a request's body."""
-        if headers.get("content-type", "").startswith(PROTOBUF):
+        if fields.get(b"content-type", b"").startswith(PROTOBUF.encode()):
             return Caps(self.wire, self.expanded, "setting bodies.wire_mb")
         return Caps(min(self.json, self.wire), min(self.json, self.expanded), "setting bodies.json_mb")
 
@@ -83,11 +85,11 @@ class BodyLimitMiddleware:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
             await self._app(scope, receive, send)
             return
+        fields = dict(reversed(scope["headers"]))  # of several with one name the first, as routes read them
+        caps = SMALL if has(scope, Trait.WAITING) else self._limits.caps(fields)
         async with AsyncExitStack() as held:
-            headers = MutableHeaders(scope=scope)
-            caps = SMALL if has(scope, Trait.WAITING) else self._limits.caps(headers)
             try:
-                body = await self._read(headers, receive, caps, scope.get("owner"), held)
+                body = await self._read(scope, fields, receive, caps, held)
             except ClientDisconnect:
                 return
             except (UserError, OverloadedError) as error:
@@ -95,45 +97,44 @@ class BodyLimitMiddleware:
                     await error_responses.refusal(Request(scope), error)(scope, receive, send)
                     return
                 scope["refused"], body = str(error), error.head  # the error itself would keep the whole body
-            headers["content-length"] = str(len(body))
+            if fields.get(b"content-length") != b"%d" % len(body) or b"content-encoding" in fields:
+                headers = MutableHeaders(scope=scope)
+                headers["content-length"] = str(len(body))
+                del headers["content-encoding"]
             await self._app(scope, _replay(body, receive), send)
 
     async def _read(
-        self,
-        headers: MutableHeaders,
-        receive: Receive,
-        caps: Caps,
-        owner: OwnerId | None,
-        held: AsyncExitStack,
+        self, scope: Scope, fields: _Fields, receive: Receive, caps: Caps, held: AsyncExitStack
     ) -> bytes:
-        encoding = headers.get("content-encoding", "identity").strip().lower()
+        encoding = _encoding(fields)
         if encoding == "identity":
-            return await self._read_wire(headers, receive, caps, owner, held)
+            return await self._read_wire(scope, fields, receive, caps, held)
         require_known(encoding)
         async with AsyncExitStack() as compressed:
-            body = await self._read_wire(headers, receive, caps, owner, compressed)
+            body = await self._read_wire(scope, fields, receive, caps, compressed)
             # Holders of wire bytes may wait for expanded bytes, never the other way round (deadlock).
             size = min(most_expanded(body, encoding), caps.expanded)
             if size > LARGE_BYTES:
-                share = await held.enter_async_context(self._expanded.holding(size, owner))
+                share = await held.enter_async_context(self._expanded.holding(size, scope.get("owner")))
                 body = await asyncio.to_thread(_decompress, body, encoding, caps.expanded)
                 self._expanded.shrink(share, len(body))
             else:
                 body = _decompress(body, encoding, caps.expanded)
-        del headers["content-encoding"]
         return body
 
     async def _read_wire(
-        self, headers: Headers, receive: Receive, caps: Caps, owner: OwnerId | None, held: AsyncExitStack
+        self, scope: Scope, fields: _Fields, receive: Receive, caps: Caps, held: AsyncExitStack
     ) -> bytes:
-        size = _content_length(headers)
+        size, owner = _content_length(fields), scope.get("owner")
+        if size is not None and size <= min(caps.wire, LARGE_BYTES) and WHOLE in scope.get("extensions", ()):
+            return received(await receive())
         with ArrivingBody(receive, self._spool, owner) as body:
             if size is not None and size > caps.wire:
                 await body.read(HEAD_BYTES)
-                raise await _too_large(f"{size}", caps, headers, body)
+                raise await _too_large(f"{size}", caps, fields, body)
             await body.read(caps.wire)
             if body.size > caps.wire:
-                raise await _too_large(f"more than {caps.wire}", caps, headers, body)
+                raise await _too_large(f"more than {caps.wire}", caps, fields, body)
             if body.size > LARGE_BYTES:
                 await held.enter_async_context(self._wire.holding(body.size, owner))
             return await body.first_bytes(body.size)
@@ -146,15 +147,19 @@ def _decompress(body: bytes, encoding: str, cap: int) -> bytes:
         raise BodyTooLargeError(str(error), first_bytes(body, encoding)) from None
 
 
-def _content_length(headers: Headers) -> int | None:
+def _encoding(fields: _Fields) -> str:
+    return fields.get(b"content-encoding", b"identity").decode("latin-1").strip().lower()
+
+
+def _content_length(fields: _Fields) -> int | None:
     """Return Content-Length; None for a chunked body."""
-    length = headers.get("content-length", "")
-    return int(length) if length.isdecimal() and len(length) <= 18 else None
+    length = fields.get(b"content-length", b"")
+    return int(length) if length.isdigit() and len(length) <= 18 else None
 
 
-async def _too_large(size: str, caps: Caps, headers: Headers, body: ArrivingBody) -> BodyTooLargeError:
+async def _too_large(size: str, caps: Caps, fields: _Fields, body: ArrivingBody) -> BodyTooLargeError:
     message = f"request body: found {size} bytes, expected at most {caps.wire} ({caps.reason})"
-    encoding = headers.get("content-encoding", "identity").strip().lower()
+    encoding = _encoding(fields)
     start = await body.first_bytes(HEAD_BYTES)
     return BodyTooLargeError(message, start if encoding == "identity" else first_bytes(start, encoding))
 

@@ -17,6 +17,15 @@ from skyrl_tinker.api import error_responses
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
+class _FastRequest(Request):
+    """Request whose body has come as one message: Starlette joins parts of a stream."""
+
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):
+            self._body: bytes = (await self.receive())["body"]
+        return self._body
+
+
 class FastRoute(APIRoute):
     """POST route without path parameters, whose endpoint takes the request and the services."""
 
@@ -46,7 +55,7 @@ class FastPaths:
             if isinstance(route := scope.get("route"), FastRoute):
                 self._handlers[scope["path"]] = route.get_route_handler()
             return
-        request = Request(scope, receive)
+        request = _FastRequest(scope, receive)
         try:
             answer = await handler(request)
         except error_responses.EXPECTED as error:

@@ -1,7 +1,10 @@
 """Limits of requests by the base model that they concern, and checks of ids against them."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from skyrl_tinker.domain.sampler_abilities import ALL_ABILITIES, SamplerAbilities
 from skyrl_tinker.errors import UserError
@@ -24,6 +27,16 @@ class Limits:
 
 def check_ids(ids: Sequence[int], field: str, vocab_size: int, lowest: int = 0) -> None:
     """Raise UserError that names the first id outside [lowest, vocab_size)."""
-    if min(ids, default=0) < lowest or max(ids, default=0) >= vocab_size:
+    if ids and not _are_within(ids, lowest, vocab_size):
         index, token = next((i, token) for i, token in enumerate(ids) if not lowest <= token < vocab_size)
         raise UserError(f"{field}[{index}] is {token}, expected a token id in [{lowest}, {vocab_size})")
+
+
+def _are_within(ids: Sequence[int], lowest: int, end: int) -> bool:
+    """Compare machine numbers: Python's `min` and `max` take most of a sample's check."""
+    try:
+        packed = array("q" if lowest else "I", ids)
+    except OverflowError:
+        return False
+    values = np.frombuffer(packed, packed.typecode)
+    return bool(values.min() >= lowest and values.max() < end)
