@@ -409,7 +409,7 @@ class Settings(BaseSettings):
     sdk: SdkFlags = SdkFlags()
     timeouts: Timeouts = Timeouts()
     sample_backlog: int = Field(20000, ge=1)
-    """Samples that may wait; beyond it asample and /oai answer 429 and clients try again"""
+    """Samples of one base model that may wait; beyond it asample and /oai answer 429 and clients try again"""
     keys: KeyLimits = KeyLimits()
     connections: ConnectionLimits = ConnectionLimits()
     bodies: Bodies = Bodies()

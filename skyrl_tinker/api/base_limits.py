@@ -1,4 +1,4 @@
-"""Limits of requests by the base model of their model or sampling session."""
+"""Limits of requests by the base model of their model, sampling session or weights."""
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.bases import Bases
@@ -7,13 +7,14 @@ from skyrl_tinker.domain.values import BaseModelFacts, Failure
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.validation.limits import Limits
 from skyrl_tinker.store import model_records, sampling_sessions
+from skyrl_tinker.store.reports import openai_models
 from skyrl_tinker.store.store import Store
 
 MOST_KNOWN = 4096
 
 
 class BaseLimits:
-    """Limits by base model. That of a model or sampling session never changes, and is read once.
+    """Limits by base model. That of a model, sampling session or path never changes, and is read once.
 
     The MOST_KNOWN that were asked for last are kept. One that the store does not know has the limits of the
     first base model: the store refuses the request.
@@ -52,6 +53,13 @@ class BaseLimits:
             limits = self.of(facts)
         return self._keep(session, limits)
 
+    async def of_openai_model(self, model: str, owner: OwnerId | None) -> Limits:
+        """Return the limits of a base model's name, or of a path. Raises as `openai_models.find`."""
+        if (limits := self._known.get(model)) is None:
+            found = await self._store.read(lambda conn: openai_models.find(conn, owner, model, self.bases))
+            limits = self.of(self.bases.require(model if found is None else found[0].base_model))
+        return self._keep(model, limits)
+
     def _keep(self, row_id: str, limits: Limits) -> Limits:
         self._known.pop(row_id, None)
         self._known[row_id] = limits
@@ -62,6 +70,7 @@ class BaseLimits:
 
 def _limits(settings: Settings, facts: BaseModelFacts) -> Limits:
     return Limits(
+        base_model=facts.name,
         vocab_size=facts.vocab_size,
         context_length=facts.context_length,
         max_datums=settings.bodies.datums,

@@ -111,8 +111,8 @@ async def join_sampling_session(request: Request, deps: Deps, owner: Owner) -> J
 )
 async def asample(request: Request, deps: Deps) -> AcceptedFuture:
     caller = caller_of(request)
-    refusal = deps.backpressure.full() or await deps.backlogs.full(caller)
-    sample = await _read_sample(await request.body(), deps, caller)
+    sample, base_model = await _read_sample(await request.body(), deps, caller)
+    refusal = deps.backpressure.full(base_model) or await deps.backlogs.full(caller)
     owner = caller.owner
     if refusal is not None:  # but not of a sample that was accepted before, and its answer lost
         accepted = await deps.store.fetch(lambda conn: submit_sample(conn, sample, owner, refusal).value())
@@ -121,12 +121,15 @@ async def asample(request: Request, deps: Deps) -> AcceptedFuture:
             lambda conn: submit_sample(conn, sample, owner), deps.wake_engine, len(sample.body)
         )
     if accepted.created:
-        deps.backpressure.accepted()
+        deps.backpressure.accepted(base_model)
     return announce(deps, owner, accepted, pending=True)
 
 
-async def _read_sample(body: bytes, deps: Services, caller: Caller) -> NewSample:
-    """Decode, check, and convert to the stored form, in threads when the body is large."""
+async def _read_sample(body: bytes, deps: Services, caller: Caller) -> tuple[NewSample, str]:
+    """Decode, check, and convert to the stored form, in threads when the body is large.
+
+    Returns the sample and the name of its base model.
+    """
     message = await off_loop(len(body), lambda: parse(AsampleRequest, json_object(body)))
     if message.sampling_session_id is None or message.seq_id is None:
         raise NotSupportedError("sampling_session_id or seq_id is missing: expected both")
@@ -147,7 +150,7 @@ async def _read_sample(body: bytes, deps: Services, caller: Caller) -> NewSample
             sample.sequences,
         )
 
-    return await off_loop(len(body), check)
+    return await off_loop(len(body), check), limits.base_model
 
 
 router.include_router(fast)

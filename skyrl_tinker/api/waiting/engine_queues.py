@@ -6,6 +6,7 @@ Beside other API processes it is read each second, as samples may wait that thos
 import asyncio
 import logging
 import time
+from collections import Counter
 
 from pydantic import ValidationError
 
@@ -28,8 +29,8 @@ class EngineQueues:
         self._refreshed = asyncio.Event()  # set and replaced at each read
         self._view: QueuesView | None = None
         self._read_at = 0.0
-        self._accepted = 0
-        self._waiting = 0  # samples, at the last read
+        self._accepted: Counter[str] = Counter()  # samples, by base model
+        self._waiting: dict[str, int] = {}  # likewise, at the last read
 
     async def run(self) -> None:
         """Read on request until cancelled."""
@@ -53,31 +54,29 @@ class EngineQueues:
                 return None
         return self._view
 
-    def sample_accepted(self) -> None:
-        self._accepted += 1
+    def sample_accepted(self, base_model: str) -> None:
+        self._accepted[base_model] += 1
         self._requested.set()
 
-    def samples_waiting(self) -> int:
-        """Estimate how many samples are accepted and not finished."""
-        return self._waiting + self._accepted
+    def samples_waiting(self, base_model: str) -> int:
+        """Estimate how many samples of a base model are accepted and not finished."""
+        return self._waiting.get(base_model, 0) + self._accepted[base_model]
 
-    @property
-    def samples_per_second(self) -> float | None:
-        views = self._view.sampling.values() if self._view else ()
-        return sum(view.per_second or 0.0 for view in views) or None
+    def samples_per_second(self, base_model: str) -> float | None:
+        view = self._view and self._view.sampling.get(base_model)
+        return view.per_second if view else None
 
     async def _refresh(self) -> None:
-        accepted = self._accepted
+        accepted = self._accepted.copy()
         try:
             self._view = queues_from_bytes(await self._engine.get("/queues"))
         except (EngineUnavailableError, ValidationError) as error:  # it is starting: the old count holds
             _log.debug("the engine's queues could not be read: %s", error)
             self._view = None
         else:
-            self._waiting = sum(view.waiting + view.in_flight for view in self._view.sampling.values())
+            views = self._view.sampling.items()
+            self._waiting = {name: view.waiting + view.in_flight for name, view in views}
             self._accepted -= accepted
         self._read_at = time.monotonic()
-        if (
-            self.samples_waiting() or not self._alone
-        ):  # read on until there are none, or a stale count refuses later samples
-            self._requested.set()
+        if any(self._waiting.values()) or self._accepted.total() or not self._alone:
+            self._requested.set()  # until there are none, or a stale count refuses later samples

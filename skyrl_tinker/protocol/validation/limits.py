@@ -17,6 +17,7 @@ class Limits:
     `max_targets`: target tokens of one forward_backward, all candidates of all datums counted.
     """
 
+    base_model: str
     vocab_size: int
     context_length: int
     max_datums: int

@@ -81,7 +81,7 @@ def test_every_example_is_a_message(model: type[Message]) -> None:
 
 @pytest.mark.parametrize("example", [PASS, FORWARD_PASS])
 def test_the_examples_of_passes_pass(example: dict[str, Any]) -> None:
-    limits = Limits(vocab_size=151936, context_length=4096, max_datums=1, max_lora_rank=64)
+    limits = Limits("tiny", vocab_size=151936, context_length=4096, max_datums=1, max_lora_rank=64)
     validate_forward_backward(pass_requests.decode_forward_backward_json(example), limits)
 
 

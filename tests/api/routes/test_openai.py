@@ -1,6 +1,7 @@
 """The OpenAI routes, with the test in the engine's place: a server on its private socket."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -179,7 +180,7 @@ async def test_an_answer_that_nobody_waits_for_is_given_up(world: World) -> None
             left.set()
         raise AssertionError
 
-    body = b'{"model": "m", "prompt": "a"}'
+    body = json.dumps({"model": BASE, "prompt": "a"}).encode()
     scope = {
         "type": "http",
         "method": "POST",

@@ -13,6 +13,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.units import MiB
+from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
 from skyrl_tinker.engine.compose import make_tmpfs_spill
@@ -121,9 +122,14 @@ class Waiting:
 
 @asynccontextmanager
 async def waiting(
-    settings: Settings, apis: int = 1, placement: Placement = SEPARATE, *, deadlines: bool = False
+    settings: Settings,
+    apis: int = 1,
+    placement: Placement = SEPARATE,
+    *,
+    deadlines: bool = False,
+    bases: tuple[BaseModelFacts, ...] = (FACTS,),
 ) -> AsyncIterator[Waiting]:
-    """Build it from `settings`, whose database is migrated already."""
+    """Build it from `settings`, whose database is migrated already. `bases`: the engine has the first."""
     directories = Directories(settings)
     directories.make()
     async with AsyncExitStack() as stack:
@@ -140,7 +146,7 @@ async def waiting(
         task = asyncio.create_task(made.run())
         stack.push_async_callback(_ended, task)
         for _ in range(apis):
-            made.apis.append(await stack.enter_async_context(running(settings)))
+            made.apis.append(await stack.enter_async_context(running(settings, *bases)))
         yield made
 
 

@@ -4,6 +4,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -24,11 +25,12 @@ from skyrl_tinker.protocol.queue_views import (
 from skyrl_tinker.store.futures.cancellation import QueuePosition
 from tests.api.support.passes import old_json
 from tests.api.support.waiting import Waiting, is_told, ready_model, submit, told, waiting
-from tests.api.support.world import sample, step
+from tests.api.support.world import BASE, FACTS, sample, step
 from tests.support.waiting import until
 
 IDLE = TrainingView({})
 BACKLOG = 4
+TEACHER = replace(FACTS, directory="/models/teacher", names=("teacher",), trainable=False)
 
 
 @pytest.fixture
@@ -44,7 +46,8 @@ async def made(settings: Settings) -> AsyncIterator[Waiting]:
 
 @pytest.fixture
 async def with_little_room(settings: Settings) -> AsyncIterator[Waiting]:
-    async with waiting(settings.model_copy(update={"sample_backlog": BACKLOG})) as world:
+    little = settings.model_copy(update={"sample_backlog": BACKLOG})
+    async with waiting(little, bases=(FACTS, TEACHER)) as world:
         yield world
 
 
@@ -130,14 +133,17 @@ async def test_above_the_backlog_asample_is_to_come_again(with_little_room: Wait
     sampler = await with_little_room.api.sampler()
     accepted, refused = await _fill(with_little_room, sampler)
     assert refused.status_code == 429
+    teacher = await with_little_room.api.sampler(base_model="teacher")
+    other = await with_little_room.api.post("asample", sample(teacher, 0))
+    assert other.status_code == 200, "each base model has a backlog of its own"
     assert int(refused.headers["retry-after"]) >= 1
-    waiting = with_little_room.api.services.queues.samples_waiting()
+    waiting = with_little_room.api.services.queues.samples_waiting(BASE)
     repeated = await with_little_room.api.post("asample", sample(sampler, 0))  # as after a lost answer
     assert repeated.status_code == 200, repeated.text
-    assert with_little_room.api.services.queues.samples_waiting() <= waiting
+    assert with_little_room.api.services.queues.samples_waiting(BASE) <= waiting
     assert BACKLOG <= 2 * accepted <= 2 * BACKLOG
     found = re.match(
-        rf"(\d+) samples are waiting, and the server accepts {BACKLOG} \(setting sample_backlog\)",
+        rf"(\d+) samples of {BASE} are waiting, and the server accepts {BACKLOG} \(setting sample_backlog\)",
         refused.json()["detail"],
     )
     assert found is not None
@@ -157,7 +163,9 @@ async def test_samples_that_are_done_are_not_counted_when_the_next_one_comes(
     with_little_room.samplers.go_on.set()
     await until(with_little_room.api.queued, lambda rows: not rows)
     # Nobody asks meanwhile.
-    await until(with_little_room.api.services.queues.samples_waiting, lambda waiting: not waiting)
+    await until(
+        lambda: with_little_room.api.services.queues.samples_waiting(BASE), lambda waiting: not waiting
+    )
     assert (await with_little_room.api.post("asample", sample(sampler, BACKLOG))).status_code == 200
 
 

@@ -626,7 +626,9 @@ async def test_a_disk_that_cannot_list_older_snapshots_keeps_the_new_one(
     model, _ = await with_snapshot(world, monkeypatch)
     await world.until(lambda: "may stay until the next one" in caplog.text)
     assert await snapshot_of(world, model)
-    await world.driver._snapshots.remove_replaced(await journal.key_of(world.store, model))  # as behind a load
+    await world.driver._snapshots.remove_replaced(
+        await journal.key_of(world.store, model)
+    )  # as behind a load
 
 
 def test_what_was_waited_for_in_one_replay_does_not_make_all_later_ones_dear() -> None:

@@ -17,7 +17,7 @@ from skyrl_tinker.protocol.stored_requests import body_digest
 from skyrl_tinker.protocol.validation.limits import Limits
 from skyrl_tinker.protocol.validation.training import validate_forward_backward
 
-LIMITS = Limits(vocab_size=100, context_length=8, max_datums=4, max_lora_rank=8)
+LIMITS = Limits("tiny", vocab_size=100, context_length=8, max_datums=4, max_lora_rank=8)
 
 # Byte for byte what SDK 0.16 dumps.
 OLD = """{"forward_backward_input": {"data": [{"loss_fn_inputs": {

@@ -12,7 +12,7 @@ from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 from skyrl_tinker.protocol.validation.limits import Limits
 from skyrl_tinker.protocol.validation.training import validate_forward_backward
 
-LIMITS = Limits(vocab_size=10, context_length=4, max_datums=3, max_lora_rank=8, max_targets=16)
+LIMITS = Limits("tiny", vocab_size=10, context_length=4, max_datums=3, max_lora_rank=8, max_targets=16)
 DTYPES = {np.float32: pb.DTYPE_FLOAT32, np.int64: pb.DTYPE_INT64, np.int32: pb.DTYPE_INT32}
 TARGETS, WEIGHTS = r"datum 1: loss_fn_inputs\['target_tokens'\]", r"datum 1: loss_fn_inputs\['weights'\]"
 SPANS = r"datum 1: loss_fn_input_spans"

@@ -24,7 +24,7 @@ from skyrl_tinker.protocol.stored_requests import sample_body, sample_from_body
 from skyrl_tinker.protocol.validation.limits import Limits
 from skyrl_tinker.protocol.validation.sampling import validate_sample
 
-LIMITS = Limits(vocab_size=10, context_length=8, max_datums=3, max_lora_rank=8)
+LIMITS = Limits("tiny", vocab_size=10, context_length=8, max_datums=3, max_lora_rank=8)
 
 
 def validate(prompt: Any = None, params: Any = None, limits: Limits = LIMITS, **fields: Any) -> SampleRequest:

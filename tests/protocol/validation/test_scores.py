@@ -13,7 +13,7 @@ from skyrl_tinker.protocol.schemas.sampling import AsampleRequest
 from skyrl_tinker.protocol.validation.limits import Limits
 from skyrl_tinker.protocol.validation.sampling import validate_sample
 
-LIMITS = Limits(vocab_size=10, context_length=4000, max_datums=3, max_lora_rank=8)
+LIMITS = Limits("tiny", vocab_size=10, context_length=4000, max_datums=3, max_lora_rank=8)
 
 
 def validate(prompt: int = 4, max_tokens: int = 1, samples: int = 1, **fields: Any) -> SampleRequest:

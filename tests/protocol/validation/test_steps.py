@@ -39,7 +39,7 @@ from skyrl_tinker.protocol.validation.steps import (
     validate_step_params,
 )
 
-LIMITS = Limits(vocab_size=10, context_length=8, max_datums=3, max_lora_rank=8)
+LIMITS = Limits("tiny", vocab_size=10, context_length=8, max_datums=3, max_lora_rank=8)
 BASES = Bases((BaseModelFacts("/models/m", ("m",), "Qwen3ForCausalLM", 10, 8, 2, 1, 64, 64, True, (0,)),))
 OF_MODEL = {"model_id": "s:train:0", "seq_id": 3}
 
