@@ -54,10 +54,15 @@ class BaseLimits:
         return self._keep(session, limits)
 
     async def of_openai_model(self, model: str, owner: OwnerId | None) -> Limits:
-        """Return the limits of a base model's name, or of a path. Raises as `openai_models.find`."""
+        """Return the limits of a base model's name, or of a path. Raises as `openai_models.find_weights`."""
+        facts = self.bases.find(model)
+        if facts is not None or len(self.bases.all) == 1:  # the engine refuses names that are not known
+            return self.of(facts or self.bases.first)
         if (limits := self._known.get(model)) is None:
-            found = await self._store.read(lambda conn: openai_models.find(conn, owner, model, self.bases))
-            limits = self.of(self.bases.require(model if found is None else found[0].base_model))
+            row, _ = await self._store.read(
+                lambda conn: openai_models.find_weights(conn, owner, model, self.bases)
+            )
+            limits = self.of(self.bases.require(row.base_model))
         return self._keep(model, limits)
 
     def _keep(self, row_id: str, limits: Limits) -> Limits:

@@ -66,6 +66,29 @@ async def test_a_sample_has_those_of_its_sampling_session(world: World) -> None:
     assert refused.status_code == 400
 
 
+async def test_a_flood_of_samples_of_one_base_model_refuses_none_of_another(settings: Settings) -> None:
+    """No engine answers, so that all that were accepted wait."""
+    async with running(settings.model_copy(update={"sample_backlog": 2}), FACTS, OTHER) as world:
+        flooded, other = await world.sampler(base_model=SMALL), await world.sampler()
+        model = await world.model(base_model=SMALL)
+        path = await world.checkpoint(model, CheckpointKind.SAMPLER_WEIGHTS, "a")
+        at_most = {"sampling_params": {"max_tokens": 1}, **prompt(9)}
+        for number in range(2):
+            await world.ok("asample", sample(flooded, number, **at_most))
+        refused = await world.post("asample", sample(flooded, 2, **at_most))
+        told = f"2 samples of {SMALL} are waiting, and the server accepts 2"
+        assert (refused.status_code, told in refused.json()["detail"]) == (429, True)
+        await world.ok("asample", sample(other, 0, **at_most))
+
+        async def complete(model: str) -> int:
+            url = "http://api/oai/api/v1/completions"
+            return (await world.http.post(url, json={"model": model, "prompt": "a"})).status_code
+
+        no_engine = 503
+        assert [await complete(each) for each in (SMALL, path, BASE)] == [429, 429, no_engine]
+        assert await complete("tinker://none:train:0/sampler_weights/a") == 404
+
+
 async def test_rows_have_canonical_names_whatever_the_client_says(world: World) -> None:
     session = await world.session()
     model = await world.model(session, base_model=ALIAS)
