@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 SMI = "nvidia-smi"
+LIMIT_S = 10.0
 _MIB = 1 << 20
 
 
@@ -20,7 +21,10 @@ class GpuMemory(NamedTuple):
 
 
 def gpu_memory() -> GpuMemory:
-    """Return the memory of all GPUs: none where nvidia-smi is not there or fails."""
+    """Return the memory of all GPUs: none where nvidia-smi is not there, fails, or does not tell it.
+
+    It tells none of a GPU that shares the host's memory.
+    """
     try:
         gpus = tuple(
             (int(used) * _MIB, int(total) * _MIB) for used, total in smi("gpu", "memory.used", "memory.total")
@@ -29,7 +33,7 @@ def gpu_memory() -> GpuMemory:
         for pid, used in smi("compute-apps", "pid", "used_gpu_memory"):
             if used.isdecimal():  # of processes in a MIG instance it is [N/A]
                 by_pid[int(pid)] += int(used) * _MIB
-    except OSError:
+    except (OSError, ValueError):
         return GpuMemory()
     return GpuMemory(gpus, by_pid)
 
@@ -37,10 +41,13 @@ def gpu_memory() -> GpuMemory:
 def smi(subject: str, *facts: str) -> list[list[str]]:
     """Return a row of facts for each GPU, or of `compute-apps` for each process on one.
 
-    Raises FileNotFoundError without nvidia-smi, OSError with its words if it fails.
+    Raises FileNotFoundError without nvidia-smi, OSError with its words if it fails, or takes over LIMIT_S.
     """
     query = [SMI, f"--query-{subject}={','.join(facts)}", "--format=csv,noheader,nounits"]
-    ended = subprocess.run(query, capture_output=True, text=True, check=False)
+    try:
+        ended = subprocess.run(query, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired as error:  # as when a GPU hangs
+        raise OSError(f"no answer within {LIMIT_S:.0f} s") from error
     if ended.returncode:
         raise OSError(ended.stdout.strip() or ended.stderr.strip())
     return [line.split(", ") for line in ended.stdout.splitlines()]

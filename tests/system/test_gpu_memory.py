@@ -12,20 +12,25 @@ GPUS, PROCESSES = "1000, 81559\n3, 81559\n", "17, 600\n17, 200\n18, [N/A]\n"
 
 
 @pytest.mark.parametrize(
-    ("code", "expected"),
+    ("ends", "gpus", "expected"),
     [
-        (0, GpuMemory(((1000 * MIB, 81559 * MIB), (3 * MIB, 81559 * MIB)), {17: 800 * MIB})),
-        (9, GpuMemory()),
+        ("exit 0", GPUS, GpuMemory(((1000 * MIB, 81559 * MIB), (3 * MIB, 81559 * MIB)), {17: 800 * MIB})),
+        ("exit 9", GPUS, GpuMemory()),
+        ("exit 0", "[N/A], [N/A]\n", GpuMemory()),
+        ("exec sleep 600", GPUS, GpuMemory()),
     ],
+    ids=["told", "failed", "shared with the host", "hangs"],
 )
 def test_the_memory_of_gpus_and_of_their_processes_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, expected: GpuMemory
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, gpus: str, expected: GpuMemory
 ) -> None:
     program = tmp_path / "nvidia-smi"
-    answers = f"case $1 in *query-gpu*) printf '{GPUS}' ;; *) printf '{PROCESSES}' ;; esac"
-    program.write_text(f"#!/bin/sh\n{answers}\nexit {code}\n")
+    answers = f"case $1 in *query-gpu*) printf '{gpus}' ;; *) printf '{PROCESSES}' ;; esac"
+    program.write_text(f"#!/bin/sh\n{answers}\n{ends}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    if "sleep" in ends:
+        monkeypatch.setattr("skyrl_tinker.system.gpu_memory.LIMIT_S", 0.5)
     assert gpu_memory() == expected
 
 
