@@ -14,7 +14,7 @@ import orjson
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
-from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.domain.values import BaseModelFacts, Failure
 from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.outbox import FutureOutcome, Outbox
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
@@ -65,6 +65,7 @@ class TrainerDriver:
         pace: TrainerPace,
         models: ModelLifecycle,
         execution: UnitExecution,
+        facts: BaseModelFacts,
         outbox: Outbox,
         snapshots: SnapshotKeeper,
         replay: Replay,
@@ -74,6 +75,7 @@ class TrainerDriver:
         woken: asyncio.Event,
     ) -> None:
         """`woken`: set when there may be work."""
+        self.facts = facts
         self._store = store
         self._trainer = trainer
         self._lanes = lanes
@@ -86,6 +88,7 @@ class TrainerDriver:
         self._replay = replay
         self._sleeping = sleeping
         self._metrics = metrics
+        self._occupancy = metrics.occupancy(facts.name)
         self._placement = placement
         self._woken = woken
         self._ahead: ReadyPass | None = None  # prepared, but not taken from the lanes
@@ -116,7 +119,7 @@ class TrainerDriver:
             elif row.status is FutureStatus.PENDING:
                 refused.append((row.id, closed))
         await self._outbox.send(refused)
-        self._metrics.trainer.work_came()
+        self._occupancy.work_came()
         self._woken.set()
 
     def backlog(self) -> int:
@@ -141,7 +144,6 @@ class TrainerDriver:
             running_s=self._unit_times.running_s(),
             next_kind=waiting[0].kind if waiting else None,
             next_models=tuple(model_of(row) for row in following[:SHOWN_MODELS]),
-            rates=self._metrics.trained_meter.rates(),
             incidents=tuple(self._incidents),
         )
 
@@ -179,16 +181,20 @@ class TrainerDriver:
         self._models.release(model)
         self._woken.set()
 
+    def knows(self, model: ModelKey) -> bool:
+        """Return whether a model is in training here."""
+        return self._lanes.knows(model)
+
     def wake(self) -> None:
         """Make the driver check the ranks: they may be broken."""
         self._woken.set()
 
-    async def resume(self) -> int:
-        """Continue where an earlier engine stopped. Call it before `run`.
-
-        Returns the future id after which the journal has all requests to run.
-        """
+    async def sweep(self) -> None:
+        """Remove the files that an earlier engine left, of models of any base model, before `resume`."""
         await self._snapshots.sweep()
+
+    async def resume(self) -> dict[ModelKey, int]:
+        """Continue where an earlier engine stopped, before `run`. Returns the models' next seq_ids."""
         return await self._models.open_ready()
 
     async def run(self, report: Report) -> None:
@@ -211,7 +217,7 @@ class TrainerDriver:
                 with self._unit_times.unit(unit.rows):
                     await self._run(unit, report)
                 self._wanted = frozenset()
-                self._metrics.unit(unit.rows, began_at, self._worked_s)
+                self._metrics.unit(self.facts.name, unit.rows, began_at, self._worked_s)
                 own_s = self._execution.take_own_seconds()
                 self._planner.charge(self._pace.attribute(unit.rows, self._worked_s, own_s))
                 self._trainer.note_work()
@@ -225,7 +231,7 @@ class TrainerDriver:
         ready, self._ahead = self._ahead, None
         wait_s = IDLE_S
         while (unit := self._planner.pop(ready.rows if ready else ())) is None:
-            self._metrics.trainer.no_work()
+            self._occupancy.no_work()
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._woken.wait()
@@ -324,7 +330,7 @@ class TrainerDriver:
                     await work
                 finally:
                     self._worked_s += time.monotonic() - began
-                self._metrics.trainer.unit_done(self._trainer.busy_s - busy_s)
+                self._occupancy.unit_done(self._trainer.busy_s - busy_s)
                 await self._keep(self._snapshots.take_due)
         except TrainerError as error:
             await self._rebuild(report)

@@ -762,7 +762,7 @@ async def with_snapshot(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[
 
 async def start(store: Store, base_model: str = "tiny") -> None:
     """Do what a start does before its engine runs."""
-    sort = partial(parking.sort_models, fingerprint=base_model, names=(base_model,))
+    sort = partial(parking.sort_models, fingerprints={base_model: base_model})
     await store.write(sort)
 
 
