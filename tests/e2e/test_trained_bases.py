@@ -125,6 +125,7 @@ def lost(server: Serve) -> Counter[str]:
     return Counter(each["subject"] for each in problems if "the trainer was lost" in each["text"])
 
 
+@pytest.mark.filterwarnings("ignore:DEPRECATED. TrainingClient.load_state:FutureWarning")
 def test_checkpoints_go_on_with_their_own_base_model(
     both: tuple[Serve, tinker.ServiceClient], models: tuple[str, str]
 ) -> None:
