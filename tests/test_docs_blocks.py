@@ -81,7 +81,9 @@ BLOCKS = {
         "tests/cli/test_checkpoint_commands.py"
     ),
     "docs/running.md: .venv/bin/skyrl-tinker serve --base-model student": "tests/e2e/test_trained_bases.py",
-    'docs/running.md: base_model = "Qwen/Qwen3-8B"': f"{HERE}::test_the_example_of_further_base_models_is_one",
+    'docs/running.md: base_model = "Qwen/Qwen3-8B"': (
+        f"{HERE}::test_the_example_of_further_base_models_is_one"
+    ),
     "docs/running.md: tinker checkpoint download tinker://RUN/weights/NA": "tests/e2e/test_download.py",
     "docs/running.md: from peft import PeftModel": GPU,
     "docs/running.md: [Unit]": "it needs systemd",
