@@ -89,12 +89,18 @@ class Engine:
             tasks.create_task(_watch_ray(self._env.ray))
 
     async def _report_rebuild(
-        self, statuses: BaseStatuses, runtime: BaseRuntime, detail: str, *, done: bool = False
+        self,
+        statuses: BaseStatuses,
+        runtime: BaseRuntime,
+        detail: str,
+        *,
+        done: bool = False,
+        lost: bool = False,
     ) -> None:
-        """Report the progress of bringing models back. `done`: all that do not sleep are back."""
+        """Report the progress of bringing models back, as a driver's Report."""
         if done:
             runtime.samplers.replay_ended()
-        await statuses.rebuild(runtime.facts.name, detail, done=done)
+        await statuses.rebuild(runtime.facts.name, detail, done=done, lost=lost)
         if statuses.ready and not self._ready:
             self._ready = True
             _log.info("ready")

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 class BaseStatuses:
     """The engine takes work while any base model has a replica, and any trainer: requests of others wait.
 
-    At its start it waits until the models of all trainers are back.
+    At its start it waits until the models of all trainers are back that are not lost.
     """
 
     def __init__(
@@ -28,17 +28,20 @@ class BaseStatuses:
         self._trained = trained
         self._away = dict.fromkeys(trained, "")  # trainers that bring models back, with their progress
         self._asleep: set[str] = set()
+        self._lost: set[str] = set()  # of those away
         self.ready = not trained  # since the start
 
-    async def rebuild(self, base_model: str, detail: str, *, done: bool = False) -> None:
+    async def rebuild(self, base_model: str, detail: str, *, done: bool = False, lost: bool = False) -> None:
         """Report the progress of bringing models back. `done`: all that do not sleep are back."""
+        self._lost |= {base_model} if lost else set()
         self._asleep.discard(base_model)
         if done:
             self._away.pop(base_model, None)
+            self._lost.discard(base_model)
             self._asleep |= {base_model} if detail else set()
         else:
             self._away[base_model] = detail
-        self.ready = self.ready or not self._away
+        self.ready = self.ready or (self._away.keys() <= self._lost < {*self._trained})
         await persistently(lambda: self._status.report(*self._state()))
 
     async def report(self) -> None:

@@ -129,7 +129,7 @@ class Waiting:
         )
 
     async def run(self) -> None:
-        async def report(detail: str, *, done: bool = False) -> None:
+        async def report(detail: str, *, done: bool = False, lost: bool = False) -> None:
             """Nobody reads it."""
 
         cursor = await self.training.resume()

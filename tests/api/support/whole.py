@@ -49,7 +49,7 @@ class Engine:
         self.intake = Intake(store, bell, self.training, samples, metrics)
 
     async def run(self) -> None:
-        async def report(detail: str, *, done: bool = False) -> None:
+        async def report(detail: str, *, done: bool = False, lost: bool = False) -> None:
             """Nobody reads it."""
 
         cursor = await self.training.resume()

@@ -57,6 +57,8 @@ async def test_the_engine_is_ready_once_all_trainers_are_and_takes_work_while_on
 
     await statuses.rebuild("a", "", done=True)
     assert told() == ("starting", "b: models are brought back")
+    await statuses.rebuild("b", "its ranks die", lost=True)
+    assert told() == ("ready", "b: its ranks die")
     await statuses.rebuild("b", ASLEEP, done=True)
     assert statuses.ready
     assert told() == ("ready", ASLEEP)

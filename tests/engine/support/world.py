@@ -93,7 +93,7 @@ class World:
         self.ready = False
 
     async def _run(self) -> None:
-        async def report(detail: str, *, done: bool = False) -> None:
+        async def report(detail: str, *, done: bool = False, lost: bool = False) -> None:
             self.reports.append(detail)
             self.ready = self.ready or done
 
