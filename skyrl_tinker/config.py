@@ -167,10 +167,19 @@ class BaseOverrides(Table):
 
     model_name: str | None = None
     """Name that clients use for it [default: as given]"""
-    roles: tuple[Literal["train", "sample"], ...] = Field(("train", "sample"), validate_default=True)
-    """Its uses: ["sample"] has to be given, as only base_model is trained so far"""
+    roles: tuple[Literal["train", "sample"], ...] = Field(
+        ("sample",), description='Its uses: ["train", "sample"], or the default, ["sample"]'
+    )
     context_length: int | None = Field(None, ge=2)
     """As the setting [default: the model's, at most 4096]"""
+    trainer_ranks: int = Field(1, ge=1, le=64)
+    """FSDP workers that train it"""
+    token_budget: int | None = Field(None, ge=1)
+    """As the setting [default: the server's]"""
+    gradient_checkpointing: bool | None = None
+    """As the setting [default: the server's]"""
+    resident_models: int | None = Field(None, ge=0)
+    """As the setting [default: the server's]"""
     replicas: int = Field(1, ge=1, le=64)
     """Sampling servers, each with a full copy of it"""
     tensor_parallel_size: int = Field(1, ge=1, le=64)
@@ -199,9 +208,13 @@ class BaseOverrides(Table):
     @field_validator("roles")
     @classmethod
     def _require_sample(cls, given: tuple[str, ...]) -> tuple[str, ...]:
-        if given != ("sample",):
-            raise ValueError('expected ["sample"]: only base_model is trained, further ones are sampled')
+        if "sample" not in given:
+            raise ValueError('expected ["train", "sample"] or ["sample"]: each base model is sampled')
         return given
+
+    @property
+    def trains(self) -> bool:
+        return "train" in self.roles
 
     def applied(self, name: str) -> dict[str, Any]:
         """Return the settings by which those of this base model differ from the server's."""
@@ -210,7 +223,16 @@ class BaseOverrides(Table):
         return {**_OF_FIRST, "base_model": name, **{key: own[key] for key in own.keys() - inherited}}
 
 
-_INHERITED = ("gpu_memory_utilization", "max_lora_rank", "max_loras", "max_cpu_loras", "sample_concurrency")
+_INHERITED = (
+    "token_budget",
+    "gradient_checkpointing",
+    "resident_models",
+    "gpu_memory_utilization",
+    "max_lora_rank",
+    "max_loras",
+    "max_cpu_loras",
+    "sample_concurrency",
+)
 _OF_FIRST: Mapping[str, Any] = {
     "bases": {},
     "placement": "separate",
@@ -238,8 +260,9 @@ class Settings(BaseSettings):
     model_name: str | None = None
     """Name that clients use for the base model [default: the base model as given]"""
     bases: dict[str, BaseOverrides] = {}
-    """A further base model, which is sampled only, as --also NAME, given as base_model is; give it once for
-    each. With keys of its own as a table [bases.NAME] in a file, or JSON in the environment
+    """A further base model, given as base_model is; give it once for each. It is sampled only, as a teacher
+    is; with :train,sample behind its name it is trained, too. With keys of its own as a table [bases.NAME] in
+    a file, or JSON in the environment
     """
     host: str = "127.0.0.1"
     """Address to listen on"""
@@ -497,6 +520,16 @@ class Settings(BaseSettings):
         return self
 
     @property
+    def further_trained(self) -> list[Self]:
+        """Settings of each of `bases` that is trained, too."""
+        return [self.for_base(name) for name, own in self.bases.items() if own.trains]
+
+    @property
+    def all_trainer_ranks(self) -> int:
+        """Trainer ranks of all base models."""
+        return sum(each.trainer_ranks for each in (self, *self.further_trained))
+
+    @property
     def root(self) -> Path:
         return self.home.absolute()
 
@@ -668,13 +701,21 @@ def _no_json(error: SettingsError) -> UserError:
 def _read_pairs(name: str, pairs: Sequence[str]) -> dict[str, Any]:
     """Read texts NAME=VALUE, of which a name alone is true. Values of vLLM are JSON where they can be.
 
-    Those of `bases` are names.
+    Those of `bases` are names, with roles behind them or without.
     """
     if name == "bases":
-        return {base: {"roles": ["sample"]} for base in pairs}
+        return dict(map(_read_base, pairs))
     split = (pair.partition("=") for pair in pairs)
     texts = {key: value if equals else "true" for key, equals, value in split}
     return texts if keys_of(name) else {key: _json_or_text(value) for key, value in texts.items()}
+
+
+def _read_base(text: str) -> tuple[str, dict[str, Any]]:
+    """Read NAME or NAME:ROLES. A name may contain colons itself."""
+    name, _, roles = text.rpartition(":")
+    if name and {*roles.split(",")} <= {"train", "sample"}:
+        return name, {"roles": roles.split(",")}
+    return text, {"roles": ["sample"]}
 
 
 def _json_or_text(value: str) -> Any:

@@ -171,6 +171,21 @@ def test_a_further_base_model_has_the_server_s_settings_and_keys_of_its_own(
     assert Settings.model_validate_json(settings.model_dump_json()) == settings
 
 
+def test_a_further_base_model_is_trained_where_its_roles_say_so() -> None:
+    names = ["org/teacher", "org/other:train,sample", "/models/a:b", "c:sample"]
+    settings = config.load(trainer_ranks=2, token_budget=100, bases=names)
+    assert {name: own.trains for name, own in settings.bases.items()} == {
+        "org/teacher": False,
+        "org/other": True,
+        "/models/a:b": False,
+        "c": False,
+    }
+    (other,) = settings.further_trained
+    assert (other.base_model, other.trainer_ranks, other.token_budget) == ("org/other", 1, 100)
+    assert settings.all_trainer_ranks == 3
+    assert not config.load(bases={"B": {}}).bases["B"].trains
+
+
 def test_keys_of_a_base_model_are_those_of_settings() -> None:
     for key, field in BaseOverrides.model_fields.items():
         if key != "roles":
@@ -182,9 +197,9 @@ def test_keys_of_a_base_model_are_those_of_settings() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"B": {}}, r"bases\.B\.roles\n.*expected \[\"sample\"\]: only base_model is trained"),
-        ({"B": {"roles": ["sample", "train"]}}, "only base_model is trained"),
-        ({"B": {"roles": ["sample"], "trainer_ranks": 2}}, r"bases\.B\.trainer_ranks\n"),
+        ({"B": {"roles": ["train"]}}, r"bases\.B\.roles\n.*expected \[\"train\", \"sample\"\] or"),
+        ({"B": {"roles": ["grade"]}}, r"bases\.B\.roles\.0\n"),
+        ({"B": {"trainer_ranks": 0}}, r"bases\.B\.trainer_ranks\n"),
         ({"A": {"roles": ["sample"]}}, r"\nbases\n.*'A' names two base models"),
         ({"B": {"roles": ["sample"], "model_name": "mine"}}, r"\nbases\n.*'mine' names two base models"),
     ],

@@ -80,6 +80,10 @@ BLOCKS = {
     "docs/backup-and-recovery.md: skyrl-tinker checkpoints list --older-than 30d": (
         "tests/cli/test_checkpoint_commands.py"
     ),
+    "docs/running.md: .venv/bin/skyrl-tinker serve --base-model student": "tests/e2e/test_trained_bases.py",
+    'docs/running.md: base_model = "Qwen/Qwen3-8B"': (
+        f"{HERE}::test_the_example_of_further_base_models_is_one"
+    ),
     "docs/running.md: tinker checkpoint download tinker://RUN/weights/NA": "tests/e2e/test_download.py",
     "docs/running.md: from peft import PeftModel": GPU,
     "docs/running.md: [Unit]": "it needs systemd",
@@ -162,3 +166,6 @@ def test_the_example_of_a_settings_file_is_one(tmp_path: Path) -> None:
 def test_the_example_of_further_base_models_is_one(tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text(block('docs/cookbook.md: base_model = "Qwen/Qwen3-4B"').text)
     assert config.load(tmp_path / "settings.toml").for_base("Qwen/Qwen3-8B").replicas == 2
+    (tmp_path / "settings.toml").write_text(block('docs/running.md: base_model = "Qwen/Qwen3-8B"').text)
+    trained = config.load(tmp_path / "settings.toml").bases["Qwen/Qwen3-4B"]
+    assert (trained.trains, trained.trainer_ranks) == (True, 1)

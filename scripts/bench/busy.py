@@ -13,7 +13,7 @@ import json
 import threading
 import time
 import urllib.request
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -71,9 +71,14 @@ def threads(works: Iterator[Callable[[], None]]) -> Iterator[None]:
 
 
 def counters(url: str) -> dict[str, float]:
+    """Return the sums over labels, by name."""
+    sums: defaultdict[str, float] = defaultdict(float)
     with urllib.request.urlopen(f"{url}/metrics") as response:
         lines = response.read().decode().splitlines()
-    return {line.split()[0]: float(line.split()[1]) for line in lines if line and not line.startswith("#")}
+    for line in lines:
+        if line and not line.startswith("#"):
+            sums[line.split("{")[0].split()[0]] += float(line.split()[-1])
+    return sums
 
 
 def measure(url: str, seconds: float) -> dict[str, float]:

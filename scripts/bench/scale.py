@@ -74,7 +74,7 @@ from skyrl_tinker.domain.ids import (
 )
 from skyrl_tinker.domain.peft_config import ADAPTER_FILE
 from skyrl_tinker.domain.values import BaseModelFacts, SampleRequest, SamplingParams
-from skyrl_tinker.engine.bases.fleet_status import FleetStatus
+from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.colocation.placement import SEPARATE
 from skyrl_tinker.engine.intake import Intake
@@ -230,7 +230,7 @@ async def engine(replicas: int, answer_s: float) -> AsyncIterator[Engine]:
             )
             for number in range(CLIENTS)
         ]
-        statuses = FleetStatus(EngineStatus(store, bell), {FACTS.name: fleet})
+        statuses = BaseStatuses(EngineStatus(store, bell), {FACTS.name: fleet})
         running = [
             asyncio.create_task(fleet.supervise(statuses.report, samplers.equip)),
             asyncio.create_task(intake.run(0)),

@@ -251,8 +251,9 @@ def status_lines(now: Facts) -> Iterator[str]:
         yield f"          {now['detail']}"
     for problem in now["problems"]:
         yield f"{problem['level']:<9} {problem['subject']}: {problem['text']}"
-    if trainer := now["trainer"]:
-        yield f"trainer   {_unit(trainer['running']) or 'waits for work'}"
+    for trainer in now["trainers"] or ():
+        whose = f"of {trainer['base_model']}: " if len(now["trainers"]) > 1 else ""
+        yield f"trainer   {whose}{_unit(trainer['running']) or 'waits for work'}"
         if following := _unit(trainer["following"]):
             yield f"next      {following}"
     for samplers in now["samplers"] or ():

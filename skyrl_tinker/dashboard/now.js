@@ -46,7 +46,7 @@ export function showNow(main, { now, failed, recovered }) {
     badge.className = `badge ${answer.ready ? "good" : "error"}`;
     problems.replaceChildren(...answer.problems.map(problem));
     server.replaceChildren(served(answer.server));
-    trainer.replaceChildren(training(answer.trainer));
+    trainer.replaceChildren(training(answer.trainers));
     samplers.replaceChildren(sampling(answer.samplers));
     rates.replaceChildren(speeds(answer.rates));
     queue.fill(answer.queue.map((entry) => [
@@ -102,13 +102,15 @@ function served(server) {
   return facts([...models, ["started", moment(server.started_at)], ["version", server.version]]);
 }
 
-function training(trainer) {
-  if (!trainer) return h("p", { class: "quiet" }, "The engine does not answer.");
-  return facts([
-    ["running", trainer.running ? unit(trainer.running) : "nothing: it waits for work"],
-    ["next", trainer.following ? unit(trainer.following) : "nothing"],
-    ["a unit takes", duration(trainer.unit_s)],
-  ]);
+function training(trainers) {
+  if (!trainers) return h("p", { class: "quiet" }, "The engine does not answer.");
+  const several = trainers.length > 1;
+  return facts(trainers.flatMap((each) => [
+    ...(several ? [["model", each.base_model]] : []),
+    ["running", each.running ? unit(each.running) : "nothing: it waits for work"],
+    ["next", each.following ? unit(each.following) : "nothing"],
+    ["a unit takes", duration(each.unit_s)],
+  ]));
 }
 
 function session({ name, session_id }) {

@@ -15,6 +15,7 @@ from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
+from skyrl_tinker.engine.bases.train_dispatch import TrainDispatch
 from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.deadlines import Deadlines
 from skyrl_tinker.engine.gaps import Gaps
@@ -24,8 +25,8 @@ from skyrl_tinker.engine.openai.chat_abilities import chat_abilities
 from skyrl_tinker.engine.openai.openai_routes import OpenAIRoutes
 from skyrl_tinker.engine.openai.openai_server import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
-from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.parity.probe import allowed_gap
+from skyrl_tinker.engine.parity.warning_board import WarningBoard
 from skyrl_tinker.engine.ray_cluster import RayCluster
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
@@ -36,8 +37,7 @@ from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
-from skyrl_tinker.engine.training_half import compose_training
+from skyrl_tinker.engine.training_half import TrainingHalf, compose_training
 from skyrl_tinker.engine.upkeep.cleanup import Cleanup
 from skyrl_tinker.inference.client.replica_metrics import replica_metrics
 from skyrl_tinker.inference.sampling_engine import engine_of
@@ -89,8 +89,8 @@ class BaseRuntime:
 class Parts:
     """Parts of the engine that run side by side on its runtimes."""
 
-    drift_monitor: DriftMonitor
-    trainer_driver: TrainerDriver
+    warnings: WarningBoard
+    training: TrainDispatch
     samples: SampleDispatch
     intake: Intake
     cleanup: Cleanup
@@ -100,45 +100,44 @@ class Parts:
 
 
 def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
-    """Make the parts. The first runtime has a trainer."""
+    """Make the parts. At least one of the runtimes has a trainer."""
     settings, store, directories, metrics = env.settings, env.store, env.directories, env.metrics
     outbox = Outbox(store, env.bell, metrics)
-    trained = runtimes[0]
-    assert trained.trainer is not None
-    trained.trainer.follow(metrics.activity.ranks)
     drivers = [_sampler_driver(store, outbox, metrics, runtime) for runtime in runtimes]
     samples = SampleDispatch(drivers, outbox, metrics)
-    spill, storage = make_tmpfs_spill(settings), trained.samplers.storage
+    spill, storage, warnings = make_tmpfs_spill(settings), runtimes[0].samplers.storage, WarningBoard(store)
     every = [runtime.samplers for runtime in runtimes]
     versions = EphemeralVersions(store, every, samples.forget_sources, spill, settings)
-    training = compose_training(
-        settings,
-        trained.facts,
-        store,
-        outbox,
-        trained.trainer,
-        trained.samplers,
-        versions,
-        metrics,
-        trained.placement,
-        storage,
-    )
-    driver = training.driver
+    alone = sum(runtime.trainer is not None for runtime in runtimes) == 1
+    halves = [
+        _training_half(store, outbox, metrics, versions, warnings, runtime, runtime.trainer, alone=alone)
+        for runtime in runtimes
+        if runtime.trainer is not None
+    ]
+    training = TrainDispatch([half.driver for half in halves], store, metrics)
     openai = [_openai_server(store, metrics, *each) for each in zip(runtimes, drivers, strict=True)]
     _register_gauges(metrics, runtimes, samples)
     return Parts(
-        training.drift_monitor,
-        driver,
+        warnings,
+        training,
         samples,
-        Intake(store, env.bell, driver, samples, metrics),
-        Cleanup(store, driver, samples, training.creation.is_loading, versions, settings, storage),
+        Intake(store, env.bell, training, samples, metrics),
+        Cleanup(
+            store,
+            training,
+            samples,
+            lambda directory: any(half.creation.is_loading(directory) for half in halves),
+            versions,
+            settings,
+            storage,
+        ),
         Deadlines(
             store,
             metrics,
-            driver,
+            training,
             samples,
             outbox,
-            Gaps(store, env.bell, driver, settings.timeouts.gap_s),
+            Gaps(store, env.bell, training, settings.timeouts.gap_s),
             settings.timeouts.request_s,
         ),
         EngineHttpServer(
@@ -146,11 +145,44 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
             OpenAIRoutes(store, openai, metrics),
             metrics,
             lambda: replica_metrics([each.fleet.endpoints for each in runtimes], engine_of(settings).dialect),
-            lambda: QueuesView(driver.view(), samples.views(), metrics.sampled_meter.rates()),
+            lambda: QueuesView(
+                training.views(),
+                samples.views(),
+                metrics.trained_meter.rates(),
+                metrics.sampled_meter.rates(),
+            ),
             settings.bodies.json_mb * MiB,
             _open_address(settings),
         ),
         make_span_export(settings, store, metrics),
+    )
+
+
+def _training_half(
+    store: Store,
+    outbox: Outbox,
+    metrics: Metrics,
+    versions: EphemeralVersions,
+    warnings: WarningBoard,
+    runtime: BaseRuntime,
+    trainer: TrainerGroup,
+    *,
+    alone: bool,
+) -> TrainingHalf:
+    trainer.follow(partial(metrics.activity.ranks, runtime.facts.name))
+    return compose_training(
+        runtime.settings,
+        runtime.facts,
+        store,
+        outbox,
+        trainer,
+        runtime.samplers,
+        versions,
+        warnings,
+        metrics,
+        runtime.placement,
+        runtime.samplers.storage,
+        alone=alone,
     )
 
 
@@ -290,7 +322,7 @@ def _transport_name(settings: Settings) -> TransportName:
 
 
 def _register_gauges(metrics: Metrics, runtimes: Sequence[BaseRuntime], samples: SampleDispatch) -> None:
-    """Register the gauges of samplers: sums over all base models."""
+    """Register the gauges of samplers: sums over all base models. Only the first takes turns."""
     watch, trained = metrics.watch, runtimes[0]
     bound = allowed_gap(trained.settings)
     watch("sampler_logprob_gap_bound", "Gap above which there is a warning", lambda: bound)

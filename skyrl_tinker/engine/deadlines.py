@@ -7,12 +7,12 @@ from itertools import takewhile
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
+from skyrl_tinker.engine.bases.train_dispatch import TrainDispatch
 from skyrl_tinker.engine.gaps import Gaps
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.scheduling.lanes import LaneStatus
 from skyrl_tinker.engine.suspends import Suspends
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 
@@ -27,7 +27,7 @@ class Deadlines:
         self,
         store: Store,
         metrics: Metrics,
-        trainer: TrainerDriver,
+        trainer: TrainDispatch,
         samples: SampleDispatch,
         outbox: Outbox,
         gaps: Gaps,

@@ -9,14 +9,12 @@ from functools import partial
 import psutil
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker.engine.bases.fleet_status import FleetStatus
+from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
 from skyrl_tinker.engine.compose import BaseRuntime, Environment, Parts, compose
 from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.ray_cluster import RayCluster
-from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.sleep import SleepControl
 from skyrl_tinker.engine.start_up import StartUp, read_bases
-from skyrl_tinker.engine.status import EnginePhase
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SkyrlTinkerError
 from skyrl_tinker.store import server_state
@@ -56,7 +54,7 @@ class Engine:
         await self._serve(compose(self._env, runtimes), runtimes)
 
     async def _serve(self, parts: Parts, runtimes: Sequence[BaseRuntime]) -> None:
-        await parts.drift_monitor.clear_warning()
+        await parts.warnings.clear()
         self._shutdowns.append(parts.http_server.close)
         await parts.http_server.start()
         address = parts.http_server.address
@@ -66,39 +64,44 @@ class Engine:
             )
         )
         freeze_gc()
-        cursor = await parts.trainer_driver.resume()
-        rebuilt = [runtime.samplers for runtime in runtimes if runtime.trainer is not None]
-        for samplers in rebuilt:
-            samplers.await_replay()
-        statuses = FleetStatus(self._env.status, {each.facts.name: each.fleet for each in runtimes})
+        cursor = await parts.training.resume()
+        fleets = {each.facts.name: each.fleet for each in runtimes}
+        drivers = {driver.facts.name: driver for driver in parts.training.drivers}
+        statuses = BaseStatuses(self._env.status, fleets, list(drivers))
         async with asyncio.TaskGroup() as tasks:
             if parts.span_export is not None:
                 self._shutdowns.append(parts.span_export.close)
                 tasks.create_task(parts.span_export.run())
-            tasks.create_task(parts.trainer_driver.run(partial(self._report_rebuild, rebuilt)))
             tasks.create_task(parts.intake.run(cursor))
             tasks.create_task(parts.cleanup.run())
             tasks.create_task(parts.deadlines.run())
-            for driver in parts.samples.drivers:
-                tasks.create_task(driver.run())
+            for sampler_driver in parts.samples.drivers:
+                tasks.create_task(sampler_driver.run())
             for runtime in runtimes:
                 tasks.create_task(runtime.fleet.supervise(statuses.report, runtime.samplers.equip))
                 sleep_control = SleepControl(runtime.fleet, runtime.samplers.drop_weights)
                 tasks.create_task(runtime.placement.run(sleep_control))
                 if runtime.trainer is not None:
-                    tasks.create_task(_watch_trainer(runtime.trainer, parts.trainer_driver))
+                    runtime.samplers.await_replay()
+                    driver = drivers[runtime.facts.name]
+                    tasks.create_task(driver.run(partial(self._report_rebuild, statuses, runtime)))
+                    tasks.create_task(_watch_trainer(runtime.trainer, driver))
             tasks.create_task(_watch_ray(self._env.ray))
 
-    async def _report_rebuild(self, rebuilt: Sequence[Samplers], detail: str, *, done: bool = False) -> None:
-        """Report the progress of bringing models back. `done`: all that do not sleep are back."""
-        if not done:
-            phase: EnginePhase = "restarting" if self._ready else "starting"
-            await persistently(lambda: self._env.status.report(phase, detail))
-            return
-        for samplers in rebuilt:
-            samplers.replay_ended()
-        await persistently(lambda: self._env.status.report("ready", detail))
-        if not self._ready:
+    async def _report_rebuild(
+        self,
+        statuses: BaseStatuses,
+        runtime: BaseRuntime,
+        detail: str,
+        *,
+        done: bool = False,
+        lost: bool = False,
+    ) -> None:
+        """Report the progress of bringing models back, as a driver's Report."""
+        if done:
+            runtime.samplers.replay_ended()
+        await statuses.rebuild(runtime.facts.name, detail, done=done, lost=lost)
+        if statuses.ready and not self._ready:
             self._ready = True
             _log.info("ready")
 

@@ -16,9 +16,9 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.engine.bases.train_dispatch import TrainDispatch
 from skyrl_tinker.engine.scheduling.lanes import Gap
 from skyrl_tinker.engine.suspends import Suspends
-from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.store import server_state, session_records
 from skyrl_tinker.store.database.abstract_database import after_commit
 from skyrl_tinker.store.doorbell import Doorbell
@@ -44,7 +44,7 @@ class _Due:
 
 
 class Gaps:
-    def __init__(self, store: Store, bell: Doorbell, trainer: TrainerDriver, gap_s: float) -> None:
+    def __init__(self, store: Store, bell: Doorbell, trainer: TrainDispatch, gap_s: float) -> None:
         """`gap_s`: longest time that a model waits, even if its client is away."""
         self._store = store
         self._bell = bell

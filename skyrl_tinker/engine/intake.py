@@ -8,8 +8,8 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
+from skyrl_tinker.engine.bases.train_dispatch import TrainDispatch
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import StatementError
 from skyrl_tinker.store.database.rows import PAGE
 from skyrl_tinker.store.doorbell import Doorbell
@@ -29,7 +29,7 @@ class Intake:
         self,
         store: Store,
         bell: Doorbell,
-        trainer: TrainerDriver,
+        trainer: TrainDispatch,
         samples: SampleDispatch,
         metrics: Metrics,
     ) -> None:
@@ -58,11 +58,9 @@ class Intake:
         if rows:
             rows = self._without_bodies(rows) if self._samples.queued() > MOST_BODIES else rows
             await self._metrics.owners.know({row.owner_id for row in rows})
-            training = [row for row in rows if row.kind not in _SAMPLING]
-            looked_up = await self._trainer.look_up(training) if training else None
-            self._metrics.arrived(rows)  # no other task runs between this and the lanes
-            if looked_up is not None:
-                await self._trainer.submit(training, looked_up)
+            if training := [row for row in rows if row.kind not in _SAMPLING]:
+                await self._trainer.submit(training)
+            self._metrics.arrived(row for row in rows if row.kind in _SAMPLING)
             await self._samples.submit([row for row in rows if row.kind is RequestKind.SAMPLE])
             self.cursor = rows[-1].id
             if cancels := [row for row in rows if row.kind is RequestKind.CANCEL_SAMPLE]:

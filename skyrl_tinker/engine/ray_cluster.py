@@ -25,7 +25,7 @@ class RayCluster:
         self._remove_files()
         directory.mkdir()
         if settings.ray_address is None:
-            local_ray.start(settings.trainer_ranks, directory)  # one CPU for each rank
+            local_ray.start(settings.all_trainer_ranks, directory)  # one CPU for each rank
         else:
             _join(settings.ray_address)
         self._daemons = [child for child in psutil.Process().children() if child.name() in DAEMONS]

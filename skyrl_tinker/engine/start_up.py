@@ -73,7 +73,7 @@ class StartUp:
         settings = self._env.settings
         if settings.device == "cuda":
             samplers = sum(sampler_gpus(settings.for_base(facts.name)) for facts in self._bases.all)
-            self._env.ray.require_gpus(settings.trainer_ranks, samplers)
+            self._env.ray.require_gpus(settings.all_trainer_ranks, samplers)
         await self._progress.report()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._progress.during("clean-up", self.tidy_up()))
@@ -104,9 +104,12 @@ class StartUp:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(TRANSFER_THREADS):
                 tasks.create_task(_restore(remaining, spill))
-        trained = self._bases.first
-        fingerprint = await in_disk_thread(parking.fingerprint, Path(trained.directory))
-        sort = partial(parking.sort_models, fingerprint=fingerprint, names=trained.names)
+        fingerprints = {
+            facts.name: await in_disk_thread(parking.fingerprint, Path(facts.directory))
+            for facts in self._bases.all
+            if facts.trainable
+        }
+        sort = partial(parking.sort_models, fingerprints=fingerprints)
         if parked := await self._write(sort):
             _log.warning("%d models wait, parked, until their base models are served again", parked)
 
@@ -155,8 +158,9 @@ class BaseStartUp:
         self._storage = storage
         self._shutdowns = shutdowns
         self._progress = progress
-        self._sampler = f"sampler of {facts.name}" if several else "sampler"
-        progress.waiting_for |= {self._sampler, *(["trainer"] if facts.trainable else [])}
+        whose = f" of {facts.name}" if several else ""
+        self._sampler, self._part = f"sampler{whose}", f"trainer{whose}"
+        progress.waiting_for |= {self._sampler, *([self._part] if facts.trainable else [])}
         self._trainer: TrainerGroup | None = None
         self._probed: startup_check.Probe | None = None
         self._placement: Placement = SEPARATE
@@ -168,7 +172,7 @@ class BaseStartUp:
         async with asyncio.TaskGroup() as tasks:
             if self._facts.trainable:
                 trainer = self._launch_trainer()
-                started = tasks.create_task(self._progress.during("trainer", self._start_trainer(trainer)))
+                started = tasks.create_task(self._progress.during(self._part, self._start_trainer(trainer)))
                 shared = await self._shared_gpus(trainer, started)
             spec = sampler_spec(self._settings, self._env.directories, self._facts, shared, self._number)
             self._servers = launch_servers(self._settings, spec, self._shutdowns)
@@ -226,9 +230,9 @@ class BaseStartUp:
             _log.info("logprobs of the %s, as drawn and as scored, differ by at most: %s", self._sampler, gap)
             startup_check.require_agreement(gap, allowed_gap(self._settings), self._sampler)
         else:
-            directory = self._env.directories.ephemeral_dir / "canary"
+            directory = self._env.directories.ephemeral_dir / f"canary{log_suffix(self._number)}"
             gap = await startup_check.compare(self._probed, samplers, directory)
-            _log.info("logprobs of trainer and sampler differ by at most: %s", gap)
+            _log.info("logprobs of %s and %s differ by at most: %s", self._part, self._sampler, gap)
             startup_check.require_agreement(gap, allowed_gap(self._settings))
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
@@ -10,6 +11,7 @@ from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.parity.probe import allowed_gap
+from skyrl_tinker.engine.parity.warning_board import WarningBoard
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.samplers import Samplers
@@ -49,7 +51,6 @@ class TrainingHalf:
 
     driver: TrainerDriver
     creation: ModelCreation
-    drift_monitor: DriftMonitor
 
 
 def compose_training(
@@ -60,14 +61,17 @@ def compose_training(
     trainer: TrainerGroup,
     samplers: Samplers,
     versions: EphemeralVersions,
+    warnings: WarningBoard,
     metrics: Metrics,
     placement: Placement = SEPARATE,
     storage: Storage = LOCAL_DISK,
+    *,
+    alone: bool = True,
 ) -> TrainingHalf:
     directories = Directories(settings)
     root = directories.checkpoint_root
     drift_monitor = DriftMonitor(
-        store,
+        warnings,
         trainer,
         samplers,
         facts,
@@ -99,10 +103,10 @@ def compose_training(
 
     ends = store, trainer, samplers
     publisher = Publisher(*ends, commits, pending, ephemeral, root, drift_monitor, metrics, written, storage)
-    models = ModelLifecycle(store, trainer, lanes, drift_monitor, snapshots, outbox, commits)
+    models = ModelLifecycle(store, trainer, lanes, drift_monitor, snapshots, outbox, commits, facts.names)
     passes = PassCoordinator(store, trainer, router_replay=settings.router_replay)
     unit_tokens = settings.unit_tokens or max(UNIT_TOKENS, 2 * settings.trainer_ranks * settings.token_budget)
-    returns = ModelReturns(store, trainer, snapshots, placement)
+    returns = ModelReturns(store, trainer, snapshots, placement, facts.names)
     replay = Replay(store, trainer, returns, passes, snapshots, drift_monitor, placement, unit_tokens)
     executors = Executors(
         passes,
@@ -123,6 +127,7 @@ def compose_training(
         pace,
         models,
         execution,
+        facts,
         outbox,
         snapshots,
         replay,
@@ -130,19 +135,21 @@ def compose_training(
         metrics,
         placement,
         woken,
+        alone=alone,
     )
-    _register_gauges(metrics, trainer, driver, snapshots, replay)
-    return TrainingHalf(driver, creation, drift_monitor)
+    _register_gauges(metrics, facts.name, trainer, driver, snapshots, replay)
+    return TrainingHalf(driver, creation)
 
 
 def _register_gauges(
     metrics: Metrics,
+    base_model: str,
     trainer: TrainerGroup,
     driver: TrainerDriver,
     snapshots: SnapshotKeeper,
     replay: Replay,
 ) -> None:
-    watch = metrics.watch
+    watch = partial(metrics.watch_base, base_model)
     watch("training_backlog_tokens", "Estimated tokens of waiting passes", driver.backlog)
     watch("exhausted_passes", "Passes that ran out of memory", lambda: float(trainer.exhausted_passes))
     watch("trainer_restarts", "Times that dead workers were replaced", lambda: float(trainer.restarts))

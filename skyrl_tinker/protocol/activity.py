@@ -21,7 +21,7 @@ class RankSpan:
 
 @dataclass(frozen=True, slots=True)
 class UnitSpan:
-    """Unit of work of the trainer; `future_ids`: of the requests that ran in it."""
+    """Unit of work of the trainer of `base_model`; `future_ids`: of the requests that ran in it."""
 
     kind: str
     began_at: float
@@ -29,6 +29,7 @@ class UnitSpan:
     tokens: int
     future_ids: tuple[int, ...]
     ranks: tuple[RankSpan, ...] = ()
+    base_model: str = ""
 
 
 @dataclass(frozen=True, slots=True)

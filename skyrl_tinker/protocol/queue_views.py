@@ -67,7 +67,7 @@ class LaneView:
 
 @dataclass(frozen=True, slots=True)
 class TrainingView:
-    """The trainer's queue.
+    """The queue of the trainer of one base model.
 
     `tenants`: sessions with runnable work, in the order of their turns. `running`: models in the current unit
     of work, of about `running_tokens` tokens, which began `running_s` ago. `next_kind`, `next_models`: of
@@ -83,7 +83,6 @@ class TrainingView:
     running_s: float | None = None
     next_kind: str | None = None
     next_models: tuple[int, ...] = ()
-    rates: TokenRates = TokenRates()
     incidents: tuple[Incident, ...] = ()
 
 
@@ -136,13 +135,14 @@ class SamplingView:
 
 @dataclass(frozen=True, slots=True)
 class QueuesView:
-    """Queues of the trainer, and of the samplers by the name of their base model.
+    """Queues of trainers and samplers by the name of their base model.
 
-    `sampled`: rates of all samplers together.
+    `trained`, `sampled`: rates of all together.
     """
 
-    training: TrainingView
+    training: Mapping[str, TrainingView]
     sampling: Mapping[str, SamplingView]
+    trained: TokenRates = TokenRates()
     sampled: TokenRates = TokenRates()
 
     def to_bytes(self) -> bytes:

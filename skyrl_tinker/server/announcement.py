@@ -17,7 +17,7 @@ def announcement(settings: Settings, bases: Bases, *, keys: bool) -> str:
     url = client_url(settings)
     models = [
         f"{facts.name}, {facts.context_length} tokens of context, "
-        + (_trained(settings) if facts.trainable else "sampling only")
+        + (_trained(settings.for_base(facts.name)) if facts.trainable else "sampling only")
         for facts in bases.all
     ]
     facts_of_it = {
@@ -54,7 +54,7 @@ def _devices(settings: Settings) -> str:
     samplers = sum(len(each.external_urls) or each.replicas for each in of_bases)
     placement = "in turns on the same devices" if settings.colocated else "side by side"
     return (
-        f"{settings.device} in {settings.trainer_dtype}: trainer ranks {settings.trainer_ranks}, "
+        f"{settings.device} in {settings.trainer_dtype}: trainer ranks {settings.all_trainer_ranks}, "
         f"samplers {samplers}, {placement}"
     )
 

@@ -41,6 +41,7 @@ def check_settings(settings: Settings) -> None:
     """Refuse settings that are not implemented yet or contradict each other, whatever the placement."""
     _check_samplers(settings)
     _check_further(settings)
+    _check_trained(settings)
     check_tls(settings)
     _check_standby(settings)
     _check_dtype(settings)
@@ -55,10 +56,29 @@ def _check_further(settings: Settings) -> None:
     for own in catalog.further(settings):
         with catalog.refusals(own):
             _check_samplers(own)
+            _check_dtype(own)
             for url in (url.rstrip("/") for url in own.external_urls):
                 if url in urls:
                     raise StartupError(f"sampler_urls: {url} serves another base model")
         urls += [url.rstrip("/") for url in own.external_urls]
+
+
+def _check_trained(settings: Settings) -> None:
+    """Refuse several trained base models where it is not known which GPUs each gets."""
+    further = settings.further_trained
+    if further and settings.ray_address is not None:
+        raise StartupError(
+            f"bases.{further[0].base_model}.roles: found train with --ray-address, expected sample alone: on "
+            "a cluster only base_model is trained"
+        )
+    for own in [settings, *further] if further and settings.device == "cuda" else []:
+        wanted = ["trainer_ranks", *([] if own.external_urls else ["replicas"])]
+        if missing := [name for name in wanted if name not in own.model_fields_set]:
+            where = "" if own is settings else f"bases.{own.base_model}: "
+            raise StartupError(
+                f"{where}--device cuda with several base models that are trained: set "
+                f"{' and '.join(missing)} of each, as no plan divides the GPUs between them"
+            )
 
 
 def _check_standby(settings: Settings) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from skyrl_tinker.config import Settings
+from skyrl_tinker.config import BaseOverrides, Settings
 from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.domain.values import BaseModelFacts
@@ -123,36 +123,54 @@ def place(
         return _placed(_divided(settings), "separate")
     if not settings.plan and settings.placement != "auto":
         return settings
-    gpus = _beside_further(settings, probe(), costs_of)
+    settings, gpus = _beside_further(settings, probe(), costs_of, tell)
     if not settings.plan:
         return _placed(settings, _placement(settings, gpus))
+    return settings.model_copy(update=_planned(settings, gpus, costs_of, tell))
+
+
+def _planned(
+    settings: Settings, gpus: Gpus, costs_of: CostsOf, tell: Callable[[str], None], whose: str = ""
+) -> dict[str, Any]:
+    """Return the planned settings. `whose`: base model in the words of the plan."""
     found = plan(settings, gpus, costs_of)
     if found.problem is not None:
         assert found.place is not None
         raise StartupError(_refusal(settings, gpus, found.problem, found.place, found.lines))
     lines = (f"  {choice}" for choice in found.choices)
-    tell("\n".join((f"planned for {_named(gpus)} (not with --no-plan):", *lines)))
-    return settings.model_copy(update={choice.setting: choice.value for choice in found.choices})
+    tell("\n".join((f"planned{whose} for {_named(gpus)} (not with --no-plan):", *lines)))
+    return {choice.setting: choice.value for choice in found.choices}
 
 
-def _beside_further(settings: Settings, gpus: Gpus, costs_of: CostsOf) -> Gpus:
-    """Return the GPUs that samplers of further base models leave. StartupError if one does not fit."""
-    left = gpus.count
-    for own in catalog.further(settings):
-        if own.external_urls:
-            continue
+def _beside_further(
+    settings: Settings, gpus: Gpus, costs_of: CostsOf, tell: Callable[[str], None]
+) -> tuple[Settings, Gpus]:
+    """Return the settings with those planned for further base models, and the GPUs that these leave.
+
+    StartupError if one does not fit.
+    """
+    left, bases = gpus.count, dict(settings.bases)
+    for name, given in settings.bases.items():
+        own = settings.for_base(name)
         copies = engine_of(own).workers(1)
-        way = GpuDivision("separate", 1, own.replicas, own.tensor_parallel_size, copies)
-        left -= way.samplers
+        way = GpuDivision("separate", own.trainer_ranks, own.replicas, own.tensor_parallel_size, copies)
+        samplers = 0 if own.external_urls else way.samplers
+        ranks = way.ranks if given.trains else 0
+        left -= samplers + ranks
+        share = replace(gpus, count=samplers + ranks)
         with catalog.refusals(own):
             if left < 1:
+                taken = f"{'trainer_ranks and ' if ranks else ''}replicas x tensor_parallel_size"
                 raise StartupError(
-                    f"replicas x tensor_parallel_size take {way.samplers} GPUs, found {gpus.count} in all, "
-                    "and base_model needs one"
+                    f"{taken} take {share.count} GPUs, found {gpus.count} in all, and base_model needs one"
                 )
-            if settings.plan:
-                _require_sampler(own, replace(gpus, count=way.samplers), way, costs_of)
-    return replace(gpus, count=left)
+            if settings.plan and ranks and samplers:
+                planned = _planned(own, share, costs_of, tell, f" {name}")
+                keys = BaseOverrides.model_fields.keys() & planned.keys()
+                bases[name] = given.model_copy(update={key: planned[key] for key in keys})
+            elif settings.plan and samplers:
+                _require_sampler(own, share, way, costs_of)
+    return settings.model_copy(update={"bases": bases} if bases else {}), replace(gpus, count=left)
 
 
 def _require_sampler(settings: Settings, gpus: Gpus, way: GpuDivision, costs_of: CostsOf) -> None:

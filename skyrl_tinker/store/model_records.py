@@ -1,6 +1,6 @@
 """Models in training."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,12 @@ def list_in_states(conn: Connection, *states: ModelState) -> list[ModelRow]:
     return _select(conn, select(Model.__table__).where(Model.state.in_(states)).order_by(Model.key))
 
 
+def list_ready(conn: Connection, base_model: Collection[str]) -> list[ModelRow]:
+    """Return the models in training of a base model, given its names, in order of creation."""
+    ready = Model.state == ModelState.READY, Model.base_model.in_(base_model)
+    return _select(conn, select(Model.__table__).where(*ready).order_by(Model.key))
+
+
 def list_for_session(conn: Connection, session_id: SessionId) -> list[ModelRow]:
     """Return the models of a session, in order of creation."""
     query = select(Model.__table__).where(Model.session_id == session_id).order_by(Model.key)
@@ -113,16 +119,20 @@ def set_state(
     return bool(conn.execute(change.values(state=state, state_reason=reason)).rowcount)
 
 
-def note_base(conn: Connection, fingerprint: str) -> None:
-    """Note the base model of the models that have a state and were made since the last note."""
+def note_base(conn: Connection, fingerprint: str, name: str | None = None) -> None:
+    """Note the base model of the models that have a state and were made since the last note.
+
+    `name`: of those that name it so; None: of all.
+    """
     unknown = Model.trained_on.is_(None), Model.state.in_((ModelState.READY, ModelState.PARKED))
-    conn.execute(update(Model).where(*unknown).values(trained_on=fingerprint))
+    named = () if name is None else (Model.base_model == name,)
+    conn.execute(update(Model).where(*unknown, *named).values(trained_on=fingerprint))
 
 
-def name_base(conn: Connection, fingerprint: str, name: str) -> None:
-    """Have the models that were trained on a base model name it as it is served now."""
-    other = Model.trained_on == fingerprint, Model.base_model != name
-    conn.execute(update(Model).where(*other).values(base_model=name))
+def name_base(conn: Connection, fingerprint: str, names: Sequence[str]) -> None:
+    """Have the models that were trained on a base model name it as it is served now: by one of `names`."""
+    other = Model.trained_on == fingerprint, Model.base_model.not_in(names)
+    conn.execute(update(Model).where(*other).values(base_model=names[0]))
 
 
 def set_spec(conn: Connection, key: ModelKey, spec: LoraSpec, optimizer_config: Mapping[str, Any]) -> None:

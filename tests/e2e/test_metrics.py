@@ -18,13 +18,17 @@ TOKENS = random_tokens(40, seed=5)
 
 
 def scraped(url: str) -> dict[str, float]:
-    """Samples without labels by name; labelled ones as name/value/value."""
+    """Samples without labels by name; labelled ones as name/value/value, but for the one base model."""
     families = text_string_to_metric_families(metrics_of(url))
     return {
-        "/".join((sample.name.removeprefix("skyrl_tinker_"), *sample.labels.values())): sample.value
+        "/".join((sample.name.removeprefix("skyrl_tinker_"), *_told(sample.labels))): sample.value
         for family in families
         for sample in family.samples
     }
+
+
+def _told(labels: dict[str, str]) -> list[str]:
+    return [value for name, value in labels.items() if name != "base_model"]
 
 
 def test_requests_tokens_and_the_busy_fraction_are_counted(client: Client) -> None:

@@ -125,10 +125,10 @@ async def test_a_full_disk_delays_a_start(
     write = parking.sort_models
     failures = [OperationalError("UPDATE", None, OSError("disk full"))] * 2
 
-    def fails(conn: Connection, fingerprint: str, names: tuple[str, ...]) -> int:
+    def fails(conn: Connection, fingerprints: dict[str, str]) -> int:
         if failures:
             raise failures.pop()
-        return write(conn, fingerprint, names)
+        return write(conn, fingerprints)
 
     monkeypatch.setattr(parking, "sort_models", fails)
     monkeypatch.setattr(outbox, "RETRY_S", 0.01)

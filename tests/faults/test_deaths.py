@@ -139,9 +139,9 @@ def await_in_flight(server: Serve, *, training: int = 0, samples: int = 0) -> No
         accepted = Counter[str]()
         for each in now["queue"]:
             accepted[each["kind"]] += each["waiting"]
-        if (accepted["training"], accepted["sampling"]) != (training, samples) or now["trainer"] is None:
+        if (accepted["training"], accepted["sampling"]) != (training, samples) or not now["trainers"]:
             return False
-        begun = now["trainer"]["running"] is not None
+        begun = now["trainers"][0]["running"] is not None
         return begun == (training > 0) and sum(each["in_flight"] for each in now["samplers"]) == samples
 
     wait_until(there)

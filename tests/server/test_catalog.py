@@ -29,6 +29,11 @@ def test_the_first_is_trained_and_others_are_sampled_with_keys_of_their_own(
     assert (second.context_length, second.vocab_size) == (100, 300)
 
 
+def test_a_further_one_is_trained_if_its_roles_say_so(tmp_path: Path, teacher: Path) -> None:
+    bases = resolve_all(config.load(home=tmp_path, bases=[f"{teacher}:train,sample"]))
+    assert [facts.trainable for facts in bases.all] == [True, True]
+
+
 def test_one_directory_under_two_names_is_refused(tmp_path: Path, teacher: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(teacher)
@@ -42,6 +47,18 @@ def test_refusals_name_the_base_model(tmp_path: Path) -> None:
     by_url = {"A": {"roles": ["sample"], "sampler_urls": ["localhost:9"]}}
     with pytest.raises(StartupError, match=r"^bases\.A: sampler_urls: found 'localhost:9'"):
         preflight.check_settings(config.load(bases=by_url))
+
+
+def test_several_trained_ones_say_their_gpus() -> None:
+    own: dict[str, object] = {"roles": ["train", "sample"]}
+    preflight.check_settings(config.load(bases={"A": own}))
+    told = r"^--device cuda with several base models that are trained: set trainer_ranks and replicas of each"
+    with pytest.raises(StartupError, match=told):
+        preflight.check_settings(config.load(device="cuda", bases={"A": own}))
+    first = {"device": "cuda", "trainer_ranks": 1, "replicas": 1}
+    with pytest.raises(StartupError, match=r"^bases\.A: --device cuda .*: set replicas of each"):
+        preflight.check_settings(config.load(**first, bases={"A": own | {"trainer_ranks": 1}}))
+    preflight.check_settings(config.load(**first, bases={"A": own | {"trainer_ranks": 1, "replicas": 1}}))
 
 
 def test_a_server_by_url_samples_one_base_model() -> None:

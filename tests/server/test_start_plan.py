@@ -165,6 +165,20 @@ def test_samplers_of_further_base_models_have_gpus_of_their_own(model: Path) -> 
     assert start_plan.place(settings, print, lambda: Gpus(2, GB), _no_costs).placement == "colocated"
 
 
+def test_trained_base_models_are_planned_each_on_its_own_gpus(model: Path) -> None:
+    (other := model / "other").mkdir()
+    (other / "config.json").write_text(json.dumps(QWEN3_8B))
+    own: dict[str, Any] = {"roles": ["train", "sample"], "trainer_ranks": 2, "replicas": 1}
+    placed, told = _place(model, 6, trainer_ranks=1, replicas=2, bases={str(other): own})
+    assert f"planned {other} for 3 GPUs of 80 GB" in told
+    further = placed.for_base(str(other))
+    assert (further.trainer_ranks, further.replicas, placed.trainer_ranks, placed.replicas) == (2, 1, 1, 2)
+    assert further.token_budget > 0
+    assert placed.bases[str(other)].token_budget == further.token_budget
+    with pytest.raises(StartupError, match=rf"^bases\.{other}: trainer_ranks and .* take 3 GPUs, found 3 in"):
+        _place(model, 3, trainer_ranks=1, replicas=1, bases={str(other): own})
+
+
 @pytest.mark.parametrize("given", [{}, {"device": "cuda", "sampler_urls": ["http://a:9"]}])
 def test_without_gpus_or_samplers_of_our_own_nothing_is_planned(given: dict[str, Any]) -> None:
     settings = config.load(**given)

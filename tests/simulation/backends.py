@@ -67,10 +67,11 @@ def _logprob(tokens: Sequence[int]) -> float:
 
 
 class Ranks(ScriptedTrainer):
-    """Ranks of one engine. Each call takes a second of their time."""
+    """Ranks of one base model, which send weights to `replicas`. Each call takes a second of their time."""
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: "Replicas") -> None:
         super().__init__()
+        self._replicas = replicas
         self.logprob_of = lambda model: _logprob(drawn(self._state(model).steps))
         self._standing: asyncio.Future[None] | None = None
         self._full: set[ModelKey] = set()
@@ -94,9 +95,7 @@ class Ranks(ScriptedTrainer):
     async def open_sender(self, factory: Any) -> None:
         self._factory = factory
         self._require_alive_now()
-        process = PROCESS.get()
-        assert process is not None
-        self._sender = Sender(process.fleets[0].groups, hangs=hangs(factory))
+        self._sender = Sender(self._replicas.groups, hangs=hangs(factory))
 
     async def sender_call(self, method: str, *args: Any) -> list[Any]:
         return [await self.root_call(method, *args)]

@@ -152,8 +152,8 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def model_body(session: str, rank: int = 8) -> Json:
-    return {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": rank}}
+def model_body(session: str, rank: int = 8, base_model: str = BASE) -> Json:
+    return {"session_id": session, "model_seq_id": 0, "base_model": base_model, "lora_config": {"rank": rank}}
 
 
 def _value(answer: httpx.Response) -> Json:

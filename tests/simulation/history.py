@@ -22,6 +22,7 @@ from sqlalchemy import Connection, text
 from skyrl_tinker.config import Parity, Recovery, Settings
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.peft_config import ADAPTER_FILE
+from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.parity.drift_monitor import METRIC
 from skyrl_tinker.engine.trainer.model_returns import DIE_EACH_TIME
 from skyrl_tinker.store import server_state
@@ -31,7 +32,7 @@ from skyrl_tinker.store.database.opening import open_database
 from skyrl_tinker.store.database.postgresql import PostgresDatabase
 from skyrl_tinker.store.database.sqlite_database import SqliteDatabase
 from skyrl_tinker.store.store import write_once
-from tests.api.support.world import FACTS, sample, step
+from tests.api.support.world import BASE, FACTS, sample, step
 from tests.simulation import silent, teacher
 from tests.simulation.backends import DEADLY, NOT_FINITE, drawn
 from tests.simulation.client import PROTOBUF, Client, error_of, loss_of, model_body, now, sequences
@@ -97,6 +98,8 @@ CLOCKS = (0, 4)
 """Seeds, modulo 13, of histories in which the clocks of processes differ, and a lease says who may commit."""
 TEACHING = (2, 6, 11)
 """Seeds, modulo 13, of histories with a further base model, only sampled; but for those of OTHER_BASE."""
+TRAINED = (5, 9, 12)
+"""Seeds, modulo 13, of histories with a further base model that is trained; but for those of OTHER_BASE."""
 PROBED = (7, 8)
 """Seeds, modulo 13, of histories in which samplers are compared with the trainer after each sync."""
 FULL, FULL_FAULTS = (3, 9, 14), 4
@@ -227,6 +230,7 @@ def _is_gone(load: Request, save: Request) -> bool:
 @dataclass
 class _Model:
     session: str
+    base_model: str
     model_id: str
     requests: list[Request]
 
@@ -256,6 +260,7 @@ class History:
             file = f"sqlite:///{home}/skyrl-tinker.db"
             settings |= {"home": home / "host 0", "database_url": url or file, **shared}
         self._early = _stream("early", seed, 9, EARLY)
+        self._trained = None if self._parks else _stream("trained", seed, 13, TRAINED)
         self._teaching = None if self._parks else _stream("teaching", seed, 13, TEACHING)
         self._clocks = _stream("clocks", seed, 13, CLOCKS)
         self._full = _stream("full", seed, 17, FULL)
@@ -297,7 +302,9 @@ class History:
     async def _story(self, loop: VirtualLoop) -> None:
         rollout_s = ROLLOUT_S if self._follows else SWAPPED_S if self._full else 0.0
         about = rollout_s, self._apis, self._clocks, 2 if self._full else 1
-        bases = (self._facts, teacher.FURTHER) if self._teaching else (self._facts,)
+        further = self._other_base()
+        self._bases = (self._facts, further) if self._trained else (self._facts,)
+        bases = (*self._bases, teacher.FURTHER) if self._teaching else self._bases
         server = Server(self._settings, bases, self.faults, *about)
         server.draws[teacher.NAME] = teacher.draw
         self._server = server
@@ -345,15 +352,16 @@ class History:
         if self._silent:
             with self._reading() as conn:
                 key = self._silent.check(conn, self._server.directories)
-            assert key not in self._server.ranks.trained
+            assert not any(key in ranks.trained for ranks in self._server.ranks.values())
 
     async def _model(self) -> _Model:
         """Send all requests of a model, which overtake each other now and then, and wait for the answers."""
         session = await self._client.session()
         rank = self._full.choice(RANKS) if self._full else 8
         beating = asyncio.create_task(self._client.beat(session))
-        created = await self._client.ok("create_model", model_body(session, rank))
-        model = _Model(session, created["model_id"], self._requests())
+        base_model = self._trained.choice(self._bases).name if self._trained else BASE
+        created = await self._client.ok("create_model", model_body(session, rank, base_model))
+        model = _Model(session, base_model, created["model_id"], self._requests())
         await self._client.result(created["request_id"])
         sending = []
         for request in _shuffled([each for each in model.requests if each.kind != MISSING], self._random):
@@ -376,10 +384,12 @@ class History:
         self._server.serve(self._server.bases)
         await asyncio.gather(*(self._continue(model, "pass", "step") for model in models))
 
+    def _other_base(self) -> BaseModelFacts:
+        return replace(self._facts, directory=f"{self._facts.directory}/{OTHER}", names=(OTHER,))
+
     async def _park(self, models: list[_Model]) -> None:
         """Serve another base model for a time, then go on with these models."""
-        directory = str(Path(self._facts.directory) / OTHER)
-        self._server.serve((replace(self._facts, directory=directory, names=(OTHER,)),))
+        self._server.serve((self._other_base(),))
         await asyncio.gather(*(self._continue(model, PARKED) for model in models))
         self._server.serve((self._facts,))
         await asyncio.gather(*(self._continue(model, "pass", "step", "pass", "step") for model in models))
@@ -607,7 +617,7 @@ class History:
         saved = {name: root / here[name] for name, _, live in found if live}
         assert not any((root / at).exists() for name, at in here.items() if name not in saved)
         exported = saved.pop(EXPORT)
-        trained = self._server.ranks.trained[key]
+        trained = self._server.ranks[model.base_model].trained[key]
         assert (trained.steps, trained.gradients) == (truth.steps, truth.gradients)
         kept = {name: steps for name, steps in truth.saves.items() if name not in _gone(model)}
         assert {name: json.loads((at / STEPS_FILE).read_text()) for name, at in saved.items()} == kept

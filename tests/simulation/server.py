@@ -110,8 +110,8 @@ class Server:
     """`failure`: what ended a process that must not end by itself. `rollout_s`: time that a sample takes.
 
     `apis`: number of API processes; the attribute has their apps by name. `clocks`: draws by how much they
-    differ. `bases`: the first is trained, with so many `samplers`, a router before several; further ones have
-    a sampler that draws by `draws`.
+    differ. `bases`: the first has so many `samplers`, a router before several; further ones have one, which
+    draws by `draws` if it is not trained.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Server:
         self._samplers = samplers
         self.draws: dict[str, Draw] = {}
         self.engine_queues: Callable[[], bytes] | None = None
-        self.ranks: Ranks
+        self.ranks: dict[str, Ranks] = {}  # of those trained
         self.disk = Disk()
         self.home = settings.root.parent  # of all hosts
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -310,7 +310,6 @@ class Server:
         process, host = PROCESS.get(), self._host
         assert process is not None
         bell = cast(Doorbell, Bell(self._bells, "engine", "engine"))
-        self.ranks = Ranks()
         if fault("the directories have another path"):
             host.use(host.settings.model_copy(update=self._by_another_path))
         settings, directories = host.settings, host.directories
@@ -330,9 +329,12 @@ class Server:
             replicas = Replicas(self.rollout_s, self._samplers)
             process.router = Router(replicas.urls) if self._samplers > 1 else None
         else:
-            replicas = Replicas(self.rollout_s, of=facts.name, draw=self.draws[facts.name])
+            replicas = Replicas(self.rollout_s, of=facts.name, draw=self.draws.get(facts.name))
         process.fleets.append(replicas)
-        trainer, router = (cast(TrainerGroup, self.ranks), process.router) if first else (None, None)
+        trainer, router = None, process.router if first else None
+        if facts.trainable:
+            self.ranks[facts.name] = Ranks(replicas)
+            trainer = cast(TrainerGroup, self.ranks[facts.name])
         client = vllm_client(router.url if router else replicas.urls[0], replicas.urls)
         fleet = Fleet(replicas, client, cast(Any, router))
         with patch("skyrl_tinker.engine.compose.CHUNK_BYTES", 0):  # a tensor is a chunk

@@ -82,8 +82,8 @@ class NowView:
             if queues is None
             else [row for each in queues.sampling.items() for row in _replicas(*each)],
             queue=self._queue,
-            rates=queues and RatesNow(trained=queues.training.rates, sampled=queues.sampled),
-            trainer=queues and self._trainer(queues.training),
+            rates=queues and RatesNow(trained=queues.trained, sampled=queues.sampled),
+            trainers=None if queues is None else [self._trainer(*each) for each in queues.training.items()],
             samplers=None if queues is None else [_samplers(*each) for each in queues.sampling.items()],
         )
 
@@ -124,9 +124,11 @@ class NowView:
             yield from self._engine_problems(snapshot.queues)
 
     def _engine_problems(self, queues: QueuesView) -> Iterator[Problem]:
-        yield from self._happened("processes", queues.training.incidents)
+        several = len(self._deps.bases.all) > 1
+        for name, trained in queues.training.items():
+            yield from self._happened(f"processes of {name}" if several else "processes", trained.incidents)
         for name, view in queues.sampling.items():
-            whose = f" of {name}" if len(queues.sampling) > 1 else ""
+            whose = f" of {name}" if several else ""
             if view.paused is not None:
                 yield Problem(level="info", subject=f"samplers{whose}", text=view.paused)
             yield from self._happened(f"processes{whose}", view.incidents)
@@ -185,12 +187,15 @@ class NowView:
 
     # Parts
 
-    def _trainer(self, view: TrainingView) -> TrainerNow:
+    def _trainer(self, base_model: str, view: TrainingView) -> TrainerNow:
         running = self._unit(view.running_kind, view.running)
         if running is not None:
             running = running.model_copy(update={"tokens": view.running_tokens, "running_s": view.running_s})
         return TrainerNow(
-            running=running, following=self._unit(view.next_kind, view.next_models), unit_s=view.unit_s
+            base_model=base_model,
+            running=running,
+            following=self._unit(view.next_kind, view.next_models),
+            unit_s=view.unit_s,
         )
 
     def _unit(self, kind: str | None, keys: tuple[int, ...]) -> UnitNow | None:

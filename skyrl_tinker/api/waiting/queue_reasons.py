@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from skyrl_tinker.api.waiting.engine_client import EngineState
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.protocol.queue_views import QueuesView, SamplingView, TrainingView
+from skyrl_tinker.protocol.queue_views import LaneView, QueuesView, SamplingView, TrainingView
 from skyrl_tinker.protocol.schemas.futures import QueueState
 from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.store.futures.cancellation import QueuePosition
@@ -45,7 +45,9 @@ def queue_reason(position: QueuePosition, queues: QueuesView) -> Reason:
     if position.kind is RequestKind.SAMPLE:
         view = queues.sampling.get(position.base_model or "")
         return _running(position) if view is None else _sampling(position, view)
-    return _training(position, queues.training)
+    model = -1 if position.model_key is None else position.model_key
+    trained = next((view for view in queues.training.values() if model in view.lanes), None)
+    return _running(position) if trained is None else _training(position, trained.lanes[model], trained)
 
 
 def _sampling(position: QueuePosition, view: SamplingView) -> Reason:
@@ -62,9 +64,8 @@ def _sampling(position: QueuePosition, view: SamplingView) -> Reason:
     return Reason("paused_capacity", text + (_duration((ahead + 1) / rate) if rate else ""))
 
 
-def _training(position: QueuePosition, view: TrainingView) -> Reason:
-    lane = None if position.model_key is None else view.lanes.get(position.model_key)
-    if lane is None or position.seq_id is None or position.seq_id < lane.next_seq:
+def _training(position: QueuePosition, lane: LaneView, view: TrainingView) -> Reason:
+    if position.seq_id is None or position.seq_id < lane.next_seq:
         return _running(position)
     if lane.lowest > lane.next_seq:
         text = f"waiting for seq {lane.next_seq} of this model ({lane.lowest} has arrived)"

@@ -99,4 +99,5 @@ def _guests(conn: Connection, queues: QueuesView | None) -> dict[str, Guest]:
 
 
 def _models(queues: QueuesView | None) -> set[int]:
-    return set() if queues is None else {*queues.training.running, *queues.training.next_models}
+    views = () if queues is None else queues.training.values()
+    return {model for view in views for model in (*view.running, *view.next_models)}

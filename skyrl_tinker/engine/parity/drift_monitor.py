@@ -5,22 +5,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import Connection
-
 from skyrl_tinker.domain.ids import ModelId, ModelKey
 from skyrl_tinker.domain.values import BaseModelFacts, Failure, Float32, WeightVersion
-from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.parity.probe import (
     largest_difference,
     probe_tokens,
     sampler_logprobs,
     trainer_logprobs,
 )
+from skyrl_tinker.engine.parity.warning_board import WarningBoard
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import SkyrlTinkerError, TrainerError
-from skyrl_tinker.store import server_state
-from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 METRIC, REPLAY_METRIC = "sampler_logprob_gap", "replay_differed"
@@ -41,7 +37,7 @@ class DriftMonitor:
 
     def __init__(
         self,
-        store: Store,
+        warnings: WarningBoard,
         trainer: TrainerGroup,
         samplers: Samplers,
         facts: BaseModelFacts,
@@ -51,7 +47,7 @@ class DriftMonitor:
         bound: float,
     ) -> None:
         """`tokens`: length of the probe, below 2 = off."""
-        self._store = store
+        self._warnings = warnings
         self._trainer = trainer
         self._samplers = samplers
         self._metrics = metrics
@@ -59,12 +55,7 @@ class DriftMonitor:
         self._bound = bound
         self._gaps: dict[ModelKey, float] = {}  # by model, not reported yet
         self._differed: set[ModelKey] = set()  # not reported yet: models whose replay gave other logprobs
-        self._drifted: set[ModelKey] = set()
         self._scored: set[ModelKey] = set()  # models with a scored probe, until `forget`
-
-    async def clear_warning(self) -> None:
-        """Withdraw the warning of an earlier engine."""
-        await self._warn(None)
 
     async def score(self, models: Mapping[ModelKey, ModelId]) -> list[ScoredProbe]:
         """Score the probe of all models in one pass; failed ones are left out, so that their saves go on."""
@@ -123,35 +114,19 @@ class DriftMonitor:
         self._gaps.pop(model, None)
         self._differed.discard(model)
         self._scored.discard(model)
-        await self._note_agreement(model)
+        await self._warnings.withdraw(model)
 
     async def _judge(self, scored: ScoredProbe, gap: float) -> None:
         """Keep a warning in the store while any model's gap is beyond the bound."""
         if gap <= self._bound:  # false for NaN
-            await self._note_agreement(scored.key)
+            await self._warnings.withdraw(scored.key)
             return
         warning = (
             f"the sampler's logprobs of {scored.model_id} differ from the trainer's by {gap:.1e}, "
             f"allowed {self._bound:.0e} (parity.gap_bound): importance ratios start away from 1"
         )
         _log.warning("%s", warning)
-        first = not self._drifted
-        self._drifted.add(scored.key)
-        if first:
-            await self._warn(warning)
-
-    async def _note_agreement(self, model: ModelKey) -> None:
-        if model not in self._drifted:
-            return
-        self._drifted.discard(model)
-        if not self._drifted:
-            await self._warn(None)
-
-    async def _warn(self, warning: str | None) -> None:
-        def op(conn: Connection) -> None:
-            server_state.put(conn, server_state.WARNING, warning)
-
-        await persistently(lambda: self._store.write(op))
+        await self._warnings.warn(scored.key, warning)
 
 
 def _worse(one: float, other: float) -> float:

@@ -4,7 +4,7 @@ Their requests fail with the reason, each at its turn, as any failed request.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sqlalchemy import Connection
@@ -18,6 +18,7 @@ from skyrl_tinker.store.futures import finish, queue
 from skyrl_tinker.store.model_records import ModelRow
 
 _TRAINED = "trained_base_model"
+"""Fingerprints of the base models that were trained, by name, or that of the one."""
 _HEAD_BYTES = 1 << 20
 
 
@@ -31,21 +32,28 @@ def fingerprint(base_model: Path) -> str:
     return digest.hexdigest()
 
 
-def sort_models(conn: Connection, fingerprint: str, names: Sequence[str]) -> int:
-    """Park the models of other base models, and make those of this one ready, parked or not.
+def sort_models(conn: Connection, fingerprints: Mapping[str, str]) -> int:
+    """Park the models of other base models, and make those of the trained ones ready, parked or not.
 
-    `fingerprint`, `names`: of the base model that is served. Returns the number of parked models.
+    `fingerprints`: of the base models that are trained, by name. Returns the number of parked models.
     """
-    before: str | None = server_state.get(conn, _TRAINED)
-    server_state.put(conn, _TRAINED, fingerprint)
-    model_records.note_base(conn, before or fingerprint)
-    model_records.name_base(conn, fingerprint, names[0])
+    before: dict[str, str] | str | None = server_state.get(conn, _TRAINED)
+    server_state.put(conn, _TRAINED, dict(fingerprints))
+    if isinstance(before, dict) and len(before) > 1:
+        for name, fingerprint in before.items():
+            model_records.note_base(conn, fingerprint, name)
+    else:
+        one = before.values() if isinstance(before, dict) else [before or next(iter(fingerprints.values()))]
+        model_records.note_base(conn, *one)
+    for fingerprint in {*fingerprints.values()}:
+        names = [name for name, found in fingerprints.items() if found == fingerprint]
+        model_records.name_base(conn, fingerprint, names)
     parked = 0
     for model in model_records.list_in_states(conn, ModelState.READY, ModelState.PARKED):
-        if model.trained_on == fingerprint:
+        if model.trained_on in fingerprints.values():
             model_records.set_state(conn, model.key, ModelState.READY)
         else:
-            _park(conn, model, _of_another(model, names))
+            _park(conn, model, _of_another(model, list(fingerprints)))
             parked += 1
     return parked
 
@@ -74,6 +82,6 @@ def _of_another(model: ModelRow, names: Sequence[str]) -> str:
             "training state is kept until they are served again"
         )
     return (
-        f"it was trained on base model {model.base_model}, and this server trains {names[0]}; its training "
-        "state is kept until its base model is trained here again"
+        f"it was trained on base model {model.base_model}, and this server trains {', '.join(names)}; its "
+        "training state is kept until its base model is trained here again"
     )

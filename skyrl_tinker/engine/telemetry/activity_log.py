@@ -30,31 +30,35 @@ class ActivityLog:
         self._samples: deque[SampleSpan] = deque(maxlen=SPANS)
         self._publishes: deque[PublishSpan] = deque(maxlen=SPANS)
         self._syncs: deque[SyncSpan] = deque(maxlen=SPANS)
-        self._calls: deque[tuple[RankSpan, ...]] = deque(maxlen=UNIT_CALLS)
+        self._calls: dict[str, deque[tuple[RankSpan, ...]]] = {}  # by base model
         self._followers: list[Callable[[AnySpan], None]] = []
 
     def follow(self, follower: Callable[[AnySpan], None]) -> None:
         """Call `follower` with each span from now on; it must return at once."""
         self._followers.append(follower)
 
-    def ranks(self, method: str, replies: Sequence[RankReply]) -> None:
-        """Record a call of all ranks, as a part of the unit that ends next. They use this host's clock."""
+    def ranks(self, base_model: str, method: str, replies: Sequence[RankReply]) -> None:
+        """Record a call of all ranks of a base model, as a part of its unit that ends next.
+
+        They use this host's clock.
+        """
         skew_s = self._clock() - time.time()
         begun = [reply.began_at + skew_s for reply in replies]
-        self._calls.append(
+        self._calls.setdefault(base_model, deque(maxlen=UNIT_CALLS)).append(
             tuple(
                 RankSpan(rank, method, began_at, began_at + reply.seconds)
                 for rank, (began_at, reply) in enumerate(zip(begun, replies, strict=True))
             )
         )
 
-    def unit(self, rows: Sequence[QueuedRow], began_at: float) -> None:
-        """Record a unit that has just ended."""
-        calls = tuple(chain.from_iterable(self._calls))
-        self._calls.clear()
+    def unit(self, base_model: str, rows: Sequence[QueuedRow], began_at: float) -> None:
+        """Record a unit of a base model that has just ended."""
+        calls = tuple(chain.from_iterable(self._calls.pop(base_model, ())))
         tokens = sum(cost(row) for row in rows if row.kind in PASSES)
         ids = tuple(row.id for row in rows[:UNIT_ROWS])
-        self._note(self._units, UnitSpan(rows[0].kind, began_at, self._clock(), tokens, ids, calls))
+        self._note(
+            self._units, UnitSpan(rows[0].kind, began_at, self._clock(), tokens, ids, calls, base_model)
+        )
 
     def sample(self, future_id: int, began_at: float, replicas: Iterable[str] = ()) -> None:
         """Record a sample that has just ended."""

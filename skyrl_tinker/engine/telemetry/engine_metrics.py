@@ -24,17 +24,23 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300
 _TOKENS = tuple(float(2**power) for power in range(4, 21, 2))
 _GAPS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.25, 0.5, 1)
 PASS = "pass"
+BASE = "base_model"
+"""Label of series that each trained base model has."""
 OPENAI = "openai"
 OutcomeLabel = Literal["ok", "user", "server", "unknown", "cancelled"]
 
 
 class Metrics:
-    """Counters, gauges and histograms. Labels are bounded: kinds, outcomes and a few owners, never models."""
+    """Counters, gauges and histograms.
+
+    Labels are bounded: kinds, outcomes, base models and a few owners, never models in training.
+    """
 
     def __init__(self, owner_name: OwnerName | None = None, clock: Callable[[], float] = time.time) -> None:
         """`owner_name`: for counters by owner; None: no such counters. `clock`: that of the times in rows."""
         self._clock = clock
         self._registry = CollectorRegistry()
+        self._of_bases: dict[str, Gauge] = {}  # by name
         self._pending: dict[int, QueuedRow] = {}  # by future id
         self._begun: set[int] = set()  # of these
         self._since = clock()
@@ -78,9 +84,9 @@ class Metrics:
         self._gaps = self._histogram(
             "sampler_logprob_gap_nats", "The same gap, of all syncs whose gap is a number", _GAPS
         )
-        self.trainer = Occupancy(
-            self._counter("trainer_busy_seconds", "Time in which the workers worked"),
-            self._counter("trainer_waiting_seconds", "Time in which there was work and the workers did not"),
+        self._busy = self._counter("trainer_busy_seconds", "Time in which the workers worked", BASE)
+        self._waiting = self._counter(
+            "trainer_waiting_seconds", "Time in which there was work and the workers did not", BASE
         )
         self.owners = OwnerMetrics(self._registry, owner_name)
         self.trained_meter, self.sampled_meter = TokenMeter(), TokenMeter()
@@ -94,6 +100,16 @@ class Metrics:
     def watch(self, name: str, help_text: str, value: Callable[[], float]) -> None:
         """Register a gauge whose value is read at each scrape."""
         self._gauge(name, help_text).set_function(value)
+
+    def watch_base(self, base_model: str, name: str, help_text: str, value: Callable[[], float]) -> None:
+        """Register such a gauge of one base model."""
+        if (gauge := self._of_bases.get(name)) is None:
+            gauge = self._of_bases[name] = self._gauge(name, help_text, BASE)
+        gauge.labels(base_model).set_function(value)
+
+    def occupancy(self, base_model: str) -> "Occupancy":
+        """Return the occupancy of the trainer of a base model, which is counted from 0."""
+        return Occupancy(self._busy.labels(base_model), self._waiting.labels(base_model))
 
     # Requests of the journal
 
@@ -134,11 +150,11 @@ class Metrics:
     def waited(self, kind: str, seconds: float) -> None:
         self._waits.labels(kind).observe(max(0.0, seconds))
 
-    def unit(self, rows: Sequence[QueuedRow], began_at: float, worked_s: float) -> None:
-        """Record a unit that has just ended, on which the trainer worked for `worked_s`."""
+    def unit(self, base_model: str, rows: Sequence[QueuedRow], began_at: float, worked_s: float) -> None:
+        """Record a unit that has just ended, on which the trainer of a base model worked for `worked_s`."""
         kind = PASS if rows[0].kind in PASSES else rows[0].kind
         self._unit_seconds.labels(kind).observe(worked_s)
-        self.activity.unit(rows, began_at)
+        self.activity.unit(base_model, rows, began_at)
 
     def passed(self, rows: Sequence[QueuedRow], outputs: Sequence[PassOutput | Failure]) -> None:
         """Count one pass of the trainer."""
@@ -182,8 +198,8 @@ class Metrics:
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(f"{_PREFIX}_{name}", help_text, labels, registry=self._registry)
 
-    def _gauge(self, name: str, help_text: str) -> Gauge:
-        return Gauge(f"{_PREFIX}_{name}", help_text, registry=self._registry)
+    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
+        return Gauge(f"{_PREFIX}_{name}", help_text, labels, registry=self._registry)
 
     def _histogram(self, name: str, help_text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         return Histogram(f"{_PREFIX}_{name}", help_text, labels, buckets=buckets, registry=self._registry)

@@ -49,8 +49,11 @@ class ModelLifecycle:
         snapshots: SnapshotKeeper,
         outbox: Outbox,
         commits: UnitCommits,
+        names: Collection[str],
     ) -> None:
+        """`names`: of the base model."""
         self._store = store
+        self._names = names
         self._trainer = trainer
         self._lanes = lanes
         self._drift_monitor = drift_monitor
@@ -60,16 +63,15 @@ class ModelLifecycle:
         self._releasing: set[ModelKey] = set()  # models whose sessions are over
         self._unloading: dict[ModelKey, QueuedRow] = {}  # by model, its unload_model request
 
-    async def open_ready(self) -> int:
+    async def open_ready(self) -> dict[ModelKey, int]:
         """Open the lanes of the models that an earlier engine had in training, each where it stopped.
 
-        Returns the future id after which the journal has all requests to run.
+        Returns their next seq_ids.
         """
-        states = await persistently(lambda: self._store.fetch(_resumed))
+        states = await persistently(lambda: self._store.fetch(partial(_resumed, names=self._names)))
         for model, (next_seq, window_error) in states.items():
             self._lanes.open(model, next_seq, window_error)
-        next_seqs = {model: next_seq for model, (next_seq, _) in states.items()}
-        return await read_persistently(self._store, lambda conn: queue.before_waiting(conn, next_seqs))
+        return {model: next_seq for model, (next_seq, _) in states.items()}
 
     async def row(self, model: ModelKey) -> ModelRow:
         return await read_persistently(self._store, lambda conn: _row(conn, model))
@@ -197,9 +199,9 @@ class ModelLifecycle:
         return [(row.id, failure) for row in self._lanes.close(model, failure)]
 
 
-def _resumed(conn: Connection) -> dict[ModelKey, tuple[int, str | None]]:
-    """Return next seq_id and window error of each model in training."""
-    models = model_records.list_in_states(conn, ModelState.READY)
+def _resumed(conn: Connection, names: Collection[str]) -> dict[ModelKey, tuple[int, str | None]]:
+    """Return next seq_id and window error of each model in training of a base model."""
+    models = model_records.list_ready(conn, names)
     return {
         model.key: (unit_records.next_seq(conn, model.key), unit_records.window_error(conn, model.key))
         for model in models

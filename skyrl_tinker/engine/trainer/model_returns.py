@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.domain.ids import ModelKey, ModelState
+from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.outbox import AWAY_S, persistently
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
@@ -118,9 +119,16 @@ class ModelReturns:
     """The models that the ranks must have, and those of them that sleep."""
 
     def __init__(
-        self, store: Store, trainer: TrainerGroup, snapshots: SnapshotKeeper, placement: Placement
+        self,
+        store: Store,
+        trainer: TrainerGroup,
+        snapshots: SnapshotKeeper,
+        placement: Placement,
+        names: Collection[str],
     ) -> None:
+        """`names`: of the base model."""
         self._store = store
+        self._read = partial(_histories, names=names)
         self._trainer = trainer
         self._snapshots = snapshots
         self._placement = placement
@@ -134,7 +142,7 @@ class ModelReturns:
         Waits while storage is away. Raises TrainerError if the ranks die: call it again on fresh ones.
         """
         self._tries.clear()
-        found = await persistently(lambda: self._store.fetch(_histories))
+        found = await persistently(lambda: self._store.fetch(self._read))
         for model in self._deadly.keys() - {history.model.key for history in found}:  # parked, or ended
             del self._deadly[model]
         idle = [history for history in found if history.model.key not in wanted]
@@ -263,5 +271,5 @@ def _sleepers(histories: Sequence[History], stored: bool) -> dict[ModelKey, Hist
     return {each.model.key: each for each in reversed(histories) if each.can_sleep(stored=stored)}
 
 
-def _histories(conn: Connection) -> list[History]:
-    return [History.read(conn, model) for model in model_records.list_in_states(conn, ModelState.READY)]
+def _histories(conn: Connection, names: Collection[str]) -> list[History]:
+    return [History.read(conn, model) for model in model_records.list_ready(conn, names)]

@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, repeat
 from typing import Any, Protocol
 
 import orjson
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
-from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.domain.values import BaseModelFacts, Failure
 from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.outbox import FutureOutcome, Outbox
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
@@ -27,7 +28,7 @@ from skyrl_tinker.engine.trainer.pass_preparation import ReadyPass
 from skyrl_tinker.engine.trainer.replay import Replay, ReplayedModels
 from skyrl_tinker.engine.trainer.sleeping_models import SleepingModels
 from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
-from skyrl_tinker.errors import TrainerError
+from skyrl_tinker.errors import TrainerError, TrainerLostError
 from skyrl_tinker.protocol.queue_views import ASLEEP, INCIDENTS, Incident, LaneView, TrainingView
 from skyrl_tinker.store.futures import outcomes
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -39,12 +40,19 @@ IDLE_S, IDLE_PACE_S = 3.0, 0.5
 TOGETHER, ALONE = 2, 2
 """Tries of a unit as a whole; then, if it kills the ranks each time, tries of each request alone."""
 SHOWN_MODELS = 16
+PAUSES_S = (1.0, 5.0, 30.0)
+"""Time until fresh ranks are tried once more after each loss, where other base models are trained."""
+LOOK_S = 1.0
+"""Time between two looks at new requests while ranks are lost."""
 _log = logging.getLogger(__name__)
 
 
 class Report(Protocol):
-    async def __call__(self, detail: str, *, done: bool = False) -> None:
-        """Report the progress of a rebuild of the models. `done`: all that do not sleep are back."""
+    async def __call__(self, detail: str, *, done: bool = False, lost: bool = False) -> None:
+        """Report the progress of a rebuild of the models. `done`: all that do not sleep are back.
+
+        `lost`: fresh ranks die, too; their next try is later.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +73,7 @@ class TrainerDriver:
         pace: TrainerPace,
         models: ModelLifecycle,
         execution: UnitExecution,
+        facts: BaseModelFacts,
         outbox: Outbox,
         snapshots: SnapshotKeeper,
         replay: Replay,
@@ -72,8 +81,12 @@ class TrainerDriver:
         metrics: Metrics,
         placement: Placement,
         woken: asyncio.Event,
+        *,
+        alone: bool,
     ) -> None:
-        """`woken`: set when there may be work."""
+        """`woken`: set when there may be work. `alone`: no other base model is trained by this engine."""
+        self.facts = facts
+        self._alone = alone
         self._store = store
         self._trainer = trainer
         self._lanes = lanes
@@ -86,6 +99,7 @@ class TrainerDriver:
         self._replay = replay
         self._sleeping = sleeping
         self._metrics = metrics
+        self._occupancy = metrics.occupancy(facts.name)
         self._placement = placement
         self._woken = woken
         self._ahead: ReadyPass | None = None  # prepared, but not taken from the lanes
@@ -116,7 +130,7 @@ class TrainerDriver:
             elif row.status is FutureStatus.PENDING:
                 refused.append((row.id, closed))
         await self._outbox.send(refused)
-        self._metrics.trainer.work_came()
+        self._occupancy.work_came()
         self._woken.set()
 
     def backlog(self) -> int:
@@ -141,7 +155,6 @@ class TrainerDriver:
             running_s=self._unit_times.running_s(),
             next_kind=waiting[0].kind if waiting else None,
             next_models=tuple(model_of(row) for row in following[:SHOWN_MODELS]),
-            rates=self._metrics.trained_meter.rates(),
             incidents=tuple(self._incidents),
         )
 
@@ -179,22 +192,26 @@ class TrainerDriver:
         self._models.release(model)
         self._woken.set()
 
+    def knows(self, model: ModelKey) -> bool:
+        """Return whether a model is in training here."""
+        return self._lanes.knows(model)
+
     def wake(self) -> None:
         """Make the driver check the ranks: they may be broken."""
         self._woken.set()
 
-    async def resume(self) -> int:
-        """Continue where an earlier engine stopped. Call it before `run`.
-
-        Returns the future id after which the journal has all requests to run.
-        """
+    async def sweep(self) -> None:
+        """Remove the files that an earlier engine left, of models of any base model, before `resume`."""
         await self._snapshots.sweep()
+
+    async def resume(self) -> dict[ModelKey, int]:
+        """Continue where an earlier engine stopped, before `run`. Returns the models' next seq_ids."""
         return await self._models.open_ready()
 
     async def run(self, report: Report) -> None:
         """Bring back the models of an earlier engine, then run units of work.
 
-        Raises TrainerLostError if the ranks die again and again: only a new engine helps.
+        Raises TrainerLostError if the ranks die again and again and it is alone: only a new engine helps.
         """
         async with self._execution:
             await self._rebuild(report)
@@ -211,7 +228,7 @@ class TrainerDriver:
                 with self._unit_times.unit(unit.rows):
                     await self._run(unit, report)
                 self._wanted = frozenset()
-                self._metrics.unit(unit.rows, began_at, self._worked_s)
+                self._metrics.unit(self.facts.name, unit.rows, began_at, self._worked_s)
                 own_s = self._execution.take_own_seconds()
                 self._planner.charge(self._pace.attribute(unit.rows, self._worked_s, own_s))
                 self._trainer.note_work()
@@ -225,7 +242,7 @@ class TrainerDriver:
         ready, self._ahead = self._ahead, None
         wait_s = IDLE_S
         while (unit := self._planner.pop(ready.rows if ready else ())) is None:
-            self._metrics.trainer.no_work()
+            self._occupancy.no_work()
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._woken.wait()
@@ -324,7 +341,7 @@ class TrainerDriver:
                     await work
                 finally:
                     self._worked_s += time.monotonic() - began
-                self._metrics.trainer.unit_done(self._trainer.busy_s - busy_s)
+                self._occupancy.unit_done(self._trainer.busy_s - busy_s)
                 await self._keep(self._snapshots.take_due)
         except TrainerError as error:
             await self._rebuild(report)
@@ -345,19 +362,19 @@ class TrainerDriver:
         the current unit must not sleep: it is tried again, and then each of its requests alone.
         """
         replayed: ReplayedModels | None = None
+        pauses = chain(PAUSES_S, repeat(PAUSES_S[-1]))
         while replayed is None:
             await self._execution.settle()
-            with suppress(TrainerError):  # they died again: TrainerLostError if this continues
-                async with self._placement.training():
-                    if self._trainer.broken is not None:
-                        cause = f"the trainer was lost: {self._trainer.broken}"
-                        if not self._incidents or self._incidents[-1].text != cause:
-                            self._incidents.append(Incident(self._store.now(), cause))
-                        await report(f"the trainer is restarted: {self._trainer.broken}")
-                        await self._trainer.restart()
-                replayed = await self._replay.run(
-                    self._execution.repeat_saves, partial(_progress, report), self._wanted
-                )
+            try:
+                with suppress(TrainerError):  # they died again: TrainerLostError if this continues
+                    await self._restart(report)
+                    replayed = await self._replay.run(
+                        self._execution.repeat_saves, partial(_progress, report), self._wanted
+                    )
+            except TrainerLostError as error:
+                if self._alone:
+                    raise
+                await self._stand_by(error, next(pauses), report)
         if replayed.models > replayed.asleep:
             self._trainer.note_work()  # the replay worked, so the ranks themselves are sound
         await self._models.park(replayed.failed)
@@ -366,6 +383,33 @@ class TrainerDriver:
             self._incidents.append(Incident(self._store.now(), str(replayed), mended=True))
         self._told_asleep = replayed.asleep > 0
         await report(ASLEEP if self._told_asleep else "", done=True)
+
+    async def _restart(self, report: Report) -> None:
+        """Have fresh ranks, if they are broken."""
+        async with self._placement.training():
+            if self._trainer.broken is not None:
+                cause = f"the trainer was lost: {self._trainer.broken}"
+                if not self._incidents or self._incidents[-1].text != cause:
+                    self._incidents.append(Incident(self._store.now(), cause))
+                await report(f"the trainer is restarted: {self._trainer.broken}")
+                await self._trainer.restart()
+
+    async def _stand_by(self, error: TrainerLostError, pause_s: float, report: Report) -> None:
+        """Fail the requests of these models, as the ranks are lost, until it is time to try fresh ones."""
+        why = f"base model {self.facts.name} is not trained now: {error}"
+        begun = Failure(f"{why}; this request has begun and may still take effect", "server")
+        waiting = Failure(f"{why}; other base models are unaffected", "server")
+        _log.error("%s; the next try is in %.0f s", why, pause_s)
+        await report(why, lost=True)
+        until = time.monotonic() + pause_s
+        while True:
+            rows = [row for row in self._metrics.pending() if row.base_model in self.facts.names]
+            training = [row for row in rows if row.model_key and row.kind is not RequestKind.UNLOAD_MODEL]
+            await self.expire([(row, waiting if self._lanes.waits(row) else begun) for row in training])
+            if (left_s := until - time.monotonic()) <= 0:
+                break
+            await asyncio.sleep(min(LOOK_S, left_s))
+        self._trainer.note_work()  # the restart policy begins anew
 
 
 def _refusals(conn: Connection, rows: Sequence[QueuedRow]) -> dict[int, str]:

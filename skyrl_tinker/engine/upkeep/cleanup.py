@@ -13,9 +13,9 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
+from skyrl_tinker.engine.bases.train_dispatch import TrainDispatch
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.suspends import Suspends
-from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.upkeep.purge import Purge
 from skyrl_tinker.engine.upkeep.storage_upkeep import StorageUpkeep
 from skyrl_tinker.engine.upkeep.upkeep_step import Step
@@ -33,7 +33,7 @@ class Cleanup:
     def __init__(
         self,
         store: Store,
-        trainer: TrainerDriver,
+        trainer: TrainDispatch,
         samples: SampleDispatch,
         is_loading: Callable[[str], bool],
         versions: EphemeralVersions,
@@ -93,7 +93,7 @@ class Cleanup:
         detail = f"no heartbeat for {self._timeout_s:.0f} s"
         models = await self._store.write(lambda conn: _finish(conn, session, detail))
         for model in models:
-            self._trainer.release(model.key)
+            self._trainer.release(model.key, model.base_model)
 
     async def _end_samples(self) -> None:
         """Stop samples of finished sessions: nobody waits for them, and they may take minutes."""

@@ -158,8 +158,9 @@ class UnitNow(Message):
 
 
 class TrainerNow(Message):
-    """`running` null: it waits for work. `unit_s`: recent duration of a unit."""
+    """Trainer of one base model. `running` null: it waits for work. `unit_s`: recent duration of a unit."""
 
+    base_model: str
     running: UnitNow | None
     following: UnitNow | None
     unit_s: float | None
@@ -193,7 +194,7 @@ class NowResponse(Message):
     replicas: list[ReplicaNow]
     queue: list[QueueOfTenant]
     rates: RatesNow | None
-    trainer: TrainerNow | None
+    trainers: list[TrainerNow] | None
     samplers: list[SamplersNow] | None
 
 

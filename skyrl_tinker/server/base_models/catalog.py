@@ -1,4 +1,4 @@
-"""All base models of a server: the first, which is trained, and further ones."""
+"""All base models of a server: the first, which is trained, and further ones, which may be."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,8 @@ from skyrl_tinker.server.base_models import base_model
 
 def resolve_all(settings: Settings) -> Bases:
     """Find (or make) all base models, and read their facts. Raises StartupError that names the base model."""
-    bases = Bases((base_model.resolve(settings), *map(_resolve, further(settings))))
+    trained = [own.trains for own in settings.bases.values()]
+    bases = Bases((base_model.resolve(settings), *map(_resolve, further(settings), trained)))
     known: dict[str, str] = {}
     for facts in bases.all:
         if (other := known.setdefault(facts.directory, facts.name)) != facts.name:
@@ -35,6 +36,6 @@ def refusals(settings: Settings) -> Iterator[None]:
         raise StartupError(f"bases.{settings.base_model}: {error}") from error
 
 
-def _resolve(settings: Settings) -> BaseModelFacts:
+def _resolve(settings: Settings, trainable: bool) -> BaseModelFacts:
     with refusals(settings):
-        return replace(base_model.resolve(settings), trainable=False)
+        return replace(base_model.resolve(settings), trainable=trainable)

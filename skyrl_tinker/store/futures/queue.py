@@ -16,7 +16,7 @@ from skyrl_tinker.domain.ids import (
     SessionId,
 )
 from skyrl_tinker.store.database.prepared import Prepared
-from skyrl_tinker.store.database.tables import Future, Request, SamplingSession, Session
+from skyrl_tinker.store.database.tables import Future, Model, Request, SamplingSession, Session
 
 SMALL_BYTES = 4096
 _IDS_AT_ONCE = 1000
@@ -28,8 +28,8 @@ IN_WINDOW = frozenset({RequestKind.FORWARD_BACKWARD, RequestKind.MISSING})
 class QueuedRow:
     """Accepted request, as the engine schedules it. A failed one runs nothing, yet keeps its place.
 
-    Of a sample: `body` where it is small, which saves a read; `tokens`: the most that it computes, prompt
-    included; `sequences`: that are generated; `base_model`: that of its sampling session.
+    `base_model`: that of its model or sampling session. Of a sample: `body` where it is small, which saves a
+    read; `tokens`: the most that it computes, prompt included; `sequences`: that are generated.
     """
 
     id: int
@@ -85,10 +85,11 @@ _QUEUED = Prepared(
         _SMALL_SAMPLE,
         func.coalesce(Future.tokens, 1),
         func.coalesce(Future.sequences, 1),
-        SamplingSession.base_model,
+        func.coalesce(SamplingSession.base_model, Model.base_model),
     )
     .join(Session, Session.session_id == Future.session_id)
     .outerjoin(SamplingSession, SamplingSession.sampling_session_id == Future.sampling_session_id)
+    .outerjoin(Model, Model.key == Future.model_key)
     .outerjoin(Request, Request.future_id == Future.id)
     .where(Future.id > bindparam("cursor"), _WAITING)
     .order_by(Future.id)

@@ -75,8 +75,8 @@ def test_the_log_is_bounded_and_gives_what_ended_since(monkeypatch: pytest.Monke
         log.sample(number, 0.0)
     log.publish("lora", 9, 1.5)
     log.sync("v1", 2.0, 0.5)
-    log.ranks("run_pass", [RankReply(None, 1.0, 0.5), RankReply(None, 1.0, 0.25)])
-    log.unit([queued(9, 1, 1, tokens=10)], 0.0)  # type: ignore[arg-type]
+    log.ranks("tiny", "run_pass", [RankReply(None, 1.0, 0.5), RankReply(None, 1.0, 0.25)])
+    log.unit("tiny", [queued(9, 1, 1, tokens=10)], 0.0)  # type: ignore[arg-type]
     told = log.since(0.0)
     assert [span.future_id for span in told.samples] == [2, 3, 4]
     assert told.publishes[0].ended_at - told.publishes[0].began_at == pytest.approx(1.5)
@@ -87,7 +87,7 @@ def test_the_log_is_bounded_and_gives_what_ended_since(monkeypatch: pytest.Monke
     assert [span.began_at for span in ranks] == pytest.approx([7201.0] * 2, abs=60.0), "as on the given clock"
     (sync,) = told.syncs
     assert (sync.ended_at - sync.began_at, sync.ended_at - sync.paused_at) == pytest.approx((2.0, 0.5))
-    log.unit([queued(10, 1, 2, tokens=10)], 0.0)  # type: ignore[arg-type]
+    log.unit("tiny", [queued(10, 1, 2, tokens=10)], 0.0)  # type: ignore[arg-type]
     assert log.since(0.0).units[1].ranks == (), "calls belong to the unit in which they were made"
     assert log.since(time.time() + 7201) == Activity()
 

@@ -62,7 +62,7 @@ async def test_an_idle_server_says_what_it_serves_and_has_no_problems(busy: Wait
     assert told["caller"] == {"name": "local", "admin": False, "keys": False, "sees_all": True}
     assert (told["state"], told["ready"], told["problems"]) == ("ready", True, [])
     assert told["queue"] == []
-    assert told["trainer"]["running"] is None
+    assert told["trainers"][0]["running"] is None
     assert told["replicas"] == [
         {
             "base_model": "org/tiny",
@@ -119,11 +119,11 @@ async def test_the_trainer_says_what_it_runs_and_what_follows(busy: Waiting) -> 
         await submit(busy.api, "optim_step", step(model, 1))
 
     async def look() -> bool:
-        trainer = (await now(busy.api))["trainer"]
+        (trainer,) = (await now(busy.api))["trainers"]
         return trainer["running"] is not None and trainer["following"] is not None
 
     await until(look)
-    trainer = (await now(busy.api))["trainer"]
+    (trainer,) = (await now(busy.api))["trainers"]
     assert trainer["running"]["kind"] == trainer["following"]["kind"] == "optim_step"
     assert trainer["running"]["model_ids"] == [first]
     assert trainer["following"]["model_ids"] == [second]
@@ -278,7 +278,7 @@ async def test_many_who_look_cost_one_look(busy: Waiting, monkeypatch: pytest.Mo
 
 async def test_without_an_engine_the_rest_is_told(world: World) -> None:
     told = await now(world)
-    assert told["trainer"] is None
+    assert told["trainers"] is None
     assert told["rates"] is None
     assert [problem["text"] for problem in told["problems"]] == ["the engine does not answer"]
 

@@ -15,6 +15,7 @@ from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
+from skyrl_tinker.engine.bases.train_dispatch import TrainDispatch
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
 from skyrl_tinker.engine.compose import make_tmpfs_spill
 from skyrl_tinker.engine.deadlines import Deadlines
@@ -25,6 +26,7 @@ from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.engine.openai.openai_routes import OpenAIRoutes
 from skyrl_tinker.engine.openai.openai_server import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
+from skyrl_tinker.engine.parity.warning_board import WarningBoard
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.scheduling.slots import Concurrency
@@ -82,17 +84,27 @@ class Waiting:
         forget = self.samples.forget_sources
         versions = EphemeralVersions(store, [samplers], forget, spill, self.settings)
         half = compose_training(
-            self.settings, FACTS, store, outbox, trainer, samplers, versions, metrics, self.placement
+            self.settings,
+            FACTS,
+            store,
+            outbox,
+            trainer,
+            samplers,
+            versions,
+            WarningBoard(store),
+            metrics,
+            self.placement,
         )
         self.driver = half.driver
-        self._intake = Intake(store, self.bell, self.driver, self.samples, metrics)
+        self.training = TrainDispatch([self.driver], store, metrics)
+        self._intake = Intake(store, self.bell, self.training, self.samples, metrics)
         self.deadlines = Deadlines(
             store,
             metrics,
-            self.driver,
+            self.training,
             self.samples,
             outbox,
-            Gaps(store, self.bell, self.driver, self.settings.timeouts.gap_s),
+            Gaps(store, self.bell, self.training, self.settings.timeouts.gap_s),
             self.settings.timeouts.request_s,
         )
         openai = OpenAIServer(
@@ -109,13 +121,18 @@ class Waiting:
 
     def _view(self) -> QueuesView:
         self.looks += 1
-        return QueuesView(self.driver.view(), self.samples.views(), self.metrics.sampled_meter.rates())
+        return QueuesView(
+            self.training.views(),
+            self.samples.views(),
+            self.metrics.trained_meter.rates(),
+            self.metrics.sampled_meter.rates(),
+        )
 
     async def run(self) -> None:
-        async def report(detail: str, *, done: bool = False) -> None:
+        async def report(detail: str, *, done: bool = False, lost: bool = False) -> None:
             """Nobody reads it."""
 
-        cursor = await self.driver.resume()
+        cursor = await self.training.resume()
         parts = [self.driver.run(report), self.sampler.run(), self._intake.run(cursor)]
         await asyncio.gather(*parts, *([self.deadlines.run()] if self.enforced else []))
 

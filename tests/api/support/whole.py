@@ -8,9 +8,11 @@ from typing import Any, cast
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
+from skyrl_tinker.engine.bases.train_dispatch import TrainDispatch
 from skyrl_tinker.engine.compose import make_tmpfs_spill
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
+from skyrl_tinker.engine.parity.warning_board import WarningBoard
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.scheduling.slots import Concurrency
@@ -38,15 +40,19 @@ class Engine:
         spill = make_tmpfs_spill(settings)
         samples = SampleDispatch([self.sampler], outbox, metrics)
         versions = EphemeralVersions(store, [samplers], samples.forget_sources, spill, settings)
-        half = compose_training(settings, FACTS, store, outbox, trainer, samplers, versions, metrics)
+        warnings = WarningBoard(store)
+        half = compose_training(
+            settings, FACTS, store, outbox, trainer, samplers, versions, warnings, metrics
+        )
         self.driver = half.driver
-        self.intake = Intake(store, bell, self.driver, samples, metrics)
+        self.training = TrainDispatch([self.driver], store, metrics)
+        self.intake = Intake(store, bell, self.training, samples, metrics)
 
     async def run(self) -> None:
-        async def report(detail: str, *, done: bool = False) -> None:
+        async def report(detail: str, *, done: bool = False, lost: bool = False) -> None:
             """Nobody reads it."""
 
-        cursor = await self.driver.resume()
+        cursor = await self.training.resume()
         await asyncio.gather(self.driver.run(report), self.sampler.run(), self.intake.run(cursor))
 
 

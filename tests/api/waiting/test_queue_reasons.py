@@ -28,7 +28,8 @@ from tests.api.support.waiting import Waiting, is_told, ready_model, submit, tol
 from tests.api.support.world import BASE, FACTS, sample, step
 from tests.support.waiting import until
 
-IDLE = TrainingView({})
+NOTHING = TrainingView({})
+IDLE = {"tiny": NOTHING}
 BACKLOG = 4
 TEACHER = replace(FACTS, directory="/models/teacher", names=("teacher",), trainable=False)
 
@@ -196,11 +197,11 @@ LANE = LaneView(next_seq=5, lowest=5, held=False, session_id="b")
     ("asked", "training", "text"),
     [
         (place(PASS, 4), TrainingView({7: LANE}), "running"),
-        (place(RequestKind.CREATE_MODEL, 0), IDLE, "the model is being created"),
-        (place(RequestKind.LOAD_WEIGHTS, 0), IDLE, "the model is being created"),
-        (place(RequestKind.LOAD_WEIGHTS, 3), IDLE, "the weights are being loaded"),
-        (place(RequestKind.SAVE_WEIGHTS_FOR_SAMPLER), IDLE, "the weights are being sent to the samplers"),
-        (place(RequestKind.UNLOAD_MODEL, None), IDLE, "waiting for earlier requests of this model"),
+        (place(RequestKind.CREATE_MODEL, 0), NOTHING, "the model is being created"),
+        (place(RequestKind.LOAD_WEIGHTS, 0), NOTHING, "the model is being created"),
+        (place(RequestKind.LOAD_WEIGHTS, 3), NOTHING, "the weights are being loaded"),
+        (place(RequestKind.SAVE_WEIGHTS_FOR_SAMPLER), NOTHING, "the weights are being sent to the samplers"),
+        (place(RequestKind.UNLOAD_MODEL, None), NOTHING, "waiting for earlier requests of this model"),
         (place(PASS), TrainingView({7: LANE}, ("a", "b"), (3,), "forward", 4.2), "1 tenant ahead, about 8 s"),
         (place(PASS), TrainingView({7: LANE}, ("b",), (3,), "x", 200), "next to run, about 3 min"),
         (place(PASS), TrainingView({7: LANE}, running=(7,)), OWN),
@@ -208,7 +209,7 @@ LANE = LaneView(next_seq=5, lowest=5, held=False, session_id="b")
     ],
 )  # fmt: skip
 def test_what_a_training_request_waits_for(asked: QueuePosition, training: TrainingView, text: str) -> None:
-    assert queue_reason(asked, QueuesView(training, {})).text == text
+    assert queue_reason(asked, QueuesView({"tiny": training}, {})).text == text
 
 
 def test_a_sample_whose_weights_are_in_storage_that_is_away_waits() -> None:
@@ -254,5 +255,5 @@ def test_what_the_engine_tells_is_read_as_it_was_told() -> None:
     sampling = SamplingView(
         {"b": QueueView((1, 2), 2)}, 1, (9, 8), 2, 3, 0.5, "samplers are updating weights"
     )
-    view = QueuesView(training, {"tiny": sampling, "other": SamplingView()}, TokenRates(2.0, 1.0))
+    view = QueuesView({"tiny": training}, {"tiny": sampling, "other": SamplingView()}, TokenRates(2.0, 1.0))
     assert queues_from_bytes(view.to_bytes()) == view

@@ -9,6 +9,7 @@ import pytest
 from skyrl_tinker.domain.ids import ModelId, ModelKey, VersionId
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.parity.drift_monitor import METRIC, REPLAY_METRIC, DriftMonitor, ScoredProbe
+from skyrl_tinker.engine.parity.warning_board import WarningBoard
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import SamplerError, StateLostError, UserError
@@ -35,7 +36,7 @@ class Ends:
 
 def monitor(store: Store, ends: Ends) -> DriftMonitor:
     parts = cast(Any, ends.trainer), cast(Any, ends.samplers)
-    return DriftMonitor(store, *parts, FACTS, Metrics(), tokens=TOKENS, bound=1.0)
+    return DriftMonitor(WarningBoard(store), *parts, FACTS, Metrics(), tokens=TOKENS, bound=1.0)
 
 
 async def scored(gaps: DriftMonitor, model: ModelKey = MODEL) -> ScoredProbe:

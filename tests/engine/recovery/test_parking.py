@@ -1,20 +1,24 @@
 """Models of other base models are parked at a start, and come back with theirs."""
 
+from collections.abc import Awaitable
 from functools import partial
 from pathlib import Path
+
+from sqlalchemy import Connection, update
 
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelState
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.engine.recovery import parking
 from skyrl_tinker.store import checkpoint_records, model_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
+from skyrl_tinker.store.database.tables import Model
 from skyrl_tinker.store.futures import cancellation
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 
 
 async def start_with(store: Store, fingerprint: str, name: str = "tiny") -> int:
-    sort = partial(parking.sort_models, fingerprint=fingerprint, names=(name, f"/models/{name}"))
+    sort = partial(parking.sort_models, fingerprints={name: fingerprint})
     return await store.write(sort)
 
 
@@ -48,6 +52,30 @@ async def test_models_come_back_with_their_base_model_whatever_was_served_meanwh
     rows = [await journal.model_of(store, model) for model in (first, second)]
     assert [row.state for row in rows] == [ModelState.READY, ModelState.PARKED]
     assert rows[0].state_reason is None
+
+
+async def test_models_of_several_base_models_stay_with_their_own(store: Store) -> None:
+    """What was made beside another base model is known by its name, whatever is served next."""
+
+    def start(fingerprints: dict[str, str]) -> Awaitable[int]:
+        return store.write(partial(parking.sort_models, fingerprints=fingerprints))
+
+    def name(conn: Connection) -> None:
+        conn.execute(update(Model).where(Model.model_id == second).values(base_model="other"))
+
+    await start({"tiny": "first", "other": "second"})
+    first, second = await journal.ready_model(store), await journal.ready_model(store)
+    await store.write(name)
+    assert await start({"tiny": "first", "other": "second"}) == 0
+    assert await start({"other": "second"}) == 1
+    rows = [await journal.model_of(store, model) for model in (first, second)]
+    assert [row.state for row in rows] == [ModelState.PARKED, ModelState.READY]
+    assert await start({"third": "first", "other": "second"}) == 0
+    rows = [await journal.model_of(store, model) for model in (first, second)]
+    assert [(row.state, row.base_model) for row in rows] == [
+        (ModelState.READY, "third"),
+        (ModelState.READY, "other"),
+    ]
 
 
 async def test_models_take_on_the_name_under_which_their_base_model_is_served_now(store: Store) -> None:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from skyrl_tinker.domain.values import SampleOutput
-from skyrl_tinker.engine.bases.fleet_status import FleetStatus
+from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
 from skyrl_tinker.engine.sampler import fleet as fleet_module
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Equip, Fleet
@@ -117,7 +117,7 @@ async def nothing(newcomer: RemoteInferenceClient) -> None:
 async def supervised(
     fleet: Fleet, store: Store, bell: Doorbell, equip: Equip = nothing
 ) -> AsyncIterator[None]:
-    status = FleetStatus(EngineStatus(store, bell), {"tiny": fleet})
+    status = BaseStatuses(EngineStatus(store, bell), {"tiny": fleet})
     task = asyncio.create_task(fleet.supervise(status.report, equip))
     yield
     task.cancel()

@@ -20,6 +20,7 @@ from skyrl_tinker.domain.values import (
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import METRIC, DriftMonitor
+from skyrl_tinker.engine.parity.warning_board import WarningBoard
 from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave, _insert_versions
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
@@ -51,7 +52,7 @@ class World:
         self.trainer.logprob_of = lambda _: -1.0
         ends, metrics = (cast(Any, self.trainer), cast(Any, self.samplers)), Metrics()
         results = Outbox(store, bell, metrics)
-        self.gaps = DriftMonitor(store, *ends, FACTS, metrics, tokens=TOKENS, bound=1.0)
+        self.gaps = DriftMonitor(WarningBoard(store), *ends, FACTS, metrics, tokens=TOKENS, bound=1.0)
         directories = tmp_path / "ram", tmp_path / "disk"
         self.commits = UnitCommits(results)
         self.written: list[int] = []

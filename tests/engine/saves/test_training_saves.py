@@ -378,7 +378,7 @@ async def test_what_is_being_loaded_stays_though_it_is_replaced_and_swept(
     settings = Settings(home=tmp_path)
     versions = EphemeralVersions(world.store, [], nobody, overflow, settings)
     idle: Any = SimpleNamespace(sessions=set)
-    keeper = Cleanup(world.store, world.driver, idle, world.creation.is_loading, versions, settings)
+    keeper = Cleanup(world.store, world.training, idle, world.creation.is_loading, versions, settings)
     await keeper.sweep()
     assert len(_directories(world)) == 2
     world.workers.go_on.set()

@@ -9,9 +9,11 @@ from skyrl_tinker.config import Parity, Recovery, Settings
 from skyrl_tinker.domain.ids import FutureStatus, ModelId
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
+from skyrl_tinker.engine.bases.train_dispatch import TrainDispatch
 from skyrl_tinker.engine.compose import make_tmpfs_spill
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
+from skyrl_tinker.engine.parity.warning_board import WarningBoard
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
@@ -71,21 +73,31 @@ class World:
         samples = SampleDispatch([sampler], outbox, metrics)
         versions = EphemeralVersions(store, [samplers], samples.forget_sources, spill, settings)
         half = compose_training(
-            settings, FACTS, store, outbox, trainer, samplers, versions, metrics, storage=storage
+            settings,
+            FACTS,
+            store,
+            outbox,
+            trainer,
+            samplers,
+            versions,
+            WarningBoard(store),
+            metrics,
+            storage=storage,
         )
         self.driver, self.creation = half.driver, half.creation
+        self.training = TrainDispatch([self.driver], store, metrics)
         self.bell = bell
-        self.intake = Intake(store, bell, self.driver, samples, metrics)
+        self.intake = Intake(store, bell, self.training, samples, metrics)
         self.running = asyncio.ensure_future(self._run())
         self.reports: list[str] = []
         self.ready = False
 
     async def _run(self) -> None:
-        async def report(detail: str, *, done: bool = False) -> None:
+        async def report(detail: str, *, done: bool = False, lost: bool = False) -> None:
             self.reports.append(detail)
             self.ready = self.ready or done
 
-        cursor = await self.driver.resume()
+        cursor = await self.training.resume()
         await asyncio.gather(self.driver.run(report), self.intake.run(cursor))
 
     async def model(self, spec: LoraSpec | None = None) -> ModelId:

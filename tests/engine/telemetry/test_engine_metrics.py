@@ -52,8 +52,8 @@ def test_refused_requests_count_once_also_when_rows_come_again_or_an_engine_is_r
 def test_units_are_timed_by_what_they_do() -> None:
     metrics = Metrics()
     forward = queued(1, MODEL, 1, RequestKind.FORWARD)
-    metrics.unit([forward, queued(2, MODEL, 2)], time.time(), 0.5)
-    metrics.unit([queued(3, MODEL, 3, RequestKind.OPTIM_STEP)], time.time(), 0.25)
+    metrics.unit("tiny", [forward, queued(2, MODEL, 2)], time.time(), 0.5)
+    metrics.unit("tiny", [queued(3, MODEL, 3, RequestKind.OPTIM_STEP)], time.time(), 0.25)
     assert read(metrics, "unit_seconds_sum") == {("pass",): 0.5, ("optim_step",): 0.25}
     assert len(metrics.activity.since(0).units) == 2
 

@@ -157,8 +157,8 @@ async def test_a_unit_has_the_calls_of_its_ranks_and_a_sync_its_pause(
 ) -> None:
     log, now = busy.metrics.activity, time.time()
     async with exporting(busy, collector.url):
-        log.ranks("run_pass", [RankReply(None, now, 0.5), RankReply(None, now, 0.25)])
-        log.unit([queued(9, 1, 1, tokens=10)], now)  # type: ignore[arg-type]
+        log.ranks("tiny", "run_pass", [RankReply(None, now, 0.5), RankReply(None, now, 0.25)])
+        log.unit("tiny", [queued(9, 1, 1, tokens=10)], now)  # type: ignore[arg-type]
         log.sync("v1", 2.0, 0.5)
         await until(lambda: len(collector.spans) == 5)
     named = {span.name: span for span in collector.spans}

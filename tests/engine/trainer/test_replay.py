@@ -22,7 +22,14 @@ from skyrl_tinker.engine.colocation.placement import Separate
 from skyrl_tinker.engine.recovery import leftovers, parking, snapshot_keeper
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.trainer import model_returns, replay, trainer_driver, unit_execution
-from skyrl_tinker.errors import SEND_AGAIN, ExhaustedError, StorageAwayError, StorageError, TrainerError
+from skyrl_tinker.errors import (
+    SEND_AGAIN,
+    ExhaustedError,
+    StorageAwayError,
+    StorageError,
+    TrainerError,
+    TrainerLostError,
+)
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records, model_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
@@ -94,6 +101,38 @@ async def train(world: World, model: ModelId, first: int, steps: int) -> int:
 
 def expected(first: int, steps: int) -> list[list[int]]:
     return [[seq_id, seq_id + 1] for seq_id in range(first, first + 3 * steps, 3)]
+
+
+async def test_lost_ranks_fail_their_requests_alone_until_fresh_ones_live(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where other base models are trained, the engine goes on with those."""
+
+    async def lost() -> None:
+        raise TrainerLostError("rank 0 died; that was the 3rd time")
+
+    world.driver._alone = False
+    monkeypatch.setattr(trainer_driver, "PAUSES_S", (0.1,))
+    model = await world.model()
+    next_seq = await train(world, model, 1, 1)
+    monkeypatch.setattr(world.workers, "restart", lost)
+    world.workers.broken = DEAD
+    waiting = await journal.submit_pass(world.store, model, next_seq)
+    await world.done(waiting)
+    failure = await journal.error_of(world.store, waiting)
+    assert failure.category == "server"
+    told = "base model tiny is not trained now: rank 0 died; that was the 3rd time"
+    assert told in failure.message
+    await world.until(lambda: told in world.reports)
+    monkeypatch.undo()
+    step = await journal.submit_step(world.store, model, next_seq + 1)
+    await world.done(step)
+    assert told in (await journal.error_of(world.store, step)).message, "its window has failed"
+    await train(world, model, next_seq + 2, 1)
+    assert world.workers.trained[await journal.key_of(world.store, model)].steps == [
+        *expected(1, 1),
+        *expected(next_seq + 2, 1),
+    ]
 
 
 async def test_a_pass_that_dies_with_the_ranks_runs_once_more_and_nothing_twice(world: World) -> None:
@@ -762,7 +801,7 @@ async def with_snapshot(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[
 
 async def start(store: Store, base_model: str = "tiny") -> None:
     """Do what a start does before its engine runs."""
-    sort = partial(parking.sort_models, fingerprint=base_model, names=(base_model,))
+    sort = partial(parking.sort_models, fingerprints={base_model: base_model})
     await store.write(sort)
 
 

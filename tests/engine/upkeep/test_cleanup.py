@@ -67,7 +67,7 @@ class Parts:
     async def end_sessions(self, reasons: Mapping[SessionId, str]) -> None:
         pass
 
-    def release(self, model: int) -> None:
+    def release(self, model: int, base_model: str) -> None:
         pass
 
     def is_loading(self, directory: str) -> bool:

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from skyrl_tinker.engine.bases.fleet_status import FleetStatus
+from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
 from skyrl_tinker.engine.status import EngineStatus
+from skyrl_tinker.protocol.queue_views import ASLEEP
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
@@ -34,8 +35,37 @@ async def test_the_engine_takes_work_while_any_base_model_has_a_replica(
     fleets: dict[str, Any] = {
         name: SimpleNamespace(size=size, replicas=replicas) for name, (size, replicas) in serving.items()
     }
-    await FleetStatus(EngineStatus(store, bell), fleets).report()
+    await BaseStatuses(EngineStatus(store, bell), fleets).report()
     with reading(store) as conn:
         told = server_state.get(conn, "engine")
     assert told is not None
     assert (told["state"], told["detail"]) == (state, detail)
+
+
+async def test_the_engine_is_ready_once_all_trainers_are_and_takes_work_while_one_is(
+    store: Store, bell: Doorbell
+) -> None:
+    serving = SimpleNamespace(size=1, replicas=1)
+    fleets: dict[str, Any] = {"a": serving, "b": serving}
+    statuses = BaseStatuses(EngineStatus(store, bell), fleets, ["a", "b"])
+
+    def told() -> tuple[str, str]:
+        with reading(store) as conn:
+            value = server_state.get(conn, "engine")
+        assert value is not None
+        return value["state"], value["detail"]
+
+    await statuses.rebuild("a", "", done=True)
+    assert told() == ("starting", "b: models are brought back")
+    await statuses.rebuild("b", "its ranks die", lost=True)
+    assert told() == ("ready", "b: its ranks die")
+    await statuses.rebuild("b", ASLEEP, done=True)
+    assert statuses.ready
+    assert told() == ("ready", ASLEEP)
+    await statuses.rebuild("b", "the trainer is restarted")
+    assert told() == ("ready", "b: the trainer is restarted")
+    await statuses.rebuild("a", "replaying 1 of 2 units")
+    assert told() == ("restarting", "b: the trainer is restarted; a: replaying 1 of 2 units")
+    await statuses.rebuild("a", "", done=True)
+    await statuses.rebuild("b", "", done=True)
+    assert told() == ("ready", "")

@@ -1,0 +1,165 @@
+"""Two base models that are trained on one server: each as if it were alone."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import tinker
+from tinker import types
+
+from tests.e2e.support.client import Client, datum, logprobs_of, prompt, random_tokens, train
+from tests.support.processes import title
+from tests.support.serve import HEAL_S, KINDS, Serve, serving
+from tests.support.tiny_models import write_tiny
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.long
+
+STEPS, SEEDS, DEADLY = 8, (1, 2), 4
+TOKENS = random_tokens(40, seed=4)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    directory = tmp_path_factory.mktemp("models")
+    write_tiny(directory / "first", vocab=512)
+    write_tiny(directory / "second", arch="llama", vocab=1024, seed=1)
+    return str(directory / "first"), str(directory / "second")
+
+
+@contextmanager
+def served(home: Path, *options: str) -> Iterator[tuple[Serve, tinker.ServiceClient]]:
+    with (
+        serving(home, "--context-length", "64", *options) as server,
+        tinker.ServiceClient(base_url=server.url, api_key="tml-local") as service,
+    ):
+        yield server, service
+
+
+@pytest.fixture(scope="module")
+def both(
+    models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Serve, tinker.ServiceClient]]:
+    home = tmp_path_factory.mktemp("both") / "home"
+    with served(home, "--base-model", models[0], "--also", f"{models[1]}:train,sample") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone(models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
+    """The losses of each base model on a server of its own."""
+    found = []
+    for number, model in enumerate(models):
+        home = tmp_path_factory.mktemp(f"alone{number}") / "home"
+        with served(home, "--base-model", model) as (_, service):
+            found += losses(trained(service, [model]))
+    return found
+
+
+def trained(service: tinker.ServiceClient, models: Sequence[str]) -> list[tinker.TrainingClient]:
+    return [Client("", service, model).new_lora(seed=seed) for model in models for seed in SEEDS]
+
+
+def losses(training: Sequence[tinker.TrainingClient], server: Serve | None = None) -> list[list[float]]:
+    """By model and step; all are trained at once. With `server`, all ranks are killed meanwhile."""
+    found: list[list[float]] = [[] for _ in training]
+    for step in range(STEPS):
+        batch = [datum(random_tokens(50, seed=10 * step + each)) for each in range(3)]
+        passes = [model.forward_backward(batch, "cross_entropy") for model in training]
+        steps = [model.optim_step(types.AdamParams(learning_rate=1e-2)) for model in training]
+        if server is not None and step == DEADLY:
+            for rank in ranks(server):
+                rank.kill()
+        for each, losses_of in zip(passes, found, strict=True):
+            losses_of.append(each.result(HEAL_S).metrics["loss:sum"])
+        for done in steps:
+            done.result(HEAL_S)
+    return found
+
+
+def ranks(server: Serve) -> list[psutil.Process]:
+    return [each for each in server.tree() if KINDS["trainer"] in title(each)]
+
+
+def test_each_learns_as_if_it_were_alone(
+    both: tuple[Serve, tinker.ServiceClient], models: tuple[str, str], alone: list[list[float]]
+) -> None:
+    server, service = both
+    assert len(ranks(server)) == 2
+    assert losses(trained(service, models)) == alone
+
+
+def test_each_comes_back_after_the_death_of_its_ranks(
+    both: tuple[Serve, tinker.ServiceClient], models: tuple[str, str], alone: list[list[float]]
+) -> None:
+    server, service = both
+    engine = server.find("engine")
+    assert losses(trained(service, models), server) == alone
+    assert server.find("engine") == engine
+
+
+def test_the_death_of_the_ranks_of_one_is_not_the_other_s_matter(
+    both: tuple[Serve, tinker.ServiceClient], models: tuple[str, str]
+) -> None:
+    server, service = both
+    training = [Client("", service, model).new_lora() for model in models]
+    for each in training:
+        train(each, TOKENS)
+    before = [logprobs_of(each, TOKENS) for each in training]
+    known = lost(server)
+    ranks(server)[0].kill()
+    wait_until(lambda: lost(server).total() > known.total())
+    for each, expected in zip(training, before, strict=True):
+        assert logprobs_of(each, TOKENS).tolist() == expected.tolist()
+    assert (lost(server) - known).total() == 1
+
+
+def lost(server: Serve) -> Counter[str]:
+    """Count the losses of ranks by the base model."""
+    problems = httpx.get(f"{server.url}/api/v1/console/now", timeout=30).json()["problems"]
+    return Counter(each["subject"] for each in problems if "the trainer was lost" in each["text"])
+
+
+@pytest.mark.filterwarnings("ignore:DEPRECATED. TrainingClient.load_state:FutureWarning")
+def test_checkpoints_go_on_with_their_own_base_model(
+    both: tuple[Serve, tinker.ServiceClient], models: tuple[str, str]
+) -> None:
+    _, service = both
+    saved = []
+    for model in models:
+        training = Client("", service, model).new_lora()
+        train(training, TOKENS)
+        path = training.save_state("half").result().path
+        train(training, TOKENS)
+        expected = logprobs_of(training, TOKENS)
+        resumed = service.create_training_client_from_state_with_optimizer(path).result()
+        assert resumed.get_info().model_data.model_name == model
+        train(resumed, TOKENS)
+        assert logprobs_of(resumed, TOKENS).tolist() == expected.tolist()
+        sampler = resumed.save_weights_and_get_sampling_client().result()
+        scored = sampler.compute_logprobs(prompt(TOKENS)).result()
+        assert scored[1:] == pytest.approx(expected.tolist(), abs=1e-3)
+        saved.append((path, resumed))
+    (path, _), (_, other) = saved
+    told = re.escape(f"{path} is of base model '{models[0]}', expected {models[1]}")
+    with pytest.raises(tinker.TinkerError, match=told):
+        other.load_state(path).result()
+
+
+def test_the_views_have_both(both: tuple[Serve, tinker.ServiceClient], models: tuple[str, str]) -> None:
+    server, _ = both
+    now = httpx.get(f"{server.url}/api/v1/console/now", timeout=30).json()
+    told = [(each["base_model"], each["trainer_ranks"]) for each in now["server"]["base_models"]]
+    assert told == [(model, 1) for model in models]
+    assert [each["base_model"] for each in now["trainers"]] == [*models]
+    wait_until(server.ready)
+    listed = tinker.RestClient(base_url=server.url).get_server_capabilities().result().supported_models
+    assert [(each.model_name, each.trainable) for each in listed] == [(model, True) for model in models]
+    metrics = httpx.get(f"{server.url}/metrics", timeout=30).text
+    for model in models:
+        assert f'skyrl_tinker_trainer_restarts{{base_model="{model}"}}' in metrics
