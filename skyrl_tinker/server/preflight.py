@@ -71,14 +71,15 @@ def _check_trained(settings: Settings) -> None:
             f"bases.{further[0].base_model}.roles: found train with --ray-address, expected sample alone: on "
             "a cluster only base_model is trained"
         )
-    for own in [settings, *further] if further and settings.device == "cuda" else []:
-        wanted = ["trainer_ranks", *([] if own.external_urls else ["replicas"])]
-        if missing := [name for name in wanted if name not in own.model_fields_set]:
-            where = "" if own is settings else f"bases.{own.base_model}: "
-            raise StartupError(
-                f"{where}--device cuda with several base models that are trained: set "
-                f"{' and '.join(missing)} of each, as no plan divides the GPUs between them"
-            )
+    if further and settings.device == "cuda":
+        tables = ((f"bases.{own.base_model}: ", own, settings.bases[own.base_model]) for own in further)
+        for whose, own, given in (("", settings, settings), *tables):
+            wanted = ("trainer_ranks",) if own.external_urls else ("trainer_ranks", "replicas")
+            if missing := [name for name in wanted if name not in given.model_fields_set]:
+                raise StartupError(
+                    f"{whose}--device cuda with several base models that are trained: set "
+                    f"{' and '.join(missing)} of each, as no plan divides the GPUs between them"
+                )
 
 
 def _check_standby(settings: Settings) -> None:
