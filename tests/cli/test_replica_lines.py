@@ -30,7 +30,7 @@ NOW: dict[str, Any] = {
     },
     "problems": [],
     "queue": [],
-    **dict.fromkeys(("trainer", "samplers", "rates", "processes", "memory")),
+    **dict.fromkeys(("trainers", "samplers", "rates", "processes", "memory")),
     "replicas": [
         replica("10.0.0.1", "shared memory", "shared memory"),
         replica("10.0.0.2", "gloo", "pull"),
@@ -58,6 +58,15 @@ def test_status_has_a_line_for_each_base_model() -> None:
     first, second, *_ = status_lines(NOW)
     assert first == "ready     org/tiny on cpu, 64 tokens"
     assert second == "ready     org/teacher on cpu, 32 tokens, sampling only"
+
+
+def test_status_has_a_line_for_each_trainer() -> None:
+    idle = {"running": None, "following": None}
+    trainers = [{"base_model": "org/tiny", **idle}, {"base_model": "org/teacher", **idle}]
+    lines = list(status_lines(NOW | {"trainers": trainers}))
+    assert "trainer   of org/tiny: waits for work" in lines
+    assert "trainer   of org/teacher: waits for work" in lines
+    assert "trainer   waits for work" in status_lines(NOW | {"trainers": trainers[:1]})
 
 
 def test_ps_shows_host_and_ways_of_each_replica() -> None:
