@@ -120,11 +120,11 @@ async def test_the_queue_goes_on_after_the_cursor(store: Store, model: ModelRow)
     assert {key: len(body) for key, body in bodies.items()} == {rows[1].id: 2000, rows[2].id: 3000}
 
 
-async def test_samples_have_the_base_model_of_their_session_and_other_requests_none(
+async def test_requests_have_the_base_model_of_their_model_or_sampling_session(
     store: Store, model: ModelRow, sampler: SamplingSessionId
 ) -> None:
     accepted = await sample(store, sampler, 1)
-    assert [row.base_model for row in await queued(store)] == [None, "tiny"]
+    assert [row.base_model for row in await queued(store)] == ["tiny", "tiny"]
     with reading(store) as conn:
         position = cancellation.queue_position(conn, accepted.request_id)
         oldest = [group.oldest for group in pending.pending_groups(conn) if group.sampling]
