@@ -43,12 +43,12 @@ def find(serve: Serve, kind: str) -> psutil.Process:
     return found
 
 
-def await_recovery(serve: Serve, kind: str, victim: psutil.Process) -> None:
-    """Wait until the server is ready and has another process of the kind. Raises TimeoutError."""
+def await_recovery(serve: Serve, kind: str, victim: psutil.Process, count: int = 1) -> None:
+    """Wait until the server is ready and has `count` other processes of the kind. Raises TimeoutError."""
 
     def healed() -> bool:
-        found = serve.find(kind)
-        return found is not None and found != victim and serve.ready()
+        others = [each for each in serve.find_all(kind) if each != victim]
+        return len(others) >= count and serve.ready()
 
     wait_until(healed, HEAL_S)
 

@@ -72,12 +72,13 @@ class Serve:
         return found
 
     def find(self, kind: str) -> psutil.Process | None:
+        return next(iter(self.find_all(kind)), None)
+
+    def find_all(self, kind: str) -> list[psutil.Process]:
         if kind == CORE:
             found = [each for server in vllm_servers(self.process.pid) for each in below(server.pid)]
-            found = [each for each in found if "resource_tracker" not in title(each)]
-        else:
-            found = [each for each in self.tree() if KINDS[kind] in title(each)]
-        return found[0] if found else None
+            return [each for each in found if "resource_tracker" not in title(each)]
+        return [each for each in self.tree() if KINDS[kind] in title(each)]
 
     def unreaped(self) -> list[psutil.Process]:
         """Dead processes whose parents have not asked how they ended."""
