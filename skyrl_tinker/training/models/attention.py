@@ -6,8 +6,8 @@ zero.
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ IMPLEMENTATION = "skyrl_tinker_packed"
 PLANNED = f"{IMPLEMENTATION}_planned"
 """Name of the kernel that fake tensors run through: `register_planned`."""
 
-_FLASH = "flash_attn"
 _HALF = (torch.float16, torch.bfloat16)
 _log = logging.getLogger(__name__)
 
@@ -70,12 +69,9 @@ def register(device: str, dtype: torch.dtype, config: PreTrainedConfig) -> None:
 def register_planned(device: str, dtype: torch.dtype) -> None:
     """Register a kernel for fake tensors that keeps the same tensors for backward as the chosen kernel.
 
-    For flash_attn it is torch's varlen_attn, which supports fake tensors; both keep q, k, v, the output and
-    its log-sum-exp.
+    FlashAttention keeps q, k, v, the output and its log-sum-exp in each version.
     """
-    name, kernel = choose(device, dtype)
-    if name == _FLASH:
-        kernel = _varlen_kernel() or kernel
+    _, kernel = choose(device, dtype)
     AttentionInterface.register(PLANNED, partial(_attend, kernel, choose_for_sinks(device, dtype)))
 
 
@@ -90,48 +86,33 @@ def shape_of(config: PreTrainedConfig) -> HeadShape:
 
 
 def choose_newest(device: str, dtype: torch.dtype, shape: HeadShape) -> tuple[str, Kernel]:
-    """Choose a kernel; torch's own if it can run FlashAttention 3 or 4, which this process then does."""
+    """Choose a kernel; if torch's own can run FlashAttention 3 or 4, this process then does."""
     name, kernel = choose(device, dtype)
-    varlen = _varlen_kernel() if device == "cuda" and dtype in _HALF else None
-    if varlen is not None:
-        sinks = torch.zeros(shape.heads, device=device) if shape.sinks else None
-        kernel_of_sinks = _flash_with_sinks if shape.sinks else varlen
+    if kernel is _segment_by_segment:
+        return name, kernel
+    sinks = torch.zeros(shape.heads, device=device) if shape.sinks else None
+    kernel_of_sinks = _flash_with_sinks if shape.sinks else kernel
 
-        def tried(*given: Any) -> torch.Tensor:
-            return kernel_of_sinks(AttentionInputs(*given, sinks=sinks))
+    def tried(*given: Any) -> torch.Tensor:
+        return kernel_of_sinks(AttentionInputs(*given, sinks=sinks))
 
-        if newer := flash_attention.activate(tried, device, shape):
-            return f"varlen_attn of torch by {newer}", varlen
-    return name, kernel
+    newer = flash_attention.activate(tried, device, shape)
+    return f"{name} by {newer}" if newer else name, kernel
 
 
 def choose(device: str, dtype: torch.dtype) -> tuple[str, Kernel]:
     """Choose a kernel; the flash kernels are for CUDA and 16-bit types only."""
     if device == "cuda" and dtype in _HALF:
-        # flash-attn 4 has the package without the function, some builds of torch have no varlen_attn
-        if (flash := _find("flash_attn", "flash_attn_varlen_func")) is not None:
-            return _FLASH, partial(_varlen_attn, partial(flash, causal=True), "softmax_scale")
-        if (varlen := _varlen_kernel()) is not None:
-            return "varlen_attn of torch", varlen
+        with suppress(ImportError):  # some builds of torch lack it
+            from torch.nn.attention.varlen import varlen_attn
+
+            return "varlen_attn of torch", partial(_varlen_attn, varlen_attn)
     return "SDPA by segments", _segment_by_segment
 
 
 def choose_for_sinks(device: str, dtype: torch.dtype) -> Kernel:
     """Choose a kernel for models with sinks: on CUDA torch's own of FlashAttention-2."""
     return _flash_with_sinks if device == "cuda" and dtype in _HALF else _segment_by_segment
-
-
-def _varlen_kernel() -> Kernel | None:
-    varlen = _find("torch.nn.attention.varlen", "varlen_attn")
-    return varlen and partial(_varlen_attn, partial(varlen, **_grouped_queries(varlen)), "scale")
-
-
-def _find(module: str, name: str) -> Callable[..., Any] | None:
-    """Return a function of a module, or None where the module or the function is absent."""
-    try:
-        return getattr(import_module(module), name, None)
-    except ImportError:
-        return None
 
 
 def _grouped_queries(varlen_attn: Callable[..., Any]) -> dict[str, bool]:
@@ -198,10 +179,10 @@ def _seen(length: int, window: int, device: torch.device) -> torch.Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
-def _varlen_attn(varlen_attn: Callable[..., Any], scale: str, given: AttentionInputs) -> torch.Tensor:
-    """Attend by a kernel for packed segments; `scale`: its name for the scaling."""
+def _varlen_attn(varlen_attn: Callable[..., Any], given: AttentionInputs) -> torch.Tensor:
+    """Attend by torch's kernel for packed segments."""
     bounds, longest = given.segments.cu_seqlens, given.segments.longest
-    options = {scale: given.scale, "window_size": given.reach}
+    options = {"scale": given.scale, "window_size": given.reach, **_grouped_queries(varlen_attn)}
     out: torch.Tensor = varlen_attn(*given.tokens_first, bounds, bounds, longest, longest, **options)
     return out
 

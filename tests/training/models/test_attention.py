@@ -5,7 +5,6 @@ The functions themselves need a GPU: stand-ins with their signatures compute the
 
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -74,22 +73,6 @@ def varlen_attn_2_13(*args: Any, enable_gqa: bool = False, **kwargs: Any) -> tor
     return varlen_attn_2_11(*args, **kwargs)
 
 
-def flash_attn_varlen_func(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-) -> torch.Tensor:
-    assert causal
-    return _attention(q, k, v, cu_seqlens_q, softmax_scale, window_size)
-
-
 @pytest.mark.parametrize("window", WINDOWS)
 def test_attention_by_segments_is_its_definition(window: int | None) -> None:
     _, by_segments = choose("cpu", torch.float32)
@@ -108,7 +91,6 @@ def test_varlen_attention_of_either_torch_is_that_by_segments(
     scale: float | None,
     window: int | None,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     name, kernel = choose("cuda", torch.bfloat16)
     assert name == "varlen_attn of torch"
@@ -117,26 +99,8 @@ def test_varlen_attention_of_either_torch_is_that_by_segments(
     torch.testing.assert_close(kernel(_inputs(scale, window)), expected)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-def test_flash_attention_is_that_by_segments(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    package = ModuleType("flash_attn")
-    package.flash_attn_varlen_func = flash_attn_varlen_func
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    name, kernel = choose("cuda", torch.float16)
-    assert name == "flash_attn"
-    _, by_segments = choose("cpu", torch.float32)
-    expected = by_segments(_inputs(None, window))
-    torch.testing.assert_close(kernel(_inputs(None, window)), expected)
-
-
-def test_a_flash_attention_4_without_the_function_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
-    assert choose("cuda", torch.bfloat16)[0] == "varlen_attn of torch"
-
-
-def test_without_either_attention_runs_by_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("flash_attn", "torch.nn.attention.varlen"):
-        monkeypatch.setitem(sys.modules, module, None)
+def test_without_it_attention_runs_by_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
     assert choose("cuda", torch.bfloat16)[0] == "SDPA by segments"
 
 
@@ -145,7 +109,7 @@ def test_without_either_attention_runs_by_segments(monkeypatch: pytest.MonkeyPat
 )
 def test_flash_attention_is_for_16_bit_types_on_cuda(device: str, dtype: torch.dtype) -> None:
     assert choose(device, dtype)[0] == "SDPA by segments"
-    assert choose("cuda", torch.bfloat16)[0] in ("flash_attn", "varlen_attn of torch")
+    assert choose("cuda", torch.bfloat16)[0] == "varlen_attn of torch"
 
 
 @pytest.mark.parametrize("window", WINDOWS)
