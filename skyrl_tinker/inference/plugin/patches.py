@@ -32,7 +32,7 @@ from skyrl_tinker.inference.plugin import (
 )
 from skyrl_tinker.inference.plugin.replacement import replaces
 from skyrl_tinker.inference.vllm import vllm_targets
-from skyrl_tinker.inference.vllm.vllm_slots import expert_slot_rank
+from skyrl_tinker.inference.vllm.vllm_arguments import expert_slot_rank
 from skyrl_tinker.system.listeners import closing_new_listeners
 from skyrl_tinker.system.processes import die_with_parent
 
