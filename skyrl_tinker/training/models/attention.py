@@ -106,7 +106,8 @@ def choose(device: str, dtype: torch.dtype) -> tuple[str, Kernel]:
         with suppress(ImportError):  # some builds of torch lack it
             from torch.nn.attention.varlen import varlen_attn
 
-            return "varlen_attn of torch", partial(_varlen_attn, varlen_attn)
+            options = _grouped_queries(varlen_attn)
+            return "varlen_attn of torch", partial(_varlen_attn, partial(varlen_attn, **options))
     return "SDPA by segments", _segment_by_segment
 
 
@@ -182,7 +183,7 @@ def _seen(length: int, window: int, device: torch.device) -> torch.Tensor:
 def _varlen_attn(varlen_attn: Callable[..., Any], given: AttentionInputs) -> torch.Tensor:
     """Attend by torch's kernel for packed segments."""
     bounds, longest = given.segments.cu_seqlens, given.segments.longest
-    options = {"scale": given.scale, "window_size": given.reach, **_grouped_queries(varlen_attn)}
+    options = {"scale": given.scale, "window_size": given.reach}
     out: torch.Tensor = varlen_attn(*given.tokens_first, bounds, bounds, longest, longest, **options)
     return out
 
