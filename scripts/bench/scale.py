@@ -200,8 +200,10 @@ def _busy(process: psutil.Process | None) -> float:
 async def engine(replicas: int, answer_s: float) -> AsyncIterator[Engine]:
     async with AsyncExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        urls = stack.enter_context(stand_ins(replicas, answer_s=answer_s, load_s=LOAD_S, tokens=SAMPLED))
-        settings = Settings(home=home, sampler_urls=tuple(urls))
+        urls = tuple(
+            stack.enter_context(stand_ins(replicas, answer_s=answer_s, load_s=LOAD_S, tokens=SAMPLED))
+        )
+        settings = Settings(home=home, sampler_urls=urls)
         migrate(settings.store_url)
         store = Store.open(settings.store_url)
         stack.push_async_callback(store.close)

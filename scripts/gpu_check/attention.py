@@ -11,6 +11,7 @@ from gpu_check.rows import Row, at_most, measured
 from gpu_check.setting import Setting
 from skyrl_tinker.training.batching.packed_row import Segments
 from skyrl_tinker.training.models import attention
+from skyrl_tinker.training.models.attention import AttentionInputs
 
 
 class Shape(NamedTuple):
@@ -48,7 +49,7 @@ def checks(setting: Setting) -> list[Check]:
 def _errors(setting: Setting, shape: Shape, dtype: torch.dtype, window: int | None) -> Iterator[Row]:
     name, kernel = attention.choose_newest(setting.device, dtype, shape.of_a_model())
     tensors, upstream = _tensors(setting, shape, dtype)
-    out = kernel(*tensors, shape.segments(setting.device), None, window)
+    out = kernel(AttentionInputs(*tensors, shape.segments(setting.device), window=window))
     found = [out.detach(), *torch.autograd.grad(out, tensors, upstream)]
     exact = [tensor.detach().float().requires_grad_() for tensor in tensors]
     expected_out = _definition(exact, shape.lengths, window)
@@ -99,12 +100,12 @@ def _time(setting: Setting, shape: Shape) -> Iterator[Row]:
     long = shape._replace(lengths=(256 if setting.small else LONG,))
     name, kernel = attention.choose_newest(setting.device, torch.bfloat16, shape.of_a_model())
     tensors, upstream = _tensors(setting, long, torch.bfloat16)
-    segments = long.segments(setting.device)
+    given = AttentionInputs(*tensors, long.segments(setting.device))
     seconds = []
     for _ in range(4):
         setting.wait()
         started = time.perf_counter()
-        torch.autograd.grad(kernel(*tensors, segments, None, None), tensors, upstream)
+        torch.autograd.grad(kernel(given), tensors, upstream)
         setting.wait()
         seconds.append(time.perf_counter() - started)
     products = 3.5 * 2 * long.lengths[0] ** 2 * long.heads * long.size  # causal: half of 4 L^2 H D

@@ -8,7 +8,7 @@ from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
 from skyrl_tinker.domain.state_size import parameters
 from skyrl_tinker.domain.units import GB, MiB
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
-from skyrl_tinker.inference.vllm.vllm_slots import expert_slot_rank
+from skyrl_tinker.inference.vllm.vllm_arguments import expert_slot_rank
 from skyrl_tinker.server.gpu_division import GpuDivision
 
 CONTEXT_BYTES = 1.5 * GB

@@ -112,7 +112,7 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 
 def list_stopped() -> list[psutil.Process]:
     """Return the descendants that stand still after SIGSTOP; those under a debugger are not among them."""
-    return [process for process in descendants() if _is_stopped(process)]
+    return [process for process in descendants() if _status(process) == psutil.STATUS_STOPPED]
 
 
 def reap_orphans(known: Collection[int] = ()) -> None:
@@ -174,17 +174,15 @@ def _signal(processes: Iterable[psutil.Process], signum: int) -> None:
 
 
 def _is_zombie(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+    return _status(process) == psutil.STATUS_ZOMBIE
 
 
-def _is_stopped(process: psutil.Process) -> bool:
+def _status(process: psutil.Process) -> str:
+    """Return its status; one that is gone has ended as a zombie has."""
     try:
-        return process.status() == psutil.STATUS_STOPPED
+        return process.status()
     except psutil.NoSuchProcess:
-        return False
+        return psutil.STATUS_ZOMBIE
 
 
 def _reap(pid: int) -> None:

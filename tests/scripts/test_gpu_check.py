@@ -155,7 +155,7 @@ def test_attention_across_segments_is_found(
     monkeypatch.setattr(
         attention.attention,
         "choose_newest",
-        lambda *_: ("wrong", lambda q, k, v, given, *rest: kernel(q, k, v, _Runs(segments), *rest)),
+        lambda *_: ("wrong", lambda given: kernel(given._replace(segments=_Runs(segments)))),
     )
     assert _ok(check.rows()) == {BROKEN}
 

@@ -85,8 +85,7 @@ async def test_bfloat16_weights_are_served_as_they_are(
     model = reference(sampler.facts.directory).bfloat16()
     model.save_pretrained(tmp_path / "bf16")
     await sync(sampler, transport, tmp_path / "bf16", "bf16")
-    prompt = prompt_of(20)
-    assert_same_logprobs(await sampler("base", ask(prompt)), reference(tmp_path / "bf16"), prompt)
+    await assert_serves(sampler, tmp_path / "bf16")
     await back_to_base(sampler, transport)
 
 
@@ -95,13 +94,13 @@ async def assert_refused(sampler: Sampler, transport: WeightTransport, directory
     with pytest.raises(WeightSyncError, match=match) as caught:
         await sync(sampler, transport, directory, "broken")
     assert caught.value.lost == ()
-    await assert_base(sampler)
+    await assert_serves(sampler, sampler.facts.directory)
     assert await sampler.client.control.weight_version() == before
 
 
-async def assert_base(sampler: Sampler) -> None:
+async def assert_serves(sampler: Sampler, directory: str | Path) -> None:
     prompt = prompt_of(20)
-    assert_same_logprobs(await sampler("base", ask(prompt)), reference(sampler.facts.directory), prompt)
+    assert_same_logprobs(await sampler("base", ask(prompt)), reference(directory), prompt)
 
 
 async def test_a_refused_update_leaves_the_old_weights_and_the_next_one_works(
@@ -127,8 +126,7 @@ async def test_a_refused_update_leaves_the_old_weights_and_the_next_one_works(
         await assert_refused(each_sampler, transport, trained / directory, match)
 
     await sync(each_sampler, transport, trained / "two", "v8")
-    prompt = prompt_of(20)
-    assert_same_logprobs(await each_sampler("base", ask(prompt)), reference(trained / "trained"), prompt)
+    await assert_serves(each_sampler, trained / "trained")
     await back_to_base(each_sampler, transport)
 
 
@@ -151,7 +149,7 @@ async def test_half_an_update_is_never_applied(
     with pytest.raises(SamplerError, match="discarded"):
         await each_sampler.client.control.update_weights({"discard": True})
     await each_sampler.client.control.resume()
-    await assert_base(each_sampler)
+    await assert_serves(each_sampler, each_sampler.facts.directory)
 
 
 async def test_an_update_that_an_engine_left_when_it_died_is_discarded_by_the_next_one(
@@ -161,8 +159,7 @@ async def test_an_update_that_an_engine_left_when_it_died_is_discarded_by_the_ne
     await each_sampler.client.control.start_weight_update()
     await transport.leave()  # the next engine knows of no group
     await sync(each_sampler, transport, trained / "two", "v7")
-    prompt = prompt_of(20)
-    assert_same_logprobs(await each_sampler("base", ask(prompt)), reference(trained / "trained"), prompt)
+    await assert_serves(each_sampler, trained / "trained")
     await back_to_base(each_sampler, transport)
 
 

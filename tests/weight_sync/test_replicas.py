@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -64,9 +64,24 @@ def partner(facts: BaseModelFacts, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def pair(servers: dict[str, Served], partner: ServerGroup) -> tuple[str, str]:
+def both(servers: dict[str, Served], partner: ServerGroup) -> tuple[str, str]:
     """URLs of two replicas of one model."""
     return servers["tied"].group.urls[0], partner.urls[0]
+
+
+@pytest.fixture
+async def pair(both: tuple[str, str], facts: BaseModelFacts) -> AsyncIterator[tuple[str, str]]:
+    """The same, which serve the base again after each test."""
+    yield both
+    await back_to_base(facts, *both)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model of the same shape."""
+    directory = tmp_path_factory.mktemp("models") / "other"
+    write_model(directory, tied=True, seed=5)
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -101,14 +116,14 @@ async def train(group: TrainerGroup) -> None:
     await group.optim_step([StepItem(RequestId("s"), MODEL, AdamParams(0.05))])
 
 
-async def assert_served(url: str, version: str, directory: str | Path) -> None:
-    """Check that this very replica serves the version, exactly."""
-    client = client_of(url)
-    assert await client.control.weight_version() == version
-    (sequence,) = (await sample(client, "base", ask(PROMPT, max_tokens=32))).sequences
-    expected = target_logprobs(reference(directory), PROMPT + sequence.tokens)[len(PROMPT) - 1 :]
-    np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4, rtol=0)
-    await client.close()
+async def assert_served(version: str, directory: str | Path, *urls: str) -> None:
+    """Check that each of these replicas serves the version, exactly."""
+    for client in map(client_of, urls):
+        assert await client.control.weight_version() == version
+        (sequence,) = (await sample(client, "base", ask(PROMPT, max_tokens=32))).sequences
+        expected = target_logprobs(reference(directory), PROMPT + sequence.tokens)[len(PROMPT) - 1 :]
+        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4, rtol=0)
+        await client.close()
 
 
 async def back_to_base(facts: BaseModelFacts, *urls: str) -> None:
@@ -147,11 +162,9 @@ async def test_captured_weights_are_served_exactly(
     directory = await capture(ranks, facts, tmp_path / "v1")
     client = client_of(*urls)
     await sync_weights(client.control, transport, directory, "v1")
-    for url in urls:
-        await assert_served(url, "v1", directory)
+    await assert_served("v1", directory, *urls)
     assert transport.members == urls
     await client.close()
-    await back_to_base(facts, *urls)
 
 
 @pytest.mark.parametrize("ranks", [1, 2], indirect=True)
@@ -173,14 +186,11 @@ async def test_weights_come_from_the_ranks_while_these_train_on_and_later_from_f
     shutil.copy(Path(facts.directory) / "config.json", v1)
     tensors = read_weights(v1)
     assert synced.size == sum(array.nbytes for array in tensors.values())
-    for url in pair:
-        await assert_served(url, "v1", v1)
+    await assert_served("v1", v1, *pair)
     await sync_weights(client.control, transport, Path(facts.directory), "base")
     assert (await sync_weights(client.control, transport, v1, "v1")).size == synced.size
-    for url in pair:
-        await assert_served(url, "v1", v1)
+    await assert_served("v1", v1, *pair)
     await client.close()
-    await back_to_base(facts, *pair)
 
 
 async def keep_training(group: TrainerGroup) -> None:
@@ -237,18 +247,15 @@ class Noted(VllmControl):
 
 
 async def test_a_changed_set_of_replicas_leaves_the_former_group_and_meets_anew(
-    trainer: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
+    trainer: TrainerGroup, pair: tuple[str, str], other: Path
 ) -> None:
     transport = make_transport("gloo", trainer, CHUNK_BYTES)
-    write_model(tmp_path / "other", tied=True, seed=5)
     for version, urls in (("v1", pair[:1]), ("v2", pair), ("v3", pair), ("v4", pair[1:])):
         control = sabotaged(Noted, *urls)
-        await sync_weights(control, transport, tmp_path / "other", version)
+        await sync_weights(control, transport, other, version)
         await control.http.close()
-        for url in urls:
-            await assert_served(url, version, tmp_path / "other")
+        await assert_served(version, other, *urls)
     assert Noted.notes == ["leaves", "joins"] * 3
-    await back_to_base(facts, *pair)
 
 
 class OtherShapes(VllmControl):
@@ -259,20 +266,16 @@ class OtherShapes(VllmControl):
 
 
 async def test_no_replica_serves_an_update_that_another_refused(
-    transport: WeightTransport, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
+    transport: WeightTransport, pair: tuple[str, str], facts: BaseModelFacts, other: Path
 ) -> None:
-    write_model(tmp_path / "other", tied=True, seed=5)
     control = sabotaged(OtherShapes, *pair)
     with pytest.raises(WeightSyncError, match=f"update failed: {pair[1]}: .* shape") as caught:
-        await sync_weights(control, transport, tmp_path / "other", "v1")
+        await sync_weights(control, transport, other, "v1")
     assert caught.value.lost == ()
-    for url in pair:
-        await assert_served(url, "base", facts.directory)
-    await sync_weights(VllmControl(pair, control.http), transport, tmp_path / "other", "v1")
-    for url in pair:
-        await assert_served(url, "v1", tmp_path / "other")
+    await assert_served("base", facts.directory, *pair)
+    await sync_weights(VllmControl(pair, control.http), transport, other, "v1")
+    await assert_served("v1", other, *pair)
     await control.http.close()
-    await back_to_base(facts, *pair)
 
 
 class Forgetful(VllmControl):
@@ -285,16 +288,14 @@ class Forgetful(VllmControl):
 
 
 async def test_one_that_does_not_take_new_weights_which_others_serve_is_lost(
-    transport: WeightTransport, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
+    transport: WeightTransport, pair: tuple[str, str], other: Path
 ) -> None:
-    write_model(tmp_path / "other", tied=True, seed=5)
     control = sabotaged(Forgetful, *pair)
-    synced = await sync_weights(control, transport, tmp_path / "other", "v1")
+    synced = await sync_weights(control, transport, other, "v1")
     assert list(synced.lost) == [pair[1]]
     assert "without a matching" in str(synced.lost[pair[1]])
-    await assert_served(pair[0], "v1", tmp_path / "other")
+    await assert_served("v1", other, pair[0])
     await control.resume()
-    await back_to_base(facts, *pair)
     await control.http.close()
 
 
@@ -306,16 +307,13 @@ class Stubborn(VllmControl):
 
 
 async def test_one_that_does_not_go_on_after_an_update_is_lost_and_nothing_is_sent_twice(
-    transport: WeightTransport, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
+    transport: WeightTransport, pair: tuple[str, str], other: Path
 ) -> None:
-    write_model(tmp_path / "other", tied=True, seed=5)
     control = sabotaged(Stubborn, *pair)
-    synced = await sync_weights(control, transport, tmp_path / "other", "v1")
+    synced = await sync_weights(control, transport, other, "v1")
     assert list(synced.lost) == [pair[1]]
     await control.resume()
-    for url in pair:
-        await assert_served(url, "v1", tmp_path / "other")
-    await back_to_base(facts, *pair)
+    await assert_served("v1", other, *pair)
     await control.http.close()
 
 
@@ -395,28 +393,24 @@ def _ports() -> list[tuple[str, int]]:
 
 
 async def test_a_quick_refusal_is_not_waited_for_by_the_others(
-    trainer: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
+    trainer: TrainerGroup, pair: tuple[str, str], other: Path
 ) -> None:
-    write_model(tmp_path / "other", tied=True, seed=5)
     transport = make_transport("gloo", trainer, CHUNK_BYTES)
     control, client = sabotaged(NoMember, *pair), client_of(*pair)
     with pytest.raises(WeightSyncError, match=f"init failed: {pair[1]}: no$") as caught:
         async with asyncio.timeout(TIMEOUT.total_seconds()):
-            await sync_weights(control, transport, tmp_path / "other", "v1")
+            await sync_weights(control, transport, other, "v1")
     assert (caught.value.failed, caught.value.lost) == ((pair[1],), ())
-    await sync_weights(client.control, transport, tmp_path / "other", "v2")
-    for url in pair:
-        await assert_served(url, "v2", tmp_path / "other")
-    await back_to_base(facts, *pair)
+    await sync_weights(client.control, transport, other, "v2")
+    await assert_served("v2", other, *pair)
     await client.close()
     await control.http.close()
 
 
 async def test_replicas_that_stand_still_for_an_update_that_fails_are_lost_and_nothing_is_waited_for(
-    pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
+    pair: tuple[str, str], other: Path
 ) -> None:
     """As with NCCL and CUDA IPC; here on a transport that is staged, but does not say so."""
-    write_model(tmp_path / "other", tied=True, seed=5)
     transport = make_transport("shared_memory", NotNeeded(), CHUNK_BYTES)
     transport.staged = False
     transport.send = asyncio.Event().wait  # type: ignore[method-assign, assignment]
@@ -425,14 +419,13 @@ async def test_replicas_that_stand_still_for_an_update_that_fails_are_lost_and_n
         with pytest.raises(
             WeightSyncError, match=f"update failed: {pair[1]}: no; to be replaced: "
         ) as caught:
-            await sync_weights(control, transport, tmp_path / "other", "v1")
+            await sync_weights(control, transport, other, "v1")
     assert caught.value.lost == pair
     assert await control.weight_version() == PARTIAL
     whole = VllmControl(pair, control.http)
     with pytest.raises(SamplerError, match="discarded"):
         await whole.update_weights({"discard": True})
     await whole.resume()
-    await back_to_base(facts, *pair)
     await control.http.close()
 
 
@@ -453,21 +446,18 @@ def killing(transport: WeightTransport, at: int, *pids: int) -> WeightTransport:
 
 @pytest.mark.long
 async def test_a_sender_killed_between_chunks_leaves_the_old_weights(
-    two_ranks: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
+    two_ranks: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, other: Path
 ) -> None:
-    await back_to_base(facts, *pair)
-    write_model(tmp_path / "other", tied=True, seed=5)
     await two_ranks.ping()
     transport = killing(make_transport("gloo", two_ranks, CHUNK_BYTES), 3, two_ranks.pids()[0])
     client = client_of(*pair)
     with pytest.raises(WeightSyncError, match="update failed: rank 0 died") as caught:
-        await sync_weights(client.control, transport, tmp_path / "other", "v1")
+        await sync_weights(client.control, transport, other, "v1")
     assert (caught.value.phase, caught.value.failed, caught.value.lost) == ("update", (), ())
     with pytest.raises(WeightSyncError, match="open failed: rank 0 died"):
-        await sync_weights(client.control, transport, tmp_path / "other", "v1")
+        await sync_weights(client.control, transport, other, "v1")
     await client.close()
-    for url in pair:
-        await assert_served(url, "base", facts.directory)
+    await assert_served("base", facts.directory, *pair)
     await two_ranks.restart()
 
 
@@ -475,7 +465,6 @@ async def test_a_sender_killed_between_chunks_leaves_the_old_weights(
 async def test_a_rank_killed_while_its_captured_weights_are_sent_leaves_the_old_weights(
     two_ranks: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
 ) -> None:
-    await back_to_base(facts, *pair)
     directory = await capture(two_ranks, facts, tmp_path / "v1")
     await two_ranks.create_model(MODEL, LoraSpec(0, 0))
     captured = (await two_ranks.capture_weights({MODEL: False}))[MODEL]
@@ -486,8 +475,7 @@ async def test_a_rank_killed_while_its_captured_weights_are_sent_leaves_the_old_
     with pytest.raises(WeightSyncError, match="update failed: rank 1 died") as caught:
         await sync_weights(client.control, transport, captured, "v2")
     assert (caught.value.phase, caught.value.failed, caught.value.lost) == ("update", (), ())
-    for url in pair:
-        await assert_served(url, "base", facts.directory)
+    await assert_served("base", facts.directory, *pair)
     with pytest.raises(WeightSyncError, match=r"open failed: .*died") as caught:
         await sync_weights(client.control, make_transport("gloo", two_ranks, CHUNK_BYTES), captured, "v2")
     assert isinstance(caught.value.__cause__, TrainerError)
@@ -497,20 +485,17 @@ async def test_a_rank_killed_while_its_captured_weights_are_sent_leaves_the_old_
     await two_ranks.restart()
     two_ranks.note_work()
     await sync_weights(client.control, make_transport("gloo", two_ranks, CHUNK_BYTES), directory, "v1")
-    for url in pair:
-        await assert_served(url, "v1", directory)
+    await assert_served("v1", directory, *pair)
     await client.close()
-    await back_to_base(facts, *pair)
 
 
 @pytest.mark.long
 async def test_a_trainer_that_was_restarted_meets_the_samplers_anew(
-    two_ranks: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, tmp_path: Path
+    two_ranks: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, other: Path
 ) -> None:
-    write_model(tmp_path / "other", tied=True, seed=5)
     transport = make_transport("gloo", two_ranks, CHUNK_BYTES)
     client = client_of(*pair)
-    await sync_weights(client.control, transport, tmp_path / "other", "v1")
+    await sync_weights(client.control, transport, other, "v1")
     await two_ranks.ping()
     os.kill(two_ranks.pids()[0], signal.SIGKILL)
     while two_ranks.broken is None:
@@ -518,32 +503,29 @@ async def test_a_trainer_that_was_restarted_meets_the_samplers_anew(
     await two_ranks.restart()
     await sync_weights(client.control, transport, Path(facts.directory), "base")
     await client.close()
-    for url in pair:
-        await assert_served(url, "base", facts.directory)
+    await assert_served("base", facts.directory, *pair)
 
 
 @pytest.mark.long
 async def test_a_replica_killed_between_chunks_is_named_and_the_others_keep_the_old_weights(
     trainer: TrainerGroup,
     partner: ServerGroup,
-    pair: tuple[str, str],
+    both: tuple[str, str],
     facts: BaseModelFacts,
-    tmp_path: Path,
+    other: Path,
 ) -> None:
-    await back_to_base(facts, *pair)
-    write_model(tmp_path / "other", tied=True, seed=5)
     (pid,) = partner.pids()
     everything = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     transport = make_transport("gloo", trainer, CHUNK_BYTES)
-    client = client_of(*pair)
-    with pytest.raises(WeightSyncError, match=f"update failed: {pair[1]}") as caught:
-        await sync_weights(client.control, killing(transport, 3, *everything), tmp_path / "other", "v1")
-    assert (caught.value.phase, caught.value.failed, caught.value.lost) == ("update", (pair[1],), ())
-    await assert_served(pair[0], "base", facts.directory)
+    client = client_of(*both)
+    with pytest.raises(WeightSyncError, match=f"update failed: {both[1]}") as caught:
+        await sync_weights(client.control, killing(transport, 3, *everything), other, "v1")
+    assert (caught.value.phase, caught.value.failed, caught.value.lost) == ("update", (both[1],), ())
+    await assert_served("base", facts.directory, both[0])
     await client.close()
 
-    left = client_of(pair[0])
-    await sync_weights(left.control, make_transport("gloo", trainer, CHUNK_BYTES), tmp_path / "other", "v2")
+    left = client_of(both[0])
+    await sync_weights(left.control, make_transport("gloo", trainer, CHUNK_BYTES), other, "v2")
     await left.close()
-    await assert_served(pair[0], "v2", tmp_path / "other")
-    await back_to_base(facts, pair[0])
+    await assert_served("v2", other, both[0])
+    await back_to_base(facts, both[0])

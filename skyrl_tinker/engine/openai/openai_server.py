@@ -142,12 +142,10 @@ class OpenAIServer:
         return web.Response(body=call.renamed(response), content_type="application/json")
 
     async def _send(self, call: _OpenAICall, priority: int) -> Any:
-        data = self._fleet.client.data
-        chat = isinstance(call.request, ChatCompletionRequest)
         async with self._samplers.leases.open(call.version) as name:
-            send = data.chat_completion if chat else data.completion
             with self._headers(call) as headers:
-                return await send(self._body(call, name, priority), headers=headers)
+                body = self._body(call, name, priority)
+                return await self._fleet.client.data.openai(call.path, body, headers=headers)
 
     def _body(self, call: _OpenAICall, name: str, priority: int) -> dict[str, Any]:
         body = self._fleet.client.data.dialect.openai_body(call.body, name, priority)

@@ -81,13 +81,9 @@ class DataPlane:
         """Generate with token ids in and out."""
         return await self._post(self.dialect.path, body, headers)
 
-    async def completion(self, body: Json, *, headers: Headers | None = None) -> Any:
+    async def openai(self, path: StreamPath, body: Json, *, headers: Headers | None = None) -> Any:
         """Make an OpenAI request; for `"stream": true` use `stream`."""
-        return await self._post("/v1/completions", body, headers)
-
-    async def chat_completion(self, body: Json, *, headers: Headers | None = None) -> Any:
-        """Make an OpenAI request; for `"stream": true` use `stream`."""
-        return await self._post("/v1/chat/completions", body, headers)
+        return await self._post(path, body, headers)
 
     async def tokenize(self, text: Json) -> list[int]:
         """Tokenize {"prompt"} or {"messages"}, with options."""

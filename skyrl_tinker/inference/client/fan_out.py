@@ -5,7 +5,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
@@ -29,7 +29,13 @@ async def same_path(_: str, directory: str) -> str:
 
 @dataclass
 class FanOut(ABC):
-    """`server_urls`: all replicas. A call that fails on one of them raises SamplerError."""
+    """`server_urls`: all replicas. A call that fails on one of them raises SamplerError.
+
+    `load_route`: that loads an adapter. `has_loaded`: words of its refusal of one that it has.
+    """
+
+    load_route: ClassVar[str]
+    has_loaded: ClassVar[str]
 
     server_urls: tuple[str, ...]
     http: JsonHttp = field(default_factory=JsonHttp)
@@ -88,9 +94,16 @@ class FanOut(ABC):
         `keeps_cache`: also without those of SamplerSpec.keeps_cache.
         """
 
-    @abstractmethod
     async def _load(self, url: str, name: str, path: str) -> bool:
         """Load it on one replica; False when it was there already."""
+        try:
+            message = {"lora_name": name, "lora_path": await self._located(url, path)}
+            await self._call(url, "POST", self.load_route, message)
+        except RefusedError as error:
+            if self.has_loaded in error.answer.message:
+                return False
+            raise
+        return True
 
     @abstractmethod
     async def _unload(self, url: str, name: str) -> None:

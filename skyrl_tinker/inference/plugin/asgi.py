@@ -1,12 +1,6 @@
-"""ASGI of the middlewares: its types, and the bodies of requests."""
+"""Bodies of requests in the middlewares."""
 
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[Message, Receive, Send], Awaitable[None]]
+from starlette.types import Message, Receive, Scope
 
 
 async def read_body(receive: Receive) -> bytes:
@@ -18,7 +12,7 @@ async def read_body(receive: Receive) -> bytes:
     return body
 
 
-def with_body(scope: Message, receive: Receive, body: bytes) -> tuple[Message, Receive]:
+def with_body(scope: Scope, receive: Receive, body: bytes) -> tuple[Scope, Receive]:
     """Return scope and messages of the same request with another body."""
     headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
     whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]

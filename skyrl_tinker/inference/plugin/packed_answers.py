@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -20,7 +21,7 @@ from vllm.outputs import RequestOutput
 from vllm.utils.serial_utils import numpy2base64
 
 from skyrl_tinker.inference.packed import PACKED, pack
-from skyrl_tinker.inference.plugin.asgi import Application, Message, Receive, Send, read_body, with_body
+from skyrl_tinker.inference.plugin.asgi import read_body, with_body
 
 PATH = "/inference/v1/generate"
 
@@ -28,10 +29,10 @@ PATH = "/inference/v1/generate"
 class PackedAnswers:
     """ASGI middleware, after the guard, that answers requests for samples which accept PACKED."""
 
-    def __init__(self, app: Application) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != PATH or not _accepts(scope):
             await self._app(scope, receive, send)
             return
@@ -112,5 +113,5 @@ def _of_tokens(listed: Any) -> Any:
     return np.asarray(listed.logprobs, np.float32)[listed.start_indices]
 
 
-def _accepts(scope: Message) -> bool:
+def _accepts(scope: Scope) -> bool:
     return any(name == b"accept" and value == PACKED.encode() for name, value in scope["headers"])

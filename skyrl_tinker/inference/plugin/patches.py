@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ from skyrl_tinker.inference.plugin import (
     signed_pickles,
     slot_products,
 )
+from skyrl_tinker.inference.plugin.replacement import replaces
 from skyrl_tinker.inference.vllm import vllm_targets
-from skyrl_tinker.inference.vllm.vllm_slots import expert_slot_rank
+from skyrl_tinker.inference.vllm.vllm_arguments import expert_slot_rank
 from skyrl_tinker.system.listeners import closing_new_listeners
 from skyrl_tinker.system.processes import die_with_parent
 
@@ -125,14 +126,13 @@ def _close_meeting_ports() -> None:
 
     NCCL's ports stay: it makes some of its connections later.
     """
-    meet = distributed_c10d._new_process_group_helper
 
-    @wraps(meet)
-    def meet_and_close(size: int, rank: int, ranks: Any, backend: str, *args: Any, **kwargs: Any) -> Any:
+    @replaces(distributed_c10d)
+    def _new_process_group_helper(
+        meet: Any, size: int, rank: int, ranks: Any, backend: str, *args: Any, **kwargs: Any
+    ) -> Any:
         with closing_new_listeners() if backend == Backend.GLOO else nullcontext():
             return meet(size, rank, ranks, backend, *args, **kwargs)
-
-    setattr(distributed_c10d, meet.__name__, meet_and_close)
 
 
 def _fork_workers() -> None:
@@ -142,13 +142,10 @@ def _fork_workers() -> None:
     """
     from vllm.platforms.cpu import CpuPlatform
 
-    configure = CpuPlatform.check_and_update_config
-
-    def check_and_update_config(cls: type[CpuPlatform], vllm_config: Any) -> None:
+    @replaces(CpuPlatform)
+    def check_and_update_config(configure: Any, vllm_config: Any) -> None:
         configure(vllm_config)
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-
-    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[assignment]
 
 
 def _adapt_every_head() -> None:
@@ -158,14 +155,10 @@ def _adapt_every_head() -> None:
     """
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-    load = LoRAModelRunnerMixin.load_lora_model
-
-    @wraps(load)
-    def load_lora_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    @replaces(LoRAModelRunnerMixin)
+    def load_lora_model(load: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         model.embedding_modules = {**model.embedding_modules, "lm_head": "output_embeddings"}
         return load(self, model, *args, **kwargs)
-
-    LoRAModelRunnerMixin.load_lora_model = load_lora_model  # type: ignore[method-assign]
 
 
 def _adapt_large_heads() -> None:
@@ -175,10 +168,8 @@ def _adapt_large_heads() -> None:
     """
     from vllm.lora.layers import LogitsProcessorWithLoRA
 
-    create = LogitsProcessorWithLoRA.create_lora_weights
-
-    @wraps(create)
-    def create_lora_weights(self: Any, max_loras: int, lora_config: Any, *args: Any) -> None:
+    @replaces(LogitsProcessorWithLoRA)
+    def create_lora_weights(create: Any, self: Any, max_loras: int, lora_config: Any, *args: Any) -> None:
         head, size = self.base_layer, self.base_layer.vocab_size
         head.vocab_size = 0
         try:
@@ -186,8 +177,6 @@ def _adapt_large_heads() -> None:
         finally:
             head.vocab_size = size
         self.lora_b_stacked = self.lora_b_stacked.new_zeros(max_loras, 1, size, lora_config.max_lora_rank)
-
-    LogitsProcessorWithLoRA.create_lora_weights = create_lora_weights  # type: ignore[method-assign, assignment]
 
 
 def _load_adapted_experts() -> None:
@@ -197,14 +186,10 @@ def _load_adapted_experts() -> None:
     """
     from vllm.lora.layers import FusedMoEWithLoRA
 
-    wrap = FusedMoEWithLoRA.__init__
-
-    @wraps(wrap)
-    def wrap_and_keep_names(self: Any, base_layer: Any) -> None:
+    @replaces(FusedMoEWithLoRA)
+    def __init__(wrap: Any, self: Any, base_layer: Any) -> None:  # noqa: N807 - its name there
         wrap(self, base_layer)
         base_layer.routed_experts.lora_base_layer_prefix = ""
-
-    FusedMoEWithLoRA.__init__ = wrap_and_keep_names  # type: ignore[method-assign]
 
 
 def _divide_rank_among_experts() -> None:
@@ -214,23 +199,22 @@ def _divide_rank_among_experts() -> None:
     """
     from vllm.lora.layers import FusedMoEWithLoRA
 
-    layer: Any = FusedMoEWithLoRA
-    create, fill = layer.create_lora_weights, layer.set_lora
-
-    @wraps(create)
-    def create_lora_weights(self: Any, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
+    @replaces(FusedMoEWithLoRA)
+    def create_lora_weights(
+        create: Any, self: Any, max_loras: int, lora_config: Any, model_config: Any = None
+    ) -> None:
         slots = copy(lora_config)
         slots.max_lora_rank = expert_slot_rank(lora_config.max_lora_rank, self.moe_config.experts_per_token)
         create(self, max_loras, slots, model_config)
 
-    @wraps(fill)
-    def set_lora(self: Any, index: int, lora_a: list[torch.Tensor], lora_b: list[torch.Tensor]) -> None:
+    @replaces(FusedMoEWithLoRA)
+    def set_lora(
+        fill: Any, self: Any, index: int, lora_a: list[torch.Tensor], lora_b: list[torch.Tensor]
+    ) -> None:
         found, most = lora_a[0].shape[1], self.w2_lora_a_stacked[0].shape[2]
         if found > most:
             raise ValueError(f"an adapter has rank {found} for each expert, expected at most {most}")
         fill(self, index, lora_a, lora_b)
-
-    layer.create_lora_weights, layer.set_lora = create_lora_weights, set_lora
 
 
 def _keep_experts_as_loaded() -> None:
@@ -251,17 +235,13 @@ def _count_cached_prompts_once() -> None:
     """
     from vllm.v1.engine.output_processor import RequestState
 
-    make = RequestState.make_request_output
-
-    @wraps(make)
-    def make_request_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @replaces(RequestState)
+    def make_request_output(make: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         parent = self.parent_req
         if parent is not None:
             fewest = min(self.num_cached_tokens, getattr(parent, "fewest_cached", self.num_cached_tokens))
             parent.fewest_cached = self.num_cached_tokens = fewest
         return make(self, *args, **kwargs)
-
-    RequestState.make_request_output = make_request_output  # type: ignore[method-assign]
 
 
 def _keep_request_ids() -> None:
@@ -271,13 +251,9 @@ def _keep_request_ids() -> None:
     """
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 
-    name = ServingTokens._base_request_id
-
-    @wraps(name)
-    def base_request_id(raw_request: Any, default: str | None = None) -> str | None:
+    @replaces(ServingTokens)
+    def _base_request_id(name: Any, raw_request: Any, default: str | None = None) -> Any:
         return default or name(raw_request)
-
-    ServingTokens._base_request_id = staticmethod(base_request_id)  # type: ignore[method-assign]
 
 
 def _know_routes() -> None:
@@ -306,10 +282,8 @@ def _draw_for_whole_prompts_only() -> None:
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    sample = GPUModelRunner.sample_tokens
-
-    @wraps(sample)
-    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @replaces(GPUModelRunner)
+    def sample_tokens(sample: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         generators = self.input_batch.generators
         partial_rows = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
         withheld = {row: generators.pop(row) for row in partial_rows if row in generators}
@@ -317,8 +291,6 @@ def _draw_for_whole_prompts_only() -> None:
             return sample(self, *args, **kwargs)
         finally:
             generators.update(withheld)
-
-    GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign, assignment]
 
 
 def _zero_reused_blocks() -> None:
@@ -340,16 +312,12 @@ def _repack_tied_heads() -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import layerwise
 
-    finalize = layerwise.finalize_layerwise_processing
-
-    @wraps(finalize)
-    def finalize_and_repack(model: torch.nn.Module, model_config: Any) -> None:
+    @replaces(layerwise)
+    def finalize_layerwise_processing(finalize: Any, model: torch.nn.Module, model_config: Any) -> None:
         finalize(model, model_config)
         for module in model.modules():
             if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
                 module.quant_method.process_weights_after_loading(module)
-
-    layerwise.finalize_layerwise_processing = finalize_and_repack
 
 
 _RUNNER = "v1.worker.gpu_model_runner:GPUModelRunner"

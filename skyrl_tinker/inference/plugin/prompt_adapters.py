@@ -9,10 +9,11 @@ when it planned its memory.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
+
+from skyrl_tinker.inference.plugin.replacement import replaces
 
 LOGIT_ROWS = 128
 """Most rows of a prompt's logits in memory at one time."""
@@ -22,11 +23,9 @@ def apply() -> None:
     """Make vLLM score prompts request by request, each with its adapter, LOGIT_ROWS tokens at a time."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    score = GPUModelRunner._get_prompt_logprobs_dict
-
-    @wraps(score)
-    def score_each(
-        self: GPUModelRunner, hidden_states: torch.Tensor, scheduled: dict[str, int]
+    @replaces(GPUModelRunner)
+    def _get_prompt_logprobs_dict(
+        score: Any, self: Any, hidden_states: torch.Tensor, scheduled: dict[str, int]
     ) -> dict[str, Any]:
         waiting = self.num_prompt_logprobs
         results: dict[str, Any] = {}
@@ -41,8 +40,6 @@ def apply() -> None:
                 del waiting[request]
         self.num_prompt_logprobs = waiting
         return results
-
-    GPUModelRunner._get_prompt_logprobs_dict = score_each  # type: ignore[method-assign, assignment]
 
 
 @contextmanager

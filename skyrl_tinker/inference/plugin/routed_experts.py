@@ -4,13 +4,13 @@ Stock vLLM captures, stores and returns them in its second model runner only. He
 LoRA and the CPU, does so too, by vLLM's own connector.
 """
 
-from collections.abc import Callable
-from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from vllm.distributed.aux_output_connector.worker import PendingAuxOutput, get_aux_output_connector
+
+from skyrl_tinker.inference.plugin.replacement import replaces
 
 
 def apply() -> None:
@@ -20,11 +20,34 @@ def apply() -> None:
 
     runner: Any = GPUModelRunner
     runner.aux_output_connector = None
-    runner.initialize_kv_cache = _connecting(runner.initialize_kv_cache)
-    runner.execute_model = _announcing(runner.execute_model)
-    runner.sample_tokens = _delivering(runner.sample_tokens)
-    config: Any = VllmConfig
-    config._verify_aux_output_compatibility = _for_first_runner(config._verify_aux_output_compatibility)
+
+    @replaces(runner)
+    def initialize_kv_cache(
+        initialize: Any, self: Any, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any
+    ) -> None:
+        initialize(self, kv_cache_config, is_profiling, **kwargs)
+        if self.vllm_config.aux_output_config.enabled and not is_profiling:
+            self.aux_output_connector = get_aux_output_connector(
+                self.get_model(), self.vllm_config, kv_cache_config
+            )
+
+    @replaces(runner)
+    def execute_model(execute: Any, self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.aux_output_connector is not None:
+            self.aux_output_connector.begin_step(scheduler_output.aux_output_connector_metadata)
+        return execute(self, scheduler_output, *args, **kwargs)
+
+    @replaces(runner)
+    def sample_tokens(sample: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        pending = _pending(self)
+        output = sample(self, *args, **kwargs)
+        return output if pending is None else _with_experts(output, pending)
+
+    @replaces(VllmConfig)
+    def _verify_aux_output_compatibility(verify: Any, self: Any) -> None:
+        if self.aux_output_config.enabled and self.speculative_config is not None:
+            raise ValueError("routed experts are not captured with speculative decoding")
+        verify(_AsForSecondRunner(self))
 
 
 class _AsForSecondRunner:
@@ -37,50 +60,6 @@ class _AsForSecondRunner:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._config, name)
-
-
-def _for_first_runner(verify: Callable[[Any], None]) -> Callable[[Any], None]:
-    @wraps(verify)
-    def verify_for_first_runner(self: Any) -> None:
-        if self.aux_output_config.enabled and self.speculative_config is not None:
-            raise ValueError("routed experts are not captured with speculative decoding")
-        verify(_AsForSecondRunner(self))
-
-    return verify_for_first_runner
-
-
-def _connecting(initialize: Callable[..., None]) -> Callable[..., None]:
-    @wraps(initialize)
-    def initialize_kv_cache(
-        self: Any, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any
-    ) -> None:
-        initialize(self, kv_cache_config, is_profiling, **kwargs)
-        if self.vllm_config.aux_output_config.enabled and not is_profiling:
-            self.aux_output_connector = get_aux_output_connector(
-                self.get_model(), self.vllm_config, kv_cache_config
-            )
-
-    return initialize_kv_cache
-
-
-def _announcing(execute: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(execute)
-    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.aux_output_connector is not None:
-            self.aux_output_connector.begin_step(scheduler_output.aux_output_connector_metadata)
-        return execute(self, scheduler_output, *args, **kwargs)
-
-    return execute_model
-
-
-def _delivering(sample: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(sample)
-    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        pending = _pending(self)
-        output = sample(self, *args, **kwargs)
-        return output if pending is None else _with_experts(output, pending)
-
-    return sample_tokens
 
 
 def _pending(runner: Any) -> PendingAuxOutput | None:

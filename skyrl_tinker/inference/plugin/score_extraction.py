@@ -6,13 +6,13 @@ first one computes both, from the hidden states of the prefill, whole or in chun
 """
 
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import numpy as np
 import torch
 
 from skyrl_tinker.inference.plugin.prompt_adapters import LOGIT_ROWS, adapter_of
+from skyrl_tinker.inference.plugin.replacement import replaces
 from skyrl_tinker.inference.vllm.vllm_requests import SCORES_KEY, ScoreWork, unpack_work
 
 PROCESSED = "processed_logprobs"
@@ -33,24 +33,21 @@ def apply() -> None:
     """Patch vLLM; once per process."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    score, sample = GPUModelRunner._get_prompt_logprobs_dict, GPUModelRunner.sample_tokens
-
-    @wraps(score)
-    def score_more(self: Any, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
+    @replaces(GPUModelRunner)
+    def _get_prompt_logprobs_dict(
+        score: Any, self: Any, hidden_states: torch.Tensor, scheduled: dict[str, int]
+    ) -> Any:
         self.skyrl_tinker_scores = _score_step(self, hidden_states, scheduled)
         return score(self, hidden_states, scheduled)
 
-    @wraps(sample)
-    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @replaces(GPUModelRunner)
+    def sample_tokens(sample: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         self.skyrl_tinker_scores = {}
         output = sample(self, *args, **kwargs)
         if self.skyrl_tinker_scores:
             result = getattr(output, "_model_runner_output", output)  # of an asynchronous step
             result.prompt_token_id_logprobs_dict = self.skyrl_tinker_scores
         return output
-
-    GPUModelRunner._get_prompt_logprobs_dict = score_more  # type: ignore[method-assign, assignment]
-    GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign, assignment]
 
 
 def _score_step(

@@ -3,8 +3,10 @@
 import os
 import secrets
 
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from skyrl_tinker.inference.constants import REPLICA, TOKEN
-from skyrl_tinker.inference.plugin.asgi import Application, Message, Receive, Send
 
 OPEN_PATH = "/health"
 """Route without a token, as the router requests it too."""
@@ -16,11 +18,11 @@ class TokenGuard:
     Other users of the machine can reach loopback. Admitted answers have the server's address (REPLICA).
     """
 
-    def __init__(self, app: Application) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._expected = f"Bearer {os.environ[TOKEN]}".encode()
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif self._admits(scope):
@@ -28,15 +30,14 @@ class TokenGuard:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close"})
         else:
-            await send({"type": "http.response.start", "status": 401, "headers": []})
-            await send({"type": "http.response.body", "body": b"this server serves its skyrl-tinker alone"})
+            await Response("this server serves its skyrl-tinker alone", 401)(scope, receive, send)
 
-    def _admits(self, scope: Message) -> bool:
+    def _admits(self, scope: Scope) -> bool:
         given = dict(scope["headers"]).get(b"authorization", b"")
         return scope["path"] == OPEN_PATH or secrets.compare_digest(given, self._expected)
 
 
-def _signed(send: Send, scope: Message) -> Send:
+def _signed(send: Send, scope: Scope) -> Send:
     """Return `send` with the server's address in the headers of answers."""
     host, port = scope["server"]
     name, address = REPLICA.lower().encode(), f"{host}:{port}".encode()

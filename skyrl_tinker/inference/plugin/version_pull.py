@@ -3,8 +3,11 @@
 import asyncio
 import json
 
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from skyrl_tinker.inference.constants import PROBE
-from skyrl_tinker.inference.plugin.asgi import Application, Message, Receive, Send, read_body, with_body
+from skyrl_tinker.inference.plugin.asgi import read_body, with_body
 from skyrl_tinker.system.version_copies import VersionCopies
 
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -18,16 +21,16 @@ class VersionPull:
     this one is finished, as vLLM maps the files until then.
     """
 
-    def __init__(self, app: Application) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._copies = VersionCopies()
         self._adapters: dict[str, str] = {}  # URL by name
         self._weights: set[str] = set()  # URLs
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["type"] == "http" else ""
         if path == PROBE:
-            await _answer(send, 204, b"")
+            await Response(status_code=204)(scope, receive, send)
         elif path in (_LOAD, _UPDATE):
             await self._with_copies(scope, receive, send)
         elif path == _UNLOAD:
@@ -38,7 +41,7 @@ class VersionPull:
         else:
             await self._app(scope, receive, send)
 
-    async def _with_copies(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def _with_copies(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = json.loads(await read_body(receive))
         place, key = (
             (body, "lora_path") if scope["path"] == _LOAD else (body.get("update_info", {}), "directory")
@@ -48,7 +51,7 @@ class VersionPull:
             try:
                 place[key] = str(await asyncio.to_thread(self._copies.hold, url))
             except OSError as error:
-                await _answer(send, 502, f"{url} could not be pulled: {error}".encode())
+                await Response(f"{url} could not be pulled: {error}", 502)(scope, receive, send)
                 return
             if scope["path"] == _UPDATE:
                 self._weights.add(url)
@@ -56,7 +59,7 @@ class VersionPull:
                 self._adapters[body["lora_name"]] = url
         await self._app(*with_body(scope, receive, json.dumps(body).encode()), send)
 
-    async def _unload(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def _unload(self, scope: Scope, receive: Receive, send: Send) -> None:
         content = await read_body(receive)
         await self._app(*with_body(scope, receive, content), send)
         url = self._adapters.pop(json.loads(content)["lora_name"], None)
@@ -67,9 +70,3 @@ class VersionPull:
         released, self._weights = self._weights, set()
         for url in released:
             await asyncio.to_thread(self._copies.release, url)
-
-
-async def _answer(send: Send, status: int, text: bytes) -> None:
-    headers = [(b"content-length", str(len(text)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": text})

@@ -5,7 +5,6 @@ does not find layers that have adapters: the old weights stay, without an error.
 """
 
 from collections.abc import Callable, Iterable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -14,6 +13,8 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.gpt_oss import GptOssModel
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
+from skyrl_tinker.inference.plugin.replacement import replaces
+
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 _QUERIES = {".q_proj.": "q", ".k_proj.": "k", ".v_proj.": "v"}
@@ -21,13 +22,10 @@ _QUERIES = {".q_proj.": "q", ".k_proj.": "k", ".v_proj.": "v"}
 
 def apply() -> None:
     """Load unquantized weights of gpt-oss parameter by parameter, each by its own loader."""
-    stock = GptOssModel.load_weights
 
-    @wraps(stock)
-    def load_weights(self: GptOssModel, weights: Weights) -> set[str]:
+    @replaces(GptOssModel)
+    def load_weights(stock: Any, self: GptOssModel, weights: Weights) -> Any:
         return stock(self, weights) if hasattr(self.config, "quantization_config") else _load(self, weights)
-
-    GptOssModel.load_weights = load_weights  # type: ignore[method-assign]
 
 
 def _load(model: GptOssModel, weights: Weights) -> set[str]:

@@ -1,7 +1,7 @@
 """Samplers that others start and end: servers by URL, with our flags."""
 
 import asyncio
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import aiohttp
@@ -16,59 +16,47 @@ POLL_S = 1.0
 TRY_S = 5.0
 
 
+@dataclass
 class ExternalServers:
-    """Counterpart of ServerGroup that waits for dead servers to return. Those on this host see our files."""
+    """Counterpart of ServerGroup that waits for dead servers to return. Those on this host see our files.
 
+    `urls`: as http://host:port, given by `setting`. `startup_s`: limit for `ready`, per server.
+    """
+
+    urls: tuple[str, ...]
+    startup_s: float
+    hang_s: float
+    max_model_len: int
+    sampled_logprobs: Literal["raw", "processed"] = "raw"
+    setting: str = "sampler_urls"
+    router_replay: bool = False
+    dialect: Dialect = field(kw_only=True)
+    keeps_cache: bool = field(default=False, kw_only=True)
+    suspicion: Suspicion = field(default_factory=Suspicion, init=False)
     token = ""
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        startup_s: float,
-        hang_s: float,
-        max_model_len: int,
-        sampled_logprobs: Literal["raw", "processed"] = "raw",
-        setting: str = "sampler_urls",
-        router_replay: bool = False,
-        *,
-        dialect: Dialect,
-        keeps_cache: bool = False,
-    ) -> None:
-        """URLs as http://host:port, given by `setting`. `startup_s`: limit for `ready`, per server."""
-        self._setting = setting
-        self._urls = tuple(url.rstrip("/") for url in urls)
-        self._startup_s = startup_s
-        self._hang_s = hang_s
-        self._max_model_len = max_model_len
-        self._sampled_logprobs = sampled_logprobs
-        self._router_replay = router_replay
-        self._dialect = dialect
-        self._keeps_cache = keeps_cache
-        self._suspicion = Suspicion()
+    def __post_init__(self) -> None:
+        self.urls = tuple(url.rstrip("/") for url in self.urls)
 
     async def ready(self) -> None:
         """Return when all servers answer. Raises SamplerError if one does not, or does not fit."""
-        for url in self._urls:
+        for url in self.urls:
             try:
-                await asyncio.wait_for(_healthy(url), self._startup_s)
+                await asyncio.wait_for(_healthy(url), self.startup_s)
             except TimeoutError:
                 raise SamplerError(
-                    f"{url} ({self._setting}) gave no answer in {self._startup_s:.0f} s"
+                    f"{url} ({self.setting}) gave no answer in {self.startup_s:.0f} s"
                 ) from None
             await self._require_fit(url)
 
-    @property
-    def urls(self) -> tuple[str, ...]:
-        return self._urls
-
     async def wait_lost(self, index: int) -> Loss:
         """Return once the server is lost: it refuses connections, or gives no answer for `hang_s`."""
-        watch = HealthWatch(self._urls[index], self._hang_s, self._suspicion, _running, len(self._urls))
+        watch = HealthWatch(self.urls[index], self.hang_s, self.suspicion, _running, len(self.urls))
         return await watch.wait_lost(index)
 
     def suspect(self) -> None:
         """Check all servers now, because a request failed."""
-        self._suspicion.ring()
+        self.suspicion.ring()
 
     async def end(self, index: int) -> bool:
         """Return False: the process is not ours to kill."""
@@ -76,36 +64,36 @@ class ExternalServers:
 
     async def replace(self, index: int) -> str:
         """Return the URL once the server is healthy again; it may hold earlier adapters and weights."""
-        await _healthy(self._urls[index])
-        await self._require_fit(self._urls[index])
-        return self._urls[index]
+        await _healthy(self.urls[index])
+        await self._require_fit(self.urls[index])
+        return self.urls[index]
 
     async def shutdown(self) -> None:
         """Do nothing: these servers keep running."""
 
     async def _require_fit(self, url: str) -> None:
         """Raise a SamplerError that names the arguments which the server lacks."""
-        advice, probe = self._dialect.advice, self._dialect.pull_probe
+        advice, probe = self.dialect.advice, self.dialect.pull_probe
         if await _is_elsewhere(url) and not (probe and await _pulls(url + probe)):
             raise SamplerError(
-                f"{url} ({self._setting}) is on another host and does not pull weights from this one: start "
+                f"{url} ({self.setting}) is on another host and does not pull weights from this one: start "
                 f"it {advice.pull}"
             )
-        length, trial = await _prepare(url, self._setting, self._dialect, self._keeps_cache)
-        if length < self._max_model_len:
+        length, trial = await _prepare(url, self.setting, self.dialect, self.keeps_cache)
+        if length < self.max_model_len:
             raise SamplerError(
-                f"{url} ({self._setting}) takes {length} tokens, expected {self._max_model_len} "
-                f"(context_length + 1): start it with {advice.context.format(self._max_model_len)}"
+                f"{url} ({self.setting}) takes {length} tokens, expected {self.max_model_len} "
+                f"(context_length + 1): start it with {advice.context.format(self.max_model_len)}"
             )
-        mode = self._dialect.logprobs_mode(trial)
-        if mode not in (self._sampled_logprobs, None):
+        mode = self.dialect.logprobs_mode(trial)
+        if mode not in (self.sampled_logprobs, None):
             raise SamplerError(
-                f"{url} ({self._setting}) answers {mode} logprobs, expected {self._sampled_logprobs} "
-                f"(sampled_logprobs): start it with {advice.logprobs.format(self._sampled_logprobs)}"
+                f"{url} ({self.setting}) answers {mode} logprobs, expected {self.sampled_logprobs} "
+                f"(sampled_logprobs): start it with {advice.logprobs.format(self.sampled_logprobs)}"
             )
-        if self._router_replay and not self._dialect.lists_experts(trial):
+        if self.router_replay and not self.dialect.lists_experts(trial):
             raise SamplerError(
-                f"{url} ({self._setting}) answers no routed experts, expected them (router_replay): "
+                f"{url} ({self.setting}) answers no routed experts, expected them (router_replay): "
                 f"start it with {advice.experts}"
             )
 

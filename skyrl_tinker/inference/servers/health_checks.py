@@ -31,40 +31,36 @@ class Loss:
     silent: bool = False
 
 
+@dataclass(frozen=True, slots=True)
 class CoreWatch:
     """Repeated calls through an engine core: GET /health only shows whether its process lives.
 
-    The core answers between two steps: immediately if it is idle, else at the end of its step.
+    The core answers between two steps: immediately if it is idle, else at the end of its step. It is watched
+    for silence of `step_s`, while it is not `excused` by work that takes longer. `route`: answered by the
+    core (Dialect.core_path).
     """
 
-    def __init__(
-        self, url: str, route: str, http: JsonHttp, step_s: float, excused: Callable[[], bool]
-    ) -> None:
-        """Watch for silence of `step_s`, while the core is not `excused` by work that takes longer.
-
-        `route`: answered by the core (Dialect.core_path).
-        """
-        self._url = url
-        self._route = route
-        self._http = http
-        self._try_s = step_s / SILENT_TRIES
-        self._excused = excused
+    url: str
+    route: str
+    http: JsonHttp
+    step_s: float
+    excused: Callable[[], bool]
 
     async def wait_stuck(self, index: int) -> Loss:
         """Return once the core is stuck. Counts checks, not seconds, as HealthWatch does."""
-        silent = 0
+        silent, try_s = 0, self.step_s / SILENT_TRIES
         while silent < SILENT_TRIES:
-            silent = 0 if await self._answers() or self._excused() else silent + 1
+            silent = 0 if await self._answers(try_s) or self.excused() else silent + 1
             if not silent:
-                await asyncio.sleep(min(CORE_POLL_S, self._try_s))
-        reason = f"its engine core does not answer within {self._try_s:g} s, {silent} times in a row"
-        return Loss(index, self._url, reason, silent=True)
+                await asyncio.sleep(min(CORE_POLL_S, try_s))
+        reason = f"its engine core does not answer within {try_s:g} s, {silent} times in a row"
+        return Loss(index, self.url, reason, silent=True)
 
-    async def _answers(self) -> bool:
+    async def _answers(self, try_s: float) -> bool:
         """Return False only for silence: HealthWatch notices servers that refuse."""
         try:
-            async with asyncio.timeout(self._try_s):
-                await self._http.text(self._url + self._route)
+            async with asyncio.timeout(try_s):
+                await self.http.text(self.url + self.route)
         except TimeoutError:
             return False
         except (SamplerError, HttpStatusError):

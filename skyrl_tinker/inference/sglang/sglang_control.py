@@ -23,6 +23,8 @@ ARGUMENTS = {
 
 @dataclass
 class SglangControl(FanOut):
+    load_route, has_loaded = "/load_lora_adapter", "already loaded"
+
     async def world_sizes(self) -> tuple[int, ...]:
         answers = await self._call_all("GET", "/server_info")
         return tuple(int(answer["tp_size"]) for answer in answers)
@@ -100,16 +102,6 @@ class SglangControl(FanOut):
         await self._pause(url, "keep", clear_cache=True)
         if not was_paused:
             await self._continue(url)
-
-    async def _load(self, url: str, name: str, path: str) -> bool:
-        try:
-            message = {"lora_name": name, "lora_path": await self._located(url, path)}
-            await self._call(url, "POST", "/load_lora_adapter", message)
-        except RefusedError as error:
-            if "already loaded" in error.answer.message:
-                return False
-            raise
-        return True
 
     async def _unload(self, url: str, name: str) -> None:
         try:

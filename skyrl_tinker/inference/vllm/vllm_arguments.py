@@ -45,6 +45,9 @@ OURS = frozenset(
 """Arguments on which skyrl-tinker relies."""
 ONE_WAY = frozenset({"disable-log-stats"})
 """Switches that are off by default, and for which vLLM has no opposite."""
+SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM's slots for adapters can have."""
+WARM_UP_RANK = 8  # of the adapters with which a sampler warms up
 _NAME = re.compile(r"[a-z][a-z0-9-]*(\.[\w.-]+)?")
 
 
@@ -81,6 +84,16 @@ def workers(arguments: Arguments, tensor_parallel_size: int) -> int:
             raise StartupError(f"vllm_args: found a parallel size of {size!r}, expected a positive integer")
         count *= size
     return count
+
+
+def slot_rank(rank: int) -> int:
+    """Return the rank of slots for adapters of at most this rank; 0 for no adapters."""
+    return next(each for each in (0, *SLOT_RANKS) if each >= rank)
+
+
+def expert_slot_rank(rank: int, experts_per_token: int) -> int:
+    """Return the rank of each expert's slots, given the rank of other layers' slots."""
+    return slot_rank(max(1, min(rank, WARM_UP_RANK), rank // experts_per_token))
 
 
 def _check_free(name: str) -> None:

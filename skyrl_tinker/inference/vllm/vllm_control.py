@@ -24,6 +24,8 @@ RESET_POLL_S = 0.02
 
 @dataclass
 class VllmControl(FanOut):
+    load_route, has_loaded = "/v1/load_lora_adapter", "already been loaded"
+
     async def world_sizes(self) -> tuple[int, ...]:
         """Count the workers of each replica."""
         answers = await self._call_all("GET", "/get_world_size", params={"include_dp": "true"})
@@ -127,17 +129,6 @@ class VllmControl(FanOut):
                 raise
             return False
         return bool(answer["success"])
-
-    async def _load(self, url: str, name: str, path: str) -> bool:
-        """Load an adapter on one replica; returns False if it was loaded already."""
-        try:
-            message = {"lora_name": name, "lora_path": await self._located(url, path)}
-            await self._call(url, "POST", "/v1/load_lora_adapter", message)
-        except RefusedError as error:
-            if "already been loaded" in error.answer.message:
-                return False
-            raise
-        return True
 
     async def _unload(self, url: str, name: str) -> None:
         try:

@@ -11,7 +11,7 @@ from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES, RESERVED
 from skyrl_tinker.inference.servers.ports import LOOPBACK
 from skyrl_tinker.inference.servers.replica_spec import Arguments, ModelToServe, SamplerSpec, as_flags
 from skyrl_tinker.inference.servers.sampler_memory import kv_bytes, require_memory
-from skyrl_tinker.inference.vllm import vllm_arguments, vllm_models, vllm_slots
+from skyrl_tinker.inference.vllm import vllm_arguments, vllm_models
 from skyrl_tinker.inference.vllm.vllm_arguments import ENABLED_BY, VERSION_PULL, merged
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _fixed(spec: SamplerSpec, port: int, host: str) -> Arguments:
     adapters: Arguments = {
         "enable-lora": True,
         "max-loras": spec.max_loras,
-        "max-lora-rank": vllm_slots.slot_rank(spec.max_lora_rank),
+        "max-lora-rank": vllm_arguments.slot_rank(spec.max_lora_rank),
         "max-cpu-loras": spec.max_cpu_loras,
     }
     lora = adapters if spec.max_lora_rank else {}

@@ -68,6 +68,15 @@ def clipped_objective(ratio: torch.Tensor, advantages: torch.Tensor, low: float,
     return torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
 
 
+def clipped_surrogate(
+    logprobs: torch.Tensor, log_ratio: torch.Tensor, inputs: Inputs, low: float, high: float
+) -> LossTerms:
+    """Compute PPO's loss, the negated `clipped_objective` of exp(log_ratio), and its `clip_metrics`."""
+    ratio = importance_ratio(log_ratio, bounded=inputs["advantages"] >= 0)
+    values = -clipped_objective(ratio, inputs["advantages"], low, high)
+    return LossTerms(values, clip_metrics(logprobs, inputs, ratio, low, high))
+
+
 def policy_metrics(logprobs: torch.Tensor, q: torch.Tensor, active: torch.Tensor) -> dict[str, torch.Tensor]:
     """Count the `active` tokens (bool [n]) and estimate the policy's KL from the sampler on them (k1)."""
     return {

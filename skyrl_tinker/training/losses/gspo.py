@@ -2,13 +2,7 @@ from math import prod
 
 import torch
 
-from skyrl_tinker.training.losses.base import (
-    LossContext,
-    LossTerms,
-    clip_metrics,
-    clipped_objective,
-    importance_ratio,
-)
+from skyrl_tinker.training.losses.base import LossContext, LossTerms, clipped_surrogate
 
 
 def gspo(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
@@ -21,9 +15,7 @@ def gspo(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
     low, high = config["clip_low_threshold"], config["clip_high_threshold"]
     # The difference is zero exactly and is taken first, so that s keeps all its digits.
     log_ratio = (logprobs - logprobs.detach()) + _sequence_log_ratio(logprobs.detach(), context)
-    ratio = importance_ratio(log_ratio, bounded=inputs["advantages"] >= 0)
-    values = -clipped_objective(ratio, inputs["advantages"], low, high)
-    return LossTerms(values, clip_metrics(logprobs, inputs, ratio, low, high))
+    return clipped_surrogate(logprobs, log_ratio, inputs, low, high)
 
 
 def _sequence_log_ratio(logprobs: torch.Tensor, context: LossContext) -> torch.Tensor:

@@ -1,12 +1,6 @@
 import torch
 
-from skyrl_tinker.training.losses.base import (
-    LossContext,
-    LossTerms,
-    clip_metrics,
-    clipped_objective,
-    importance_ratio,
-)
+from skyrl_tinker.training.losses.base import LossContext, LossTerms, clipped_surrogate
 
 
 def ppo(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
@@ -17,6 +11,4 @@ def ppo(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
     """
     inputs, config = context.inputs, context.config
     low, high = config["clip_low_threshold"], config["clip_high_threshold"]
-    ratio = importance_ratio(logprobs - inputs["logprobs"], bounded=inputs["advantages"] >= 0)
-    values = -clipped_objective(ratio, inputs["advantages"], low, high)
-    return LossTerms(values, clip_metrics(logprobs, inputs, ratio, low, high))
+    return clipped_surrogate(logprobs, logprobs - inputs["logprobs"], inputs, low, high)

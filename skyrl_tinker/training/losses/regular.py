@@ -1,13 +1,6 @@
 import torch
 
-from skyrl_tinker.training.losses.base import (
-    LossContext,
-    LossTerms,
-    clip_metrics,
-    clipped_objective,
-    epsilon_bounds,
-    importance_ratio,
-)
+from skyrl_tinker.training.losses.base import LossContext, LossTerms, clipped_surrogate, epsilon_bounds
 
 
 def regular(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
@@ -16,7 +9,5 @@ def regular(logprobs: torch.Tensor, context: LossContext) -> LossTerms:
     -sum(min(r * A, clip(r, 1 - eps_low, 1 + eps_high) * A)), r = exp(logp - q).
     """
     inputs = context.inputs
-    low, high = epsilon_bounds(context.config)
-    ratio = importance_ratio(logprobs - inputs["logprobs"], bounded=inputs["advantages"] >= 0)
-    values = -clipped_objective(ratio, inputs["advantages"], low, high)
-    return LossTerms(values, clip_metrics(logprobs, inputs, ratio, low, high))
+    log_ratio = logprobs - inputs["logprobs"]
+    return clipped_surrogate(logprobs, log_ratio, inputs, *epsilon_bounds(context.config))

@@ -6,10 +6,10 @@ zero.
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -25,22 +25,38 @@ IMPLEMENTATION = "skyrl_tinker_packed"
 PLANNED = f"{IMPLEMENTATION}_planned"
 """Name of the kernel that fake tensors run through: `register_planned`."""
 
-_FLASH = "flash_attn"
 _HALF = (torch.float16, torch.bfloat16)
 _log = logging.getLogger(__name__)
 
-Kernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, Segments, float | None, int | None], torch.Tensor
-]
-"""(q [1, H, T, D], k and v [1, Hkv, T, D], segments, scale, window) -> [T, H, D]
 
-A window of W tokens: each token sees itself and the W - 1 before it. None: all before it.
-"""
+class AttentionInputs(NamedTuple):
+    """Queries [1, H, T, D], keys and values [1, Hkv, T, D] of a packed row.
 
-SinkKernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, Segments, float | None, int | None, torch.Tensor], torch.Tensor
-]
-"""The same with the sinks [H]."""
+    A window of W tokens: each token sees itself and the W - 1 before it. None: all before it. `scale`: of the
+    scores, None: by the definition. `sinks`: [H].
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    segments: Segments
+    scale: float | None = None
+    window: int | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def tokens_first(self) -> list[torch.Tensor]:
+        """Queries, keys and values, each [T, heads, D]."""
+        return [tensor[0].transpose(0, 1).contiguous() for tensor in self[:3]]
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Tokens that each sees to its left and right, as the flash kernels count; -1: all."""
+        return (-1 if self.window is None else self.window - 1, 0)
+
+
+Kernel = Callable[[AttentionInputs], torch.Tensor]
+"""inputs -> [T, H, D]"""
 
 
 def register(device: str, dtype: torch.dtype, config: PreTrainedConfig) -> None:
@@ -53,12 +69,9 @@ def register(device: str, dtype: torch.dtype, config: PreTrainedConfig) -> None:
 def register_planned(device: str, dtype: torch.dtype) -> None:
     """Register a kernel for fake tensors that keeps the same tensors for backward as the chosen kernel.
 
-    For flash_attn it is torch's varlen_attn, which supports fake tensors; both keep q, k, v, the output and
-    its log-sum-exp.
+    FlashAttention keeps q, k, v, the output and its log-sum-exp in each version.
     """
-    name, kernel = choose(device, dtype)
-    if name == _FLASH:
-        kernel = _varlen_kernel() or kernel
+    _, kernel = choose(device, dtype)
     AttentionInterface.register(PLANNED, partial(_attend, kernel, choose_for_sinks(device, dtype)))
 
 
@@ -73,45 +86,34 @@ def shape_of(config: PreTrainedConfig) -> HeadShape:
 
 
 def choose_newest(device: str, dtype: torch.dtype, shape: HeadShape) -> tuple[str, Kernel]:
-    """Choose a kernel; torch's own if it can run FlashAttention 3 or 4, which this process then does."""
+    """Choose a kernel; if torch's own can run FlashAttention 3 or 4, this process then does."""
     name, kernel = choose(device, dtype)
-    varlen = _varlen_kernel() if device == "cuda" and dtype in _HALF else None
-    if varlen is not None:
-        tried: Callable[..., torch.Tensor] = varlen
-        if shape.sinks:
-            tried = partial(_flash_with_sinks, sinks=torch.zeros(shape.heads, device=device))
-        if newer := flash_attention.activate(tried, device, shape):
-            return f"varlen_attn of torch by {newer}", varlen
-    return name, kernel
+    if kernel is _segment_by_segment:
+        return name, kernel
+    sinks = torch.zeros(shape.heads, device=device) if shape.sinks else None
+    kernel_of_sinks = _flash_with_sinks if shape.sinks else kernel
+
+    def tried(*given: Any) -> torch.Tensor:
+        return kernel_of_sinks(AttentionInputs(*given, sinks=sinks))
+
+    newer = flash_attention.activate(tried, device, shape)
+    return f"{name} by {newer}" if newer else name, kernel
 
 
 def choose(device: str, dtype: torch.dtype) -> tuple[str, Kernel]:
     """Choose a kernel; the flash kernels are for CUDA and 16-bit types only."""
     if device == "cuda" and dtype in _HALF:
-        # flash-attn 4 has the package without the function, some builds of torch have no varlen_attn
-        if (flash := _find("flash_attn", "flash_attn_varlen_func")) is not None:
-            return _FLASH, partial(_varlen_attn, partial(flash, causal=True), "softmax_scale")
-        if (varlen := _varlen_kernel()) is not None:
-            return "varlen_attn of torch", varlen
+        with suppress(ImportError):  # some builds of torch lack it
+            from torch.nn.attention.varlen import varlen_attn
+
+            options = _grouped_queries(varlen_attn)
+            return "varlen_attn of torch", partial(_varlen_attn, partial(varlen_attn, **options))
     return "SDPA by segments", _segment_by_segment
 
 
-def choose_for_sinks(device: str, dtype: torch.dtype) -> SinkKernel:
+def choose_for_sinks(device: str, dtype: torch.dtype) -> Kernel:
     """Choose a kernel for models with sinks: on CUDA torch's own of FlashAttention-2."""
     return _flash_with_sinks if device == "cuda" and dtype in _HALF else _segment_by_segment
-
-
-def _varlen_kernel() -> Kernel | None:
-    varlen = _find("torch.nn.attention.varlen", "varlen_attn")
-    return varlen and partial(_varlen_attn, partial(varlen, **_grouped_queries(varlen)), "scale")
-
-
-def _find(module: str, name: str) -> Callable[..., Any] | None:
-    """Return a function of a module, or None where the module or the function is absent."""
-    try:
-        return getattr(import_module(module), name, None)
-    except ImportError:
-        return None
 
 
 def _grouped_queries(varlen_attn: Callable[..., Any]) -> dict[str, bool]:
@@ -121,11 +123,11 @@ def _grouped_queries(varlen_attn: Callable[..., Any]) -> dict[str, bool]:
 
 def _attend(
     kernel: Kernel,
-    sink_kernel: SinkKernel,
+    sink_kernel: Kernel,
     module: torch.nn.Module,
-    query: torch.Tensor,  # [1, H, T, D]
-    key: torch.Tensor,  # [1, Hkv, T, D]
-    value: torch.Tensor,  # [1, Hkv, T, D]
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
     segments: Segments,
@@ -135,61 +137,42 @@ def _attend(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Run the kernel behind the interface of transformers; returns ([1, T, H, D], None)."""
-    if s_aux is not None:
-        return sink_kernel(query, key, value, segments, scaling, sliding_window, s_aux)[None], None
-    return kernel(query, key, value, segments, scaling, sliding_window)[None], None
+    given = AttentionInputs(query, key, value, segments, scaling, sliding_window, s_aux)
+    return (kernel if s_aux is None else sink_kernel)(given)[None], None
 
 
-def _segment_by_segment(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: Segments,
-    scaling: float | None,
-    window: int | None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    sizes = [count * length for count, length in segments.runs]
-    q, k, v = (torch.split(tensor.squeeze(0), sizes, 1) for tensor in (query, key, value))
-    attend = _attend_run if sinks is None else partial(_attend_run_with_sinks, sinks)
-    outputs = [attend(*part, scaling, window) for part in zip(q, k, v, segments.runs, strict=True)]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+def _segment_by_segment(given: AttentionInputs) -> torch.Tensor:
+    """Attend run by run: [heads, count * length, D] each -> [count * length, H, D]."""
+    runs = given.segments.runs
+    parts = (tensor[0].split([count * length for count, length in runs], 1) for tensor in given[:3])
+    attend = _attend_run if given.sinks is None else _attend_run_with_sinks
+    outputs = [
+        attend(given, *(each.view(len(each), *run, -1).transpose(0, 1) for each in of_run)).transpose(1, 2)
+        for run, *of_run in zip(runs, *parts, strict=True)
+    ]
+    return torch.cat([out.flatten(0, 1) for out in outputs]) if len(outputs) > 1 else outputs[0].flatten(0, 1)
 
 
-def _attend_run(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    run: tuple[int, int],
-    scaling: float | None,
-    window: int | None,
-) -> torch.Tensor:
-    """Attend in one batch of SDPA: [heads, count * length, D] each -> [count * length, H, D]."""
-    q, k, v = (tensor.view(len(tensor), *run, -1).transpose(0, 1) for tensor in (query, key, value))
-    seen = None if window is None or run[1] <= window else _seen(run[1], window, query.device)
-    out = scaled_dot_product_attention(
-        q, k, v, attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=True
+def _attend_run(given: AttentionInputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attend in one batch of SDPA: [count, heads, length, D] each -> [count, H, length, D]."""
+    length, window = q.shape[2], given.window
+    seen = None if window is None or length <= window else _seen(length, window, q.device)
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, is_causal=seen is None, scale=given.scale, enable_gqa=True
     )
-    return out.transpose(1, 2).flatten(0, 1)
 
 
 def _attend_run_with_sinks(
-    sinks: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    run: tuple[int, int],
-    scaling: float | None,
-    window: int | None,
+    given: AttentionInputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
     """Attend by the definition; shapes as those of `_attend_run`. Keeps [count, H, length, length]."""
-    q, k, v = (tensor.view(len(tensor), *run, -1).transpose(0, 1) for tensor in (query, key, value))
-    k, v = (tensor.repeat_interleave(len(query) // len(key), 1) for tensor in (k, v))
-    unseen = ~_seen(run[1], run[1] if window is None else window, query.device)
-    scores = (q @ k.mT * (scaling or q.shape[-1] ** -0.5)).masked_fill(unseen, -torch.inf)
-    every = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
-    out = every.softmax(-1)[..., :-1] @ v
-    return out.transpose(1, 2).flatten(0, 1)
+    assert given.sinks is not None
+    length = q.shape[2]
+    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
+    unseen = ~_seen(length, given.window or length, q.device)
+    scores = (q @ k.mT * (given.scale or q.shape[-1] ** -0.5)).masked_fill(unseen, -torch.inf)
+    every = torch.cat([scores, given.sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+    return every.softmax(-1)[..., :-1] @ v
 
 
 def _seen(length: int, window: int, device: torch.device) -> torch.Tensor:
@@ -197,36 +180,16 @@ def _seen(length: int, window: int, device: torch.device) -> torch.Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
-def _varlen_attn(
-    varlen_attn: Callable[..., Any],
-    scale: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: Segments,
-    scaling: float | None,
-    window: int | None,
-) -> torch.Tensor:
-    """Attend by a kernel for packed segments; `scale`: its name for the scaling."""
-    bounds, longest = segments.cu_seqlens, segments.longest
-    q, k, v = _tokens_first(query, key, value)
-    options = {scale: scaling, "window_size": _reach(window)}
-    out: torch.Tensor = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
+def _varlen_attn(varlen_attn: Callable[..., Any], given: AttentionInputs) -> torch.Tensor:
+    """Attend by torch's kernel for packed segments."""
+    bounds, longest = given.segments.cu_seqlens, given.segments.longest
+    options = {"scale": given.scale, "window_size": given.reach}
+    out: torch.Tensor = varlen_attn(*given.tokens_first, bounds, bounds, longest, longest, **options)
     return out
 
 
-def _flash_with_sinks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: Segments,
-    scaling: float | None,
-    window: int | None,
-    sinks: torch.Tensor,
-) -> torch.Tensor:
-    out: torch.Tensor = _FlashWithSinks.apply(  # type: ignore[no-untyped-call]
-        *_tokens_first(query, key, value), sinks, segments, scaling, window
-    )
+def _flash_with_sinks(given: AttentionInputs) -> torch.Tensor:
+    out: torch.Tensor = _FlashWithSinks.apply(*given.tokens_first, given.sinks, given)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -246,13 +209,11 @@ class _FlashWithSinks(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor,
-        segments: Segments,
-        scaling: float | None,
-        window: int | None,
+        given: AttentionInputs,
     ) -> torch.Tensor:
-        bounds, longest, (left, right) = segments.cu_seqlens, segments.longest, _reach(window)
-        ctx.lengths = bounds, bounds, longest, longest, 0.0, window is None
-        ctx.options = {"scale": scaling, "window_size_left": left, "window_size_right": right}
+        bounds, longest, (left, right) = given.segments.cu_seqlens, given.segments.longest, given.reach
+        ctx.lengths = bounds, bounds, longest, longest, 0.0, given.window is None
+        ctx.options = {"scale": given.scale, "window_size_left": left, "window_size_right": right}
         without, partial_sum, state, unused, _ = torch.ops.aten._flash_attention_forward(
             q, k, v, *ctx.lengths, False, **ctx.options
         )
@@ -270,14 +231,4 @@ class _FlashWithSinks(torch.autograd.Function):
         )
         shares = (sinks.float()[:, None] - total).exp()  # [H, T]
         dsinks = -(shares * (dout.float() * out.float()).sum(-1).T).sum(1)
-        return *gradients, dsinks.to(sinks.dtype), None, None, None
-
-
-def _reach(window: int | None) -> tuple[int, int]:
-    """Return the tokens that each sees to its left and right, as the flash kernels count; -1: all."""
-    return (-1 if window is None else window - 1, 0)
-
-
-def _tokens_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Transpose each: [1, heads, T, D] -> [T, heads, D]."""
-    return [tensor[0].transpose(0, 1).contiguous() for tensor in tensors]
+        return *gradients, dsinks.to(sinks.dtype), None

@@ -96,7 +96,7 @@ async def fleet(
     request: pytest.FixtureRequest, servers: dict[str, Served], line: Line, tmp_path: Path
 ) -> AsyncIterator[Fleet]:
     external = vllm_servers(
-        [servers["tied"].group.urls[0], line.url], startup_s=30.0, hang_s=2.0, max_model_len=2
+        (servers["tied"].group.urls[0], line.url), startup_s=30.0, hang_s=2.0, max_model_len=2
     )
     await external.ready()
     router = Router(RouterSpec(str(tmp_path), "of the router"))
@@ -209,7 +209,7 @@ async def test_what_no_loss_explains_is_raised_and_what_cannot_be_served_is_refu
 
     with pytest.raises(SamplerError, match="a fault of its own"):
         await fleet.with_retry(broken)
-    nobody = vllm_servers(["http://127.0.0.1:9"], startup_s=1.0, hang_s=2.0, max_model_len=2)
+    nobody = vllm_servers(("http://127.0.0.1:9",), startup_s=1.0, hang_s=2.0, max_model_len=2)
     with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9 \(sampler_urls\) gave no answer in 1 s"):
         await nobody.ready()
 

@@ -32,9 +32,9 @@ async def test_text_and_tokens_turn_into_each_other(sampler: Sampler) -> None:
 async def test_tokens_completions_and_chats_are_generated(sampler: Sampler) -> None:
     generated = await sampler.client.data.generate(GENERATE)
     assert len(generated["choices"][0]["token_ids"]) == 3
-    completed = await sampler.client.data.completion({**COMPLETION, "return_token_ids": True})
+    completed = await sampler.client.data.openai("/v1/completions", {**COMPLETION, "return_token_ids": True})
     assert completed["choices"][0]["token_ids"] == generated["choices"][0]["token_ids"]
-    chat = await sampler.client.data.chat_completion(CHAT)
+    chat = await sampler.client.data.openai("/v1/chat/completions", CHAT)
     assert chat["choices"][0]["message"]["role"] == "assistant"
 
 
@@ -55,7 +55,7 @@ async def test_what_vllm_refuses_raises_before_anything_streams(sampler: Sampler
         async with sampler.client.data.stream("/v1/completions", {**COMPLETION, "model": "nobody"}):
             raise AssertionError("it must not be entered")
     with pytest.raises(UserError, match="512"):
-        await sampler.client.data.completion({**COMPLETION, "prompt": [512]})
+        await sampler.client.data.openai("/v1/completions", {**COMPLETION, "prompt": [512]})
     client = vllm_client("http://127.0.0.1:9", ("http://127.0.0.1:9",))
     with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9"):
         async with client.data.stream("/v1/completions", COMPLETION):

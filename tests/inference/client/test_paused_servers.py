@@ -33,12 +33,12 @@ async def test_calls_wait_for_a_paused_server(monkeypatch: pytest.MonkeyPatch) -
     server = await serve(refusals)
     url = str(server.make_url("")).rstrip("/")
     client = vllm_client(url, (url,))
-    assert await client.data.completion({}) == {"done": True}
+    assert await client.data.openai("/v1/completions", {}) == {"done": True}
     refusals.extend([PAUSED] * 5)
     async with client.data.stream("/v1/completions", {}) as chunks:
         assert json.loads(b"".join([chunk async for chunk in chunks])) == {"done": True}
     refusals.append(FULL)
     with pytest.raises(SamplerError, match="503: The engine is currently busy"):
-        await client.data.completion({})
+        await client.data.openai("/v1/completions", {})
     await client.close()
     await server.close()

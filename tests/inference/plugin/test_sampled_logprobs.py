@@ -148,21 +148,21 @@ async def test_drawn_alternatives_have_the_logprobs_of_sampled_tokens(
 
 async def test_an_external_server_with_too_small_a_context_is_refused(processing: Served) -> None:
     (url,) = processing.group.urls
-    await vllm_servers([url], 5.0, 2.0, CONTEXT + 1, "processed").ready()
+    await vllm_servers((url,), 5.0, 2.0, CONTEXT + 1, "processed").ready()
     with pytest.raises(SamplerError, match=r"takes 257 tokens, expected 258 .*--max-model-len 258"):
-        await vllm_servers([url], 5.0, 2.0, CONTEXT + 2, "processed").ready()
+        await vllm_servers((url,), 5.0, 2.0, CONTEXT + 2, "processed").ready()
 
 
 async def test_an_external_server_of_the_other_mode_is_refused_with_the_flag_it_needs(
     servers: dict[str, Served], processing: Served
 ) -> None:
     (raw_url,), (processed_url,) = servers["untied"].group.urls, processing.group.urls
-    await vllm_servers([processed_url], 5.0, 2.0, 2, "processed").ready()
-    await vllm_servers([raw_url], 5.0, 2.0, 2, "raw").ready()
+    await vllm_servers((processed_url,), 5.0, 2.0, 2, "processed").ready()
+    await vllm_servers((raw_url,), 5.0, 2.0, 2, "raw").ready()
     with pytest.raises(SamplerError, match=r"answers raw logprobs.* --logprobs-mode processed_logprobs"):
-        await vllm_servers([raw_url], 5.0, 2.0, 2, "processed").ready()
+        await vllm_servers((raw_url,), 5.0, 2.0, 2, "processed").ready()
     with pytest.raises(SamplerError, match=r"answers processed logprobs.* --logprobs-mode raw_logprobs"):
-        await vllm_servers([processed_url], 5.0, 2.0, 2, "raw").ready()
+        await vllm_servers((processed_url,), 5.0, 2.0, 2, "raw").ready()
 
 
 async def test_an_external_server_that_lists_no_experts_is_refused_for_router_replay(
@@ -173,4 +173,4 @@ async def test_an_external_server_that_lists_no_experts_is_refused_for_router_re
     with pytest.raises(
         SamplerError, match=r"\(router_replay\): start it with --enable-return-routed-experts"
     ):
-        await vllm_servers([url], 5.0, 2.0, 2, router_replay=True).ready()
+        await vllm_servers((url,), 5.0, 2.0, 2, router_replay=True).ready()

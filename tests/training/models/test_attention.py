@@ -5,14 +5,13 @@ The functions themselves need a GPU: stand-ins with their signatures compute the
 
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from skyrl_tinker.training.batching.packed_row import Segments
-from skyrl_tinker.training.models.attention import SinkKernel, choose, choose_for_sinks
+from skyrl_tinker.training.models.attention import AttentionInputs, Kernel, choose, choose_for_sinks
 
 LENGTHS = (1, 7, 7, 33)
 WINDOWS = (None, 1, 7, 33)
@@ -27,6 +26,10 @@ def _tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, sum(LENGTHS), 16, generator=generator) for heads in (4, 2, 2))
     return query, key, value
+
+
+def _inputs(scale: float | None, window: int | None) -> AttentionInputs:
+    return AttentionInputs(*_tensors(), _segments(), scale, window)
 
 
 def _attention(
@@ -70,26 +73,10 @@ def varlen_attn_2_13(*args: Any, enable_gqa: bool = False, **kwargs: Any) -> tor
     return varlen_attn_2_11(*args, **kwargs)
 
 
-def flash_attn_varlen_func(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-) -> torch.Tensor:
-    assert causal
-    return _attention(q, k, v, cu_seqlens_q, softmax_scale, window_size)
-
-
 @pytest.mark.parametrize("window", WINDOWS)
 def test_attention_by_segments_is_its_definition(window: int | None) -> None:
     _, by_segments = choose("cpu", torch.float32)
-    found = by_segments(*_tensors(), _segments(), None, window)
+    found = by_segments(_inputs(None, window))
     q, k, v = (tensor[0].transpose(0, 1) for tensor in _tensors())
     reach = (-1 if window is None else window - 1, 0)
     torch.testing.assert_close(found, _attention(q, k, v, _segments().cu_seqlens, None, reach))
@@ -104,35 +91,16 @@ def test_varlen_attention_of_either_torch_is_that_by_segments(
     scale: float | None,
     window: int | None,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     name, kernel = choose("cuda", torch.bfloat16)
     assert name == "varlen_attn of torch"
     _, by_segments = choose("cpu", torch.float32)
-    expected = by_segments(*_tensors(), _segments(), scale, window)
-    torch.testing.assert_close(kernel(*_tensors(), _segments(), scale, window), expected)
+    expected = by_segments(_inputs(scale, window))
+    torch.testing.assert_close(kernel(_inputs(scale, window)), expected)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-def test_flash_attention_is_that_by_segments(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    package = ModuleType("flash_attn")
-    package.flash_attn_varlen_func = flash_attn_varlen_func
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    name, kernel = choose("cuda", torch.float16)
-    assert name == "flash_attn"
-    _, by_segments = choose("cpu", torch.float32)
-    expected = by_segments(*_tensors(), _segments(), None, window)
-    torch.testing.assert_close(kernel(*_tensors(), _segments(), None, window), expected)
-
-
-def test_a_flash_attention_4_without_the_function_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
-    assert choose("cuda", torch.bfloat16)[0] == "varlen_attn of torch"
-
-
-def test_without_either_attention_runs_by_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("flash_attn", "torch.nn.attention.varlen"):
-        monkeypatch.setitem(sys.modules, module, None)
+def test_without_it_attention_runs_by_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
     assert choose("cuda", torch.bfloat16)[0] == "SDPA by segments"
 
 
@@ -141,7 +109,7 @@ def test_without_either_attention_runs_by_segments(monkeypatch: pytest.MonkeyPat
 )
 def test_flash_attention_is_for_16_bit_types_on_cuda(device: str, dtype: torch.dtype) -> None:
     assert choose(device, dtype)[0] == "SDPA by segments"
-    assert choose("cuda", torch.bfloat16)[0] in ("flash_attn", "varlen_attn of torch")
+    assert choose("cuda", torch.bfloat16)[0] == "varlen_attn of torch"
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -158,11 +126,11 @@ def test_flash_attention_with_sinks_is_that_by_segments(
     torch.testing.assert_close(found, expected)
 
 
-def _gradients(kernel: SinkKernel, scale: float | None, window: int | None) -> list[torch.Tensor]:
+def _gradients(kernel: Kernel, scale: float | None, window: int | None) -> list[torch.Tensor]:
     """Return the output and the gradients of q, k, v and the sinks."""
     leaves = [tensor.requires_grad_() for tensor in (*_tensors(), torch.tensor([-1.0, 0.0, 1.0, 3.0]))]
     q, k, v, sinks = leaves
-    out = kernel(q, k, v, _segments(), scale, window, sinks)
+    out = kernel(AttentionInputs(q, k, v, _segments(), scale, window, sinks))
     out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)))
     return [out, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 

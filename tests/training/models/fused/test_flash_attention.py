@@ -16,7 +16,7 @@ from torch.nn import attention as torch_attention
 from torch.nn.attention import _registry
 from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig
 
-from skyrl_tinker.training.models.attention import choose, shape_of
+from skyrl_tinker.training.models.attention import AttentionInputs, choose, shape_of
 from skyrl_tinker.training.models.fused import flash_attention
 from skyrl_tinker.training.models.fused.flash_attention import HeadShape
 
@@ -33,7 +33,7 @@ def _kernel(factor: float = 1.0, error: Exception | None = None) -> Any:
     _, by_segments = choose("cpu", torch.float32)
 
     def run(*args: Any) -> torch.Tensor:
-        out = by_segments(*args)
+        out = by_segments(AttentionInputs(*args))
         if torch_attention.current_flash_attention_impl() is None:
             return out
         if error is not None:
@@ -112,7 +112,7 @@ def test_its_gradients_are_tried_too() -> None:
     _, by_segments = choose("cpu", torch.float32)
 
     def run(*args: Any) -> torch.Tensor:
-        out = by_segments(*args)
+        out = by_segments(AttentionInputs(*args))
         return out if torch_attention.current_flash_attention_impl() is None else Wrong.apply(out)
 
     assert flash_attention.activate(run, "cpu", SHAPE) is None
@@ -127,7 +127,7 @@ def test_the_shape_of_the_model_is_tried() -> None:
         seen.add((query.shape[1], key.shape[1], query.shape[-1]))
         if torch_attention.current_flash_attention_impl() is not None and query.shape[-1] > 128:
             raise RuntimeError("head size 256 is not built")
-        return by_segments(query, key, *args)
+        return by_segments(AttentionInputs(query, key, *args))
 
     gemma = Gemma3TextConfig(num_attention_heads=8, num_key_value_heads=4, head_dim=256)
     assert flash_attention.activate(run, "cpu", shape_of(gemma)) is None
