@@ -67,7 +67,9 @@ def _spans(activity: Activity) -> dict[int, UnitSpan | SampleSpan]:
 
 def _threads(units: Iterable[UnitSpan]) -> dict[tuple[str, int], int]:
     """Return the thread ids of units and ranks, by base model and rank."""
-    found = {(unit.base_model, rank) for unit in units for rank in (UNITS, *(each.rank for each in unit.ranks))}
+    found = {
+        (unit.base_model, rank) for unit in units for rank in (UNITS, *(each.rank for each in unit.ranks))
+    }
     return {thread: tid for tid, thread in enumerate(sorted(found))}
 
 

@@ -100,7 +100,9 @@ def test_ranks_are_threads_of_the_trainer_and_samples_name_their_replicas() -> N
         (),
         (SyncSpan("v1", 3.0, 3.5, 4.0),),
     )
-    request = TracedRequest(8, "r", RequestKind.SAMPLE, 0, FutureStatus.DONE, 0.0, 2.0, None, "s:sample:0", "s", None)
+    request = TracedRequest(
+        8, "r", RequestKind.SAMPLE, 0, FutureStatus.DONE, 0.0, 2.0, None, "s:sample:0", "s", None
+    )
     found = orjson.loads(trace_of([request], activity))["traceEvents"]
     assert [each["args"]["name"] for each in found if each.get("name") == "thread_name"] == [
         "units",
