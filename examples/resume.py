@@ -16,7 +16,7 @@ STEPS = 5
 
 def main() -> None:
     with tinker.ServiceClient() as service:
-        model = service.get_server_capabilities().supported_models[0].model_name
+        model = tinker.RestClient().get_server_capabilities().result().supported_models[0].model_name
         training = service.create_lora_training_client(base_model=model, rank=32, seed=0).result()
         train(training)
         # A checkpoint holds the weights and the optimizer's state; its path is all that a new session needs.

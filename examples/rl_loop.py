@@ -68,7 +68,8 @@ def main(options: Options) -> bool:
     with tinker.ServiceClient(
         display_name="rl_loop: the next letter"
     ) as service:  # its models leave the server at the end
-        model = options.base_model or service.get_server_capabilities().supported_models[0].model_name
+        served = tinker.RestClient().get_server_capabilities().result().supported_models
+        model = options.base_model or served[0].model_name
         trainer = service.create_lora_training_client(model, rank=options.rank, seed=options.seed).result()
         task = Task(trainer.get_tokenizer())
         taken = warm_up(trainer, task)

@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def learn(service: tinker.ServiceClient) -> None:
-    model = service.get_server_capabilities().supported_models[0].model_name
+    model = tinker.RestClient().get_server_capabilities().result().supported_models[0].model_name
     training = service.create_lora_training_client(base_model=model, rank=32, seed=0).result()
     tokenizer = training.get_tokenizer()
     questions = {f"Capital of {country}? ": capital for country, capital in CAPITALS.items()}

@@ -14,6 +14,7 @@ _PARTS = {  # text in the command line
     API: "API",
     "skyrl_tinker.engine.engine_process": "engine",
     "ray::RankProcess": "trainer rank",
+    "ray::SamplerServer": "Ray: sampler server",
     "raylet/raylet": "Ray: raylet",
     "gcs/gcs_server": "Ray: GCS",
     "VLLM::EngineCore": "vLLM core",

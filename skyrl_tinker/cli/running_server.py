@@ -433,9 +433,11 @@ def _since(moment: str) -> str:
 def _hyperparameters(run: Facts) -> str:
     rank, last = run["lora_rank"], run["last"] or {}
     config = ",".join(f"{name}={value:.6g}" for name, value in run["loss_fn_config"].items())
+    rate = last.get("learning_rate")
     known = {
+        "base": run["base_model"],
         "rank": "full" if rank == 0 else rank,
-        "lr": last.get("learning_rate"),
+        "lr": None if rate is None else f"{rate:.4g}",
         "datums": last.get("datums"),
         "loss": run["loss_fn"] and run["loss_fn"] + (config and f"({config})"),
     }

@@ -1,6 +1,6 @@
 // Admin: who has keys, what their owners have, and changes to keys.
 
-import { bytes, card, h, moment, number, table, wide } from "./dom.js";
+import { ago, bytes, card, h, moment, number, table, tick, wide } from "./dom.js";
 import { get, poll, send } from "./server.js";
 import { ask } from "./runs.js";
 
@@ -31,12 +31,13 @@ export function showAdmin(main, { now, failed, recovered }) {
   async function refresh() {
     const answer = await get(AT);
     recovered();
+    tick(main);
     const text = JSON.stringify(answer);
     if (text === shown) return; // keeps the focus where it is
     shown = text;
-    owners.fill([...answer.keys.map((key) => owned(key.name, key.owned)), owned("without a key", answer.without_key)]);
+    owners.fill([...answer.keys.map((key) => owned(key.name, key.owned)), owned("local, without a key", answer.without_key)]);
     keys.fill(answer.keys.map((key) => [
-      String(key.id), key.name, key.admin ? "admin" : "user", state(key), moment(key.last_used_at), limits(key.limits), h("div", { class: "row" }, ...actions(key))]));
+      String(key.id), key.name, key.admin ? "admin" : "user", state(key), ago(key.last_used_at), limits(key.limits) || null, h("div", { class: "row" }, ...actions(key))]));
     defaults.textContent = `Of all keys: ${limits(answer.limits) || "no limits"}`;
   }
 

@@ -2,7 +2,7 @@
 
 import { h, number } from "./dom.js";
 
-const COLOURS = ["#149a8c", "#d9730d", "#3f6fd8", "#c2358c", "#7a5af5", "#5d8a1c", "#b58900", "#d0342c"];
+export const COLOURS = ["#149a8c", "#d9730d", "#3f6fd8", "#c2358c", "#7a5af5", "#5d8a1c", "#b58900", "#d0342c"];
 const HEIGHT = 160;
 const DARK = matchMedia("(prefers-color-scheme: dark)");
 
@@ -20,7 +20,8 @@ function axis(more = {}) {
 }
 
 // `layout`: of a style the scales, the axes, the series of the x axis and the name under which charts share a cursor.
-function chart(label, names, layout, showPoints, height) {
+// `points`: whether they have dots, as uPlot takes it.
+function chart(label, names, layout, points, height) {
   const node = h("div", { class: "chart", role: "img", "aria-label": label });
   const hooks = { setCursor: [(each) => { if (each.cursor.idx === null) tellLast(each); }] };
   let data = [[], ...names.map(() => [])];
@@ -29,7 +30,7 @@ function chart(label, names, layout, showPoints, height) {
     const { scales, axes, x, shared } = layout(style);
     const series = names.map((name, place) => ({
       label: name, stroke: COLOURS[place % COLOURS.length], width: 1.5,
-      points: { show: showPoints }, value: (_, value) => number(value, 4),
+      points, value: (_, value) => number(value, 4),
     }));
     const cursor = { y: false, ...(shared && { sync: { key: shared, scales: ["x", null] } }) };
     plot?.destroy();
@@ -67,7 +68,14 @@ const aMinuteOrMore = (_, first, last) => [Math.min(first, last - 60), last];
 export function timeChart(label, names) {
   const x = { label: "at", value: (_, at) => at === null ? "–" : clock(_, [at])[0] };
   return chart(label, names, () => ({
-    scales: { x: { time: true, range: aMinuteOrMore } }, axes: [axis({ values: clock, space: 90 }), axis({ size: 60, values })], x }), false, HEIGHT);
+    scales: { x: { time: true, range: aMinuteOrMore } }, axes: [axis({ values: clock, space: 90, size: 34 }), axis({ size: 60, values })], x }), { show: false }, HEIGHT);
+}
+
+// Where there are too many points for dots: those between two gaps, of which no line would tell.
+function lone(plot, place, all) {
+  if (all) return null;
+  const known = [...plot.data[place].entries()].filter(([, value]) => value !== undefined);
+  return known.filter(([, value], each) => value !== null && (known[each - 1]?.[1] ?? null) === null && (known[each + 1]?.[1] ?? null) === null).map(([at]) => at);
 }
 
 const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
@@ -82,9 +90,9 @@ export function stepChart(label, names, least = null, height = HEIGHT) {
     const y = log ? { distr: 3, range: decades } : range;
     return {
       scales: { x: { time: false }, ...(y && { y }) },
-      axes: [axis(name === "step" ? { incrs: WHOLE } : { values }), axis({ size: 60, values })],
+      axes: [axis({ size: 34, ...(name === "step" ? { incrs: WHOLE } : { values }) }), axis({ size: 60, values })],
       x: { label: name },
       shared: "steps",
     };
-  }, undefined, height);
+  }, { filter: lone }, height);
 }

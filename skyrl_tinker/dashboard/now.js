@@ -1,6 +1,6 @@
 // Now: problems first, then what runs and what waits.
 
-import { bytes, card, duration, facts, h, moment, number, plural, short, table, wide } from "./dom.js";
+import { ago, bytes, card, duration, facts, figures, h, number, plural, short, table, wide } from "./dom.js";
 import { get, poll } from "./server.js";
 import { timeChart } from "./charts.js";
 
@@ -45,7 +45,7 @@ export function showNow(main, { now, failed, recovered }) {
     calm.hidden = !none;
     badge.className = `badge ${answer.ready ? "good" : "error"}`;
     problems.replaceChildren(...answer.problems.map(problem));
-    server.replaceChildren(served(answer.server));
+    server.replaceChildren(...served(answer.server));
     trainer.replaceChildren(training(answer.trainers));
     samplers.replaceChildren(sampling(answer.samplers));
     rates.replaceChildren(speeds(answer.rates));
@@ -85,6 +85,7 @@ function remaining({ available_bytes, total_bytes, gpus }) {
 }
 
 function versions(names) {
+  if (!names.length) return null;
   if (names.length <= MOST_VERSIONS) return names.join(" ");
   return h("span", { title: names.join(" ") }, `${names.slice(-MOST_VERSIONS).join(" ")} and ${names.length - MOST_VERSIONS} more`);
 }
@@ -93,24 +94,29 @@ function problem({ level, subject, text }) {
   return h("li", { class: level }, h("b", {}, level), h("span", {}, `${subject}: ${text}`));
 }
 
+// Facts of one base model, or of each below its name.
+function byModel(models, of) {
+  if (models.length === 1) return facts(of(models[0]));
+  return h("div", { class: "models" }, ...models.map((each) => h("div", {}, h("h3", {}, each.base_model), facts(of(each)))));
+}
+
 function served(server) {
-  const models = server.base_models.flatMap((each) => [
-    ["model", each.base_model],
+  const one = server.base_models.length === 1;
+  const models = byModel(server.base_models, (each) => [
+    ...(one ? [["model", each.base_model]] : []),
     ["context", `${number(each.context_length)} tokens`],
     ["runs on", `${server.device}, ${each.trainable ? plural(each.trainer_ranks, "trainer rank") : "sampling only"}, ${plural(each.replicas, "replica")}, ${each.placement}`],
   ]);
-  return facts([...models, ["started", moment(server.started_at)], ["version", server.version]]);
+  return [models, facts([["started", ago(server.started_at)], ["version", server.version]])];
 }
 
 function training(trainers) {
   if (!trainers) return h("p", { class: "quiet" }, "The engine does not answer.");
-  const several = trainers.length > 1;
-  return facts(trainers.flatMap((each) => [
-    ...(several ? [["model", each.base_model]] : []),
-    ["running", each.running ? unit(each.running) : "nothing: it waits for work"],
+  return byModel(trainers, (each) => [
+    ["running", each.running ? unit(each.running) : "nothing"],
     ["next", each.following ? unit(each.following) : "nothing"],
     ["a unit takes", duration(each.unit_s)],
-  ]));
+  ]);
 }
 
 function session({ name, session_id }) {
@@ -125,19 +131,16 @@ function unit({ kind, model_ids, names, others, tokens, running_s }) {
 
 function sampling(samplers) {
   if (!samplers) return h("p", { class: "quiet" }, "The engine does not answer.");
-  const several = samplers.length > 1;
-  return facts(samplers.flatMap((each) => [
-    ...(several ? [["model", each.base_model]] : []),
+  return byModel(samplers, (each) => [
     ["in flight", number(each.in_flight)],
     ["waiting", number(each.waiting)],
     ["finished", each.per_second === null ? "–" : `${number(each.per_second)} a second`],
     ["paused", each.paused ?? "no"],
-  ]));
+  ]);
 }
 
 function speeds(rates) {
   if (!rates) return h("p", { class: "quiet" }, "The engine does not answer.");
-  const line = (name, each) => [name, h("span", {},
-    h("span", { class: "figure" }, number(each.over_10_s)), h("span", { class: "quiet" }, `  ${number(each.over_60_s)} over a minute`))];
-  return facts([line("trained", rates.trained), line("sampled", rates.sampled)]);
+  return figures(["trained", "sampled"].map((name) => [name, h("span", {},
+    number(rates[name].over_10_s), h("span", { class: "small quiet" }, `${number(rates[name].over_60_s)} over a minute`))]));
 }

@@ -2,7 +2,7 @@
 
 import { ago, bytes, card, duration, facts, figures, h, moment, number, plural, short, table, tick, wide } from "./dom.js";
 import { download, get, poll, Refused, request, save, send } from "./server.js";
-import { stepChart } from "./charts.js";
+import { COLOURS, stepChart } from "./charts.js";
 
 const EVERY_MS = 3000;
 const MOST_COMPARED = 8;
@@ -21,6 +21,7 @@ const CURVES = [
   ["reward_proxy", "Advantage × logprob", "its mean, not the reward: with advantages centred in their group it goes to 0"],
 ];
 const HYPERPARAMETERS = [
+  ["base model", (run) => run.base_model],
   ["rank", rank],
   ["loss function", lossFunction],
   ["learning rate", (run) => number(run.last?.learning_rate)],
@@ -31,6 +32,7 @@ const STATES = { ready: "good", failed: "error", lost: "error", parked: "warning
 const COLUMNS = [
   ["", "check", null],
   ["run", "run", (run) => run.name ?? run.run_id],
+  ["base model", "optional", (run) => run.base_model],
   ["owner", "", (run) => run.owner],
   ["rank", "number", (run) => run.lora_rank],
   ["state", "", (run) => run.state],
@@ -47,7 +49,7 @@ export function showRuns(main, { path, failed, recovered }) {
 function showList(main, failed, recovered) {
   const order = { place: COLUMNS.length - 1, down: true };
   const runs = table("Training runs", COLUMNS, noRuns(), (place) => {
-    order.down = order.place === place ? !order.down : place >= 5;
+    order.down = order.place === place ? !order.down : place >= 6;
     order.place = place;
     fill();
   });
@@ -77,10 +79,11 @@ function showList(main, failed, recovered) {
     runs.mark(order.place, order.down);
     const of = answer.total > answer.runs.length ? `the last ${answer.runs.length} of ${answer.total} found` : plural(answer.total, "run");
     count.textContent = found.length === answer.runs.length ? of : `${found.length} shown, of ${of}`;
+    const several = new Set(answer.runs.map((run) => run.base_model)).size > 1;
     runs.fill(found.map((run) => {
       const box = h("input", { type: "checkbox", "aria-label": `compare ${run.name ?? run.run_id}`, onchange: (event) => choose(run.run_id, event.target) });
       box.checked = chosen.has(run.run_id);
-      return [box, named(run), run.owner, rank(run), state(run), number(run.steps_before + run.steps), number(run.reward), number(run.loss), ago(run.last_request_at)];
+      return [box, named(run), several ? run.base_model : null, run.owner, rank(run), state(run), number(run.steps_before + run.steps), number(run.reward), number(run.loss), ago(run.last_request_at)];
     }));
   }
 
@@ -187,7 +190,7 @@ function drawCurves(main, chains, failed, recovered) {
     ({ run: run.run_id, next: 0, columns: {}, before: run.steps_before, until: chain[place + 1]?.steps_before ?? Infinity })));
   const reports = chains.map((chain) => ({ parts: chain.map((run) => ({ run: run.run_id, next: 0 })), reward: new Map(), values: new Map() }));
   const alone = runs.length === 1;
-  const titles = alone ? ["value"] : runs.map(title);
+  const titles = alone ? ["value"] : runs.map((run) => (runs.filter((each) => title(each) === title(run)).length > 1 ? `${title(run)} ${run.run_id.slice(0, 4)}` : title(run)));
   const charts = CURVES.map(([column, label, about, least]) => [column, stepChart(label, titles, least, column === "loss" ? LEADING_HEIGHT : undefined), label, about]);
   const reward = stepChart("Reward", titles, null, LEADING_HEIGHT);
   const reported = stepChart("Reported number", titles);
@@ -203,16 +206,17 @@ function drawCurves(main, chains, failed, recovered) {
     selected("Axis", ["step", "minutes", "tokens"], (name) => { view.axis = name; restyle(); }),
     selected("Smoothing", ["none", "0.6", "0.9", "0.97"], (weight) => { view.smoothing = Number(weight) || 0; drawAll(); }),
     h("label", {}, h("input", { type: "checkbox", onchange: (event) => { view.log = event.target.checked; restyle(); } }), "logarithmic"));
-  const hyperparameters = table("Hyperparameters", [["run", ""], ...HYPERPARAMETERS.map(([name]) => [name, name === "loss function" ? "text" : "number"])], "none");
-  hyperparameters.fill(runs.map((run) => [title(run), ...HYPERPARAMETERS.map(([, of]) => of(run))]));
+  const hyperparameters = table("Hyperparameters", [["run", "run"], ...HYPERPARAMETERS.map(([name]) => [name, name === "base model" ? "" : name === "loss function" ? "text" : "number"]), ["", ""]], "none");
+  hyperparameters.fill(runs.map((run, place) => [
+    h("div", { class: "row" }, swatch(place), h("a", { href: `#/runs/${encodeURIComponent(run.run_id)}` }, titles[place])),
+    ...HYPERPARAMETERS.map(([, of]) => of(run)), h("div", { class: "row" }, exported(run))]));
   rewardCard.hidden = reportedCard.hidden = true;
   main.append(
     h("h1", {}, alone ? title(runs[0]) : `${runs.length} runs compared`),
     alone ? h("p", { class: "quiet small id" }, runs[0].run_id) : "",
     h("p", { class: "row" }, h("a", { href: "#/runs" }, "All runs"),
-      alone ? h("a", { href: `#/tokens/run/${encodeURIComponent(runs[0].run_id)}` }, "Tokens of this run") : null, ...runs.map((run) =>
-      h("button", { type: "button", onclick: () => download(`console/runs/${encodeURIComponent(run.run_id)}/points.csv`, `${run.run_id.replaceAll(":", "-")}.csv`).catch(failed) },
-        alone ? "Export CSV" : `CSV of ${title(run)}`)), controls),
+      alone ? h("a", { href: `#/tokens/run/${encodeURIComponent(runs[0].run_id)}` }, "Tokens of this run") : null,
+      alone ? exported(runs[0]) : null, controls),
     h("div", { class: "grid curves" },
       alone ? wide(card("Last step", last)) : wide(card("Hyperparameters", hyperparameters.node)),
       alone ? card("Run", about) : null,
@@ -224,12 +228,16 @@ function drawCurves(main, chains, failed, recovered) {
       alone ? card("Seconds of a step", time.node) : null,
       checkpoints?.node));
 
+  function exported(run) {
+    return h("button", { type: "button", onclick: () => download(`console/runs/${encodeURIComponent(run.run_id)}/points.csv`, `${run.run_id.replaceAll(":", "-")}.csv`).catch(failed) }, "Export CSV");
+  }
+
   function drawn([, chart, label, text]) {
     return card(label, h("p", { class: "quiet small" }, text), chart.node);
   }
 
   function drawReports() {
-    const known = [...new Set(reports.flatMap(({ values }) => [...values.keys()]))].sort();
+    const known = [...new Set(reports.flatMap(({ values }) => [...values.keys()]))].sort(rewardsLast);
     if (known.length !== choice.length) {
       const chosen = choice.value;
       choice.replaceChildren(...known.map((name) => h("option", { value: name, selected: name === chosen }, name)));
@@ -332,6 +340,17 @@ function smoothed(values, weight) {
   });
 }
 
+// They have a chart of their own.
+function rewardsLast(one, other) {
+  return one.includes("reward") - other.includes("reward") || one.localeCompare(other);
+}
+
+function swatch(place) {
+  const node = h("i", { class: "swatch" });
+  node.style.background = COLOURS[place];
+  return node;
+}
+
 function selected(label, names, choose) {
   return h("label", {}, label, h("select", { onchange: (event) => choose(event.target.value) }, ...names.map((name) => h("option", { value: name }, name))));
 }
@@ -358,7 +377,7 @@ function showRun(node, run, parent, failed) {
   end.hidden = !inTraining(run);
   const about = facts([
     ["state", state(run)], ...(run.state_reason ? [["reason", run.state_reason]] : []), ["owner", run.owner],
-    ...(run.parent ? [["continues", continued(run, parent)]] : []), ...(run.project_id ? [["project", run.project_id]] : []), ["base model", run.base_model],
+    ...(run.parent ? [["continues", continued(run, parent)]] : []), ...(run.project_id ? [["project", run.project_id]] : []),
     ...HYPERPARAMETERS.map(([name, of]) => [name, of(run)]),
     ["created", ago(run.created_at)], ["last request", ago(run.last_request_at)], ["last heartbeat", ago(run.last_heartbeat_at)],
     ...Object.entries(run.user_metadata)]);
@@ -391,11 +410,12 @@ function checkpointCard(run, failed) {
 
   async function refresh() {
     const { checkpoints } = await get(at);
+    tick(node);
     const text = JSON.stringify(checkpoints);
     if (text === shown) return;
     shown = text;
     list.fill(checkpoints.map((each) => [
-      each.checkpoint_id, bytes(each.size_bytes), moment(each.time), each.expires_at ? moment(each.expires_at) : "never", h("div", { class: "row" }, ...actions(each))]));
+      each.checkpoint_id, bytes(each.size_bytes), ago(each.time), each.expires_at ? moment(each.expires_at) : "never", h("div", { class: "row" }, ...actions(each))]));
   }
 
   function action(label, work, className) {

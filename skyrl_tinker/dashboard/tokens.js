@@ -14,7 +14,7 @@ export function showTokens(main, { path, failed, recovered }) {
     showOne(main, path[0], Number(path[1] ?? 0)).then(recovered, failed);
     return () => {};
   }
-  const list = table("Finished passes and samples", [["request", "id"], ["kind", ""], ["seq_id", "number"], ["of", "id"], ["accepted", ""], ["prompt", "text"]],
+  const list = table("Finished passes and samples", [["prompt", "text"], ["request", "id"], ["kind", ""], ["of", "run"], ["accepted", ""]],
     "None yet. Passes and samples stand here once they are finished.");
   const more = h("button", { type: "button", onclick: () => { most += PAGE; refresh().catch(failed); } }, "Older");
   const kind = h("select", { onchange: () => refresh().catch(failed) },
@@ -35,8 +35,10 @@ export function showTokens(main, { path, failed, recovered }) {
     if (text === shown) return; // keeps the focus where it is
     shown = text;
     list.fill(grouped(requests, "request_id").map(([each, first]) => [
+      prompt(each, first),
       each.readable ? h("a", { href: `#/tokens/${each.request_id}`, title: each.request_id }, short(each.request_id))
-        : h("span", { class: "quiet", title: "Only the data of a run's newest passes is stored" }, short(each.request_id)), each.kind, each.seq_id === null ? "–" : String(each.seq_id), h("span", { title: each.origin }, short(each.origin)), ago(each.created_at), prompt(each, first)]));
+        : h("span", { class: "quiet", title: "Only the data of a run's newest passes is stored" }, short(each.request_id)),
+      each.kind, origin(each), ago(each.created_at)]));
   }
   return poll(EVERY_MS, refresh, failed);
 }
@@ -53,8 +55,12 @@ function grouped(rows, key) {
 }
 
 function prompt(row, first) {
-  if (row.prompt === null) return "–";
-  return first ? `…${row.prompt}` : h("span", { class: "quiet", title: row.prompt }, "the same");
+  if (row.prompt === null) return null;
+  return first ? `…${row.prompt}` : h("span", { class: "quiet ditto", title: row.prompt }, "″");
+}
+
+function origin({ name, origin: id }) {
+  return name === null ? h("span", { class: "id", title: id }, short(id)) : h("span", { title: id }, name, " ", h("span", { class: "small quiet id" }, short(id)));
 }
 
 async function showOne(main, request, item) {
@@ -66,7 +72,7 @@ async function showOne(main, request, item) {
   const scale = h("span", { class: "quiet small" });
   const text = h("p", { class: "tokens" });
   const spans = answer.texts.map((piece, place) => h("span", { title: described(answer, place) }, piece || "·"));
-  text.append(...spans);
+  text.append(h("span", { class: "prompt" }, answer.prompt ?? ""), ...spans);
   const values = table("Values of each token", [["position", "number"], ["token", "number"], ["text", ""], ...names.map((name) => [name, "number"])], "none");
   values.node.classList.add("flat");
   values.fill(answer.tokens.slice(0, MOST_ROWS).map((token, place) => [
@@ -83,7 +89,7 @@ async function showOne(main, request, item) {
       h("span", { class: "quiet", title: request }, `${answer.kind} ${short(request)}, ${item + 1} of ${answer.items}`),
       other("Earlier request", earlier), other("Later request", later)),
     h("div", { class: "grid" },
-      wide(card("Text", h("p", { class: "row" }, h("label", {}, "Coloured by", choice), scale), answer.prompt === null ? null : h("p", { class: "tokens quiet" }, answer.prompt), text)),
+      wide(card("Text", h("p", { class: "row" }, h("label", {}, "Coloured by", choice), scale), text)),
       Object.keys(reported).length ? wide(card(`Reported of step ${taken}`, figures(Object.entries(reported).map(([name, value]) => [name, number(value)])))) : null,
       items.length > 1 ? wide(card("Items, grouped by prompt", all.node)) : null,
       wide(card("Values", values.node))));

@@ -1,6 +1,8 @@
 """The dashboard in a real browser, while a real loop trains."""
 
 import asyncio
+import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -162,6 +164,75 @@ def test_curves_are_smoothed_and_logarithmic(server: Serve, client: Client, page
     assert page.errors == []
 
 
+DOTS = """import('./dashboard/charts.js').then(async ({{stepChart}}) => {{
+    const {{node, draw}} = stepChart("Loss", ["value"]);
+    document.body.append(node);
+    const frames = () => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+    await frames(); // it has its width
+    const kept = Path2D.prototype.arc;
+    const dots = new Set();
+    Path2D.prototype.arc = function (...all) {{
+        dots.add(`${{all[0]}} ${{all[1]}}`);
+        return kept.apply(this, all);
+    }};
+    const values = {};
+    draw([values.map((_, place) => place), values]);
+    await frames();
+    return dots.size;
+}})"""
+"""Script that draws a chart of these values and counts its dots."""
+
+
+@pytest.mark.parametrize(
+    ("values", "dots"),
+    [
+        ([1, 2, None, 4], 3),
+        ([1.0] * 2000, 0),
+        ([*[1.0] * 1000, None, 7.0, None, *[2.0] * 1000, None, 3.0], 2),
+    ],
+    ids=["few", "many", "many with lone ones"],
+)
+def test_points_have_dots_where_there_is_room_and_where_they_stand_alone(
+    server: Serve, page: Page, values: list[float | None], dots: int
+) -> None:
+    page.open(server.url)
+    page.wait("document.querySelector('.badge') !== null")
+    assert page.run(DOTS.format(json.dumps(values))) == dots
+    assert page.errors == []
+
+
+TOLD = "document.querySelector('.told').innerText"
+POINT = """(() => {
+    const lane = document.querySelector('canvas[aria-label^="trainer, units"]');
+    for (let x = 0; x < lane.clientWidth && !(%s).startsWith("forward_backward"); x += 1) {
+        const {left, top} = lane.getBoundingClientRect();
+        lane.dispatchEvent(new PointerEvent("pointermove", {clientX: left + x, clientY: top + 3}));
+    }
+    return %s;
+})()""" % (TOLD, TOLD)  # noqa: UP031  (braces of JavaScript)
+"""Script that moves the pointer along the units until one of a pass is told."""
+KEEP = "URL.createObjectURL = (blob) => { window.saved = blob; return '#/trace'; }"
+SAVE = "[...document.querySelectorAll('button')].find((each) => each.innerText === 'Save trace').click()"
+LANES = "[...document.querySelectorAll('.lane')].map((each) => each.innerText)"
+
+
+def test_the_trace_is_looked_at_and_saved(server: Serve, client: Client, page: Page) -> None:
+    with loop(client) as training:
+        page.open(f"{server.url}/#/runs/{training.model_id}")
+        page.wait(f"{STEPS} > 1")
+        page.run("location.hash = '#/trace'")
+        lanes = page.wait(f"{LANES}.length && {LANES}")
+    assert {"trainer, units", "trainer, rank 0", "weights to the samplers"} <= set(lanes)
+    titles = page.run("[...document.querySelectorAll('.lane')].map((each) => each.title)")
+    assert {training.model_id, training.model_id.partition(":")[0]} <= set(titles)
+    assert re.match(r"forward_backward: .*, requests 1, tokens \d+, yours 1", page.run(POINT))
+    page.run(KEEP)
+    page.run(SAVE)
+    saved = json.loads(page.run("saved.text()"))
+    assert {each["ph"] for each in saved["traceEvents"]} == {"M", "X", "b", "e", "C"}
+    assert page.errors == []
+
+
 def test_a_run_that_failed_says_why_and_a_live_one_can_be_ended(server: Serve, page: Page) -> None:
     with tinker.ServiceClient(base_url=server.url, api_key="tml-local") as service:
         live = service.create_lora_training_client(base_model="tiny", rank=8).result().model_id
@@ -218,37 +289,56 @@ def test_a_hidden_page_asks_for_nothing(server: Serve, page: Page) -> None:
     assert page.run("performance.getEntriesByType('resource').length") == 0
 
 
-def test_a_key_is_asked_for_once_and_shows_its_own_runs_only(chromium: Browser, tmp_path: Path) -> None:
+@contextmanager
+def api_with_keys(home: Path) -> Iterator[tuple[str, dict[str, str], dict[str, str]]]:
+    """An API's URL, and of two owners the runs and keys; root has an admin key."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        settings = settings_for(tmp_path / "home", port=listener.getsockname()[1])
+        settings = settings_for(home, port=listener.getsockname()[1])
         migrate(settings.store_url)
         runs, keys = asyncio.run(_two_owners(settings.store_url))
-        with launched(settings, listener) as api, chromium.page() as page:
+        with launched(settings, listener) as api:
             api.wait_until_up()
-            page.open(f"{api.url}/#/runs")
-            page.wait("document.activeElement.id === 'key'")
-            page.type("tml-wrong")
-            page.press("Enter")
-            page.wait("document.body.innerText.includes('unknown or revoked')")
-            page.type(keys["alice"])
-            page.press("Enter")
-            page.wait("document.querySelector('td.run a') !== null")
-            assert runs["alice"] in page.text()
-            assert runs["bob"] not in page.text()
-            assert "Admin" not in page.text()
-            assert keys["alice"] not in page.run("location.href")
-            page.run("location.reload()")
-            page.wait("document.querySelector('td.run a') !== null")
-            assert page.run("localStorage.length") == 0
-            page.open("about:blank")
-            page.open(f"{api.url}/#/runs/%")
-            page.wait("document.body.innerText.includes('no training run %')")
-            page.open(f"{api.url}/docs")
-            page.wait("document.querySelectorAll('.opblock-tag').length > 5")
-            page.run("document.querySelector('.authorize').click()")
-            page.wait("document.querySelector('.auth-container input') !== null")
-            refused = [error for error in page.errors if "Content Security" in error or "Uncaught" in error]
-            assert refused == []
+            yield api.url, runs, keys
+
+
+def enter(page: Page, key: str) -> None:
+    page.wait("document.activeElement.id === 'key'")
+    page.type(key)
+    page.press("Enter")
+
+
+def test_an_admin_sees_how_long_ago_a_key_was_used(chromium: Browser, tmp_path: Path) -> None:
+    with api_with_keys(tmp_path / "home") as (url, _, keys), chromium.page() as page:
+        page.open(f"{url}/#/admin")
+        enter(page, keys["root"])
+        used = page.wait("document.querySelector('td time')?.innerText")
+        assert used == "3 h ago"
+        assert re.search(r"20\d\d, \d\d:\d\d:\d\d$", page.run("document.querySelector('td time').title"))
+
+
+def test_a_key_is_asked_for_once_and_shows_its_own_runs_only(chromium: Browser, tmp_path: Path) -> None:
+    with api_with_keys(tmp_path / "home") as (url, runs, keys), chromium.page() as page:
+        page.open(f"{url}/#/runs")
+        enter(page, "tml-wrong")
+        page.wait("document.body.innerText.includes('unknown or revoked')")
+        enter(page, keys["alice"])
+        page.wait("document.querySelector('td.run a') !== null")
+        assert runs["alice"] in page.text()
+        assert runs["bob"] not in page.text()
+        assert "Admin" not in page.text()
+        assert keys["alice"] not in page.run("location.href")
+        page.run("location.reload()")
+        page.wait("document.querySelector('td.run a') !== null")
+        assert page.run("localStorage.length") == 0
+        page.open("about:blank")
+        page.open(f"{url}/#/runs/%")
+        page.wait("document.body.innerText.includes('no training run %')")
+        page.open(f"{url}/docs")
+        page.wait("document.querySelectorAll('.opblock-tag').length > 5")
+        page.run("document.querySelector('.authorize').click()")
+        page.wait("document.querySelector('.auth-container input') !== null")
+        refused = [error for error in page.errors if "Content Security" in error or "Uncaught" in error]
+        assert refused == []
 
 
 async def _two_owners(url: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -260,5 +350,8 @@ async def _two_owners(url: str) -> tuple[dict[str, str], dict[str, str]]:
         keys[name] = await store.write(lambda conn, name=name: api_keys.create(conn, name))
         runs[name] = (await create(store, await new_session(store))).model_id
         await store.write(lambda conn, name=name: api_keys.adopt(conn, name, api_keys.NO_KEY))
+    keys["root"] = await store.write(lambda conn: api_keys.create(conn, "root", admin=True))
+    earlier, rows = store.now() - 3 * 3600, await store.fetch(api_keys.list_keys)
+    await store.write(lambda conn: api_keys.note_use(conn, {rows[0].id: earlier}))
     await store.close()
     return runs, keys

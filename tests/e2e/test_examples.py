@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def output(client: Client, example: str) -> str:
     environment = os.environ | {"TINKER_BASE_URL": client.url, "TINKER_API_KEY": "tml-local"}
-    command = [sys.executable, "-W", "ignore", str(EXAMPLES / example)]
+    command = [sys.executable, "-W", "ignore", "-W", "error::FutureWarning", str(EXAMPLES / example)]
     return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 

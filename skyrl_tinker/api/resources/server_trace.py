@@ -1,9 +1,9 @@
 """Trace of the last minutes in the Trace Event Format, which Perfetto and chrome://tracing read.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-Each run and each sampler is a process with one async slice for each request, divided into its wait, its
-runs, and the way of its answer. The trainer, with a thread for each rank, and the way of weights to the
-samplers are processes of their own.
+Each run and the samplers of each session are a process with one async slice for each request, divided into
+its wait, its runs, and the way of its answer. The trainer, with a thread for the units and for each rank of
+each base model, and the way of weights to the samplers are processes of their own.
 """
 
 from collections import Counter
@@ -20,21 +20,22 @@ from skyrl_tinker.store.console.traced_requests import TracedRequest
 
 TRAINER, WEIGHTS, QUEUES, FIRST = 1, 2, 3, 4
 """Process ids; those of runs and samplers begin at FIRST."""
-UNITS, RANKS = 0, 1
-"""Thread of the trainer's units; those of its ranks begin at RANKS."""
+UNITS = -1
+"""Place of the units of a base model before its ranks."""
 _FIXED = {TRAINER: "trainer", WEIGHTS: "weights to the samplers", QUEUES: "requests not finished"}
 
 
 def trace_of(requests: Sequence[TracedRequest], activity: Activity) -> bytes:
     """Return the JSON. Units show how many requests were in them, and name only those of `requests`."""
-    tracks = {name: pid for pid, name in enumerate(dict.fromkeys(map(_track, requests)), FIRST)}
+    tracks = {track: pid for pid, track in enumerate(dict.fromkeys(map(_track, requests)), FIRST)}
+    threads = _threads(activity.units)
     spans = _spans(activity)
     seen = {request.id for request in requests}
     events = chain(
         (process_name(pid, name) for pid, name in _FIXED.items()),
-        (process_name(pid, name) for name, pid in tracks.items()),
-        _threads(activity.units),
-        chain.from_iterable(_unit(unit, seen) for unit in activity.units),
+        chain.from_iterable(_named(pid, *track) for track, pid in tracks.items()),
+        _thread_names(threads),
+        chain.from_iterable(_unit(unit, threads, seen) for unit in activity.units),
         chain.from_iterable(_publish(number, span) for number, span in enumerate(activity.publishes)),
         chain.from_iterable(map(_sync, activity.syncs)),
         chain.from_iterable(
@@ -45,8 +46,17 @@ def trace_of(requests: Sequence[TracedRequest], activity: Activity) -> bytes:
     return orjson.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"})
 
 
-def _track(request: TracedRequest) -> str:
-    return f"run {request.run}" if request.run else f"sampler {request.sampler or 'of none'}"
+def _track(request: TracedRequest) -> tuple[str, str]:
+    """Return the id and the name of the process that shows a request."""
+    if request.run:
+        return request.run, f"run {request.name or request.run}"
+    kind = "samples" if request.sampler else "requests"
+    return request.session, f"{kind} of {request.name or request.session}"
+
+
+def _named(pid: int, identity: str, name: str) -> Iterator[Event]:
+    yield process_name(pid, name)
+    yield {"ph": "M", "pid": pid, "name": "process_labels", "args": {"labels": identity}}
 
 
 def _spans(activity: Activity) -> dict[int, UnitSpan | SampleSpan]:
@@ -55,19 +65,30 @@ def _spans(activity: Activity) -> dict[int, UnitSpan | SampleSpan]:
     return {**trained, **{span.future_id: span for span in activity.samples}}
 
 
-def _threads(units: Iterable[UnitSpan]) -> Iterator[Event]:
-    ranks = sorted({each.rank for unit in units for each in unit.ranks})
-    names = {UNITS: "units", **{RANKS + rank: f"rank {rank}" for rank in ranks}}
-    for tid, name in names.items():
-        yield {"ph": "M", "pid": TRAINER, "tid": tid, "name": "thread_name", "args": {"name": name}}
+def _threads(units: Iterable[UnitSpan]) -> dict[tuple[str, int], int]:
+    """Return the thread ids of units and ranks, by base model and rank."""
+    found = {
+        (unit.base_model, rank) for unit in units for rank in (UNITS, *(each.rank for each in unit.ranks))
+    }
+    return {thread: tid for tid, thread in enumerate(sorted(found))}
 
 
-def _unit(unit: UnitSpan, seen: set[int]) -> Iterator[Event]:
+def _thread_names(threads: Mapping[tuple[str, int], int]) -> Iterator[Event]:
+    several = len({base_model for base_model, _ in threads}) > 1
+    for (base_model, rank), tid in threads.items():
+        name = "units" if rank == UNITS else f"rank {rank}"
+        args = {"name": f"{base_model}: {name}" if several else name}
+        yield {"ph": "M", "pid": TRAINER, "tid": tid, "name": "thread_name", "args": args}
+
+
+def _unit(unit: UnitSpan, threads: Mapping[tuple[str, int], int], seen: set[int]) -> Iterator[Event]:
     mine = [future_id for future_id in unit.future_ids if future_id in seen]
     args = {"requests": len(unit.future_ids), "tokens": unit.tokens, "yours": len(mine)}
-    yield _complete(TRAINER, UNITS, unit.kind, unit.began_at, unit.ended_at, args)
+    tid = threads[unit.base_model, UNITS]
+    yield _complete(TRAINER, tid, unit.kind, unit.began_at, unit.ended_at, args)
     for each in unit.ranks:
-        yield _complete(TRAINER, RANKS + each.rank, each.method, each.began_at, each.ended_at, {})
+        tid = threads[unit.base_model, each.rank]
+        yield _complete(TRAINER, tid, each.method, each.began_at, each.ended_at, {})
 
 
 def _sync(span: SyncSpan) -> Iterator[Event]:

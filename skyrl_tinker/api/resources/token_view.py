@@ -34,13 +34,15 @@ def tokens_of(stored: StoredTokens, item: int, bases: Bases) -> TokensResponse:
         _check(item, len(sequences))
         sequence = sequences[item]
         sampled: dict[str, Values] = {"logprob": _finite(sequence["logprobs"])}
-        return _response(stored, item, len(sequences), sequence["tokens"], sampled, bases)
+        prompt = _sample_prompt(stored)
+        return _response(stored, item, len(sequences), prompt, sequence["tokens"], sampled, bases)
     datum, count = pass_requests.datum_at(_body(stored), item)
     _check(item, count)
     assert datum is not None
     _require_single_targets(datum, item)
     values = _values(datum, pass_results.logprobs_at(stored.result, item))
-    return _response(stored, item, count, datum.target_tokens.tolist(), values, bases)
+    first = datum.tokens[:1].tolist()
+    return _response(stored, item, count, first, datum.target_tokens.tolist(), values, bases)
 
 
 def items_of(stored: StoredTokens, page: Paging, bases: Bases) -> ItemsResponse:
@@ -78,10 +80,8 @@ def _sampled(stored: StoredTokens, page: Paging) -> tuple[list[_ScoredPart], int
 
 
 def _sample_prompt(stored: StoredTokens) -> Sequence[int] | None:
-    """Return the prompt of a sample, None of a pass, and where it is not stored any more."""
-    if stored.kind is not RequestKind.SAMPLE or stored.body is None:
-        return None
-    return sample_from_body(stored.body).prompt
+    """Return the prompt of a sample, None where it is not stored any more."""
+    return None if stored.body is None else sample_from_body(stored.body).prompt
 
 
 def _trained(stored: StoredTokens, page: Paging) -> tuple[list[_ScoredPart], int]:
@@ -134,6 +134,7 @@ def request_summary(row: ReadableRow, bases: Bases) -> ReadableSummary:
         kind=row.kind,
         seq_id=row.seq_id,
         origin=row.origin,
+        name=row.name,
         created_at=utc(row.created_at),
         readable=row.readable,
         prompt_id=prompt_id,
@@ -198,12 +199,12 @@ def _response(
     stored: StoredTokens,
     item: int,
     items: int,
+    prompt: Sequence[int] | None,
     tokens: Sequence[int],
     values: Mapping[str, Values],
     bases: Bases,
 ) -> TokensResponse:
     directory = _directory(stored.base_model, bases)
-    prompt = _sample_prompt(stored)
     return TokensResponse(
         kind=stored.kind,
         item=item,

@@ -393,7 +393,9 @@ class ReadableQuery(Paging):
 
 
 class ReadableSummary(Message):
-    """Finished request. `origin`: its run, or its sampler. `readable`: its tokens are still stored.
+    """Finished request. `origin`: its run, or its sampler; `name`: that of its session.
+
+    `readable`: its tokens are still stored.
 
     `prompt`: the end of a sample's prompt as text; `prompt_id`: equal for equal prompts. Null: not stored.
     """
@@ -402,6 +404,7 @@ class ReadableSummary(Message):
     kind: str
     seq_id: int | None
     origin: str
+    name: str | None
     created_at: datetime
     readable: bool
     prompt_id: str | None
@@ -454,7 +457,7 @@ class ItemsResponse(Message):
 class TokensResponse(Message):
     """Targets of a datum, or sampled tokens; `texts` and each of `values` go with `tokens`.
 
-    `prompt`: that of a sample as text, as far as it is stored.
+    `prompt`: that of a sample as text, as far as it is stored; of a datum its first token, no target.
     """
 
     kind: str

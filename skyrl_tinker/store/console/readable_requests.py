@@ -51,12 +51,16 @@ class StoredTokens:
 
 @dataclass(frozen=True, slots=True)
 class ReadableRow:
-    """Finished request. `prompt`: the body of a sample, None if it is not stored any more."""
+    """Finished request. `prompt`: the body of a sample, None if it is not stored any more.
+
+    `name`: that of its session, if it has one.
+    """
 
     request_id: str
     kind: RequestKind
     seq_id: int | None
     origin: str
+    name: str | None
     base_model: str
     created_at: float
     readable: bool
@@ -76,6 +80,7 @@ def readable_requests(conn: Connection, owner: OwnerId | None, wanted: ReadableQ
             Future.kind,
             Future.seq_id,
             func.coalesce(Model.model_id, Future.sampling_session_id).label("origin"),
+            Session.display_name,
             _BASE_MODEL.label("base_model"),
             Future.created_at,
             or_(Future.kind == RequestKind.SAMPLE, Request.future_id.is_not(None)).label("readable"),

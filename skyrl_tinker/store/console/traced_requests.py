@@ -18,7 +18,10 @@ MOST = 20_000
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """Request of a model (`run`) or of a sampler. Times are UTC seconds; `finished_at` None: pending."""
+    """Request of a model (`run`) or of a sampler. Times are UTC seconds; `finished_at` None: pending.
+
+    `name`: that of its session, if it has one.
+    """
 
     id: int
     request_id: str
@@ -29,6 +32,8 @@ class TracedRequest:
     finished_at: float | None
     run: str | None
     sampler: str | None
+    session: str
+    name: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,6 @@ class FinishedRequest(TracedRequest):
 
     finished_at: float
     result_id: int
-    session: str
     owner: str | None
     category: str | None
     error: str | None
@@ -61,11 +65,12 @@ class Track:
 _COLUMNS = (
     *(Future.id, Future.request_id, Future.kind, Future.seq_id, Future.status),
     *(Future.created_at, Future.finished_at, Model.model_id, Future.sampling_session_id),
+    *(Session.session_id, Session.display_name),
 )
 _FINISHED = Prepared(
     select(
         *_COLUMNS,
-        *(Result.id, Session.session_id, ApiKey.name, Future.category, Future.error),
+        *(Result.id, ApiKey.name, Future.category, Future.error),
         *(Result.input_tokens, Result.cached_tokens, Result.output_tokens),
     )
     .select_from(Result)
@@ -121,6 +126,7 @@ def requests_after(
     conn: Connection, track: ColumnElement[bool], after: int, limit: int
 ) -> list[TracedRequest]:
     """Return the requests of a track with a seq_id above `after`, in order."""
-    query = select(*_COLUMNS).outerjoin(Model, Model.key == Future.model_key)
-    query = query.where(track, Future.seq_id > after).order_by(Future.seq_id).limit(limit)
+    query = select(*_COLUMNS).join(Session, Session.session_id == Future.session_id)
+    query = query.outerjoin(Model, Model.key == Future.model_key).where(track, Future.seq_id > after)
+    query = query.order_by(Future.seq_id).limit(limit)
     return [TracedRequest(*row) for row in conn.execute(query)]

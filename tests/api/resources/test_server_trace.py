@@ -51,7 +51,7 @@ async def test_a_request_has_its_wait_its_run_and_its_answer(busy: Waiting) -> N
         assert len([each for each in parts if each["ph"] == "e"]) == len(begun)
     units = [each for each in found if each["ph"] == "X"]
     assert [each["name"] for each in units] == ["create_model", "optim_step"]
-    names = {each["args"]["name"] for each in found if each["ph"] == "M"}
+    names = {each["args"]["name"] for each in found if each["name"] == "process_name"}
     assert f"run {model}" in names
     assert [each["args"] for each in found if each["ph"] == "C"][-1] == {"training": 0, "sampling": 0}
 
@@ -100,7 +100,9 @@ def test_ranks_are_threads_of_the_trainer_and_samples_name_their_replicas() -> N
         (),
         (SyncSpan("v1", 3.0, 3.5, 4.0),),
     )
-    request = TracedRequest(8, "r", RequestKind.SAMPLE, 0, FutureStatus.DONE, 0.0, 2.0, None, "s")
+    request = TracedRequest(
+        8, "r", RequestKind.SAMPLE, 0, FutureStatus.DONE, 0.0, 2.0, None, "s:sample:0", "s", None
+    )
     found = orjson.loads(trace_of([request], activity))["traceEvents"]
     assert [each["args"]["name"] for each in found if each.get("name") == "thread_name"] == [
         "units",
@@ -117,3 +119,32 @@ def test_ranks_are_threads_of_the_trainer_and_samples_name_their_replicas() -> N
     ]
     (run,) = [each for each in found if (each["name"], each["ph"]) == ("run", "b")]
     assert run["args"] == {"replicas": ["127.0.0.1:5", "127.0.0.1:6"]}
+
+
+def test_units_of_two_base_models_which_run_at_once_have_threads_of_their_own() -> None:
+    ranks = {name: (RankSpan(0, "run_pass", 1.0, 1.5),) for name in ("A", "B")}
+    units = [UnitSpan("forward_backward", 0.5, 2.0, 10, (7,), ranks[name], name) for name in ranks]
+    found = orjson.loads(trace_of([], Activity(tuple(units))))["traceEvents"]
+    threads = {each["tid"]: each["args"]["name"] for each in found if each.get("name") == "thread_name"}
+    assert [threads[each["tid"]] for each in found if each["ph"] == "X"] == [
+        "A: units",
+        "A: rank 0",
+        "B: units",
+        "B: rank 0",
+    ]
+
+
+def test_tracks_have_the_name_of_their_session_and_samplers_of_one_session_share_a_track() -> None:
+    rest = (FutureStatus.DONE, 0.0, 2.0)
+    requests = [
+        TracedRequest(1, "a", RequestKind.FORWARD_BACKWARD, 0, *rest, "s:train:0", None, "s", "letters"),
+        TracedRequest(2, "b", RequestKind.SAMPLE, 0, *rest, None, "s:sample:0", "s", "letters"),
+        TracedRequest(3, "c", RequestKind.SAMPLE, 0, *rest, None, "s:sample:1", "s", "letters"),
+        TracedRequest(4, "d", RequestKind.SAMPLE, 0, *rest, None, "t:sample:0", "t", None),
+    ]
+    found = orjson.loads(trace_of(requests, Activity()))["traceEvents"]
+    names = {each["pid"]: each["args"]["name"] for each in found if each["name"] == "process_name"}
+    tracks = [names[each["pid"]] for each in found if each["ph"] == "b"]
+    assert tracks == ["run letters", "samples of letters", "samples of letters", "samples of t"]
+    labels = [each["args"]["labels"] for each in found if each["name"] == "process_labels"]
+    assert labels == ["s:train:0", "s", "t"], "which tell runs of one name apart"

@@ -81,6 +81,7 @@ async def test_a_datum_is_its_targets_with_the_inputs_of_its_loss(world: World, 
     told = await get(world, f"console/requests/{request}/tokens")
     assert (told["tokens"], "".join(told["texts"])) == (tokens, TEXT)
     assert len(told["texts"]) == len(tokens)
+    assert told["prompt"] == told["texts"][0], "the first input, which is no target"
     assert told["values"]["logprob"] == pytest.approx(logprobs)
     assert told["values"]["advantages"] == list(range(len(tokens)))
     assert told["values"]["difference"][0] is None, "without an advantage it is of the prompt"
@@ -131,7 +132,8 @@ async def test_items_of_one_prompt_are_a_group_with_their_advantages(world: Worl
 @ON_BOTH
 async def test_a_sample_has_its_prompt_while_that_is_stored(world: World, model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
-    sampler, requests = await world.sampler(), []
+    session = await world.ok("create_session", {"sdk_version": "0.38.0", "display_name": "letters"})
+    sampler, requests = await world.sampler(str(session["session_id"])), []
     for number, text in enumerate(("2+2=", "1+1=", "2+2=")):
         chunk = {"type": "encoded_text", "tokens": tokenizer.encode(text)}
         body = sample(sampler, number, prompt={"chunks": [chunk]})
@@ -141,6 +143,7 @@ async def test_a_sample_has_its_prompt_while_that_is_stored(world: World, model:
     await world.store.write(lambda conn: finish.succeed_all(conn, results, ids[:2]))
     listed = (await get(world, "console/requests"))["requests"]
     assert [each["prompt"] for each in listed] == [None, "1+1=", "2+2="]
+    assert {each["name"] for each in listed} == {"letters"}
     told = await get(world, f"console/requests/{requests[0]}/tokens")
     assert told["prompt"] == "2+2="
     items = (await get(world, f"console/requests/{requests[0]}/items"))["items"]

@@ -388,7 +388,8 @@ async def test_a_run_has_the_name_of_its_session_and_the_last_loss_and_function_
     def add(conn: Connection) -> None:
         for number, loss in enumerate((3.0, 2.0, None)):
             last = None if loss is None else LossFunction("dro", {"beta": loss})
-            step_points.add(conn, row.key, number + 1, 1000.0 + number, measured(loss=loss), last)
+            measures = measured(loss=loss, learning_rate=1 / 3)
+            step_points.add(conn, row.key, number + 1, 1000.0 + number, measures, last)
 
     await world.store.write(add)
     (run,) = (await get(world, "console/runs"))["runs"]
@@ -396,7 +397,7 @@ async def test_a_run_has_the_name_of_its_session_and_the_last_loss_and_function_
     assert (run["steps"], run["loss"], run["last"]["loss"]) == (3, 2.0, None)
     assert (run["loss_fn"], run["loss_fn_config"]) == ("dro", {"beta": 2.0})
     (line,) = [line for line in run_lines({"runs": [run], "total": 1}) if model in line]
-    assert "rank=8 lr=0.5 datums=2 loss=dro(beta=2)" in line
+    assert "base=org/tiny rank=8 lr=0.3333 datums=2 loss=dro(beta=2)" in line
     assert run["last_heartbeat_at"] <= run["created_at"]
 
 
