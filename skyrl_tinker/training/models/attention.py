@@ -94,7 +94,7 @@ def choose_newest(device: str, dtype: torch.dtype, shape: HeadShape) -> tuple[st
     kernel_of_sinks = _flash_with_sinks if shape.sinks else kernel
 
     def tried(*given: Any) -> torch.Tensor:
-        return kernel_of_sinks(AttentionInputs(*given, sinks=sinks))
+        return kernel_of_sinks(AttentionInputs(*given)._replace(sinks=sinks))
 
     newer = flash_attention.activate(tried, device, shape)
     return f"{name} by {newer}" if newer else name, kernel
@@ -116,7 +116,7 @@ def choose_for_sinks(device: str, dtype: torch.dtype) -> Kernel:
     return _flash_with_sinks if device == "cuda" and dtype in _HALF else _segment_by_segment
 
 
-def _grouped_queries(varlen_attn: Callable[..., Any]) -> dict[str, bool]:
+def _grouped_queries(varlen_attn: Callable[..., Any]) -> dict[str, Any]:
     """Return the keyword arguments that allow several query heads per key head; torch 2.11 needs none."""
     return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
@@ -144,7 +144,7 @@ def _attend(
 def _segment_by_segment(given: AttentionInputs) -> torch.Tensor:
     """Attend run by run: [heads, count * length, D] each -> [count * length, H, D]."""
     runs = given.segments.runs
-    parts = (tensor[0].split([count * length for count, length in runs], 1) for tensor in given[:3])
+    parts = (torch.split(tensor[0], [count * length for count, length in runs], 1) for tensor in given[:3])
     attend = _attend_run if given.sinks is None else _attend_run_with_sinks
     outputs = [
         attend(given, *(each.view(len(each), *run, -1).transpose(0, 1) for each in of_run)).transpose(1, 2)
