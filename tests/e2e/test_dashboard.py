@@ -168,7 +168,7 @@ DOTS = """import('./dashboard/charts.js').then(async ({{stepChart}}) => {{
     const {{node, draw}} = stepChart("Loss", ["value"]);
     document.body.append(node);
     const frames = () => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
-    await frames(); // it has its width
+    while (!node.clientWidth || node.querySelector("canvas").clientWidth !== node.clientWidth) await frames();
     const kept = Path2D.prototype.arc;
     const dots = new Set();
     Path2D.prototype.arc = function (...all) {{
