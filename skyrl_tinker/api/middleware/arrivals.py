@@ -4,6 +4,7 @@ Told are those that take long to arrive or to be stored, and those that were los
 """
 
 import asyncio
+from collections.abc import Awaitable
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
@@ -107,10 +108,11 @@ class ArrivalsMiddleware:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not has(scope, Trait.TRAINING):
-            await self._app(scope, receive, send)
-            return
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        told = has(scope, Trait.TRAINING)
+        return (self._tell if told else self._app)(scope, receive, send)
+
+    async def _tell(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrivals: Arrivals = scope["app"].state.services.arrivals
         arrival = arrivals.begin(scope.get("owner"), Headers(scope=scope))
         status = again_s = 0
