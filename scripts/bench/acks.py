@@ -8,7 +8,8 @@ The store: processes, one and then two as several API processes would be, each s
 
 Over HTTP: one API process and then two on one port, as `serve` runs them, without an engine. Two clients,
 each a process of its own, submit N samples with bodies of 2 KB, so many at a time, and wait for the request
-ids. They and the database take processor time of the same cores.
+ids. They and the database take processor time of the same cores: they write requests that they have made
+before, and read no more of an answer than they need.
 
 The database is SQLite in a temporary directory, with --postgresql a PostgreSQL started here, or that of the
 URL, which must be empty: it keeps what this writes. Ends by itself, with the default arguments within two
@@ -23,6 +24,7 @@ and back.
 import argparse
 import asyncio
 import json
+import re
 import socket
 import statistics
 import sys
@@ -35,11 +37,12 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import aiohttp
+import uvloop
 from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
@@ -222,24 +225,45 @@ async def ended(child: ChildProcess, code: int) -> None:
 
 
 def submit_over_http(url: str, requests: int, at_once: int) -> Part:
-    return asyncio.run(_submit_over_http(url, requests, at_once))
+    return uvloop.run(_submit_over_http(url, requests, at_once))
 
 
 async def _submit_over_http(url: str, requests: int, at_once: int) -> Part:
-    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as http:
+    address = urlsplit(url)
+    idle = [await asyncio.open_connection(address.hostname, address.port) for _ in range(at_once)]
 
-        async def ask(path: str, body: dict[str, Any], answer: str) -> str:
-            async with http.post(path, json=body) as response:
-                assert response.status == 200, await response.text()
-                return str((await response.json())[answer])
+    async def ask(request: bytes, answer: str) -> str:
+        reader, writer = idle.pop()
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = re.search(rb"(?i)content-length: (\d+)", head)
+        body = await reader.readexactly(int(size[1]) if size else 0)
+        idle.append((reader, writer))
+        assert head.startswith(b"HTTP/1.1 200 "), head + body
+        return str(json.loads(body)[answer])
 
-        async def acknowledged(number: int) -> None:
-            await ask("asample", sample(sampler, number, prompt=PROMPT), "request_id")
+    session = await ask(post(url, "create_session", {"sdk_version": "0.38.0"}), "session_id")
+    birth = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
+    sampler = await ask(post(url, "create_sampling_session", birth), "sampling_session_id")
+    made = [post(url, "asample", sample(sampler, number, prompt=PROMPT)) for number in range(requests)]
 
-        session = await ask("create_session", {"sdk_version": "0.38.0"}, "session_id")
-        birth = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
-        sampler = await ask("create_sampling_session", birth, "sampling_session_id")
-        return await timed(requests, at_once, acknowledged)
+    async def acknowledged(number: int) -> None:
+        await ask(made[number], "request_id")
+
+    part = await timed(requests, at_once, acknowledged)
+    for _, writer in idle:
+        writer.close()
+    return part
+
+
+def post(url: str, path: str, body: dict[str, Any]) -> bytes:
+    """Return a request of HTTP/1.1."""
+    address, content = urlsplit(url), json.dumps(body).encode()
+    head = (
+        f"POST {address.path}{path} HTTP/1.1\r\nHost: {address.netloc}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
 
 
 # The store

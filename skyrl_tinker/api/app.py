@@ -3,8 +3,11 @@
 from asyncio import TaskGroup
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import cast
 
 from fastapi import FastAPI
+from starlette.datastructures import State
 
 from skyrl_tinker import __version__
 from skyrl_tinker.api import error_responses
@@ -184,6 +187,7 @@ def make_app(settings: Settings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
+    app.state = cast(State, SimpleNamespace())  # its own look-up of attributes is slow, and of each layer
     error_responses.install(app)
     app.mount(pages.DOCS_ASSETS_URL, pages.docs_assets())
     app.mount(pages.PAGES_URL, pages.pages())

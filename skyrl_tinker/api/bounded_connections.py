@@ -180,7 +180,8 @@ class _Http(HttpToolsProtocol):
         self._outside = 0
         self._in_head = False
         self._in_body = True
-        self._disarm("head", "first")
+        if self._timers:
+            self._disarm("head", "first")
         super().on_headers_complete()
         if self._is_last:
             self.cycle.keep_alive = False
@@ -193,7 +194,8 @@ class _Http(HttpToolsProtocol):
         self._outside = 0
         self._in_body = False
         self.scope["extensions"] = {WHOLE: {}}
-        self._disarm("rest")
+        if self._timers:
+            self._disarm("rest")
         super().on_message_complete()
 
     def on_response_complete(self) -> None:

@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy.exc import OperationalError
 
@@ -71,16 +72,16 @@ class Store:
         await self._database.settle()
         self._database.close()
 
-    async def write(
+    def write(
         self, op: Op[T] | Op[Later[T]], then: Callable[[], None] | None = None, size: int = 0
-    ) -> T:
+    ) -> Coroutine[Any, Any, T]:
         """Run `op` in the next group commit, in the writer's thread; return its value after COMMIT.
 
         `size`: bytes that it writes, if they are many: smaller writes overtake it.
         `then` is called after the commit, in that thread: for work that must not wait for a busy loop. Once
         for all that are committed together with the same.
         """
-        return await self._writer.write(op, then, size)
+        return self._writer.write(op, then, size)
 
     async def read(self, op: Op[T]) -> T:
         """Run `op` on one state of the database: for few, small rows. It may suspend the caller, or not.

@@ -1,5 +1,7 @@
 """Refusal of requests by the rate of their key, and of new work by the room on the disks."""
 
+from collections.abc import Awaitable
+
 from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -14,12 +16,16 @@ class AdmissionMiddleware:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        counts = "caller" in scope and not has(scope, Trait.WAITING)
+        return (self._admit if counts else self._app)(scope, receive, send)
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services = scope["app"].state.services
         try:
-            if "caller" in scope and not has(scope, Trait.WAITING):
-                await scope["app"].state.services.rates.admit(scope["caller"])
+            await services.rates.admit(scope["caller"])
             if has(scope, Trait.NEW_WORK):
-                await scope["app"].state.services.room.require()
+                await services.room.require()
         except OverloadedError as error:
             await refusal(Request(scope), error)(scope, receive, send)
         else:

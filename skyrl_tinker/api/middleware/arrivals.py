@@ -4,6 +4,7 @@ Told are those that take long to arrive or to be stored, and those that were los
 """
 
 import asyncio
+from collections.abc import Awaitable
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
@@ -107,13 +108,14 @@ class ArrivalsMiddleware:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not has(scope, Trait.TRAINING):
-            await self._app(scope, receive, send)
-            return
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        told = has(scope, Trait.TRAINING)
+        return (self._tell if told else self._app)(scope, receive, send)
+
+    async def _tell(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrivals: Arrivals = scope["app"].state.services.arrivals
         arrival = arrivals.begin(scope.get("owner"), Headers(scope=scope))
-        status = again_s = 0
+        start: Message = {"status": 0, "headers": []}
 
         async def look() -> Message:
             message = await receive()
@@ -121,15 +123,21 @@ class ArrivalsMiddleware:
             return message
 
         async def note(message: Message) -> None:
-            nonlocal status, again_s
+            nonlocal start
             if message["type"] == "http.response.start":
-                status = message["status"]
-                retry_after = Headers(raw=message["headers"]).get("retry-after", "")
-                again_s = int(retry_after) if retry_after.isdecimal() else 0
+                start = message
             await send(message)
 
         try:
             await self._app(scope, look, note)
         finally:
-            lost = status in _TRIED_AGAIN or status >= HTTPStatus.INTERNAL_SERVER_ERROR
-            arrivals.end(arrival, again_s if lost else None)
+            arrivals.end(arrival, _again_s(start))
+
+
+def _again_s(start: Message) -> float | None:
+    """Return after how long a client sends a request again that was answered so; None: it does not."""
+    status = start["status"]
+    if status not in _TRIED_AGAIN and status < HTTPStatus.INTERNAL_SERVER_ERROR:
+        return None
+    retry_after = Headers(raw=start["headers"]).get("retry-after", "")
+    return int(retry_after) if retry_after.isdecimal() else 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive
+from starlette.types import Receive
 
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.domain.units import MiB
@@ -137,7 +137,9 @@ class ArrivingBody:
 
     async def _receive_part(self) -> None:
         message = await self._receive()
-        part = received(message)
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        part: bytes = message.get("body", b"")
         self.more = message.get("more_body", False)
         self.size += len(part)
         if self._file is None and self._take_memory():
@@ -165,14 +167,6 @@ class ArrivingBody:
             await asyncio.to_thread(self._file.write, part)
         except OSError as error:
             raise NoRoomError(f"request body: cannot be kept while it arrives: {error}", _RETRY_S) from error
-
-
-def received(message: Message) -> bytes:
-    """Return the part of a body. Raises ClientDisconnect."""
-    if message["type"] == "http.disconnect":
-        raise ClientDisconnect
-    part: bytes = message.get("body", b"")
-    return part
 
 
 def _read(file: IO[bytes], size: int) -> bytes:

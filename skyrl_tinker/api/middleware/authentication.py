@@ -1,6 +1,6 @@
 """Authentication of requests, before their bodies are read."""
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -28,21 +28,19 @@ class AuthMiddleware:
         self._app = app
         self._metrics_key = metrics_key
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if self._is_open(scope):
             if scope["method"] not in _READING:
                 answer = not_allowed(scope["path"], scope["method"], ", ".join(_READING))
-                await answer(scope, receive, send)
-                return
+                return answer(scope, receive, send)
         elif scope["type"] == "http":
             keys: KeyRing = scope["app"].state.services.keys
             try:
                 caller = keys.caller(credential(scope["headers"]), address(scope))
             except UnauthenticatedError as error:
-                await _refusal(scope["path"], error)(scope, receive, send)
-                return
+                return _refusal(scope["path"], error)(scope, receive, send)
             scope["caller"], scope["owner"] = caller, caller.owner
-        await self._app(scope, receive, send)
+        return self._app(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
         if scope["type"] != "http" or (self._metrics_key and scope["path"] == METRICS):

@@ -12,13 +12,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl_tinker.api import error_responses
-from skyrl_tinker.api.middleware.arriving_body import LARGE_BYTES, WHOLE, ArrivingBody, Spool, received
+from skyrl_tinker.api.middleware.arriving_body import LARGE_BYTES, WHOLE, ArrivingBody, Spool
 from skyrl_tinker.api.middleware.byte_budget import ByteBudget
 from skyrl_tinker.api.middleware.compression import decompress, first_bytes, most_expanded, require_known
 from skyrl_tinker.api.middleware.route_traits import Trait, has
 from skyrl_tinker.errors import OverloadedError, TooLargeError, UserError
+from skyrl_tinker.protocol.protobuf.pass_results import PROTOBUF
 
-PROTOBUF = "application/x-protobuf"
+_PROTOBUF = PROTOBUF.encode()
 HEAD_BYTES = 192 * 1024
 """Bytes of a refused body that are decoded for its model_id and seq_id."""
 _Fields = Mapping[bytes, bytes]
@@ -49,10 +50,12 @@ class BodyLimits:
     json: int
     held: int
 
-    def caps(self, fields: _Fields) -> Caps:
-        """Return the caps of a request's body."""
-        if fields.get(b"content-type", b"").startswith(PROTOBUF.encode()):
-            return Caps(self.wire, self.expanded, "setting bodies.wire_mb")
+    @property
+    def of_protobuf(self) -> Caps:
+        return Caps(self.wire, self.expanded, "setting bodies.wire_mb")
+
+    @property
+    def of_others(self) -> Caps:
         return Caps(min(self.json, self.wire), min(self.json, self.expanded), "setting bodies.json_mb")
 
 
@@ -76,7 +79,7 @@ class BodyLimitMiddleware:
         Of a refused body of a NUMBERED path the app gets the beginning, and the reason in scope["refused"].
         """
         self._app = app
-        self._limits = limits
+        self._of_protobuf, self._of_others = limits.of_protobuf, limits.of_others
         self._spool = Spool(spool)
         self._wire = ByteBudget(limits.held)
         self._expanded = ByteBudget(limits.held)
@@ -86,7 +89,12 @@ class BodyLimitMiddleware:
             await self._app(scope, receive, send)
             return
         fields = dict(reversed(scope["headers"]))  # of several with one name the first, as routes read them
-        caps = SMALL if has(scope, Trait.WAITING) else self._limits.caps(fields)
+        caps = self._caps(scope, fields)
+        if _is_here(scope, fields, caps):
+            message = await receive()
+            if message["type"] == "http.request":
+                await self._app(scope, _replay(message, receive), send)
+            return
         async with AsyncExitStack() as held:
             try:
                 body = await self._read(scope, fields, receive, caps, held)
@@ -101,7 +109,14 @@ class BodyLimitMiddleware:
                 headers = MutableHeaders(scope=scope)
                 headers["content-length"] = str(len(body))
                 del headers["content-encoding"]
-            await self._app(scope, _replay(body, receive), send)
+            message = {"type": "http.request", "body": body, "more_body": False}
+            await self._app(scope, _replay(message, receive), send)
+
+    def _caps(self, scope: Scope, fields: _Fields) -> Caps:
+        if has(scope, Trait.WAITING):
+            return SMALL
+        is_protobuf = fields.get(b"content-type", b"").startswith(_PROTOBUF)
+        return self._of_protobuf if is_protobuf else self._of_others
 
     async def _read(
         self, scope: Scope, fields: _Fields, receive: Receive, caps: Caps, held: AsyncExitStack
@@ -126,8 +141,6 @@ class BodyLimitMiddleware:
         self, scope: Scope, fields: _Fields, receive: Receive, caps: Caps, held: AsyncExitStack
     ) -> bytes:
         size, owner = _content_length(fields), scope.get("owner")
-        if size is not None and size <= min(caps.wire, LARGE_BYTES) and WHOLE in scope.get("extensions", ()):
-            return received(await receive())
         with ArrivingBody(receive, self._spool, owner) as body:
             if size is not None and size > caps.wire:
                 await body.read(HEAD_BYTES)
@@ -147,6 +160,14 @@ def _decompress(body: bytes, encoding: str, cap: int) -> bytes:
         raise BodyTooLargeError(str(error), first_bytes(body, encoding)) from None
 
 
+def _is_here(scope: Scope, fields: _Fields, caps: Caps) -> bool:
+    """Return whether a body that is not compressed, and not large, has come whole: in one message."""
+    if WHOLE not in scope.get("extensions", ()) or b"content-encoding" in fields:
+        return False
+    size = _content_length(fields)
+    return size is not None and size <= min(caps.wire, LARGE_BYTES)
+
+
 def _encoding(fields: _Fields) -> str:
     return fields.get(b"content-encoding", b"identity").decode("latin-1").strip().lower()
 
@@ -164,7 +185,7 @@ async def _too_large(size: str, caps: Caps, fields: _Fields, body: ArrivingBody)
     return BodyTooLargeError(message, start if encoding == "identity" else first_bytes(start, encoding))
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def _replay(body: Message, receive: Receive) -> Receive:
     """Return a `receive` that gives the body once and then the server's messages (a disconnect)."""
     given = False
 
@@ -173,6 +194,6 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         if given:
             return await receive()
         given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return body
 
     return replay

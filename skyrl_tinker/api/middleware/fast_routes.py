@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -30,34 +31,35 @@ class FastRoute(APIRoute):
     """POST route without path parameters, whose endpoint takes the request and the services."""
 
     def get_route_handler(self) -> Handler:
-        endpoint = self.endpoint
-
         async def handle(request: Request) -> Response:
-            answer = await endpoint(request, request.app.state.services)
-            if isinstance(answer, Response):
-                return answer
-            return Response(answer.model_dump_json(), media_type="application/json")
+            return _response(await self.endpoint(request, request.app.state.services))
 
         return handle
 
 
+def _response(answer: Response | BaseModel) -> Response:
+    if isinstance(answer, Response):
+        return answer
+    return Response(answer.model_dump_json(), media_type="application/json")
+
+
 class FastPaths:
-    """ASGI layer that calls handlers of FastRoutes by path; the router finds each of them the first time."""
+    """ASGI layer that calls endpoints of FastRoutes by path; the router finds each of them the first time."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._handlers: dict[str, Handler] = {}
+        self._endpoints: dict[str, Callable[..., Any]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        handler = self._handlers.get(scope["path"]) if scope["type"] == "http" else None
-        if handler is None or scope["method"] != "POST":
+        endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" else None
+        if endpoint is None or scope["method"] != "POST":
             await self._app(scope, receive, send)
             if isinstance(route := scope.get("route"), FastRoute):
-                self._handlers[scope["path"]] = route.get_route_handler()
+                self._endpoints[scope["path"]] = route.endpoint
             return
         request = _FastRequest(scope, receive)
         try:
-            answer = await handler(request)
+            answer = _response(await endpoint(request, scope["app"].state.services))
         except error_responses.EXPECTED as error:
             answer = error_responses.refusal(request, error)
         await answer(scope, receive, send)

@@ -8,7 +8,7 @@ that has some needs no such check.
 
 import ipaddress
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from functools import lru_cache
 from urllib.parse import urlsplit
 
@@ -33,13 +33,12 @@ class OwnHostsMiddleware:
         self._allowed = frozenset(map(str.lower, allowed))
         self._own = self._allowed | {"localhost", socket.gethostname().lower(), host.lower()}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] == "http" and ANY not in self._allowed:
             keys: KeyRing = scope["app"].state.services.keys
             if not keys.locked and (why := self._objection(scope["method"], dict(scope["headers"]))):
-                await shaped(scope["path"], ForbiddenError(why))(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+                return shaped(scope["path"], ForbiddenError(why))(scope, receive, send)
+        return self._app(scope, receive, send)
 
     def _objection(self, method: str, headers: Mapping[bytes, bytes]) -> str | None:
         """Return why a request is foreign, None if it is ours."""

@@ -159,6 +159,8 @@ def _fold_config(message: pb.ForwardBackwardRequest) -> int:
     Drop unknown fields before. Return by how many bytes the config shrank.
     """
     message.DiscardUnknownFields()
+    if not message.loss_fn_config:
+        return 0
     size = _config_size(message)
     if not message.loss_fn_config_v2:
         for key, number in message.loss_fn_config.items():

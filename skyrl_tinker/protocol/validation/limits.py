@@ -36,8 +36,8 @@ def check_ids(ids: Sequence[int], field: str, vocab_size: int, lowest: int = 0) 
 def _are_within(ids: Sequence[int], lowest: int, end: int) -> bool:
     """Compare machine numbers: Python's `min` and `max` take most of a sample's check."""
     try:
-        packed = array("q" if lowest else "I", ids)
+        packed = array("q" if lowest else "I", ids)  # the latter has none below 0
     except OverflowError:
         return False
     values = np.frombuffer(packed, packed.typecode)
-    return bool(values.min() >= lowest and values.max() < end)
+    return bool(values.max() < end and (not lowest or values.min() >= lowest))

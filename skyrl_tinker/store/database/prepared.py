@@ -199,7 +199,7 @@ class _Compiled:
             few = len(names) < 2  # of which itemgetter makes no tuple
             self._in_order = (lambda values: tuple(map(values.get, names))) if few else itemgetter(*names)
         columns_out = list(statement.exported_columns)
-        self._row = _row_class([str(column.key) for column in columns_out])
+        self._row: _Convert = _row_class([str(column.key) for column in columns_out])._make
         decoders = [_decoder(column.type, dialect) for column in columns_out]
         self._decode = [(index, decode) for index, decode in enumerate(decoders) if decode]
 
@@ -224,10 +224,12 @@ class _Compiled:
         return self._in_order(values)
 
     def _decoded(self, row: Sequence[Any]) -> AnyRow:
-        values = list(row)
-        for index, decode in self._decode:
-            values[index] = decode(values[index])
-        decoded: AnyRow = self._row._make(values)
+        if self._decode:
+            values = list(row)
+            for index, decode in self._decode:
+                values[index] = decode(values[index])
+            row = values
+        decoded: AnyRow = self._row(row)
         return decoded
 
 

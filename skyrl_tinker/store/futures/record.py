@@ -1,7 +1,7 @@
 """Records of requests: a new future, or the first request of the same key."""
 
 from dataclasses import dataclass
-from uuid import uuid4
+from secrets import token_hex
 
 from sqlalchemy import Connection, bindparam, insert, select
 
@@ -58,9 +58,14 @@ class NewFuture:
     model_key: ModelKey | None = None
 
 
+def new_request_id() -> RequestId:
+    """Return 128 random bits: a UUID takes three times as long."""
+    return RequestId(token_hex(16))
+
+
 def insert_future(conn: Connection, new: NewFuture, model_id: ModelId | None) -> tuple[int, Accepted]:
     """Insert a pending future. Returns its id and the answer."""
-    request_id = RequestId(uuid4().hex)
+    request_id = new_request_id()
     (row,) = _FUTURE.rows(
         conn,
         {

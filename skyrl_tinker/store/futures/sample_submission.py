@@ -1,14 +1,12 @@
 """Submission of samples: one statement checks the request and inserts the future."""
 
 from dataclasses import dataclass
-from uuid import uuid4
 
 from sqlalchemy import Connection, and_, bindparam, literal, select
 
 from skyrl_tinker.domain.ids import (
     FutureStatus,
     OwnerId,
-    RequestId,
     RequestKind,
     SamplingSessionId,
     sequence_ids,
@@ -26,6 +24,7 @@ from skyrl_tinker.store.futures.record import (
     check_seq_id,
     existing_answer,
     insert_body,
+    new_request_id,
     require_same,
 )
 from skyrl_tinker.store.owners import OWNED
@@ -94,12 +93,19 @@ def submit_sample(
     Raises SeqIdReusedError, NotFoundError (no sampling session), GoneError (session finished).
     """
     check_seq_id("seq_id", new.seq_id, lowest=0)
-    request_id = RequestId(uuid4().hex)
+    request_id = new_request_id()
     ids = sequence_ids(request_id, new.num_samples)
     key = {"sampling_session_id": new.sampling_session_id, "seq_id": new.seq_id, "owner": owner}
-    size = {"tokens": new.tokens, "sequences": new.sequences}
-    values = {**key, **size, "request_id": request_id, "digest": new.digest, "sequence_ids": ids}
-    sent = None if refusal else _INSERT.send(conn, {**values, "now": database_time(conn)})
+    values = {
+        **key,
+        "request_id": request_id,
+        "digest": new.digest,
+        "sequence_ids": ids,
+        "tokens": new.tokens,
+        "sequences": new.sequences,
+        "now": database_time(conn),
+    }
+    sent = None if refusal else _INSERT.send(conn, values)
 
     def answer() -> Accepted:
         if sent is None or (row := sent.row()) is None:

@@ -7,12 +7,11 @@ duplicates get the same answer.
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 from sqlalchemy import ColumnElement, Connection, and_, bindparam, literal, select
 from sqlalchemy.orm import aliased
 
-from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelState, OwnerId, RequestId, RequestKind
+from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelState, OwnerId, RequestKind
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.errors import KeyLimitError, NotFoundError, OverloadedError, SeqIdReusedError
 from skyrl_tinker.store import custom_losses, model_records, owners, session_records
@@ -31,6 +30,7 @@ from skyrl_tinker.store.futures.record import (
     existing_answer,
     insert_body,
     insert_future,
+    new_request_id,
     require_same,
 )
 from skyrl_tinker.store.model_records import NewModel
@@ -159,7 +159,7 @@ def submit_training(
     """
     check_seq_id("seq_id", new.seq_id, lowest=1)
     key = {"model_id": new.model_id, "seq_id": new.seq_id, "owner": owner}
-    request_id = RequestId(uuid4().hex)
+    request_id = new_request_id()
     sent = None
     if new.failure is None and admit is None and refusal is None:
         values = {"request_id": request_id, "kind": new.kind, "digest": new.digest}

@@ -17,12 +17,13 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyrl_tinker.api.middleware import arriving_body
-from skyrl_tinker.api.middleware.body_limits import PROTOBUF, BodyLimitMiddleware, BodyLimits
+from skyrl_tinker.api.middleware.body_limits import BodyLimitMiddleware, BodyLimits
 from skyrl_tinker.api.middleware.byte_budget import ByteBudget, Share
 from skyrl_tinker.api.middleware.compression import decompress, most_expanded
 from skyrl_tinker.api.requests.json_bounds import MAX_ITEMS, MAX_OBJECTS, parse_json
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import TooLargeError, UserError
+from skyrl_tinker.protocol.protobuf.pass_results import PROTOBUF
 from tests.api.support.world import World
 from tests.engine.support.simulation import simulate
 from tests.support.loop_time import skip
