@@ -19,8 +19,6 @@ TRY_S = 5.0
 class ExternalServers:
     """Counterpart of ServerGroup that waits for dead servers to return. Those on this host see our files."""
 
-    token = ""
-
     def __init__(
         self,
         urls: Sequence[str],
