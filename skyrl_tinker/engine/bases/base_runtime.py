@@ -20,7 +20,7 @@ class Processes(Protocol):
 
     @property
     def parts(self) -> Collection[str]:
-        """Those that a start waits for."""
+        """Parts that a start waits for."""
         ...
 
     async def start(self, report: ReportParts) -> None:
