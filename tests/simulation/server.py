@@ -31,7 +31,7 @@ from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.errors import LeaseLostError
+from skyrl_tinker.errors import LeaseLostError, root_cause
 from skyrl_tinker.storage.checkpoint_storage import open_storage
 from skyrl_tinker.store.cluster.server_lease import Lease, own_epoch
 from skyrl_tinker.store.database.abstract_database import LeaseFence
@@ -292,7 +292,9 @@ class Server:
         try:
             await life(store)
         except Exception as error:
-            starting = (disk_full() and not process.ready) or (is_unread(error) and not process.is_up())
+            starting = (disk_full() and not process.ready) or (
+                is_unread(root_cause(error)) and not process.is_up()
+            )
             if not starting and not process.replaced and not self.failure.done():
                 self.failure.set_exception(error)
         process.kill()
