@@ -54,6 +54,13 @@ class SkyrlTinkerError(Exception):
         super().__init__(redact(message))
 
 
+def root_cause(error: BaseException) -> BaseException:
+    """Return the first error of a group, which may have groups in it; any other is its own cause."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 class UserError(SkyrlTinkerError):
     status = 400
     category = "user"

@@ -214,7 +214,8 @@ async def engine(replicas: int, answer_s: float) -> AsyncIterator[Engine]:
         )
         await servers.ready()
         to_end: launch.ToEnd = []
-        fleet = await launch.assemble(settings, servers, SEPARATE, FACTS.directory, home, to_end)
+        fleet = launch.make_fleet(settings, "of the router", SEPARATE, FACTS.directory, to_end)
+        await launch.open_fleet(settings, fleet, servers, home, to_end)
         for end in to_end:
             stack.push_async_callback(end)
         metrics = Metrics()

@@ -13,10 +13,12 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.domain.units import MiB
-from skyrl_tinker.domain.values import BaseModelFacts, Gpu
+from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.engine.bases.base_runtime import BaseRuntime
+from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
+from skyrl_tinker.engine.bases.base_supervisor import BaseSupervisor
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.bases.train_dispatch import TrainDispatch
-from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.deadlines import Deadlines
 from skyrl_tinker.engine.gaps import Gaps
 from skyrl_tinker.engine.http_server import EngineHttpServer, OpenAddress
@@ -71,24 +73,11 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True)
-class BaseRuntime:
-    """Base model with its trainer and samplers, up and ready to work.
-
-    `settings`: its own. `trainer` None: it is sampled only.
-    """
-
-    settings: Settings
-    facts: BaseModelFacts
-    trainer: TrainerGroup | None
-    fleet: Fleet
-    samplers: Samplers
-    placement: Placement
-
-
-@dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts of the engine that run side by side on its runtimes."""
+    """Parts of the engine that run side by side."""
 
+    statuses: BaseStatuses
+    bases: Sequence[BaseSupervisor]
     warnings: WarningBoard
     training: TrainDispatch
     samples: SampleDispatch
@@ -115,9 +104,15 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
         if runtime.trainer is not None
     ]
     training = TrainDispatch([half.driver for half in halves], store, metrics)
+    of = {driver.facts.name: driver for driver in training.drivers}
+    fleets = {runtime.facts.name: runtime.fleet for runtime in runtimes}
+    starting = {runtime.facts.name: runtime.processes.parts for runtime in runtimes}
+    statuses = BaseStatuses(env.status, fleets, list(of), starting)
     openai = [_openai_server(store, metrics, *each) for each in zip(runtimes, drivers, strict=True)]
     _register_gauges(metrics, runtimes, samples)
     return Parts(
+        statuses,
+        [BaseSupervisor(runtime, of.get(runtime.facts.name), statuses) for runtime in runtimes],
         warnings,
         training,
         samples,
@@ -270,7 +265,6 @@ def sampler_spec(
     settings: Settings,
     directories: Directories,
     facts: BaseModelFacts,
-    shared_gpus: tuple[Gpu, ...],
     base: int,
 ) -> SamplerSpec:
     """Specify the samplers of a base model; `base`: its number."""
@@ -293,7 +287,6 @@ def sampler_spec(
         weight_backend=backend_of(_transport_name(settings)),
         keeps_cache=settings.inflight_cache == "keep",
         gpu_memory_utilization=settings.gpu_memory_utilization,
-        shared_gpus=shared_gpus,
         network_interface=settings.network_interface,
         token=secrets.token_hex(32),
         engine=engine_of(settings),

@@ -1,20 +1,20 @@
-"""Start-up of the engine: trainer and samplers of each base model, their check, recovery; reports how far."""
+"""Start-up of the engine: processes of each base model, their check, recovery; reports how far."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Collection, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu, WeightVersion
-from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement, make_placement
+from skyrl_tinker.engine.bases.base_runtime import BaseRuntime, ReportParts
+from skyrl_tinker.engine.colocation.placement import SEPARATE, make_placement
 from skyrl_tinker.engine.compose import (
-    BaseRuntime,
     Environment,
     log_suffix,
     make_samplers,
@@ -26,10 +26,8 @@ from skyrl_tinker.engine.outbox import persistently, read_persistently
 from skyrl_tinker.engine.parity import startup_check
 from skyrl_tinker.engine.parity.probe import allowed_gap
 from skyrl_tinker.engine.recovery import leftovers, parking
-from skyrl_tinker.engine.sampler.launch import ToEnd, assemble, launch_servers, sampler_gpus
-from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.sampler.launch import ToEnd, launch_servers, make_fleet, open_fleet, sampler_gpus
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
-from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.errors import SamplerError, StartupError, StorageError
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.inference.servers.server_group import ServerGroup
@@ -51,35 +49,27 @@ async def read_bases(store: Store) -> Bases:
 
 
 class StartUp:
-    """Brings up all base models; appends the shutdowns of their trainers and samplers to `shutdowns`."""
+    """Runtimes of all base models, and the work that none of them serves without."""
 
     def __init__(self, env: Environment, bases: Bases, shutdowns: ToEnd) -> None:
+        """`shutdowns`: of the runtimes are appended to it."""
         self._env = env
         self._directories = env.directories
         self._bases = bases
-        self._progress = Progress(env.status, "clean-up")
-        storage = open_storage(env.settings.checkpoint_root, env.settings.checkpoint_url)
-        several = len(bases.all) > 1
-        self._started = [
-            BaseStartUp(env, facts, number, storage, shutdowns, self._progress, several=several)
-            for number, facts in enumerate(bases.all)
-        ]
+        self._shutdowns = shutdowns
 
-    async def bring_up(self) -> list[BaseRuntime]:
-        """Start trainers and samplers concurrently, and tidy up meanwhile.
-
-        Raises StartupError if their logprobs differ too much.
-        """
-        settings = self._env.settings
+    def runtimes(self) -> list[BaseRuntime]:
+        """Make them; their processes are still to start. Raises StartupError where GPUs lack."""
+        env, settings = self._env, self._env.settings
         if settings.device == "cuda":
             samplers = sum(sampler_gpus(settings.for_base(facts.name)) for facts in self._bases.all)
-            self._env.ray.require_gpus(settings.all_trainer_ranks, samplers)
-        await self._progress.report()
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._progress.during("clean-up", self.tidy_up()))
-            for base in self._started:
-                tasks.create_task(base.start())
-        return [await base.complete() for base in self._started]
+            env.ray.require_gpus(settings.all_trainer_ranks, samplers)
+        storage = open_storage(settings.checkpoint_root, settings.checkpoint_url)
+        several = len(self._bases.all) > 1
+        return [
+            BaseProcesses(env, facts, number, storage, self._shutdowns, several=several).runtime
+            for number, facts in enumerate(self._bases.all)
+        ]
 
     async def tidy_up(self) -> None:
         """Remove the incomplete files of an earlier engine.
@@ -117,27 +107,11 @@ class StartUp:
         return await persistently(lambda: self._env.store.write(op))
 
 
-class Progress:
-    """Parts that a start waits for, in the engine's status."""
+class BaseProcesses:
+    """Processes of one base model.
 
-    def __init__(self, status: EngineStatus, *parts: str) -> None:
-        self._status = status
-        self.waiting_for = {*parts}
-
-    async def during(self, part: str, ready: Awaitable[None]) -> None:
-        """Wait for a part."""
-        await ready
-        _log.info("%s: ready", part)
-        self.waiting_for.discard(part)
-        await self.report()
-
-    async def report(self) -> None:
-        parts = ", ".join(sorted(self.waiting_for)) or "the comparison of trainer and sampler"
-        await persistently(lambda: self._status.report("starting", f"waiting for {parts}"))
-
-
-class BaseStartUp:
-    """Brings up one base model. `number`: its place among all; the logs of its samplers are named by it."""
+    `number`: its place among all; the logs of its samplers are named by it.
+    """
 
     def __init__(
         self,
@@ -146,66 +120,76 @@ class BaseStartUp:
         number: int,
         storage: Storage,
         shutdowns: ToEnd,
-        progress: Progress,
         *,
         several: bool,
     ) -> None:
         """`storage`: of checkpoints. `several`: there are other base models."""
         self._env = env
-        self._settings = env.settings.for_base(facts.name)
+        self._settings = settings = env.settings.for_base(facts.name)
         self._facts = facts
         self._number = number
-        self._storage = storage
-        self._shutdowns = shutdowns
-        self._progress = progress
+        self._to_end: ToEnd = []  # since the last start
+        self._probed: startup_check.Probe | None = None
         whose = f" of {facts.name}" if several else ""
         self._sampler, self._part = f"sampler{whose}", f"trainer{whose}"
-        progress.waiting_for |= {self._sampler, *([self._part] if facts.trainable else [])}
-        self._trainer: TrainerGroup | None = None
-        self._probed: startup_check.Probe | None = None
-        self._placement: Placement = SEPARATE
-        self._servers: ServerGroup | ExternalServers
+        self.parts = {self._sampler, *([self._part] if facts.trainable else [])}
+        self._spec = sampler_spec(settings, env.directories, facts, number)
+        trainer = None
+        if facts.trainable:
+            spec = trainer_spec(settings, env.directories, facts)
+            trainer = TrainerGroup.launch(spec, env.ray.require_alive)
+        placement = SEPARATE if trainer is None else make_placement(settings, trainer)
+        clock, token = env.store.now, self._spec.token
+        fleet = make_fleet(settings, token, placement, facts.directory, shutdowns, clock)
+        samplers = make_samplers(settings, facts, trainer, fleet, env.metrics, storage, env.ray.address)
+        self.runtime = BaseRuntime(settings, facts, trainer, fleet, samplers, placement, self)
+        shutdowns.append(self.end)
 
-    async def start(self) -> None:
-        """Start trainer and samplers, and wait for them."""
+    async def start(self, report: ReportParts) -> None:
+        """Start trainer and samplers concurrently."""
+        progress, runtime = Progress(self.parts, report), self.runtime
         shared: tuple[Gpu, ...] = ()
         async with asyncio.TaskGroup() as tasks:
-            if self._facts.trainable:
-                trainer = self._launch_trainer()
-                started = tasks.create_task(self._progress.during(self._part, self._start_trainer(trainer)))
-                shared = await self._shared_gpus(trainer, started)
-            spec = sampler_spec(self._settings, self._env.directories, self._facts, shared, self._number)
-            self._servers = launch_servers(self._settings, spec, self._shutdowns)
-            tasks.create_task(self._progress.during(self._sampler, self._await_servers()))
+            if runtime.trainer is not None:
+                self._to_end.append(runtime.trainer.shutdown)
+                starting = progress.during(self._part, self._start_trainer(runtime.trainer))
+                started = tasks.create_task(starting)
+                if self._settings.colocated:  # a sampler takes its memory at its start
+                    await started
+                    shared = await runtime.trainer.gpus()
+            servers = launch_servers(self._settings, replace(self._spec, shared_gpus=shared), self._to_end)
+            tasks.create_task(progress.during(self._sampler, self._await_servers(servers)))
+        directories, suffix = self._env.directories, log_suffix(self._number)
+        await open_fleet(self._settings, runtime.fleet, servers, directories.log_dir, self._to_end, suffix)
+        if self._settings.external_urls:
+            await runtime.fleet.adopt(runtime.samplers.equip)
 
-    async def _await_servers(self) -> None:
-        try:
-            await self._servers.ready()
-        except SamplerError as error:
-            raise SamplerError(f"{self._sampler}: {error}") from error
+    async def check(self) -> None:
+        """Compare trainer and samplers, without a trainer two ways of the samplers."""
+        samplers, probed, self._probed = self.runtime.samplers, self._probed, None
+        if not self._settings.parity.canary:
+            return
+        if probed is None:
+            gap = await startup_check.compare_own(samplers)
+            _log.info("logprobs of the %s, as drawn and as scored, differ by at most: %s", self._sampler, gap)
+            startup_check.require_agreement(gap, allowed_gap(self._settings), self._sampler)
+        else:
+            directory = self._env.directories.ephemeral_dir / f"canary{log_suffix(self._number)}"
+            gap = await startup_check.compare(probed, samplers, directory)
+            _log.info("logprobs of %s and %s differ by at most: %s", self._part, self._sampler, gap)
+            startup_check.require_agreement(gap, allowed_gap(self._settings))
 
-    async def complete(self) -> BaseRuntime:
-        """Put together what has started, and check it."""
-        env, settings, facts = self._env, self._settings, self._facts
-        fleet = await assemble(
-            *(settings, self._servers, self._placement, facts.directory, env.directories.log_dir),
-            *(self._shutdowns, env.store.now, log_suffix(self._number)),
-        )
-        samplers = make_samplers(
-            settings, facts, self._trainer, fleet, env.metrics, self._storage, env.ray.address
-        )
-        if settings.external_urls:
-            await fleet.adopt(samplers.equip)
-        if settings.parity.canary:
-            await self._check(samplers)
-        return BaseRuntime(settings, facts, self._trainer, fleet, samplers, self._placement)
-
-    def _launch_trainer(self) -> TrainerGroup:
-        spec = trainer_spec(self._settings, self._env.directories, self._facts)
-        trainer = self._trainer = TrainerGroup.launch(spec, self._env.ray.require_alive)
-        self._shutdowns.append(trainer.shutdown)
-        self._placement = make_placement(self._settings, trainer)
-        return trainer
+    async def end(self) -> None:
+        """End all that were started since the last end. Raises TrainerLostError when Ray is gone."""
+        self._env.ray.require_alive()  # calls would hang
+        to_end, self._to_end = self._to_end, []
+        self.runtime.fleet.close()
+        for outcome in await asyncio.gather(*(end() for end in to_end), return_exceptions=True):
+            if isinstance(outcome, BaseException):  # it is dead already
+                _log.info("while ending: %s", outcome)
+        if self._probed is not None:
+            await self._probed.weights.drop()
+            self._probed = None
 
     async def _start_trainer(self, trainer: TrainerGroup) -> None:
         await trainer.ready()
@@ -216,24 +200,26 @@ class BaseStartUp:
         if self._settings.colocated:
             await trainer.offload()  # the first phase is the samplers'
 
-    async def _shared_gpus(self, trainer: TrainerGroup, started: Awaitable[Any]) -> tuple[Gpu, ...]:
-        """Return the trainer's GPUs once it is offloaded: a sampler takes its memory at its start."""
-        if not self._settings.colocated:
-            return ()
-        await started
-        return await trainer.gpus()
+    async def _await_servers(self, servers: ServerGroup | ExternalServers) -> None:
+        try:
+            await servers.ready()
+        except SamplerError as error:
+            raise SamplerError(f"{self._sampler}: {error}") from error
 
-    async def _check(self, samplers: Samplers) -> None:
-        """Compare trainer and samplers, without a trainer two ways of the samplers."""
-        if self._probed is None:
-            gap = await startup_check.compare_own(samplers)
-            _log.info("logprobs of the %s, as drawn and as scored, differ by at most: %s", self._sampler, gap)
-            startup_check.require_agreement(gap, allowed_gap(self._settings), self._sampler)
-        else:
-            directory = self._env.directories.ephemeral_dir / f"canary{log_suffix(self._number)}"
-            gap = await startup_check.compare(self._probed, samplers, directory)
-            _log.info("logprobs of %s and %s differ by at most: %s", self._part, self._sampler, gap)
-            startup_check.require_agreement(gap, allowed_gap(self._settings))
+
+class Progress:
+    """Parts that a start waits for."""
+
+    def __init__(self, parts: Collection[str], report: ReportParts) -> None:
+        self._waiting_for = {*parts}
+        self._report = report
+
+    async def during(self, part: str, ready: Awaitable[None]) -> None:
+        """Wait for a part."""
+        await ready
+        _log.info("%s: ready", part)
+        self._waiting_for.discard(part)
+        await self._report(self._waiting_for)
 
 
 async def _restore(versions: Iterator[WeightVersion], spill: TmpfsSpill) -> None:

@@ -1,6 +1,8 @@
-"""Status of the engine, for /readyz."""
+"""Status of the engine and its base models, for /readyz."""
 
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from sqlalchemy import Connection
@@ -11,6 +13,8 @@ from skyrl_tinker.store.store import Store
 
 KEY = "engine"
 EnginePhase = Literal["starting", "ready", "restarting", "failed"]
+PhaseDetail = tuple[EnginePhase, str]
+NO_BASES: Mapping[str, PhaseDetail] = MappingProxyType({})
 
 
 class EngineStatus:
@@ -20,8 +24,11 @@ class EngineStatus:
         self._store = store
         self._bell = bell
 
-    async def report(self, phase: EnginePhase, detail: str) -> None:
-        value = {"state": phase, "detail": detail, "since": time.time()}
+    async def report(
+        self, phase: EnginePhase, detail: str, bases: Mapping[str, PhaseDetail] = NO_BASES
+    ) -> None:
+        """Report the engine's own phase, and those of its base models by their names."""
+        value = {"state": phase, "detail": detail, "since": time.time(), "base_models": dict(bases)}
 
         def op(conn: Connection) -> None:
             server_state.put(conn, KEY, value)

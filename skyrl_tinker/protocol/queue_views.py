@@ -71,7 +71,8 @@ class TrainingView:
 
     `tenants`: sessions with runnable work, in the order of their turns. `running`: models in the current unit
     of work, of about `running_tokens` tokens, which began `running_s` ago. `next_kind`, `next_models`: of
-    the unit that would follow it now. `unit_s`: recent duration of units, None before the first.
+    the unit that would follow it now. `unit_s`: recent duration of units, None before the first. `paused`:
+    why none proceeds.
     """
 
     lanes: Mapping[int, LaneView]
@@ -84,6 +85,7 @@ class TrainingView:
     next_kind: str | None = None
     next_models: tuple[int, ...] = ()
     incidents: tuple[Incident, ...] = ()
+    paused: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

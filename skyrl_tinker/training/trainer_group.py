@@ -79,6 +79,7 @@ class TrainerGroup:
         self.broken: TrainerError | None = None  # cause of their end
         self._require_ray = require_ray
         self._ranks = Actors(spec)
+        self._ended = False
         self._restart_policy = RestartPolicy()
         self._followers: list[Follower] = []
         self._sender: Callable[[int], Any] | None = None
@@ -101,9 +102,13 @@ class TrainerGroup:
         self._followers.append(follower)
 
     async def ready(self) -> None:
-        """Wait until every rank has joined the process group and loaded the base model."""
-        await self._join()
-        self._restart_policy.born()
+        """Wait until every rank has joined the process group and loaded the base model.
+
+        After `shutdown`, these are fresh ranks.
+        """
+        if self._ended:
+            self._ranks, self._ended = Actors(self.spec), False
+        await self._come_up()
 
     async def look_for_shared(self, directories: Sequence[Path]) -> None:
         """Find the ranks whose hosts do not share `directories` with this process, now and at each restart.
@@ -141,15 +146,10 @@ class TrainerGroup:
         self._ranks = Actors(self.spec)
         self.restarts += 1
         try:
-            await self._join()
-            await self.look_for_shared(self._directories)
-            if self._sender is not None:
-                await self._ranks.open_sender(self._sender)
+            await self._come_up()
         except TrainerError as error:
             self.broken = error
             raise
-        self.broken = None
-        self._restart_policy.born()
 
     async def create_model(
         self, model: ModelKey, spec: LoraSpec, optimizer: OptimizerFamily = "adamw"
@@ -327,14 +327,21 @@ class TrainerGroup:
 
     async def shutdown(self) -> None:
         """Kill the ranks and wait until their processes are gone."""
+        self.broken = self.broken or TrainerError("the trainer's processes have been ended")
+        self._ended = True
         self._ranks.kill()
         await self._ranks.wait_gone()
 
-    async def _join(self) -> None:
+    async def _come_up(self) -> None:
         """Wait for the ranks, and bound what is captured by their hosts, which may be others than before."""
         await self._ranks.join()
         memory = [reply.value for reply in await self._ranks.call_all("host_memory")]
         self.captured.most = min(memory) // SHARE
+        await self.look_for_shared(self._directories)
+        if self._sender is not None:
+            await self._ranks.open_sender(self._sender)
+        self.broken = None
+        self._restart_policy.born()
 
     async def _on_senders(self, call: Callable[[Actors], Awaitable[T]]) -> T:
         if self.broken is not None:

@@ -60,7 +60,8 @@ def _stand_still(server: Serve, host: str) -> None:
     for process in (root, engine):
         process.suspend()
     wait_until(lambda: not _ready(host), 60)
-    assert httpx.get(f"{host}/readyz").json() == {"state": "ready", "detail": "the engine does not answer"}
+    answer = httpx.get(f"{host}/readyz").json()
+    assert (answer["state"], answer["detail"]) == ("ready", "the engine does not answer")
     for process in (engine, root):
         process.resume()
     wait_until(lambda: _ready(host), HEAL_S)

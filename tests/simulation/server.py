@@ -23,14 +23,15 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.engine.bases.base_runtime import BaseRuntime, ReportParts
 from skyrl_tinker.engine.colocation.placement import SEPARATE
-from skyrl_tinker.engine.compose import BaseRuntime, Environment, compose, make_samplers
+from skyrl_tinker.engine.compose import Environment, compose, make_samplers
 from skyrl_tinker.engine.engine import Engine
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.errors import LeaseLostError
+from skyrl_tinker.errors import LeaseLostError, root_cause
 from skyrl_tinker.storage.checkpoint_storage import open_storage
 from skyrl_tinker.store.cluster.server_lease import Lease, own_epoch
 from skyrl_tinker.store.database.abstract_database import LeaseFence
@@ -291,7 +292,9 @@ class Server:
         try:
             await life(store)
         except Exception as error:
-            starting = (disk_full() and not process.ready) or (is_unread(error) and not process.is_up())
+            starting = (disk_full() and not process.ready) or (
+                is_unread(root_cause(error)) and not process.is_up()
+            )
             if not starting and not process.replaced and not self.failure.done():
                 self.failure.set_exception(error)
         process.kill()
@@ -317,11 +320,10 @@ class Server:
         env = Environment(settings, directories, cast(Any, None), store, bell, status, Metrics())
         for directory in (directories.ephemeral_dir, directories.checkpoint_root):
             directory.mkdir(exist_ok=True)
-        await StartUp(env, Bases(self.bases), []).tidy_up()
         runtimes = [self._runtime(env, process, facts) for facts in self.bases]
-        engine = Engine(env)
-        process.is_up = lambda: engine._ready
-        await engine._serve(compose(env, runtimes), runtimes)
+        parts = compose(env, runtimes)
+        process.is_up = lambda: parts.statuses.ready
+        await Engine(env)._serve(parts, StartUp(env, Bases(self.bases), []))
 
     def _runtime(self, env: Environment, process: Process, facts: BaseModelFacts) -> BaseRuntime:
         settings, first = env.settings, facts is self.bases[0]
@@ -340,7 +342,22 @@ class Server:
         with patch("skyrl_tinker.engine.compose.CHUNK_BYTES", 0):  # a tensor is a chunk
             storage = open_storage(settings.checkpoint_root, settings.checkpoint_url)
             samplers = make_samplers(settings, facts, trainer, fleet, env.metrics, storage)
-        return BaseRuntime(settings, facts, trainer, fleet, samplers, SEPARATE)
+        return BaseRuntime(settings, facts, trainer, fleet, samplers, SEPARATE, Started())
+
+
+class Started:
+    """Processes that are up."""
+
+    parts = ("all",)
+
+    async def start(self, report: ReportParts) -> None:
+        await report(())
+
+    async def check(self) -> None:
+        pass
+
+    async def end(self) -> None:
+        pass
 
 
 def _end(process: Process, _: str) -> None:

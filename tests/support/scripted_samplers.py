@@ -20,6 +20,7 @@ from skyrl_tinker.domain.values import (
 )
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, InflightTargets, SampleSource, newest
 from skyrl_tinker.engine.scheduling.priorities import Share
+from skyrl_tinker.engine.scheduling.sample_gate import SampleGate
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.protocol.queue_views import ReplicaView, SamplingView
 from tests.support.scripted_trainer import CapturedSteps
@@ -42,6 +43,7 @@ class ScriptedSamplers:
         self.facts = BaseModelFacts(
             "/nowhere", (*names,), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,)
         )
+        self.gate = SampleGate()
         self.drawn: list[tuple[int, ...]] = []
         self.sources: list[SampleSource] = []
         self.stopped: list[tuple[int, ...]] = []

@@ -298,10 +298,18 @@ async def test_a_killed_rank_raises_at_once_and_names_itself(ray_cluster: None, 
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-async def test_a_missing_base_model_names_rank_and_cause(ray_cluster: None, tmp_path: Path) -> None:
-    group = TrainerGroup.launch(_spec(str(tmp_path / "nothing"), 1))
+async def test_a_missing_base_model_names_rank_and_cause_and_may_come_later(
+    ray_cluster: None, tied_model: str, tmp_path: Path
+) -> None:
+    group = TrainerGroup.launch(_spec(str(tmp_path / "late"), 1))
     with pytest.raises(TrainerError, match="rank 0 failed in join: OSError"):
         await group.ready()
+    await group.shutdown()
+    with pytest.raises(TrainerError, match="have been ended"):
+        await group.create_model(A, SPECS[A])
+    shutil.copytree(tied_model, tmp_path / "late")
+    await group.ready()
+    await group.create_model(A, SPECS[A])
     await group.shutdown()
 
 

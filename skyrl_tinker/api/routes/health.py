@@ -5,7 +5,7 @@ from starlette.responses import JSONResponse
 
 from skyrl_tinker.api.services import Deps
 from skyrl_tinker.api.waiting.engine_client import engine_state
-from skyrl_tinker.protocol.schemas.session import HealthResponse, ReadyResponse
+from skyrl_tinker.protocol.schemas.session import BaseModelState, HealthResponse, ReadyResponse
 from skyrl_tinker.redaction import without_paths
 
 router = APIRouter(tags=["health"])
@@ -29,7 +29,10 @@ async def readyz(deps: Deps) -> JSONResponse:
     if engine.ready and not shortage and deps.settings.engine_listen and await deps.queues.view() is None:
         shortage = "the engine does not answer"  # its host may be gone, which the database does not know
     status, detail = 200 if engine.ready and not shortage else 503, shortage or engine.detail
-    if deps.keys.locked:  # this route wants no key
-        detail = without_paths(detail)
-    answer = ReadyResponse(state=engine.state, detail=detail)
+    told = without_paths if deps.keys.locked else str  # this route wants no key
+    bases = [
+        BaseModelState(base_model=told(name), state=state, detail=told(text))
+        for name, (state, text) in engine.base_models.items()
+    ]
+    answer = ReadyResponse(state=engine.state, detail=told(detail), base_models=bases)
     return JSONResponse(answer.model_dump(), status)

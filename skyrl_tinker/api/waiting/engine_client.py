@@ -2,8 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 from typing import TypeVar
@@ -36,8 +36,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
+    """`base_models`: (state, detail) by name; empty before the engine has reported."""
+
     state: str  # starting | ready | failed | restarting
     detail: str
+    base_models: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def ready(self) -> bool:
@@ -49,7 +52,8 @@ def engine_state(conn: Connection) -> EngineState:
     value = server_state.get(conn, "engine")
     if value is None:
         return EngineState("starting", "the engine has not reported yet")
-    return EngineState(value["state"], value["detail"])
+    bases = {name: (state, detail) for name, (state, detail) in value.get("base_models", {}).items()}
+    return EngineState(value["state"], value["detail"], bases)
 
 
 class EngineUnavailableError(Exception):

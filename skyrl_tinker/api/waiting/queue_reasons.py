@@ -65,6 +65,8 @@ def _sampling(position: QueuePosition, view: SamplingView) -> Reason:
 
 
 def _training(position: QueuePosition, lane: LaneView, view: TrainingView) -> Reason:
+    if view.paused is not None:
+        return Reason("paused_capacity", view.paused)
     if position.seq_id is None or position.seq_id < lane.next_seq:
         return _running(position)
     if lane.lowest > lane.next_seq:

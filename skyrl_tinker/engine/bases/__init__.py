@@ -1,5 +1,5 @@
 """Base models of one engine: each with its trainer and samplers, or samplers alone.
 
-In: samples of all of them, and settings of each. Out: each sample at the samplers of its base model. Imports
-`sampler`, `parity` and `colocation`.
+In: requests of all of them, and the runtime of each. Out: each request at its base model, each runtime
+started and run by itself, and their states. Imports `trainer`, `sampler` and `colocation`.
 """

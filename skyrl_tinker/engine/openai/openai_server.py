@@ -119,6 +119,7 @@ class OpenAIServer:
     ) -> _OpenAICall:
         """Prepare a request, with the files of its version here. Call it before taking a turn."""
         facts, abilities = self.facts, self._abilities
+        await self._samplers.gate.passed()
         await self._samplers.fetch(version)
         texts = await off_loop(size, lambda: texts_to_count(request, facts, abilities))
         counts = await asyncio.gather(*(self._count_tokens(text) for text in texts))

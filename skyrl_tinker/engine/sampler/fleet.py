@@ -49,7 +49,7 @@ class Fleet:
 
     def __init__(
         self,
-        servers: Servers,
+        servers: Servers | None,
         client: RemoteInferenceClient,
         router: Router | None = None,
         placement: Placement = SEPARATE,
@@ -59,6 +59,7 @@ class Fleet:
     ) -> None:
         """Start with all `client.server_urls`, which are ready, and known to the router if it is ours.
 
+        `servers` None: without any, until `open`; `cores` then has one number for each that will come.
         `step_s`: a member whose core does not answer for longer is replaced. `cores`: engine cores of each
         replica that decode, 0 if it computes prompts for others; default: one.
         `clock`: of incidents.
@@ -66,14 +67,15 @@ class Fleet:
         self.client = client
         self.changing = AwakeLock(placement)
         self.placement = placement
-        self._servers = servers
+        if servers is not None:
+            self._servers = servers
         self._router = router
         self._step_s = step_s
         self._clock = clock
         self._long_calls = 0
         self._proxy_url = client.proxy_url if client.proxy_url not in client.server_urls else None
-        self.replicas = len(client.server_urls)
-        self._cores = cores or (1,) * self.replicas
+        self._cores = cores or (1,) * len(client.server_urls)
+        self.replicas = len(self._cores)
         self._members = dict(enumerate(client.server_urls))
         self._condemned: dict[int, Loss] = {}
         self._leaving: set[str] = set()  # former members whose processes may still run
@@ -109,6 +111,19 @@ class Fleet:
         """
         urls = [self._members.get(index) for index in range(self.replicas)]
         return tuple(_view(url, ways) if url else ReplicaView(None, "replaced") for url in urls)
+
+    def open(self, servers: Servers, urls: Sequence[str], router: Router | None) -> None:
+        """Begin with these servers, which are ready, and known to the router if it is ours."""
+        self._servers, self._router = servers, router
+        if router is not None:
+            self._proxy_url = router.url
+        self._members = dict(enumerate(urls))
+        self._retarget()
+
+    def close(self) -> None:
+        """Have no servers until `open`."""
+        self._members = {}
+        self._retarget()
 
     async def adopt(self, equip: Equip) -> None:
         """Equip external replicas: they may have weights from an earlier server."""

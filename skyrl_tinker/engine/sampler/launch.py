@@ -1,6 +1,5 @@
 """Assembly of the sampling side: our servers or servers by URL, a router if there are several, the fleet."""
 
-import secrets
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -42,45 +41,64 @@ def launch_servers(settings: Settings, spec: SamplerSpec, to_end: ToEnd) -> Serv
     return servers
 
 
-async def assemble(
+def make_fleet(
     settings: Settings,
-    servers: ServerGroup | ExternalServers,
+    token: str,
     placement: Placement,
     base_model: str,
-    log_dir: Path,
     to_end: ToEnd,
     clock: Callable[[], float] = time.time,
-    log_suffix: str = "",
 ) -> Fleet:
-    """Make the fleet of `servers`, which are ready. A single one needs no router.
+    """Make the fleet of servers that are still to start: `open_fleet`.
 
     Samples bypass a router that would only hash their keys; it then has the OpenAI requests.
-    `base_model`: its directory. `clock`: of incidents. `log_suffix`: of the router's log.
+    `token`: of our servers and router. `base_model`: its directory. `clock`: of incidents.
     """
-    router, token = None, servers.token
-    if len(servers.urls) > 1 and settings.router_url is None:
-        token = token or secrets.token_hex(32)  # servers by URL require none
-        prefill = tuple(url.rstrip("/") for url in settings.prefill_urls)
-        router = Router(RouterSpec(str(log_dir), token, log_suffix, prefill))
-        to_end.append(router.shutdown)
-        await router.start(servers.urls)
-    proxy_url = settings.router_url or (router.url if router else servers.urls[0])
     versions = VersionServer(base_model)
     to_end.append(versions.close)
-    hashes = router is not None and not router.disaggregates
+    routed = _needs_router(settings)
     client = RemoteInferenceClient(
-        proxy_url.rstrip("/"),
-        servers.urls,
-        token,
+        (settings.router_url or "").rstrip("/"),
+        (),
+        token if routed or not settings.external_urls else "",  # servers by URL require none
         versions.locate,
-        hashes,
+        routed and not settings.prefill_urls,
         dialect=engine_of(settings).dialect,
     )
     if settings.prefill_urls:
         client.data.most_sequences = 1  # a prompt's keys and values can be fetched only once
     to_end.append(client.close)
-    cores = _cores(settings, len(servers.urls))
-    return Fleet(servers, client, router, placement, STEP_S[settings.device], cores, clock)
+    cores = _cores(settings, _count_servers(settings))
+    return Fleet(None, client, None, placement, STEP_S[settings.device], cores, clock)
+
+
+async def open_fleet(
+    settings: Settings,
+    fleet: Fleet,
+    servers: ServerGroup | ExternalServers,
+    log_dir: Path,
+    to_end: ToEnd,
+    log_suffix: str = "",
+) -> None:
+    """Open a fleet with its servers, which are ready. A single one needs no router.
+
+    `log_suffix`: of the router's log.
+    """
+    router = None
+    if _needs_router(settings):
+        prefill = tuple(url.rstrip("/") for url in settings.prefill_urls)
+        router = Router(RouterSpec(str(log_dir), fleet.client.token, log_suffix, prefill))
+        to_end.append(router.shutdown)
+        await router.start(servers.urls)
+    fleet.open(servers, servers.urls, router)
+
+
+def _needs_router(settings: Settings) -> bool:
+    return _count_servers(settings) > 1 and settings.router_url is None
+
+
+def _count_servers(settings: Settings) -> int:
+    return len(settings.external_urls) or settings.replicas
 
 
 def sampler_gpus(settings: Settings) -> int:

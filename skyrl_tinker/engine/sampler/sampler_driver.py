@@ -242,6 +242,7 @@ class SamplerDriver:
         """Sample; `replicas` is filled with the addresses of the replicas that answered."""
         try:
             assert row.sampling_session_id is not None
+            await self._samplers.gate.passed()
             source = await self._source(row.sampling_session_id)
             request = self._read(body)
             output = await self._sample(row, source, request)

@@ -24,6 +24,7 @@ from skyrl_tinker.engine.sampler.sample_call import SampleCall
 from skyrl_tinker.engine.sampler.version_files import has_files
 from skyrl_tinker.engine.sampler.weight_swaps import WeightSwaps
 from skyrl_tinker.engine.scheduling.priorities import Priorities, Share
+from skyrl_tinker.engine.scheduling.sample_gate import SampleGate
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, StateLostError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
@@ -53,6 +54,7 @@ class Samplers:
         self.takes_adapters = adapters.running > 0
         self._fleet = fleet
         self.facts = facts
+        self.gate = SampleGate()
         self._swaps = WeightSwaps(fleet, transport, facts, metrics, keep_cache=keep_cache)
         self._full_weights = FullWeights(self._swaps)
         self._adapters = AdapterCache(fleet, adapters)
@@ -119,6 +121,8 @@ class Samplers:
     @property
     def paused(self) -> str | None:
         """Reason why no sample makes progress now; None if they do."""
+        if self.gate.reason is not None:
+            return self.gate.reason
         if not self._fleet.size:
             return "no sampler is running: they are being restarted"
         if self._full_weights.swapping:

@@ -41,7 +41,7 @@ TOGETHER, ALONE = 2, 2
 """Tries of a unit as a whole; then, if it kills the ranks each time, tries of each request alone."""
 SHOWN_MODELS = 16
 PAUSES_S = (1.0, 5.0, 30.0)
-"""Time until fresh ranks are tried once more after each loss, where other base models are trained."""
+"""Time until a base model is tried once more after each failure, where others serve."""
 LOOK_S = 1.0
 """Time between two looks at new requests while ranks are lost."""
 _log = logging.getLogger(__name__)
@@ -109,6 +109,8 @@ class TrainerDriver:
         self._told_asleep = False
         self._wanted: frozenset[ModelKey] = frozenset()  # the models of the unit that runs
         self._taken = 0  # snapshots at the last idle check
+        self.paused: str | None = None
+        """Why nothing is trained, for the requests that wait."""
 
     async def look_up(self, rows: Sequence[QueuedRow]) -> LookedUp:
         """Return the data that `submit` needs; call that immediately, as models may end meanwhile."""
@@ -156,6 +158,7 @@ class TrainerDriver:
             next_kind=waiting[0].kind if waiting else None,
             next_models=tuple(model_of(row) for row in following[:SHOWN_MODELS]),
             incidents=tuple(self._incidents),
+            paused=self.paused,
         )
 
     def lane_statuses(self) -> dict[ModelKey, LaneStatus]:
@@ -397,19 +400,23 @@ class TrainerDriver:
     async def _stand_by(self, error: TrainerLostError, pause_s: float, report: Report) -> None:
         """Fail the requests of these models, as the ranks are lost, until it is time to try fresh ones."""
         why = f"base model {self.facts.name} is not trained now: {error}"
-        begun = Failure(f"{why}; this request has begun and may still take effect", "server")
-        waiting = Failure(f"{why}; other base models are unaffected", "server")
         _log.error("%s; the next try is in %.0f s", why, pause_s)
         await report(why, lost=True)
         until = time.monotonic() + pause_s
         while True:
-            rows = [row for row in self._metrics.pending() if row.base_model in self.facts.names]
-            training = [row for row in rows if row.model_key and row.kind is not RequestKind.UNLOAD_MODEL]
-            await self.expire([(row, waiting if self._lanes.waits(row) else begun) for row in training])
+            await self.refuse(why)
             if (left_s := until - time.monotonic()) <= 0:
                 break
             await asyncio.sleep(min(LOOK_S, left_s))
         self._trainer.note_work()  # the restart policy begins anew
+
+    async def refuse(self, why: str) -> None:
+        """Fail the requests of these models, as there are no ranks for them."""
+        begun = Failure(f"{why}; this request has begun and may still take effect", "server")
+        waiting = Failure(f"{why}; other base models are unaffected", "server")
+        rows = [row for row in self._metrics.pending() if row.base_model in self.facts.names]
+        training = [row for row in rows if row.model_key and row.kind is not RequestKind.UNLOAD_MODEL]
+        await self.expire([(row, waiting if self._lanes.waits(row) else begun) for row in training])
 
 
 def _refusals(conn: Connection, rows: Sequence[QueuedRow]) -> dict[int, str]:

@@ -33,7 +33,6 @@ class ExternalServers:
     dialect: Dialect = field(kw_only=True)
     keeps_cache: bool = field(default=False, kw_only=True)
     suspicion: Suspicion = field(default_factory=Suspicion, init=False)
-    token = ""
 
     def __post_init__(self) -> None:
         self.urls = tuple(url.rstrip("/") for url in self.urls)

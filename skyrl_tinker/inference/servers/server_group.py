@@ -87,11 +87,6 @@ class ServerGroup:
         await asyncio.gather(*(replica.stop() for replica in self._replicas))
         self._placement.remove()
 
-    @property
-    def token(self) -> str:
-        """The token that the servers require."""
-        return self._spec.token
-
     def pids(self) -> list[int]:
         """Return process ids of the API servers; their engine processes are children of these."""
         return [replica.pid for replica in self._replicas if replica.pid]

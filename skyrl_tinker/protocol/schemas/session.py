@@ -91,11 +91,20 @@ class HealthResponse(Message):
     status: Literal["ok"] = "ok"
 
 
+class BaseModelState(Message):
+    """State of a base model: starting, ready, restarting or failed, which is tried again."""
+
+    base_model: str
+    state: str
+    detail: str
+
+
 class ReadyResponse(Message):
-    """State of the engine: starting, ready, restarting or failed."""
+    """State of the engine, and of its base models: starting, ready, restarting or failed."""
 
     state: str
     detail: str
+    base_models: list[BaseModelState]
 
 
 class ErrorResponse(Message):

@@ -87,10 +87,15 @@ async def test_healthz_says_that_the_process_lives(world: World, path: str) -> N
 
 async def test_readyz_is_200_only_while_the_engine_is_ready(world: World) -> None:
     assert (await world.http.get("http://api/readyz")).status_code == 200
-    await world.set_engine("starting", "loading the sampler")
+    await world.set_engine("starting", "loading the sampler", tiny=("starting", "waiting for sampler"))
     answer = await world.http.get("http://api/readyz")
     assert answer.status_code == 503
-    assert answer.json() == {"state": "starting", "detail": "loading the sampler"}
+    base_model = {"base_model": "tiny", "state": "starting", "detail": "waiting for sampler"}
+    assert answer.json() == {
+        "state": "starting",
+        "detail": "loading the sampler",
+        "base_models": [base_model],
+    }
 
 
 async def test_every_route_has_a_summary(world: World) -> None:

@@ -134,8 +134,9 @@ class World:
         await self.store.write(lambda conn: finish.fail(conn, future_id, Failure(message, "server")))
         self.bell.ring("api")
 
-    async def set_engine(self, name: str, detail: str = "") -> None:
-        value = {"state": name, "detail": detail, "since": 0.0}
+    async def set_engine(self, name: str, detail: str = "", **bases: tuple[str, str]) -> None:
+        """`bases`: state and detail of base models, by name."""
+        value = {"state": name, "detail": detail, "since": 0.0, "base_models": bases}
         await self.store.write(lambda conn: server_state.put(conn, "engine", value))
 
     async def checkpoint(self, model_id: str, kind: CheckpointKind, name: str, **changes: Any) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
+from skyrl_tinker.engine.bases.base_statuses import CLEAN_UP, BaseStatuses
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.protocol.queue_views import ASLEEP
 from skyrl_tinker.store import server_state
@@ -69,3 +69,44 @@ async def test_the_engine_is_ready_once_all_trainers_are_and_takes_work_while_on
     await statuses.rebuild("a", "", done=True)
     await statuses.rebuild("b", "", done=True)
     assert told() == ("ready", "")
+
+
+async def test_the_engine_is_ready_once_each_base_model_serves_or_does_not_start(
+    store: Store, bell: Doorbell
+) -> None:
+    serving = SimpleNamespace(size=1, replicas=1)
+    fleets: dict[str, Any] = {"a": serving, "b": serving, "c": serving}
+    parts = {name: {f"trainer of {name}", f"sampler of {name}"} for name in fleets}
+    statuses = BaseStatuses(EngineStatus(store, bell), fleets, ["a", "b"], parts)
+
+    def told() -> Any:
+        with reading(store) as conn:
+            value = server_state.get(conn, "engine")
+        assert value is not None
+        return value
+
+    await statuses.started("a")
+    await statuses.starting("c", ())
+    assert told()["detail"] == (
+        "waiting for clean-up, sampler of b, trainer of b; a: models are brought back"
+    )
+    await statuses.started(CLEAN_UP)
+    await statuses.started("c")
+    await statuses.rebuild("a", "", done=True)
+    assert (told()["state"], statuses.ready) == ("starting", False)
+    assert told()["base_models"]["b"] == ["starting", "waiting for sampler of b, trainer of b"]
+    assert statuses.others_may_serve("b")
+    await statuses.failed("b", "b does not start")
+    assert (told()["state"], told()["detail"], statuses.ready) == ("ready", "b does not start", True)
+    assert told()["base_models"] == {
+        "a": ["ready", ""],
+        "b": ["failed", "b does not start"],
+        "c": ["ready", ""],
+    }
+    await statuses.failed("a", "a does not start")
+    assert (told()["state"], statuses.others_may_serve("a")) == ("restarting", True)
+    assert statuses.others_may_serve("c") is False
+    await statuses.started("b")
+    assert told()["base_models"]["b"] == ["starting", "models are brought back"]
+    await statuses.rebuild("b", "", done=True)
+    assert (told()["state"], told()["base_models"]["b"]) == ("ready", ["ready", ""])

@@ -20,7 +20,7 @@ from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, SampleReque
 from skyrl_tinker.engine.colocation.placement import SEPARATE
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Fleet
-from skyrl_tinker.engine.sampler.launch import assemble
+from skyrl_tinker.engine.sampler.launch import make_fleet, open_fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError
@@ -78,7 +78,9 @@ async def fleet(pair: Served, tmp_path: Path) -> AsyncIterator[Fleet]:
     await external.ready()
     to_end: list[Callable[[], Awaitable[None]]] = []
     directory = pair.facts.directory
-    yield await assemble(settings, external, SEPARATE, directory, tmp_path / "router", to_end)
+    fleet = make_fleet(settings, "of the router", SEPARATE, directory, to_end)
+    await open_fleet(settings, fleet, external, tmp_path / "router", to_end)
+    yield fleet
     for end in reversed(to_end):
         await end()
 

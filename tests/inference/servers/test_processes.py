@@ -64,14 +64,14 @@ async def test_a_server_with_a_token_serves_those_who_bear_it_also_behind_the_ro
     facts = write_model(tmp_path / "model", tied=True)
     group = ServerGroup.launch(replace(spec_of(facts, tmp_path), token="secret"))
     await group.ready()
-    router = Router(RouterSpec(str(tmp_path), group.token))
+    router = Router(RouterSpec(str(tmp_path), "secret"))
     await router.start(group.urls)
     request = ask(prompt_of(5))
     for url in (group.urls[0], router.url):
         stranger = vllm_client(url, group.urls)
         with pytest.raises(SamplerError, match="401"):
             await Sampler(stranger, facts)("base", request)
-        bearing = pickle.loads(pickle.dumps(vllm_client(url, group.urls, group.token)))
+        bearing = pickle.loads(pickle.dumps(vllm_client(url, group.urls, "secret")))
         assert (await Sampler(bearing, facts)("base", request)).sequences
         prompt = {"prompt": "a"}
         assert len(await bearing.data.tokenize(prompt)) == 1

@@ -1,0 +1,52 @@
+"""Runtime of one base model: its trainer and samplers, and the processes behind them."""
+
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.engine.colocation.placement import Placement
+from skyrl_tinker.engine.sampler.fleet import Fleet
+from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.training.trainer_group import TrainerGroup
+
+ReportParts = Callable[[Collection[str]], Awaitable[None]]
+"""Report the parts that a start still waits for."""
+
+
+class Processes(Protocol):
+    """Ranks, samplers and router of a base model."""
+
+    @property
+    def parts(self) -> Collection[str]:
+        """Parts that a start waits for."""
+        ...
+
+    async def start(self, report: ReportParts) -> None:
+        """Start them all, and wait for them. Raises SkyrlTinkerError; call `end` then."""
+        ...
+
+    async def check(self) -> None:
+        """Compare their logprobs. Raises StartupError if these differ too much; call `end` then."""
+        ...
+
+    async def end(self) -> None:
+        """End them in any state; they can be started again. Raises TrainerLostError when Ray is gone."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BaseRuntime:
+    """Base model with its trainer and samplers, which work while its processes run.
+
+    `settings`: its own. `trainer` None: it is sampled only.
+    """
+
+    settings: Settings
+    facts: BaseModelFacts
+    trainer: TrainerGroup | None
+    fleet: Fleet
+    samplers: Samplers
+    placement: Placement
+    processes: Processes

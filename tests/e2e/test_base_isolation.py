@@ -1,0 +1,83 @@
+"""A base model that does not start beside one that does."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import tinker
+from safetensors.numpy import load_file, save_file
+
+from tests.e2e.support.client import Client, logprobs_of, prompt, random_tokens, train
+from tests.support.serve import HEAL_S, Serve, serving
+from tests.support.tiny_models import write_tiny
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.long
+
+TOKENS = random_tokens(40, seed=4)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The second has weights that are not numbers, which the comparison of trainer and sampler finds."""
+    directory = tmp_path_factory.mktemp("models")
+    write_tiny(directory / "first", vocab=512)
+    write_tiny(directory / "second", arch="llama", vocab=512, seed=1)
+    weights = directory / "second" / "model.safetensors"
+    damaged = {name: np.full_like(value, np.nan) for name, value in load_file(weights).items()}
+    save_file(damaged, weights, metadata={"format": "pt"})
+    return str(directory / "first"), str(directory / "second")
+
+
+@pytest.fixture(scope="module")
+def server(models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    home = tmp_path_factory.mktemp("isolation") / "home"
+    options = ["--base-model", models[0], "--also", f"{models[1]}:train,sample"]
+    with serving(home, "--context-length", "64", *options) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def service(server: Serve) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-local") as made:
+        yield made
+
+
+def states(server: Serve) -> dict[str, str]:
+    told = httpx.get(f"{server.url}/readyz", timeout=30).json()["base_models"]
+    return {Path(each["base_model"]).name: each["state"] for each in told}
+
+
+def test_the_other_serves_and_its_own_requests_fail_until_it_starts(
+    server: Serve, service: tinker.ServiceClient, models: tuple[str, str]
+) -> None:
+    engine = server.find("engine")
+    wait_until(lambda: states(server) == {"first": "ready", "second": "failed"})
+    first = Client("", service, models[0]).new_lora()
+    train(first, TOKENS)
+    before = logprobs_of(first, TOKENS)
+    told = re.escape("second does not start: ")
+    with pytest.raises(tinker.TinkerError, match=told):
+        service.create_lora_training_client(base_model=models[1], rank=8).result(HEAL_S)
+    sampler = service.create_sampling_client(base_model=models[1]).result()
+    with pytest.raises(tinker.TinkerError, match=told):
+        sampler.compute_logprobs(prompt(TOKENS)).result(HEAL_S)
+    with (
+        openai.OpenAI(base_url=f"{server.url}/oai/api/v1", api_key="any", max_retries=0) as client,
+        pytest.raises(openai.APIStatusError, match=told),
+    ):
+        client.completions.create(model=models[1], prompt="2+2", max_tokens=3)
+    assert np.isfinite(logprobs_of(first, TOKENS)).all()
+
+    write_tiny(Path(models[1]), arch="llama", vocab=512, seed=1)
+    wait_until(lambda: states(server) == {"first": "ready", "second": "ready"})
+    second = Client("", service, models[1]).new_lora()
+    train(second, TOKENS)
+    assert np.isfinite(logprobs_of(second, TOKENS)).all()
+    assert np.isfinite(sampler.compute_logprobs(prompt(TOKENS)).result(HEAL_S)[1:]).all()
+    assert logprobs_of(first, TOKENS).tolist() == before.tolist()
+    assert server.find("engine") == engine

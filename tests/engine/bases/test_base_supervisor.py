@@ -1,0 +1,160 @@
+"""The start of one base model beside others: what ends it, and what its requests are told."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from skyrl_tinker.engine.bases import base_supervisor
+from skyrl_tinker.engine.bases.base_runtime import ReportParts
+from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
+from skyrl_tinker.engine.bases.base_supervisor import BaseSupervisor
+from skyrl_tinker.engine.colocation.placement import SEPARATE
+from skyrl_tinker.engine.status import EngineStatus
+from skyrl_tinker.errors import SamplerError, StartupError, TrainerError
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.store import Store
+from tests.support.scripted_samplers import ScriptedSamplers
+from tests.support.waiting import until
+
+LOG = "sampler of b: vLLM ended while starting; its log ends with:\nINFO loading\nValueError: damaged\n"
+WHY = "base model b does not start: ValueError: damaged"
+
+
+class Scripted:
+    """Processes whose starts fail with `failures`, each when it may `go_on`."""
+
+    parts = ("sampler of b",)
+
+    def __init__(self, *failures: Exception) -> None:
+        self.failures = [*failures]
+        self.starts = self.ends = 0
+        self.go_on = asyncio.Semaphore(0)
+
+    async def start(self, report: ReportParts) -> None:
+        self.starts += 1
+        await report(self.parts)
+        await self.go_on.acquire()
+        async with asyncio.TaskGroup() as tasks:  # as the real ones
+            if self.failures and not isinstance(self.failures[0], StartupError):
+                tasks.create_task(_fail(self.failures.pop(0)))
+
+    async def check(self) -> None:
+        if self.failures:
+            raise self.failures.pop(0)
+
+    async def end(self) -> None:
+        self.ends += 1
+
+
+async def _fail(error: Exception) -> None:
+    raise error
+
+
+class Driver:
+    paused: str | None = None
+
+    def __init__(self) -> None:
+        self.refused: list[str] = []
+
+    async def refuse(self, why: str) -> None:
+        self.refused.append(why)
+
+    async def run(self, report: Any) -> None:
+        await report("", done=True)
+
+
+class Replayed(ScriptedSamplers):
+    replayed = True
+
+    def await_replay(self) -> None:
+        self.replayed = False
+
+    def replay_ended(self) -> None:
+        self.replayed = True
+
+    def drop_weights(self) -> bool:
+        return False
+
+    async def equip(self, newcomer: object) -> None:
+        pass
+
+
+class Case:
+    def __init__(self, store: Store, bell: Doorbell, *failures: Exception, others: tuple[str, ...]) -> None:
+        """`others`: base models beside this one, which serve."""
+        self.processes, self.driver = Scripted(*failures), Driver()
+        self.samplers = Replayed(["b"])
+        serving = SimpleNamespace(size=1, replicas=1)
+        fleets = cast(Any, dict.fromkeys(("b", *others), serving))
+        self.statuses = BaseStatuses(EngineStatus(store, bell), fleets, ["b"], {"b": self.processes.parts})
+        runtime = SimpleNamespace(
+            facts=self.samplers.facts,
+            trainer=SimpleNamespace(watch=_nothing, broken=None),
+            fleet=SimpleNamespace(supervise=_nothing),
+            samplers=self.samplers,
+            placement=SEPARATE,
+            processes=self.processes,
+        )
+        self.supervisor = BaseSupervisor(cast(Any, runtime), cast(Any, self.driver), self.statuses)
+
+
+async def _nothing(*_: object) -> None:
+    pass
+
+
+@asynccontextmanager
+async def running(case: Case) -> AsyncIterator["asyncio.Task[None]"]:
+    resumed = asyncio.get_running_loop().create_future()
+    resumed.set_result(None)
+    task = asyncio.create_task(case.supervisor.run(resumed))
+    yield task
+    task.cancel()
+    await asyncio.wait((task,))
+
+
+async def test_the_only_base_model_ends_the_engine(store: Store, bell: Doorbell) -> None:
+    case = Case(store, bell, SamplerError(LOG), others=())
+    case.processes.go_on.release()
+    async with running(case) as task:
+        with pytest.raises(ExceptionGroup) as raised:
+            await task
+    assert raised.value.exceptions[0].args == (LOG,)
+
+
+@pytest.mark.parametrize("again", [TrainerError("ValueError: damaged"), StartupError("ValueError: damaged")])
+async def test_one_that_does_not_start_fails_its_requests_alone_and_is_tried_again(
+    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch, again: Exception
+) -> None:
+    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.01,))
+    monkeypatch.setattr(base_supervisor, "LOOK_S", 0.01)
+    case = Case(store, bell, SamplerError(LOG), again, others=("a",))
+    processes, gate = case.processes, case.samplers.gate
+    async with running(case) as task:
+        await until(lambda: processes.starts == 1)
+        assert gate.reason == case.driver.paused == "base model b is being started"
+        sample = asyncio.create_task(gate.passed())
+        processes.go_on.release()
+        await until(lambda: processes.starts == 2)
+        assert not case.statuses.others_may_serve("a")
+        assert (case.driver.refused, sample.done()) == ([], False), "another try may help"
+        processes.go_on.release()
+        await until(lambda: processes.starts == 3 and case.driver.refused)
+        told = f"{WHY}; other base models are unaffected"
+        with pytest.raises(SamplerError, match=told):
+            await sample
+        with pytest.raises(SamplerError, match=told):
+            await gate.passed()
+        assert {*case.driver.refused} == {WHY}
+        assert processes.ends == 2
+        processes.go_on.release()
+        assert not case.samplers.replayed
+        await until(lambda: gate.reason is None and case.samplers.replayed)
+        await gate.passed()
+        assert case.driver.paused is None
+        assert case.statuses.others_may_serve("a")
+        assert not task.done()
+    assert processes.ends == 2
