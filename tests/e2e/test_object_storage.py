@@ -30,11 +30,6 @@ def s3() -> Iterator[ObjectStorage]:
         yield server
 
 
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-
-
 def started(home: Path, port: int = 0) -> AbstractContextManager[Serve]:
     places = ("--checkpoints", f"s3://{BUCKET}/run", "--snapshots", f"s3://{BUCKET}/live")
     return serving(home, "--port", str(port), *places)

@@ -2,7 +2,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import tinker
 
+from tests.e2e.support.client import Client
 from tests.support.serve import Serve, serving
 
 
@@ -13,6 +15,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """
     with serving(tmp_path_factory.mktemp("shared")) as shared:
         yield shared
+
+
+@pytest.fixture(autouse=True)
+def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+
+
+@pytest.fixture
+def client(server: Serve) -> Iterator[Client]:
+    with tinker.ServiceClient(base_url=server.url) as service:
+        yield Client(server.url, service)
 
 
 @pytest.fixture

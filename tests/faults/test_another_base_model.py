@@ -28,9 +28,8 @@ def losses(training: tinker.TrainingClient, batches: range) -> list[float]:
     return found
 
 
-def test_models_come_back_with_their_base_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_come_back_with_their_base_model(tmp_path: Path) -> None:
     """So do their checkpoints and sampling clients, also if the base model has another name by then."""
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
     first, second = (str(tmp_path / name) for name in ("first", "second"))
     for seed, directory in enumerate((first, second)):
         tiny_model.make_model(Path(directory), seed=seed)

@@ -27,11 +27,6 @@ pytestmark = pytest.mark.long
 PARAMS = types.SamplingParams(max_tokens=20, seed=5, temperature=1.0, stop=[])
 
 
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-
-
 def test_api_hosts_do_all_that_the_server_does_and_may_die(tmp_path: Path) -> None:
     with postgres_server(durable=True) as postgres:
         shared = ("--database-url", postgres.new_database(), "--checkpoints", str(tmp_path / "checkpoints"))

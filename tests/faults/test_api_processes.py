@@ -44,11 +44,6 @@ if "skyrl_tinker.api.api_process" in sys.orig_argv:
 """A module that makes API processes depend on the bell: without it a long poll ends after a second, too."""
 
 
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-
-
 @pytest.fixture(scope="module")
 def database(postgres: Postgres) -> str:
     return postgres.new_database()

@@ -84,11 +84,6 @@ def cluster() -> Iterator[Cluster]:
         yield Cluster(head, worker, third, server, api, kitchen, shared)
 
 
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-
-
 @contextmanager
 def client_of(server: HostServer) -> Iterator[Client]:
     with tinker.ServiceClient(base_url=server.url) as service:

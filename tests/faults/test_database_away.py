@@ -22,11 +22,6 @@ pytestmark = pytest.mark.long
 AWAY_S = 10
 
 
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-
-
 def test_work_goes_on_to_the_bit_after_the_database_was_away_and_the_engine_died(tmp_path: Path) -> None:
     with (
         postgres_server(durable=True) as postgres,

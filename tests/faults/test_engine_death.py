@@ -21,11 +21,6 @@ pytestmark = pytest.mark.long
 TOKENS = random_tokens(30, seed=1)
 
 
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-
-
 @contextmanager
 def client_of(server: Serve) -> Iterator[Client]:
     """Closed at the end, or its heartbeats go on complaining."""

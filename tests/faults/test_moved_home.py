@@ -20,11 +20,6 @@ TOKENS = random_tokens(30, seed=1)
 STEP = types.AdamParams(learning_rate=1e-2)
 
 
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-
-
 def losses(training: tinker.TrainingClient, count: int, first: int = 0) -> list[float]:
     """Train on `count` batches from number `first` on; the loss of each."""
     found = []

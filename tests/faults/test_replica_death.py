@@ -30,13 +30,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
         yield replicated
 
 
-@pytest.fixture
-def client(server: Serve, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    with tinker.ServiceClient(base_url=server.url) as service:
-        yield Client(server.url, service)
-
-
 def adapters_of(vllm: psutil.Process) -> set[str]:
     with client_of(vllm) as http:
         return {model["id"] for model in http.get("/v1/models").json()["data"] if model["parent"]}

@@ -28,12 +28,6 @@ from tests.support.serve import HEAL_S, START_S, STOP_S, Serve
 from tests.support.waiting import wait_until
 from tests.support.wire import Wire
 
-
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-
-
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 

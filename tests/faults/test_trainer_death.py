@@ -1,7 +1,5 @@
 """What a client sees when a trainer process is killed: it waits a little longer."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import tinker
@@ -16,13 +14,6 @@ pytestmark = pytest.mark.long
 
 STEPS, DEADLY = 6, {1, 2, 4}
 TOKENS = random_tokens(30, seed=1)
-
-
-@pytest.fixture
-def client(server: Serve, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
-    with tinker.ServiceClient(base_url=server.url) as service:
-        yield Client(server.url, service)
 
 
 def losses(models: list[tinker.TrainingClient], server: Serve | None) -> list[list[float]]:
