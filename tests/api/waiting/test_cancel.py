@@ -1,7 +1,5 @@
 """cancel_future: a sample that nobody wants any more is not sampled, and no other one is touched."""
 
-from collections.abc import AsyncIterator
-
 import pytest
 from sqlalchemy import Connection
 
@@ -20,12 +18,6 @@ from tests.support.waiting import until
 @pytest.fixture
 def settings(settings: Settings) -> Settings:
     return settings.model_copy(update={"sample_concurrency": 2, "timeouts": Timeouts(long_poll_s=10.0)})
-
-
-@pytest.fixture
-async def made(settings: Settings) -> AsyncIterator[Waiting]:
-    async with waiting(settings) as world:
-        yield world
 
 
 async def sampled(world: World, count: int, **changes: object) -> list[str]:

@@ -38,12 +38,6 @@ def settings(settings: Settings) -> Settings:
     return settings.model_copy(update={"sample_concurrency": 1, "timeouts": Timeouts(long_poll_s=10.0)})
 
 
-@pytest.fixture
-async def made(settings: Settings) -> AsyncIterator[Waiting]:
-    async with waiting(settings) as world:
-        yield world
-
-
 async def server_failure(made: Waiting, request_id: str) -> str:
     answer = await made.api.result(request_id, **PROTOBUF)
     assert answer.json()["category"] == "server"

@@ -40,12 +40,6 @@ def settings(settings: Settings) -> Settings:
 
 
 @pytest.fixture
-async def made(settings: Settings) -> AsyncIterator[Waiting]:
-    async with waiting(settings) as world:
-        yield world
-
-
-@pytest.fixture
 async def with_little_room(settings: Settings) -> AsyncIterator[Waiting]:
     little = settings.model_copy(update={"sample_backlog": BACKLOG})
     async with waiting(little, bases=(FACTS, TEACHER)) as world:

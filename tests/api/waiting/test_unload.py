@@ -1,12 +1,10 @@
 """unload_model: the model goes when all that came before is done."""
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from skyrl_tinker.config import Settings, Timeouts
 from skyrl_tinker.domain.ids import ModelKey
-from tests.api.support.waiting import Waiting, ready_model, submit, waiting
+from tests.api.support.waiting import Waiting, ready_model, submit
 from tests.api.support.world import STEP, Json, step
 from tests.support.waiting import until
 
@@ -14,12 +12,6 @@ from tests.support.waiting import until
 @pytest.fixture
 def settings(settings: Settings) -> Settings:
     return settings.model_copy(update={"timeouts": Timeouts(long_poll_s=10.0)})
-
-
-@pytest.fixture
-async def made(settings: Settings) -> AsyncIterator[Waiting]:
-    async with waiting(settings) as world:
-        yield world
 
 
 def unload(model: str) -> Json:
