@@ -23,7 +23,7 @@ from skyrl_tinker.cli.terminal import printable, show
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.tinker_path import TinkerPath
-from skyrl_tinker.domain.units import GB, MiB
+from skyrl_tinker.domain.units import GB, MiB, duration
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.server.addresses import is_http, local_url
 from skyrl_tinker.system.process_lock import holder
@@ -423,11 +423,8 @@ def _of_command(run: Facts) -> bool:
 
 
 def _since(moment: str) -> str:
-    """Return the age of a moment in its largest unit that has two of them."""
-    age_s = max(1.0, (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds())
-    units = {"days": 86_400, "h": 3600, "min": 60, "s": 1}
-    unit, size = next((unit, size) for unit, size in units.items() if age_s >= 2 * size or unit == "s")
-    return f"{age_s // size:.0f} {unit}"
+    """Return the age of a moment."""
+    return duration(max(1.0, (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds()))
 
 
 def _hyperparameters(run: Facts) -> str:

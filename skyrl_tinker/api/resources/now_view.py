@@ -11,6 +11,7 @@ from skyrl_tinker.api.waiting.queue_reasons import engine_reason, queue_reason
 from skyrl_tinker.api.waiting.server_snapshot import ServerSnapshot
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import OwnerId
+from skyrl_tinker.domain.units import duration
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.protocol.queue_views import (
     ASLEEP,
@@ -242,12 +243,6 @@ def _wait(entry: QueueOfTenant) -> Problem:
         text=f"{entry.waiting} {entry.kind} {many} of {entry.owner}, the oldest for {duration(age)}: "
         f"{entry.reason or 'running'}",
     )
-
-
-def duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
 def _samplers(base_model: str, view: SamplingView) -> SamplersNow:

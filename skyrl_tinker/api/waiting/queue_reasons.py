@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from skyrl_tinker.api.waiting.engine_client import EngineState
 from skyrl_tinker.domain.ids import RequestKind
+from skyrl_tinker.domain.units import duration
 from skyrl_tinker.protocol.queue_views import LaneView, QueuesView, SamplingView, TrainingView
 from skyrl_tinker.protocol.schemas.futures import QueueState
 from skyrl_tinker.redaction import without_paths
@@ -61,7 +62,7 @@ def _sampling(position: QueuePosition, view: SamplingView) -> Reason:
     rate = view.per_second
     text = f"{_count(ahead, 'sample')} ahead of this one" if ahead else "next to be sampled"
     text = text if position.session_id in view.queued else f"at least {text}"
-    return Reason("paused_capacity", text + (_duration((ahead + 1) / rate) if rate else ""))
+    return Reason("paused_capacity", text + (_about((ahead + 1) / rate) if rate else ""))
 
 
 def _training(position: QueuePosition, lane: LaneView, view: TrainingView) -> Reason:
@@ -92,16 +93,12 @@ def _queued(earlier: int, session_id: str, view: TrainingView) -> str:
     parts += [_count(tenants, "tenant")] if tenants else []
     text = f"{' and '.join(parts)} ahead" if parts else "next to run"
     units = tenants + bool(view.running)
-    return text + (_duration(units * view.unit_s) if view.unit_s and units else "")
+    return text + (_about(units * view.unit_s) if view.unit_s and units else "")
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 1:
-        return ", less than a second"
-    if seconds < 120:
-        return f", about {seconds:.0f} s"
-    return f", about {seconds / 60:.0f} min"
+def _about(seconds: float) -> str:
+    return ", less than a second" if seconds < 1 else f", about {duration(seconds)}"
