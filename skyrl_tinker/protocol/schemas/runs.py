@@ -70,11 +70,8 @@ class TrainingRunQuery(StrictQuery):
     )
 
 
-class TrainingRunsQuery(Paging):
+class TrainingRunsQuery(TrainingRunQuery, Paging):
     limit: int = Field(20, ge=1, le=MOST_ITEMS, description="most runs in the response")
-    access_scope: AccessScope = Field(
-        "owned", description="accessible: also others' runs with published checkpoints"
-    )
     project_id: str | None = Field(None, description="only runs of sessions in this project")
 
 
