@@ -1,6 +1,6 @@
 """Copies of checkpoints. Each belongs to a training run of its own, which exists only for its path."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from sqlalchemy import Connection, select
 
@@ -138,18 +138,7 @@ def _publish_version(conn: Connection, new: NewCopy, key: ModelKey) -> VersionId
 
 
 def _checkpoint(conn: Connection, new: NewCopy, key: ModelKey, version: VersionId | None) -> NewCheckpoint:
-    source = new.source
-    return NewCheckpoint(
-        model_key=key,
-        kind=source.kind,
-        name=source.name,
-        directory=new.directory,
-        base_model=source.base_model,
-        spec=source.spec,
-        size_bytes=source.size_bytes,
-        has_optimizer=source.has_optimizer,
-        optimizer_config=source.optimizer_config,
-        user_metadata=source.user_metadata,
-        version_id=version,
-        expires_at=expiry(conn, new.ttl_seconds),
-    )
+    own = {"model_key": key, "directory": new.directory, "version_id": version}
+    own |= {"expires_at": expiry(conn, new.ttl_seconds)}
+    copied = {each.name: getattr(new.source, each.name) for each in fields(NewCheckpoint)}
+    return NewCheckpoint(**copied | own)

@@ -1,7 +1,7 @@
 """Named checkpoints. Each has a directory of its own, never reused; a replaced one becomes garbage."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, func, insert, or_, select, true, update
@@ -11,7 +11,7 @@ from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.database.file_paths import from_stored, to_stored
-from skyrl_tinker.store.database.rows import AnyRow, as_row, database_time, insert_id
+from skyrl_tinker.store.database.rows import AnyRow, as_row, database_time, insert_id, values_of
 from skyrl_tinker.store.database.tables import Model, SavedCheckpoint, Session
 from skyrl_tinker.store.model_records import spec_columns, spec_from_row
 from skyrl_tinker.store.owners import within
@@ -36,32 +36,20 @@ class NewCheckpoint:
     spec: LoraSpec
     size_bytes: int
     has_optimizer: bool = False
-    optimizer_config: Mapping[str, Any] | None = None
-    user_metadata: Mapping[str, Any] | None = None
+    optimizer_config: Mapping[str, Any] = field(default_factory=dict)
+    user_metadata: Mapping[str, Any] = field(default_factory=dict)
     version_id: VersionId | None = None
     expires_at: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointRow:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRow(NewCheckpoint):
     """Recorded checkpoint. Times are seconds since the epoch."""
 
     id: int
-    model_key: ModelKey
     model_id: ModelId
     session_id: SessionId
-    kind: CheckpointKind
-    name: str
-    directory: str
-    version_id: VersionId | None
-    base_model: str
-    spec: LoraSpec
-    has_optimizer: bool
-    optimizer_config: Mapping[str, Any]
-    size_bytes: int
-    user_metadata: Mapping[str, Any]
     created_at: float
-    expires_at: float | None
     public: bool
 
     @property
@@ -206,9 +194,9 @@ def _not_expired(now: float) -> ColumnElement[bool]:
 
 
 def _columns(new: NewCheckpoint) -> dict[str, Any]:
-    values = {field.name: getattr(new, field.name) for field in fields(new) if field.name != "spec"}
-    mappings = {name: dict(values[name] or {}) for name in ("optimizer_config", "user_metadata")}
-    return {**values, **mappings, **spec_columns(new.spec)}
+    values = values_of(new)
+    mappings = {name: dict(values[name]) for name in ("optimizer_config", "user_metadata")}
+    return {**values, **mappings, **spec_columns(values.pop("spec"))}
 
 
 def _select(conn: Connection, *where: ColumnElement[bool]) -> list[CheckpointRow]:

@@ -19,24 +19,6 @@ _BY_KEY = Prepared(select(Model.__table__).where(Model.key == bindparam("of")))
 
 
 @dataclass(frozen=True, slots=True)
-class ModelRow:
-    """Recorded model. Times are seconds since the epoch. `trained_on`: see `note_base`."""
-
-    key: ModelKey
-    model_id: ModelId
-    session_id: SessionId
-    model_seq_id: int
-    base_model: str
-    spec: LoraSpec
-    optimizer_config: Mapping[str, Any]
-    user_metadata: Mapping[str, Any]
-    state: ModelState
-    state_reason: str | None
-    created_at: float
-    trained_on: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class NewModel:
     """Model to record."""
 
@@ -50,6 +32,17 @@ class NewModel:
     @property
     def model_id(self) -> ModelId:
         return ModelId(f"{self.session_id}:train:{self.model_seq_id}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow(NewModel):
+    """Recorded model. Times are seconds since the epoch. `trained_on`: see `note_base`."""
+
+    key: ModelKey
+    state: ModelState
+    state_reason: str | None
+    created_at: float
+    trained_on: str | None
 
 
 def find(conn: Connection, reach: Reach, model_id: ModelId) -> ModelRow | None:

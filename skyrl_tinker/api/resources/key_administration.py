@@ -1,16 +1,14 @@
 """Keys and their owners, for the holder of an admin key."""
 
-from typing import Any
-
 from sqlalchemy import Connection
 
 from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.errors import ForbiddenError, UserError
-from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.console import AdminResponse, KeySummary, OwnedNow
 from skyrl_tinker.protocol.validation.key_limits import NAMES, KeyLimits
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.api_keys import KeyRow
+from skyrl_tinker.store.database.rows import values_of
 from skyrl_tinker.store.reports.owner_totals import NOTHING, totals_by_owner
 
 
@@ -46,20 +44,5 @@ def overview(conn: Connection, limits: KeyLimits, now: float) -> AdminResponse:
 
 
 def _summary(row: KeyRow, owned: OwnedNow, now: float) -> KeySummary:
-    return KeySummary(
-        id=row.id,
-        name=row.name,
-        admin=row.admin,
-        live=row.is_live(now),
-        created_at=utc(row.created_at),
-        last_used_at=_utc(row.last_used_at),
-        expires_at=_utc(row.expires_at),
-        revoked_at=_utc(row.revoked_at),
-        previous_until=_utc(row.previous_until),
-        limits=dict(row.limits or {}),
-        owned=owned,
-    )
-
-
-def _utc(seconds: float | None) -> Any:
-    return None if seconds is None else utc(seconds)
+    facts = values_of(row) | {"limits": row.limits or {}}
+    return KeySummary(**facts, live=row.is_live(now), owned=owned)

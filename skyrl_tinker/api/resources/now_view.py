@@ -1,7 +1,6 @@
 """Snapshot of the server as one caller sees it: problems first."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
 from typing import Literal
 
 from skyrl_tinker import __version__
@@ -38,6 +37,7 @@ from skyrl_tinker.protocol.schemas.console import (
 )
 from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.store.console.pending import PendingGroup
+from skyrl_tinker.store.database.rows import values_of
 from skyrl_tinker.store.owners import reaches
 from skyrl_tinker.system.gpu_memory import GpuMemory
 from skyrl_tinker.system.host_memory import host_memory
@@ -85,7 +85,8 @@ class NowView:
             queue=self._queue,
             rates=queues and RatesNow(trained=queues.trained, sampled=queues.sampled),
             trainers=None if queues is None else [self._trainer(*each) for each in queues.training.items()],
-            samplers=None if queues is None else [_samplers(*each) for each in queues.sampling.items()],
+            samplers=queues
+            and [SamplersNow(**values_of(each), base_model=name) for name, each in queues.sampling.items()],
         )
 
     def _told(self, text: str | None) -> str:
@@ -154,13 +155,9 @@ class NowView:
         return reaches(self._caller.reach, owner)
 
     def _entry(self, group: PendingGroup) -> QueueOfTenant:
-        kind: Literal["training", "sampling"] = "sampling" if group.sampling else "training"
         return QueueOfTenant(
-            owner=group.owner,
-            name=group.name,
-            session_id=group.session_id,
-            kind=kind,
-            waiting=group.waiting,
+            **values_of(group),
+            kind="sampling" if group.sampling else "training",
             oldest_age_s=max(0.0, self._snapshot.at - group.created_at),
             reason=self._reason(group),
         )
@@ -245,21 +242,11 @@ def _wait(entry: QueueOfTenant) -> Problem:
     )
 
 
-def _samplers(base_model: str, view: SamplingView) -> SamplersNow:
-    return SamplersNow(
-        base_model=base_model,
-        in_flight=view.in_flight,
-        waiting=view.waiting,
-        per_second=view.per_second,
-        paused=view.paused,
-    )
-
-
 def _replicas(base_model: str, view: SamplingView) -> list[ReplicaNow]:
     alone = view.in_flight if len(view.replicas) == 1 else None
     return [
         ReplicaNow(
-            **asdict(replica),
+            **values_of(replica),
             base_model=base_model,
             in_flight=alone,
             weights=list(view.weights) if replica.address else [],

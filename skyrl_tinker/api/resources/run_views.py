@@ -11,6 +11,7 @@ from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.console import RunSummary
 from skyrl_tinker.protocol.schemas.runs import Checkpoint, TrainingRun
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
+from skyrl_tinker.store.database.rows import values_of
 from skyrl_tinker.store.reports.training_runs import Run
 
 _TYPES: Mapping[CheckpointKind, Literal["training", "sampler", "external"]] = {
@@ -48,29 +49,15 @@ def listed_summary(run: Run) -> RunSummary:
 
 
 def run_summary(run: Run) -> RunSummary:
-    return RunSummary(
-        run_id=run.model_id,
-        name=run.name,
-        session_id=run.session_id,
-        project_id=run.project_id,
-        owner=run.owner,
-        base_model=run.base_model,
-        lora_rank=None if run.state is ModelState.FAILED else run.lora_rank,
-        state=run.state,
-        state_reason=run.state_reason,
-        user_metadata=as_strings(run.user_metadata),
-        created_at=utc(run.created_at),
-        last_request_at=utc(run.last_request_at),
-        last_heartbeat_at=utc(run.last_heartbeat_at),
-        parent=run.parent,
-        steps_before=run.steps_before,
-        steps=run.point.step if run.point else 0,
-        loss=run.loss,
-        loss_fn=run.loss_fn,
-        loss_fn_config=dict(run.loss_fn_config or {}),
-        reward=run.reward,
-        last=run.point.measured if run.point else None,
-    )
+    told = {
+        "run_id": run.model_id,
+        "lora_rank": None if run.state is ModelState.FAILED else run.lora_rank,
+        "user_metadata": as_strings(run.user_metadata),
+        "steps": run.point.step if run.point else 0,
+        "loss_fn_config": run.loss_fn_config or {},
+        "last": run.point and run.point.measured,
+    }
+    return RunSummary(**values_of(run) | told)
 
 
 def checkpoint(row: CheckpointRow) -> Checkpoint:

@@ -16,11 +16,11 @@ from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import Datum, Float32, Number
 from skyrl_tinker.errors import GoneError, NotFoundError, UserError
 from skyrl_tinker.protocol.protobuf import pass_requests, pass_results, sample_results
-from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.console import ItemsResponse, ItemSummary, ReadableSummary, TokensResponse
 from skyrl_tinker.protocol.schemas.runs import Paging
 from skyrl_tinker.protocol.stored_requests import sample_from_body
 from skyrl_tinker.store.console.readable_requests import ReadableRow, StoredTokens
+from skyrl_tinker.store.database.rows import values_of
 
 Values = Sequence[float | None]
 _SHOWN = 40
@@ -129,17 +129,7 @@ def request_summary(row: ReadableRow, bases: Bases) -> ReadableSummary:
         tokens = sample_from_body(row.prompt).prompt
         with suppress(NotFoundError, UserError):
             prompt_id, prompt = _prompt(tokens, _directory(row.base_model, bases))
-    return ReadableSummary(
-        request_id=row.request_id,
-        kind=row.kind,
-        seq_id=row.seq_id,
-        origin=row.origin,
-        name=row.name,
-        created_at=utc(row.created_at),
-        readable=row.readable,
-        prompt_id=prompt_id,
-        prompt=prompt,
-    )
+    return ReadableSummary(**values_of(row) | {"prompt_id": prompt_id, "prompt": prompt})
 
 
 def _prompt(tokens: Sequence[int] | None, directory: Path) -> tuple[str | None, str | None]:

@@ -15,7 +15,6 @@ from skyrl_tinker.api.security.tokens import user_urn
 from skyrl_tinker.api.services import Deps, Owner, Reached
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.units import MiB
-from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.session_list import (
     ActiveStatus,
     FinishedReason,
@@ -31,6 +30,7 @@ from skyrl_tinker.protocol.schemas.session_list import (
     SessionSummary,
     SetProjectRequest,
 )
+from skyrl_tinker.store.database.rows import values_of
 from skyrl_tinker.store.reports import session_listing
 from skyrl_tinker.store.reports.session_listing import SessionMatch
 
@@ -114,17 +114,8 @@ def _page(matches: Iterator[SessionMatch], limit: int) -> SessionSearchResponse:
 
 
 def _summary(match: SessionMatch) -> SessionSummary:
-    return SessionSummary(
-        session_id=match.session_id,
-        created_at=utc(match.created_at),
-        owner=user_urn(match.owner),
-        project_id=match.project_id,
-        status=_status(match),
-        checkpoints_count=match.checkpoints,
-        checkpoint_storage_bytes=match.checkpoint_bytes,
-        display_name=match.display_name,
-        user_metadata=as_strings(match.user_metadata),
-    )
+    told = {"owner": user_urn(match.owner), "user_metadata": as_strings(match.user_metadata)}
+    return SessionSummary(**values_of(match) | told, status=_status(match))
 
 
 def _status(match: SessionMatch) -> ActiveStatus | FinishedStatus | None:

@@ -32,6 +32,11 @@ def as_row(kind: type[T], row: AnyRow, /, **others: Any) -> T:
     )
 
 
+def values_of(row: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name, for a message or a dataclass that has them, too."""
+    return {field.name: getattr(row, field.name) for field in fields(row)}
+
+
 def insert_id(conn: Connection, row: Insert, values: dict[str, Any]) -> int:
     """Insert one row and return its integer primary key."""
     primary_key = conn.execute(row, values).inserted_primary_key

@@ -65,8 +65,8 @@ class SessionMatch:
     finish_detail: str | None
     display_name: str | None
     user_metadata: Mapping[str, Any]
-    checkpoints: int
-    checkpoint_bytes: int
+    checkpoints_count: int
+    checkpoint_storage_bytes: int
 
 
 def list_ids(conn: Connection, reach: Reach, limit: int, offset: int) -> list[str]:
