@@ -29,6 +29,7 @@ from skyrl_tinker.store import api_keys, audit_log
 from skyrl_tinker.store.cluster import signing_secrets
 from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets
 from skyrl_tinker.store.database import sqlite
+from tests.api.support.users import new_user
 from tests.api.support.world import BASE, World, running
 from tests.support.reads import reading
 from tests.support.waiting import until
@@ -58,13 +59,6 @@ async def world(settings: Settings, clock: Clock) -> AsyncIterator[World]:
         yield made
 
 
-async def key_of(world: World, name: str) -> str:
-    """Known to the API at once."""
-    key = await world.store.write(lambda conn: api_keys.create(conn, name))
-    await world.services.keys.refresh()
-    return key
-
-
 async def revoke(world: World, which: str) -> None:
     await world.store.write(lambda conn: api_keys.revoke(conn, which))
 
@@ -91,7 +85,7 @@ async def test_without_keys_everybody_is_welcome(world: World, credential: str |
 
 
 async def test_with_a_key_only_its_holder_is_let_in(world: World) -> None:
-    key = await key_of(world, "alice")
+    key = await new_user(world, "alice")
     for wrong in (None, "", "tml-local", key[:-1], key + "x", "Bearer " + key):
         answer = await ask(world, wrong)
         assert answer.status_code == 401, wrong
@@ -102,7 +96,7 @@ async def test_with_a_key_only_its_holder_is_let_in(world: World) -> None:
 
 
 async def test_a_bearer_is_as_good_as_the_header_which_goes_first(world: World) -> None:
-    key = await key_of(world, "alice")
+    key = await new_user(world, "alice")
     bearer = {"Authorization": f"bearer {key}"}
     path = "get_server_capabilities"
     assert (await world.http.get(path, headers=bearer)).status_code == 200
@@ -111,7 +105,7 @@ async def test_a_bearer_is_as_good_as_the_header_which_goes_first(world: World) 
 
 
 async def test_openai_clients_read_why_they_are_refused(world: World) -> None:
-    key = await key_of(world, "alice")
+    key = await new_user(world, "alice")
     for credential, refused in (("tml-wrong", True), (key, False)):
         client = openai.AsyncOpenAI(
             base_url="http://api/oai/api/v1", api_key=credential, http_client=world.http, max_retries=0
@@ -132,7 +126,7 @@ async def test_the_first_key_takes_effect_by_itself(world: World) -> None:
 
 
 async def test_revoking_takes_effect_by_itself_and_does_not_open_the_server(world: World) -> None:
-    key = await key_of(world, "alice")
+    key = await new_user(world, "alice")
     await revoke(world, "alice")
     answer = await until_status(world, 401, key)
     assert "unknown or revoked" in answer.json()["detail"]
@@ -157,7 +151,7 @@ def routes_of(world: World) -> list[tuple[str, str]]:
 
 
 async def test_every_route_but_those_that_are_meant_to_be_open_wants_a_key(world: World) -> None:
-    await key_of(world, "alice")
+    await new_user(world, "alice")
     opened = set()
     for method, path in routes_of(world):
         answer = await world.http.request(method, f"http://api{path}", content=b"{}")
@@ -180,7 +174,7 @@ async def test_every_route_but_those_that_are_meant_to_be_open_wants_a_key(world
     [("/api/v1/forward_backward", 401), ("/healthz", 405), ("/metrics", 405), ("/download/x", 405)],
 )
 async def test_a_refused_body_is_not_read(world: World, path: str, status: int) -> None:
-    await key_of(world, "alice")
+    await new_user(world, "alice")
     sent: list[Message] = []
 
     async def receive() -> Message:
@@ -198,7 +192,7 @@ async def test_a_refused_body_is_not_read(world: World, path: str, status: int) 
 
 
 async def test_a_key_buys_a_jwt_that_says_who_it_is(world: World) -> None:
-    key = await key_of(world, "alice@example.com")
+    key = await new_user(world, "alice@example.com")
     before = int(time.time())
     token = await token_for(world, key)
     claims = jwt.decode(token, options={"verify_signature": False})
@@ -213,7 +207,7 @@ async def test_a_key_buys_a_jwt_that_says_who_it_is(world: World) -> None:
 
 
 async def test_key_and_jwt_are_one_owner(world: World) -> None:
-    key = await key_of(world, "alice")
+    key = await new_user(world, "alice")
     token = await token_for(world, key)
     made = await world.post("create_session", SESSION, **{"X-API-Key": token})
     beat = await world.post("session_heartbeat", made.json(), **{"X-API-Key": key})
@@ -221,7 +215,7 @@ async def test_key_and_jwt_are_one_owner(world: World) -> None:
 
 
 async def test_revoking_a_key_ends_its_jwts_and_says_so_as_the_sdk_understands(world: World) -> None:
-    key = await key_of(world, "alice")
+    key = await new_user(world, "alice")
     token = await token_for(world, key)
     assert (await ask(world, token)).status_code == 200
     await revoke(world, "alice")
@@ -262,7 +256,7 @@ def forged(world: World, **changes: Any) -> dict[str, str]:
 
 
 async def test_jwts_that_are_not_ours_or_too_old_are_invalid_tokens(world: World) -> None:
-    key = await key_of(world, "alice")
+    key = await new_user(world, "alice")
     assert (await ask(world, await token_for(world, key))).status_code == 200
     for name, token in forged(world).items():
         answer = await ask(world, token)
@@ -272,7 +266,7 @@ async def test_jwts_that_are_not_ours_or_too_old_are_invalid_tokens(world: World
 
 
 async def test_a_jwt_stops_when_it_expires_though_it_was_seen_before(world: World, clock: Clock) -> None:
-    key = await key_of(world, "alice")
+    key = await new_user(world, "alice")
     ring = world.services.keys
     caller = ring.caller(key)
     token = ring.issue_token(replace(caller, until=clock() + HOUR_S / 2))
@@ -284,7 +278,7 @@ async def test_a_jwt_stops_when_it_expires_though_it_was_seen_before(world: Worl
 
 
 async def test_a_jwt_buys_no_longer_life(world: World) -> None:
-    first = await token_for(world, await key_of(world, "alice"))
+    first = await token_for(world, await new_user(world, "alice"))
     second = await token_for(world, first)
     ends = [jwt.decode(each, options={"verify_signature": False})["exp"] for each in (first, second)]
     assert ends[0] == ends[1]
@@ -294,7 +288,7 @@ async def test_a_jwt_from_before_the_first_key_is_worth_nothing_after_it(world: 
     token = await token_for(world, "tml-anything")
     assert jwt.decode(token, options={"verify_signature": False})["sub"] == "tml:user:local"
     assert (await ask(world, token)).status_code == 200
-    await key_of(world, "alice")
+    await new_user(world, "alice")
     answer = await until_status(world, 401, token)
     assert 'error="invalid_token"' in answer.headers["www-authenticate"]
 
@@ -307,7 +301,7 @@ async def rotate(world: World, overlap_s: float) -> str:
 
 
 async def test_a_new_secret_and_for_its_time_the_old_one_are_one_owner(world: World, clock: Clock) -> None:
-    old = await key_of(world, "alice")
+    old = await new_user(world, "alice")
     made = await world.post("create_session", SESSION, **{"X-API-Key": old})
     new = await rotate(world, overlap_s=HOUR_S)
     await until_status(world, 200, new)
@@ -322,7 +316,7 @@ async def test_a_new_secret_and_for_its_time_the_old_one_are_one_owner(world: Wo
 
 
 async def test_a_jwt_ends_with_the_secret_that_it_was_issued_for(world: World, clock: Clock) -> None:
-    old = await key_of(world, "alice")
+    old = await new_user(world, "alice")
     before = await token_for(world, old)
     new = await rotate(world, overlap_s=HOUR_S / 2)
     end = clock() + HOUR_S / 2
@@ -341,7 +335,7 @@ async def test_a_jwt_ends_with_the_secret_that_it_was_issued_for(world: World, c
 
 
 async def test_a_leaked_secret_can_end_at_once(world: World) -> None:
-    old = await key_of(world, "alice")
+    old = await new_user(world, "alice")
     token = await token_for(world, old)
     await rotate(world, overlap_s=0)
     await world.services.keys.refresh()
@@ -362,7 +356,7 @@ async def test_a_key_and_its_jwts_expire(world: World, clock: Clock) -> None:
 
 
 async def test_new_signing_secrets_end_jwts_and_urls_but_no_key(world: World) -> None:
-    key = await key_of(world, "alice")
+    key = await new_user(world, "alice")
     headers = {"X-API-Key": key}
     session = (await world.post("create_session", SESSION, **headers)).json()["session_id"]
     url = (await world.http.get(f"sessions/{session}/trace_export", headers=headers)).json()["url"]
@@ -377,7 +371,7 @@ async def test_new_signing_secrets_end_jwts_and_urls_but_no_key(world: World) ->
 
 
 async def test_processes_of_one_home_sign_alike(world: World) -> None:
-    await key_of(world, "alice")
+    await new_user(world, "alice")
     rings = [KeyRing(world.store, SigningSecrets(world.settings.root)) for _ in range(2)]
     for ring in rings:
         await ring.refresh()
@@ -395,7 +389,7 @@ def damaged(file: Path) -> None:
 async def test_secrets_that_cannot_be_read_are_those_from_before(
     world: World, change: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    token = await token_for(world, await key_of(world, "alice"))
+    token = await token_for(world, await new_user(world, "alice"))
     file = world.settings.root / signing_secrets.FILE
     whole = file.read_text()
     change(file)
@@ -450,8 +444,8 @@ async def test_last_use_is_noted_soon_and_then_once_a_minute(
 
     monkeypatch.setattr(ring, "refresh", refresh)
     monkeypatch.setattr(keyring, "REFRESH_S", 0.01)
-    key = await key_of(world, "alice")
-    await key_of(world, "bob")
+    key = await new_user(world, "alice")
+    await new_user(world, "bob")
     assert used() == [None, None]
     await ask(world, key)
     first = await until(used, lambda times: times[0] is not None)
@@ -465,7 +459,7 @@ async def test_last_use_is_noted_soon_and_then_once_a_minute(
 
 
 async def test_uses_since_the_last_note_are_noted_when_the_server_stops(world: World) -> None:
-    key = await key_of(world, "alice")
+    key = await new_user(world, "alice")
     ring = KeyRing(world.store, SigningSecrets(world.settings.root))
     await ring.start()
     running = asyncio.create_task(ring.run())
@@ -482,7 +476,7 @@ async def test_refused_credentials_are_counted_by_address_in_the_audit_log(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keyring, "NOTE_EVERY_S", 0.0)
-    await key_of(world, "alice")
+    await new_user(world, "alice")
     for _ in range(3):
         await ask(world, "tml-wrong")
     await ask(world, "eyJ.no.jwt")
@@ -494,7 +488,7 @@ async def test_notes_that_the_database_does_not_take_are_written_later(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(keyring, "NOTE_EVERY_S", 0.0)
-    await key_of(world, "alice")
+    await new_user(world, "alice")
     with monkeypatch.context() as broken:
         broken.setattr(sqlite, "BEGIN_WRITE", "BEGIN NEVER")
         await ask(world, "tml-wrong")
@@ -513,7 +507,7 @@ async def refused(world: World) -> Counter[tuple[str, str]]:
 
 
 async def test_use_of_an_ended_key_is_that_keys_event(world: World) -> None:
-    old = await key_of(world, "alice")
+    old = await new_user(world, "alice")
     await rotate(world, overlap_s=0)
     await world.services.keys.refresh()
     assert (await ask(world, old)).status_code == 401
@@ -536,7 +530,7 @@ def test_a_flood_of_addresses_takes_bounded_memory_and_few_lines() -> None:
 
 
 async def test_a_key_tells_what_it_is(world: World) -> None:
-    key = await key_of(world, "alice")
+    key = await new_user(world, "alice")
     answer = await ask(world, key, "auth/apikey/me")
     assert answer.json() == {
         "key_id": 1,
@@ -557,7 +551,7 @@ async def test_without_keys_any_key_logs_in_and_none_can_be_revoked(world: World
 
 
 async def test_a_key_can_revoke_itself_and_only_itself(world: World) -> None:
-    alice, bob = await key_of(world, "alice"), await key_of(world, "bob")
+    alice, bob = await new_user(world, "alice"), await new_user(world, "bob")
     assert (await world.http.delete("auth/apikey/me", headers={"X-API-Key": alice})).status_code == 200
     assert (await ask(world, alice)).status_code == 401
     assert (await ask(world, bob)).status_code == 200

@@ -80,15 +80,20 @@ async def urls_of(world: World, export: str, **headers: str) -> dict[str, str]:
     return ExternalWeightsUrlsResponse.model_validate(answer.json()).urls
 
 
-async def test_every_file_is_served_to_a_bare_get_whole_in_ranges_and_to_head(
-    world: World, export: str
-) -> None:
+async def served_whole(world: World, export: str) -> dict[str, str]:
     urls = await urls_of(world, export)
     assert set(urls) == set(FILES)
     for name, content in FILES.items():
         answer = await world.http.get(urls[name])
         assert (answer.status_code, answer.content) == (200, content)
         assert answer.headers["Content-Length"] == str(len(content))
+    return urls
+
+
+async def test_every_file_is_served_to_a_bare_get_whole_in_ranges_and_to_head(
+    world: World, export: str
+) -> None:
+    urls = await served_whole(world, export)
     part = await world.http.get(urls[LARGE], headers={"Range": "bytes=1000000-1000009"})
     assert (part.status_code, part.content) == (206, FILES[LARGE][1000000:1000010])
     assert part.headers["Content-Range"] == f"bytes 1000000-1000009/{len(FILES[LARGE])}"
@@ -99,11 +104,7 @@ async def test_every_file_is_served_to_a_bare_get_whole_in_ranges_and_to_head(
 
 async def test_what_is_in_storage_only_is_streamed_from_there(stored: tuple[World, str]) -> None:
     world, export = stored
-    urls = await urls_of(world, export)
-    assert set(urls) == set(FILES)
-    for name, content in FILES.items():
-        answer = await world.http.get(urls[name])
-        assert (answer.status_code, answer.content) == (200, content)
+    urls = await served_whole(world, export)
     head = await world.http.head(urls[LARGE])
     assert (head.status_code, head.headers["Content-Length"]) == (200, str(len(FILES[LARGE])))
     ranges = {"Range": "bytes=1000000-1000009", "If-Range": head.headers["ETag"]}

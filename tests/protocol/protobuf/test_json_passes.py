@@ -13,6 +13,7 @@ from tinker.types import ForwardBackwardInput, ForwardBackwardRequest
 
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.protobuf import pass_requests
+from skyrl_tinker.protocol.protobuf.pass_requests import RawForwardBackward
 from skyrl_tinker.protocol.stored_requests import body_digest
 from skyrl_tinker.protocol.validation.limits import Limits
 from skyrl_tinker.protocol.validation.training import validate_forward_backward
@@ -38,19 +39,23 @@ def payload(**changes):
     return value
 
 
-def test_old_json_and_new_protobuf_of_one_request_are_the_same_request() -> None:
-    sent = Datum(
-        model_input=ModelInput.from_ints([1, 2, 3]),
-        loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 1.0]},
-    )
+def from_sdk(sent: Datum) -> RawForwardBackward:
     request = ForwardBackwardRequest(
         forward_backward_input=ForwardBackwardInput(data=[sent], loss_fn="cross_entropy"),
         model_id="s:train:0",
         seq_id=1,
     )
-    new = pass_requests.decode_forward_backward(
+    return pass_requests.decode_forward_backward(
         forward_backward_request_to_proto(request).SerializeToString()
     )
+
+
+def test_old_json_and_new_protobuf_of_one_request_are_the_same_request() -> None:
+    sent = Datum(
+        model_input=ModelInput.from_ints([1, 2, 3]),
+        loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 1.0]},
+    )
+    new = from_sdk(sent)
     assert pass_requests.canonical(
         pass_requests.decode_forward_backward_json(json.loads(OLD))
     ) == pass_requests.canonical(new)
@@ -223,14 +228,7 @@ def test_sparse_json_and_protobuf_of_one_request_are_the_same_request(name: str)
     tensors["weights"] = TensorData.from_numpy(np.ones((3, 9), np.float32))
     tensors[name] = TensorData.from_torch_sparse(values)
     sent = Datum(model_input=ModelInput.from_ints([1, 2, 3]), loss_fn_inputs=tensors)
-    request = ForwardBackwardRequest(
-        forward_backward_input=ForwardBackwardInput(data=[sent], loss_fn="cross_entropy"),
-        model_id="s:train:0",
-        seq_id=1,
-    )
-    new = pass_requests.decode_forward_backward(
-        forward_backward_request_to_proto(request).SerializeToString()
-    )
+    new = from_sdk(sent)
     old = payload(loss_fn_inputs={key: as_json(tensor) for key, tensor in tensors.items()})
     assert "sparse_csr" in str(new.message)
     assert pass_requests.canonical(
