@@ -16,6 +16,7 @@ GONE = "no sampler is running: they are being restarted"
 CLEAN_UP = "clean-up"
 """Part that none serves without."""
 _CHECK = "the comparison of trainer and sampler"
+_BACK = "models are brought back"
 _log = logging.getLogger(__name__)
 
 
@@ -125,7 +126,7 @@ class BaseStatuses:
         if name in self._starting:
             return "starting", _waiting_for(self._starting[name])
         if name in self._away:
-            return "failed" if name in self._lost else back, self._away[name] or "models are brought back"
+            return "failed" if name in self._lost else back, self._away[name] or _BACK
         if not fleet.size:
             return "restarting", GONE
         if fleet.size < fleet.replicas:
@@ -141,7 +142,9 @@ class BaseStatuses:
         yield from self._failed.values()
         for name, detail in self._away.items():
             if name not in self._failed and name not in self._starting:
-                yield detail if len(self._fleets) == 1 else f"{name}: {detail or 'models are brought back'}"
+                yield (
+                    detail or "waiting for models" if len(self._fleets) == 1 else f"{name}: {detail or _BACK}"
+                )
 
     def _shortages(self) -> Iterator[str]:
         for name, fleet in self._fleets.items():
