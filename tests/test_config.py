@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -218,3 +219,20 @@ def test_everything_lies_under_home_unless_said_otherwise(tmp_path: Path) -> Non
 @pytest.mark.parametrize(("processes", "share"), [(1, 10), (3, 4), (64, 1)])
 def test_api_processes_have_a_share_of_a_limit(processes: int, share: int) -> None:
     assert Settings(api_processes=processes).api_share(10) == share
+
+
+def test_no_test_or_script_sets_a_former_setting() -> None:
+    """Those of the long tests would be refused at night only."""
+    names = "|".join(config.FORMER)
+    dashed = "|".join(name.replace("_", "-") for name in config.FORMER)
+    variables = "|".join(name.upper() for name in config.FORMER)
+    former = re.compile(rf"SKYRL_TINKER_({variables})\b|--({dashed})\b(?!-)|(\\n|[\"'])({names}) ?= ?\S")
+    root = Path(__file__).parents[1]
+    found = {
+        str(file.relative_to(root)): match[0]
+        for folder in ("tests", "scripts", "examples", "docker")
+        for file in root.glob(f"{folder}/**/*")
+        if file.is_file() and file.suffix in {"", ".py", ".toml", ".yaml", ".yml"}
+        for match in former.finditer(file.read_text())
+    }
+    assert set(found) == {"tests/cli/test_commands.py", "tests/test_config.py"}, found

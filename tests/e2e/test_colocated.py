@@ -96,7 +96,7 @@ def test_full_parameters_take_their_turns_too(colocated: Client) -> None:
 def test_without_adapters_samplers_lose_their_weights_in_each_turn_of_the_trainer(tmp_path: Path) -> None:
     """Each sample after it waits for its own. (vLLM does not free them on a CPU.)"""
     with (
-        colocating(tmp_path, "max_lora_rank = 0\ngap_probe_tokens = 0\n") as server,
+        colocating(tmp_path, "max_lora_rank = 0\n[parity]\nprobe_tokens = 0\n") as server,
         tinker.ServiceClient(base_url=server.url) as service,
     ):
         client = Client(server.url, service)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_tinker.directories import LOG_BYTES
 from tests.support.kills import assert_healed, find
 from tests.support.serve import CORE, Serve, serving
 from tests.support.waiting import wait_until
@@ -17,11 +18,8 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """A server of its own. Its logs may have 1 MB."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SKYRL_TINKER_LOG_MB", "1")
-        with serving(tmp_path_factory.mktemp("healing")) as healing:
-            yield healing
+    with serving(tmp_path_factory.mktemp("healing")) as healing:
+        yield healing
 
 
 @pytest.mark.parametrize(
@@ -56,10 +54,11 @@ def test_a_pid_file_that_cannot_be_written_ends_nothing(server: Serve) -> None:
 def test_a_log_that_grows_is_emptied_and_written_on(server: Serve) -> None:
     wait_until(server.ready)
     log = server.home / "logs" / "engine.log"
+    lines = b"a line\n" * (LOG_BYTES // 7 + 1)
     with log.open("ab") as file:
-        file.write(b"a line\n" * (1 << 18))
-    wait_until(lambda: log.stat().st_size < 1 << 20)
-    assert log.with_name("engine.log.1").read_bytes().endswith(b"a line\n" * (1 << 18))
+        file.write(lines)
+    wait_until(lambda: log.stat().st_size < LOG_BYTES)
+    assert log.with_name("engine.log.1").read_bytes().endswith(lines)
     test_it_heals_when_one_is_killed_or_stopped(server, "vLLM server", signal.SIGKILL)
     wait_until(lambda: b"is lost and is replaced" in log.read_bytes())
     assert b"\0" not in log.read_bytes()

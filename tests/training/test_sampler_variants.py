@@ -15,6 +15,7 @@ import pytest
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
+from skyrl_tinker.inference.vllm.vllm_process import VllmProcess
 from tests.inference.plugin.test_routed_experts import assert_experts
 from tests.inference.support.samplers import (
     Served,
@@ -39,7 +40,7 @@ MIXTURE = {
     "arch": "qwen3-moe",
     "max_lora_rank": 0,
     "router_replay": True,
-    "vllm_args": {**RANKS, "enable-expert-parallel": True},
+    "engine": VllmProcess({**RANKS, "enable-expert-parallel": True}),
 }
 
 
@@ -61,8 +62,8 @@ async def test_experts_in_two_processes_have_the_trainers_logprobs(
     ray_cluster: None, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
     """Each process has half of the experts, in place of half of each."""
-    given = {"tensor_parallel_size": 2, "vllm_args": {"enable-expert-parallel": True}}
-    async with serving(tmp_path, arch="qwen3-moe", **given) as served:
+    engine = VllmProcess({"enable-expert-parallel": True})
+    async with serving(tmp_path, arch="qwen3-moe", tensor_parallel_size=2, engine=engine) as served:
         await assert_all_sampled(make_sampler(served), SHARED_MEMORY, make_worker, tmp_path)
 
 
@@ -84,7 +85,7 @@ async def test_all_data_parallel_ranks_sample_pause_and_take_weights(
     ray_cluster: None, make_worker: MakeWorker, tmp_path: Path, given: Mapping[str, Any]
 ) -> None:
     """Those of a mixture have some of the experts each, and no adapters."""
-    async with serving(tmp_path, **{"vllm_args": RANKS, **given}) as served:
+    async with serving(tmp_path, **{"engine": VllmProcess(RANKS), **given}) as served:
         adapters = given == {}
         await assert_all_sampled(
             make_sampler(served), SHARED_MEMORY, make_worker, tmp_path, adapters=adapters

@@ -78,7 +78,7 @@ async def test_an_adapter_beside_streams_of_another_waits_for_its_turn(
 ) -> None:
     versions = [WeightVersion(VersionId(n), "lora", str(tmp_path / f"v{n}")) for n in (901, 902)]
     for seed, version in enumerate(versions):
-        base = samplers._facts.directory
+        base = samplers.facts.directory
         publish_adapter(random_adapter(base, 8, seed), Path(version.directory), base)
     busy, small = versions
     stop = asyncio.Event()
