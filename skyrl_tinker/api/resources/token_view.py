@@ -19,8 +19,8 @@ from skyrl_tinker.protocol.protobuf import pass_requests, pass_results, sample_r
 from skyrl_tinker.protocol.schemas.console import ItemsResponse, ItemSummary, ReadableSummary, TokensResponse
 from skyrl_tinker.protocol.schemas.runs import Paging
 from skyrl_tinker.protocol.stored_requests import sample_from_body
-from skyrl_tinker.store.console.readable_requests import ReadableRow, StoredTokens
-from skyrl_tinker.store.database.rows import values_of
+from skyrl_tinker.store.console.readable_requests import StoredTokens
+from skyrl_tinker.store.database.rows import AnyRow
 
 Values = Sequence[float | None]
 _SHOWN = 40
@@ -122,14 +122,14 @@ def _summary(item: int, part: _ScoredPart, directory: Path) -> ItemSummary:
     )
 
 
-def request_summary(row: ReadableRow, bases: Bases) -> ReadableSummary:
+def request_summary(row: AnyRow, bases: Bases) -> ReadableSummary:
     """Return a request as one of a list. A prompt that has no text, as its base model is gone, is null."""
     prompt_id = prompt = None
     if row.prompt is not None:
         tokens = sample_from_body(row.prompt).prompt
         with suppress(NotFoundError, UserError):
             prompt_id, prompt = _prompt(tokens, _directory(row.base_model, bases))
-    return ReadableSummary(**values_of(row) | {"prompt_id": prompt_id, "prompt": prompt})
+    return ReadableSummary(**{**row._mapping, "prompt_id": prompt_id, "prompt": prompt})
 
 
 def _prompt(tokens: Sequence[int] | None, directory: Path) -> tuple[str | None, str | None]:
