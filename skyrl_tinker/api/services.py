@@ -1,5 +1,6 @@
 """Parts that routes use, and FastAPI's dependencies on them and on the owner of a request."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -11,7 +12,6 @@ from skyrl_tinker.api.base_limits import BaseLimits
 from skyrl_tinker.api.loop_watch import LoopWatch
 from skyrl_tinker.api.middleware.arrivals import Arrivals
 from skyrl_tinker.api.middleware.disk_room import DiskRoom
-from skyrl_tinker.api.middleware.parse_gate import Gate
 from skyrl_tinker.api.middleware.request_rate import RequestRates
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.signing import Signer
@@ -46,7 +46,7 @@ class Services:
     metrics: ApiMetrics
     page: MetricsPage
     watch: LoopWatch
-    gate: Gate
+    gate: asyncio.Semaphore  # for large bodies that are parsed and stored
     keys: KeyRing
     signer: Signer
     queues: EngineQueues
