@@ -44,14 +44,6 @@ class SessionTotals:
     display_name: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Labels:
-    """Owner's name and project of a session."""
-
-    owner: str
-    project_id: str | None
-
-
 def list_ids(conn: Connection, reach: Reach, limit: int, offset: int) -> list[str]:
     """Return a page of session ids, newest first."""
     query = select(Session.session_id).where(within(reach))
@@ -79,17 +71,17 @@ def totals(conn: Connection, reach: Reach, session_id: SessionId) -> SessionTota
     )
 
 
-def find_labels(conn: Connection, reach: Reach, session_ids: Collection[str]) -> dict[str, Labels]:
-    """Return labels by session id, for those sessions that the caller sees."""
+def find_labels(conn: Connection, reach: Reach, session_ids: Collection[str]) -> dict[str, AnyRow]:
+    """Return `owner`, a name, and `project_id` by session id, for those sessions that the caller sees."""
     query = (
-        select(Session.session_id, OWNER_NAME, Session.project_id)
+        select(Session.session_id, OWNER_NAME.label("owner"), Session.project_id)
         .outerjoin(ApiKey, ApiKey.id == Session.owner_id)
         .where(within(reach))
     )
-    wanted, found = sorted(session_ids), dict[str, Labels]()
+    wanted, found = sorted(session_ids), dict[str, AnyRow]()
     for first in range(0, len(wanted), AT_ONCE):
         part = query.where(Session.session_id.in_(wanted[first : first + AT_ONCE]))
-        found |= {row[0]: Labels(*row[1:]) for row in conn.execute(part)}
+        found |= {row.session_id: row for row in conn.execute(part)}
     return found
 
 
