@@ -56,7 +56,6 @@ from skyrl_tinker.api.routes import (
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.signing import Signer
 from skyrl_tinker.api.services import Services
-from skyrl_tinker.api.waiting.backpressure import Backpressure
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.api.waiting.heartbeats import Heartbeats
@@ -130,7 +129,7 @@ def make_services(
     signing = SigningSecrets(settings.root)
     engine = EngineClient(directories.engine_socket, store, signing)
     alone = settings.api_processes == 1 and settings.engine_listen is None
-    queues = EngineQueues(engine, alone=alone)
+    queues = EngineQueues(engine, settings.sample_backlog, alone=alone)
     metrics = ApiMetrics()
     keys = KeyRing(store, signing, settings.keys, clock)
     room = DiskRoom((settings.root, settings.checkpoint_root), settings.min_free_gb)
@@ -164,7 +163,6 @@ def make_services(
         keys,
         Signer(signing, settings.trust_forwarded),
         queues,
-        Backpressure(queues, settings.sample_backlog),
         RequestRates(store),
         KeyBacklogs(store),
         Arrivals(store),

@@ -16,7 +16,6 @@ from skyrl_tinker.api.middleware.request_rate import RequestRates
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.signing import Signer
 from skyrl_tinker.api.security.tokens import Caller
-from skyrl_tinker.api.waiting.backpressure import Backpressure
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.api.waiting.heartbeats import Heartbeats
@@ -50,7 +49,6 @@ class Services:
     keys: KeyRing
     signer: Signer
     queues: EngineQueues
-    backpressure: Backpressure
     rates: RequestRates
     backlogs: KeyBacklogs
     arrivals: Arrivals
