@@ -31,37 +31,15 @@ from pydantic_settings import (
 )
 
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.protocol.schemas.base import describe
-from skyrl_tinker.protocol.validation.key_limits import KeyLimits, Table, fit_json
+from skyrl_tinker.protocol.schemas.base import Table, describe, fit_json
+from skyrl_tinker.protocol.schemas.session import SdkFlags
+from skyrl_tinker.protocol.validation.key_limits import KeyLimits
 
 _SETUP_ONLY = frozenset({"torch_index"})  # SKYRL_TINKER_… variables that only scripts/setup reads
 _ON_CUDA = {"trainer_dtype": "bfloat16", "token_budget": 16384}
 """Defaults that device cuda changes: attention in float32 would keep matrices of [T, T], and a GPU waits for
 the launches of short rows.
 """
-
-
-class SdkFlags(Table):
-    """Flags that the SDK reads, by its own names."""
-
-    sample_use_retrieve_futures: bool = False
-    """Let SDKs from 0.27 on wait for all samples of a client on one connection"""
-    sample_max_concurrent_requests: int = Field(2000, ge=1)
-    """Most samples that a sampling client of the SDK has in flight"""
-    sample_dispatch_bytes_semaphore_size: int = Field(10 << 20, ge=1)
-    """Bytes of prompts that a client of the SDK sends at once"""
-    inflight_response_bytes_semaphore_size: int = Field(50 << 20, ge=1)
-    """Bytes of results that a client of the SDK fetches at once"""
-    proto_compress_fwdbwd: bool = False
-    """Have SDKs from 0.24 on compress bodies of forward_backward with zstd, for slow networks"""
-    fwdbwd_max_chunk_len: int = Field(1024, ge=1)
-    """Most datums that the SDK sends in one request; never more than bodies.datums"""
-    fwdbwd_max_chunk_bytes_count: int = Field(5_000_000, ge=1)
-    """Bytes, before compression, that the SDK sends in one forward_backward"""
-    fwdbwd_dispatch_bytes_semaphore_size: int = Field(50_000_000, ge=1)
-    """Bytes of forward_backward that a client of the SDK sends at once"""
-    custom_loss_server_side: bool = True
-    """Run the losses of create_custom_loss on the server, not on the client"""
 
 
 class Timeouts(Table):

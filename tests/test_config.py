@@ -7,7 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from skyrl_tinker import config
-from skyrl_tinker.config import BaseOverrides, SdkFlags, Settings
+from skyrl_tinker.config import BaseOverrides, Settings
+from skyrl_tinker.protocol.schemas.session import SdkFlags
 from skyrl_tinker.protocol.validation.key_limits import KeyLimits
 
 

@@ -27,7 +27,7 @@ from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.redaction import log_to_stderr
 from skyrl_tinker.store import server_state
-from skyrl_tinker.store.cluster.doorbells import bind_doorbell
+from skyrl_tinker.store.cluster.notify_bell import bind_doorbell
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.processes import (

@@ -1,6 +1,6 @@
 """Composition root of the API."""
 
-from asyncio import TaskGroup
+from asyncio import Semaphore, TaskGroup
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -21,7 +21,6 @@ from skyrl_tinker.api.middleware.body_limits import BodyLimitMiddleware, BodyLim
 from skyrl_tinker.api.middleware.disk_room import DiskRoom
 from skyrl_tinker.api.middleware.fast_routes import FastPaths
 from skyrl_tinker.api.middleware.own_hosts import OwnHostsMiddleware
-from skyrl_tinker.api.middleware.parse_gate import Gate
 from skyrl_tinker.api.middleware.request_metrics import RequestMetricsMiddleware
 from skyrl_tinker.api.middleware.request_rate import RequestRates
 from skyrl_tinker.api.openapi.documents import ERRORS, Documented
@@ -57,7 +56,6 @@ from skyrl_tinker.api.routes import (
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.signing import Signer
 from skyrl_tinker.api.services import Services
-from skyrl_tinker.api.waiting.backpressure import Backpressure
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.api.waiting.heartbeats import Heartbeats
@@ -75,7 +73,7 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 
 LARGE_AT_ONCE = 1
-"""Large bodies that are parsed and stored at a time: two take longer together than one after the other."""
+"""Large bodies that are parsed and stored at a time: more would finish no sooner, and all else would wait."""
 
 RESOURCES = (
     client,
@@ -131,7 +129,7 @@ def make_services(
     signing = SigningSecrets(settings.root)
     engine = EngineClient(directories.engine_socket, store, signing)
     alone = settings.api_processes == 1 and settings.engine_listen is None
-    queues = EngineQueues(engine, alone=alone)
+    queues = EngineQueues(engine, settings.sample_backlog, alone=alone)
     metrics = ApiMetrics()
     keys = KeyRing(store, signing, settings.keys, clock)
     room = DiskRoom((settings.root, settings.checkpoint_root), settings.min_free_gb)
@@ -161,11 +159,10 @@ def make_services(
         metrics,
         MetricsPage(store, engine, metrics),
         LoopWatch(metrics.blocked),
-        Gate(LARGE_AT_ONCE),
+        Semaphore(LARGE_AT_ONCE),
         keys,
         Signer(signing, settings.trust_forwarded),
         queues,
-        Backpressure(queues, settings.sample_backlog),
         RequestRates(store),
         KeyBacklogs(store),
         Arrivals(store),

@@ -1,5 +1,6 @@
 """Parts that routes use, and FastAPI's dependencies on them and on the owner of a request."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -11,12 +12,10 @@ from skyrl_tinker.api.base_limits import BaseLimits
 from skyrl_tinker.api.loop_watch import LoopWatch
 from skyrl_tinker.api.middleware.arrivals import Arrivals
 from skyrl_tinker.api.middleware.disk_room import DiskRoom
-from skyrl_tinker.api.middleware.parse_gate import Gate
 from skyrl_tinker.api.middleware.request_rate import RequestRates
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.signing import Signer
 from skyrl_tinker.api.security.tokens import Caller
-from skyrl_tinker.api.waiting.backpressure import Backpressure
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.api.waiting.heartbeats import Heartbeats
@@ -46,11 +45,10 @@ class Services:
     metrics: ApiMetrics
     page: MetricsPage
     watch: LoopWatch
-    gate: Gate
+    gate: asyncio.Semaphore  # for large bodies that are parsed and stored
     keys: KeyRing
     signer: Signer
     queues: EngineQueues
-    backpressure: Backpressure
     rates: RequestRates
     backlogs: KeyBacklogs
     arrivals: Arrivals

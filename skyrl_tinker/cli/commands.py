@@ -12,7 +12,7 @@ from skyrl_tinker.cli import database, keys, server_commands
 from skyrl_tinker.cli.options import SettingsCommand, one_line_errors, path, with_options, with_settings
 from skyrl_tinker.cli.terminal import tell
 from skyrl_tinker.config import Settings
-from skyrl_tinker.domain.units import GB
+from skyrl_tinker.domain.units import GB, counted
 from skyrl_tinker.server.base_models.tiny_families import FAMILIES
 
 # no markup: it would take "[default: 8000]" for a style and drop it
@@ -206,8 +206,8 @@ def plan(
     from skyrl_tinker.cli import plan_output
     from skyrl_tinker.server import start_plan
 
-    def counted(config: Any, demand: Any, ranks: int) -> Any:
-        on = f"{ranks} trainer rank{'' if ranks == 1 else 's'}"
+    def measured(config: Any, demand: Any, ranks: int) -> Any:
+        on = counted(ranks, "trainer rank")
         tell(f"counting the memory of a row of {demand.longest_row} tokens on {on}: some ten seconds")
         return start_plan.measure_costs(config, demand, ranks)
 
@@ -215,7 +215,7 @@ def plan(
         if full:
             given["max_lora_rank"] = 0
         settings = config.load(base_model=base_model, device="cuda", **given)
-        found = start_plan.plan(settings, start_plan.Gpus(gpus, gpu_memory * GB), counted, tenants=tenants)
+        found = start_plan.plan(settings, start_plan.Gpus(gpus, gpu_memory * GB), measured, tenants=tenants)
     print((plan_output.as_json if as_json else plan_output.as_table)(found, settings))
     if found.problem is not None:
         raise typer.Exit(1)

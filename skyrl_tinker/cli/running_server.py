@@ -23,7 +23,7 @@ from skyrl_tinker.cli.terminal import printable, show
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.tinker_path import TinkerPath
-from skyrl_tinker.domain.units import GB, MiB, duration
+from skyrl_tinker.domain.units import GB, MiB, counted, duration
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.server.addresses import is_http, local_url
 from skyrl_tinker.system.process_lock import holder
@@ -262,7 +262,8 @@ def status_lines(now: Facts) -> Iterator[str]:
         yield f"samplers  {server['sampler']}{whose}: {counts}"
     ways = Counter(each["weights_by"] for each in now["replicas"] if each["weights_by"])
     if ways:
-        yield f"weights   {', '.join(f'by {way} to {_replicas(count)}' for way, count in ways.items())}"
+        to = (f"by {way} to {counted(count, 'replica')}" for way, count in ways.items())
+        yield f"weights   {', '.join(to)}"
     for kind, rate in (now["rates"] or {}).items():
         yield f"{kind:<9} {rate['over_10_s']:.0f} tokens/s, {rate['over_60_s']:.0f} over a minute"
     yield from _table(
@@ -376,7 +377,7 @@ def checkpoint_lines(found: Sequence[Facts]) -> Iterator[str]:
     ]
     yield from _table(("checkpoint", "size", "saved", "expires", "public"), rows)
     size = sum(each["size_bytes"] for each in found) / GB
-    yield f"{len(rows)} checkpoint{'' if len(rows) == 1 else 's'}, {size:,.3f} GB"
+    yield f"{counted(len(rows), 'checkpoint')}, {size:,.3f} GB"
 
 
 def usage_by_day(parts: Iterable[Facts]) -> Iterator[str]:
@@ -450,11 +451,7 @@ def _unit(unit: Facts | None) -> str | None:
         return None
     models = len(unit["model_ids"]) + unit["others"]
     since = "" if unit["running_s"] is None else f" for {unit['running_s']:.1f} s"
-    return f"{unit['kind']} of {models} model{'' if models == 1 else 's'}{since}"
-
-
-def _replicas(count: int) -> str:
-    return f"{count} replica{'' if count == 1 else 's'}"
+    return f"{unit['kind']} of {counted(models, 'model')}{since}"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:

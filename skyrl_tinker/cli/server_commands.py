@@ -15,6 +15,7 @@ from skyrl_tinker.cli.options import Config, Home, one_line_errors, path, second
 from skyrl_tinker.cli.running_server import RunningServer, understood
 from skyrl_tinker.cli.terminal import show
 from skyrl_tinker.domain import tinker_path
+from skyrl_tinker.domain.units import counted
 
 app = typer.Typer()
 checkpoints = typer.Typer(no_args_is_help=True, help="Checkpoints of a server.", rich_markup_mode=None)
@@ -181,7 +182,7 @@ def delete_checkpoints(
             show(running_server.checkpoint_lines(found))
             paths = [each["tinker_path"] for each in found]
         if paths and not yes:
-            typer.confirm(f"delete {len(paths)} checkpoint{'' if len(paths) == 1 else 's'}?", abort=True)
+            typer.confirm(f"delete {counted(len(paths), 'checkpoint')}?", abort=True)
         deleted = sum(server.delete_checkpoint(tinker_path.parse(path)) for path in paths)
         show([f"deleted: {deleted}"])
 

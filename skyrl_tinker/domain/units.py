@@ -1,4 +1,4 @@
-"""Units of memory and time."""
+"""Units of memory and time, and counts in words."""
 
 KiB = 1 << 10
 MiB = 1 << 20
@@ -11,3 +11,7 @@ def duration(seconds: float) -> str:
     whole = round(seconds)
     unit, size = next((unit, size) for unit, size in _SECONDS.items() if whole >= 2 * size or unit == "s")
     return f"{whole // size} {unit}"
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -22,7 +22,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import LOG_BYTES, Directories
 from skyrl_tinker.errors import RaySlowError, StartupError
 from skyrl_tinker.redaction import log_to_stderr
-from skyrl_tinker.store.cluster.doorbells import bind_doorbell
+from skyrl_tinker.store.cluster.notify_bell import bind_doorbell
 from skyrl_tinker.store.cluster.server_lease import own_epoch
 from skyrl_tinker.store.database.abstract_database import LeaseFence
 from skyrl_tinker.store.store import RETRY_S, Store

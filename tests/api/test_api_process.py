@@ -21,10 +21,11 @@ from skyrl_tinker.api.api_process import ApiServer, read_bases
 from skyrl_tinker.api.app import create_app
 from skyrl_tinker.api.middleware import arriving_body
 from skyrl_tinker.api.services import Services
-from skyrl_tinker.config import Bodies, ConnectionLimits, SdkFlags, Settings, Timeouts
+from skyrl_tinker.config import Bodies, ConnectionLimits, Settings, Timeouts
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.protocol.schemas.session import SdkFlags
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.tables import Session
 from skyrl_tinker.store.doorbell import SocketBell

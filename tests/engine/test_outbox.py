@@ -22,8 +22,8 @@ from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import DiskFullError, StateLostError, StatementError, UserError
 from skyrl_tinker.store import server_state, stability_records
 from skyrl_tinker.store.database.group_commit import Op
+from skyrl_tinker.store.database.sqlite_database import WalCheckpointer
 from skyrl_tinker.store.database.tables import Result
-from skyrl_tinker.store.database.wal_checkpointer import WalCheckpointer
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import outcomes, queue
 from skyrl_tinker.store.futures.outcomes import Outcome

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tinker.store.cluster.doorbells import bind_doorbell
-from skyrl_tinker.store.cluster.notify_bell import NotifyBell
+from skyrl_tinker.store.cluster.notify_bell import NotifyBell, bind_doorbell
 from skyrl_tinker.store.doorbell import Doorbell, Role, SocketBell
 from skyrl_tinker.system.user_directory import user_directory
 from tests.store.support.databases import on_postgresql

@@ -11,7 +11,6 @@ from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.console import RunSummary
 from skyrl_tinker.protocol.schemas.runs import Checkpoint, TrainingRun
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
-from skyrl_tinker.store.database.rows import values_of
 from skyrl_tinker.store.reports.training_runs import Run
 
 _TYPES: Mapping[CheckpointKind, Literal["training", "sampler", "external"]] = {
@@ -24,19 +23,19 @@ _LISTED, _LISTED_CHARACTERS = 8, 200
 
 
 def training_run(run: Run) -> TrainingRun:
-    last = run.last.get(CheckpointKind.WEIGHTS)
+    row, last = run.row, run.last.get(CheckpointKind.WEIGHTS)
     last_sampler = run.last.get(CheckpointKind.SAMPLER_WEIGHTS)
     return TrainingRun(
-        training_run_id=run.model_id,
-        base_model=run.base_model,
-        model_owner=run.owner,
-        is_lora=run.lora_rank > 0,
-        lora_rank=run.lora_rank or None,
-        last_request_time=utc(run.last_request_at),
-        corrupted=run.state in (ModelState.FAILED, ModelState.LOST),
+        training_run_id=row.model_id,
+        base_model=row.base_model,
+        model_owner=row.owner,
+        is_lora=row.lora_rank > 0,
+        lora_rank=row.lora_rank or None,
+        last_request_time=utc(row.last_request_at),
+        corrupted=row.state in (ModelState.FAILED, ModelState.LOST),
         last_checkpoint=last and checkpoint(last),
         last_sampler_checkpoint=last_sampler and checkpoint(last_sampler),
-        user_metadata=as_strings(run.user_metadata),
+        user_metadata=as_strings(row.user_metadata),
     )
 
 
@@ -49,15 +48,16 @@ def listed_summary(run: Run) -> RunSummary:
 
 
 def run_summary(run: Run) -> RunSummary:
+    row, point = run.row, run.point
     told = {
-        "run_id": run.model_id,
-        "lora_rank": None if run.state is ModelState.FAILED else run.lora_rank,
-        "user_metadata": as_strings(run.user_metadata),
-        "steps": run.point.step if run.point else 0,
-        "loss_fn_config": run.loss_fn_config or {},
-        "last": run.point and run.point.measured,
+        "run_id": row.model_id,
+        "lora_rank": None if row.state is ModelState.FAILED else row.lora_rank,
+        "user_metadata": as_strings(row.user_metadata),
+        "steps": point.step if point else 0,
+        "loss_fn_config": row.loss_fn_config or {},
+        "last": point and point.measured,
     }
-    return RunSummary(**values_of(run) | told)
+    return RunSummary(**{**row._mapping, **told})
 
 
 def checkpoint(row: CheckpointRow) -> Checkpoint:

@@ -1,30 +1,39 @@
 """Tokens of datums and sampled sequences, with their values, and with their prompts."""
 
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skyrl_tinker.errors import NotFoundError
+
+if TYPE_CHECKING:  # few requests need its import, which takes time at each start
+    from tokenizers import Tokenizer
+
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 
-from skyrl_tinker.api.token_texts import split_tokens
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import Datum, Float32, Number
-from skyrl_tinker.errors import GoneError, NotFoundError, UserError
+from skyrl_tinker.errors import GoneError, UserError
 from skyrl_tinker.protocol.protobuf import pass_requests, pass_results, sample_results
 from skyrl_tinker.protocol.schemas.console import ItemsResponse, ItemSummary, ReadableSummary, TokensResponse
 from skyrl_tinker.protocol.schemas.runs import Paging
 from skyrl_tinker.protocol.stored_requests import sample_from_body
-from skyrl_tinker.store.console.readable_requests import ReadableRow, StoredTokens
-from skyrl_tinker.store.database.rows import values_of
+from skyrl_tinker.store.console.readable_requests import StoredTokens
+from skyrl_tinker.store.database.rows import AnyRow
 
 Values = Sequence[float | None]
 _SHOWN = 40
 """Tokens of a summary's texts."""
+FILE = "tokenizer.json"
 
 
 def tokens_of(stored: StoredTokens, item: int, bases: Bases) -> TokensResponse:
@@ -122,14 +131,14 @@ def _summary(item: int, part: _ScoredPart, directory: Path) -> ItemSummary:
     )
 
 
-def request_summary(row: ReadableRow, bases: Bases) -> ReadableSummary:
+def request_summary(row: AnyRow, bases: Bases) -> ReadableSummary:
     """Return a request as one of a list. A prompt that has no text, as its base model is gone, is null."""
     prompt_id = prompt = None
     if row.prompt is not None:
         tokens = sample_from_body(row.prompt).prompt
         with suppress(NotFoundError, UserError):
             prompt_id, prompt = _prompt(tokens, _directory(row.base_model, bases))
-    return ReadableSummary(**values_of(row) | {"prompt_id": prompt_id, "prompt": prompt})
+    return ReadableSummary(**{**row._mapping, "prompt_id": prompt_id, "prompt": prompt})
 
 
 def _prompt(tokens: Sequence[int] | None, directory: Path) -> tuple[str | None, str | None]:
@@ -213,3 +222,24 @@ def _check(item: int, count: int) -> None:
 
 def _finite(values: Sequence[float]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values]
+
+
+def split_tokens(tokens: Sequence[int], directory: Path) -> list[str]:
+    """Return the text that each token adds; of a character in several tokens, the last one has it.
+
+    Call it in a thread: it reads the tokenizer of the model in `directory` when it first needs it. Raises
+    NotFoundError for a model without a fast tokenizer.
+    """
+    from tokenizers.decoders import DecodeStream
+
+    stream, tokenizer = DecodeStream(skip_special_tokens=False), _tokenizer(directory / FILE)
+    return [stream.step(tokenizer, token) or "" for token in tokens]
+
+
+@cache
+def _tokenizer(file: Path) -> "Tokenizer":
+    from tokenizers import Tokenizer
+
+    if not file.is_file():
+        raise NotFoundError(f"the base model has no {FILE}, so its tokens cannot be shown as text")
+    return Tokenizer.from_file(str(file))

@@ -22,8 +22,8 @@ from skyrl_tinker.protocol.schemas.usage import (
     UsageSession,
 )
 from skyrl_tinker.store import usage_records
+from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.reports import session_listing, storage
-from skyrl_tinker.store.reports.session_listing import Labels
 from skyrl_tinker.store.reports.storage import StoredPeriod
 from skyrl_tinker.store.usage_records import HOUR_S, Hourly
 
@@ -49,7 +49,7 @@ def bill(conn: Connection, reach: Reach, first: int, end: int, now: float) -> Us
     return UsageResponse(data=events, sessions={session: UsageSession() for session in of_events})
 
 
-def _tokens(hourly: Hourly, label: Labels) -> Iterator[UsageEvent]:
+def _tokens(hourly: Hourly, label: AnyRow) -> Iterator[UsageEvent]:
     for info in _token_usages(hourly):
         if info.token_count:
             yield _event(
@@ -69,7 +69,7 @@ def _token_usages(hourly: Hourly) -> tuple[TrainingUsage | PrefillUsage | Sample
 
 
 def _saves(
-    stored: Sequence[StoredPeriod], labels: Mapping[str, Labels], first: int, end: int
+    stored: Sequence[StoredPeriod], labels: Mapping[str, AnyRow], first: int, end: int
 ) -> Iterator[UsageEvent]:
     """Count checkpoints by the hour of their creation."""
     counts: Counter[tuple[int, str, str, str, str | None]] = Counter()
@@ -83,7 +83,7 @@ def _saves(
 
 
 def _storage(
-    stored: Sequence[StoredPeriod], labels: Mapping[str, Labels], first: int, end: int, now: float
+    stored: Sequence[StoredPeriod], labels: Mapping[str, AnyRow], first: int, end: int, now: float
 ) -> Iterator[UsageEvent]:
     """Sum the checkpoints' bytes over the time that they existed, by the hour."""
     totals: Counter[tuple[int, str, str, str | None]] = Counter()  # byte seconds

@@ -18,8 +18,8 @@ from skyrl_tinker.protocol.schemas.usage import (
     UsageQuery,
     UsageResponse,
 )
+from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.reports import storage
-from skyrl_tinker.store.reports.storage import StorageTotal
 from skyrl_tinker.store.usage_records import HOUR_S
 
 _MOST_HOURS = 14 * 24
@@ -64,12 +64,12 @@ async def current_storage(
     return StorageResponse(data=[_item(total) for total in totals])
 
 
-def _item(total: StorageTotal) -> StorageItem:
+def _item(total: AnyRow) -> StorageItem:
     return StorageItem(
         project_id=total.project_id,
         org_user_urn=user_urn(total.owner),
         user_name=total.owner,
-        checkpoint_count=total.count,
+        checkpoint_count=total.checkpoint_count,
         size_bytes=total.size_bytes,
         size_gigabytes=total.size_bytes / GIGABYTE,
     )

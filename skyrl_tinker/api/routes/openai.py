@@ -75,11 +75,11 @@ async def _relay(request: Request, deps: Services, model: type[OpenAIRequest]) -
     caller = caller_of(request)
     caller.limits.require_stop(stop_bytes(parsed.stop))
     base_model = (await deps.limits.of_openai_model(parsed.model, caller.owner)).base_model
-    if refusal := deps.backpressure.full(base_model):
+    if refusal := deps.queues.full(base_model):
         raise refusal
     try:
         async with deps.backlogs.held(caller):
-            deps.backpressure.accepted(base_model)
+            deps.queues.accepted(base_model)
             return await deps.engine.relay(request)
     except EngineUnavailableError:
         engine = await deps.store.read(engine_state)

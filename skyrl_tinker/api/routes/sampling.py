@@ -112,7 +112,7 @@ async def join_sampling_session(request: Request, deps: Deps, owner: Owner) -> J
 async def asample(request: Request, deps: Deps) -> AcceptedFuture:
     caller = caller_of(request)
     sample, base_model = await _read_sample(await request.body(), deps, caller)
-    refusal = deps.backpressure.full(base_model) or await deps.backlogs.full(caller)
+    refusal = deps.queues.full(base_model) or await deps.backlogs.full(caller)
     owner = caller.owner
     if refusal is not None:  # but not of a sample that was accepted before, and its answer lost
         accepted = await deps.store.fetch(lambda conn: submit_sample(conn, sample, owner, refusal).value())
@@ -121,7 +121,7 @@ async def asample(request: Request, deps: Deps) -> AcceptedFuture:
             lambda conn: submit_sample(conn, sample, owner), deps.wake_engine, len(sample.body)
         )
     if accepted.created:
-        deps.backpressure.accepted(base_model)
+        deps.queues.accepted(base_model)
     return announce(deps, owner, accepted, pending=True)
 
 

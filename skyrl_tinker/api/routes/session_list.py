@@ -30,9 +30,8 @@ from skyrl_tinker.protocol.schemas.session_list import (
     SessionSummary,
     SetProjectRequest,
 )
-from skyrl_tinker.store.database.rows import values_of
+from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.reports import session_listing
-from skyrl_tinker.store.reports.session_listing import SessionMatch
 
 _PAGE_CHARACTERS = 4 * MiB
 """Metadata of a page of a search, after which another one begins."""
@@ -101,7 +100,7 @@ def _names(searched: SearchOwner) -> list[str] | None:
     return [urn.removeprefix(users) for urn in searched.owner_urns if urn.startswith(users)]
 
 
-def _page(matches: Iterator[SessionMatch], limit: int) -> SessionSearchResponse:
+def _page(matches: Iterator[AnyRow], limit: int) -> SessionSearchResponse:
     """Return the first `limit` matches, or less where their metadata is long, and where others follow."""
     page, size = list[SessionSummary](), 0
     for match in matches:
@@ -113,12 +112,12 @@ def _page(matches: Iterator[SessionMatch], limit: int) -> SessionSearchResponse:
     return SessionSearchResponse(sessions=page)
 
 
-def _summary(match: SessionMatch) -> SessionSummary:
+def _summary(match: AnyRow) -> SessionSummary:
     told = {"owner": user_urn(match.owner), "user_metadata": as_strings(match.user_metadata)}
-    return SessionSummary(**values_of(match) | told, status=_status(match))
+    return SessionSummary(**{**match._mapping, **told}, status=_status(match))
 
 
-def _status(match: SessionMatch) -> ActiveStatus | FinishedStatus | None:
+def _status(match: AnyRow) -> ActiveStatus | FinishedStatus | None:
     if match.finished_at is None:
         return ActiveStatus()
     for reason in session_listing.REASONS:

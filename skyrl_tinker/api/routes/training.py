@@ -1,6 +1,7 @@
 """Training requests: passes and optimizer steps."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -23,7 +24,7 @@ from skyrl_tinker.protocol.validation.limits import Limits
 from skyrl_tinker.protocol.validation.steps import validate_optim_step
 from skyrl_tinker.protocol.validation.training import validate_forward_backward
 from skyrl_tinker.store.futures.training_submission import Submission
-from skyrl_tinker.system.off_loop import off_loop
+from skyrl_tinker.system.off_loop import OFF_LOOP_BYTES, off_loop
 
 router = APIRouter(tags=["training"], route_class=FastRoute)
 
@@ -39,7 +40,8 @@ router = APIRouter(tags=["training"], route_class=FastRoute)
     openapi_extra=takes_pass(forward=True),
 )
 async def forward_backward(request: Request, deps: Deps) -> AcceptedFuture:
-    async with deps.gate.admit(request):
+    size = int(request.headers["content-length"])  # set by the middleware
+    async with deps.gate if size > OFF_LOOP_BYTES else nullcontext():
         submission = await _read_pass(request, deps)
         return await submit_training(deps, caller_of(request), submission)
 

@@ -1,19 +1,25 @@
 """Cached view of the engine's queues: read on demand and while samples wait, at most once a second.
 
+Samples above the backlog of their base model get a 429 by it, and clients try them again.
+
 Beside other API processes it is read each second, as samples may wait that those have accepted.
 """
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 
 from pydantic import ValidationError
 
 from skyrl_tinker.api.waiting.engine_client import EngineClient, EngineUnavailableError
+from skyrl_tinker.errors import OverloadedError
 from skyrl_tinker.protocol.queue_views import QueuesView, queues_from_bytes
 
 EVERY_S = 1.0
+LONGEST_S = 60
+"""Longest time after which a client is told to try a sample again."""
 PATIENCE_S = 2.0  # then a long poll is answered without a reason
 _log = logging.getLogger(__name__)
 
@@ -21,9 +27,10 @@ _log = logging.getLogger(__name__)
 class EngineQueues:
     """Reader of the queues, to `run` as a task; between two reads it counts the samples accepted here."""
 
-    def __init__(self, engine: EngineClient, *, alone: bool) -> None:
-        """`alone`: no other API process, on this host or another, accepts samples."""
+    def __init__(self, engine: EngineClient, backlog: int, *, alone: bool) -> None:
+        """`backlog`: of samples of a base model. `alone`: no other API process, on any host, accepts some."""
         self._engine = engine
+        self._backlog = backlog
         self._alone = alone
         self._requested = asyncio.Event()
         self._refreshed = asyncio.Event()  # set and replaced at each read
@@ -54,7 +61,8 @@ class EngineQueues:
                 return None
         return self._view
 
-    def sample_accepted(self, base_model: str) -> None:
+    def accepted(self, base_model: str) -> None:
+        """Count one more waiting sample."""
         self._accepted[base_model] += 1
         self._requested.set()
 
@@ -62,9 +70,22 @@ class EngineQueues:
         """Estimate how many samples of a base model are accepted and not finished."""
         return self._waiting.get(base_model, 0) + self._accepted[base_model]
 
-    def samples_per_second(self, base_model: str) -> float | None:
+    def full(self, base_model: str) -> OverloadedError | None:
+        """Return the refusal of one more sample of a base model, None while there is room."""
+        waiting = self.samples_waiting(base_model)
+        if waiting < self._backlog:
+            return None
+        return OverloadedError(
+            f"{waiting} samples of {base_model} are waiting, and the server accepts {self._backlog} "
+            "(setting sample_backlog): send this request again later",
+            self._retry_after(base_model, waiting),
+        )
+
+    def _retry_after(self, base_model: str, waiting: int) -> int:
+        """Estimate the seconds until the backlog is short enough; 1 while the throughput is unknown."""
         view = self._view and self._view.sampling.get(base_model)
-        return view.per_second if view else None
+        rate = view.per_second if view else None
+        return min(LONGEST_S, max(1, math.ceil((waiting - self._backlog) / rate))) if rate else 1
 
     async def _refresh(self) -> None:
         accepted = self._accepted.copy()

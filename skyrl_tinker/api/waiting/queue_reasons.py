@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from skyrl_tinker.api.waiting.engine_client import EngineState
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.domain.units import duration
+from skyrl_tinker.domain.units import counted, duration
 from skyrl_tinker.protocol.queue_views import LaneView, QueuesView, SamplingView, TrainingView
 from skyrl_tinker.protocol.schemas.futures import QueueState
 from skyrl_tinker.redaction import without_paths
@@ -60,7 +60,7 @@ def _sampling(position: QueuePosition, view: SamplingView) -> Reason:
     if ahead is None:
         return _running(position)
     rate = view.per_second
-    text = f"{_count(ahead, 'sample')} ahead of this one" if ahead else "next to be sampled"
+    text = f"{counted(ahead, 'sample')} ahead of this one" if ahead else "next to be sampled"
     text = text if position.session_id in view.queued else f"at least {text}"
     return Reason("paused_capacity", text + (_about((ahead + 1) / rate) if rate else ""))
 
@@ -89,15 +89,11 @@ def _running(position: QueuePosition) -> Reason:
 def _queued(earlier: int, session_id: str, view: TrainingView) -> str:
     """Count the work before a request: `earlier` requests of its model, and one unit of each tenant ahead."""
     tenants = view.tenants.index(session_id) if session_id in view.tenants else 0
-    parts = [_count(earlier, "earlier request") + " of this model"] if earlier else []
-    parts += [_count(tenants, "tenant")] if tenants else []
+    parts = [counted(earlier, "earlier request") + " of this model"] if earlier else []
+    parts += [counted(tenants, "tenant")] if tenants else []
     text = f"{' and '.join(parts)} ahead" if parts else "next to run"
     units = tenants + bool(view.running)
     return text + (_about(units * view.unit_s) if view.unit_s and units else "")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _about(seconds: float) -> str:

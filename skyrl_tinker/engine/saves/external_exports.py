@@ -3,32 +3,44 @@
 A full export also has the base model's small files, such as its tokenizer. Either may be encrypted.
 """
 
+import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import CheckpointKind
+from skyrl_tinker.domain.manifest import FILE_NAME, Manifest, entry_of, read_manifest, write_manifest
+from skyrl_tinker.domain.peft_config import (
+    ADAPTER_CONFIG_FILE,
+    MERGING_FILE,
+    MERGING_NOTE,
+    merges_wrongly,
+)
 from skyrl_tinker.domain.tinker_path import TinkerPath
-from skyrl_tinker.domain.values import BaseModelFacts
-from skyrl_tinker.engine.saves.export_files import Export, finish_export
+from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
 from skyrl_tinker.engine.unit_commits import UnitCommits
+from skyrl_tinker.protocol import age_encryption
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.system.atomic_directory import storage_errors
+from skyrl_tinker.system.atomic_directory import publish, storage_errors
 from skyrl_tinker.system.off_loop import in_disk_thread, in_transfer_thread
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 SHARD_BYTES = 5 * 10**9
 """Approximate size of a file of a full-parameter model, as on the Hugging Face hub."""
+CONFIG_FILE = "config.json"
+_SMALL = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
+_NOTICES = ("LICENSE", "NOTICE")
 
 
 class Exporter(SaveFlow[Save[SaveExternalBody]]):
@@ -69,3 +81,68 @@ class Exporter(SaveFlow[Save[SaveExternalBody]]):
     def _record(self, conn: Connection, save: Save[SaveExternalBody], size: int) -> Mapping[str, Any]:
         checkpoint_records.add(conn, save.checkpoint(conn, size), replace=False)
         return {"path": str(save.path), "size_bytes": size}
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Base model and spec of exported weights, `dtype` of full ones, and the recipients of encryption."""
+
+    facts: BaseModelFacts
+    spec: LoraSpec
+    dtype: str
+    recipients: Sequence[str] = ()
+
+
+def finish_export(export: Export, staging: Path, directory: Path) -> int:
+    """Turn the trainer's checkpoint in `staging` into an export, published as `directory`.
+
+    Its manifest names the files to download. Returns their bytes. Raises OSError.
+    """
+    written = read_manifest(staging)
+    if export.spec.rank:
+        # PEFT finds the base model by this name; a directory of this server exists nowhere else
+        _update_json(staging / ADAPTER_CONFIG_FILE, "base_model_name_or_path", export.facts.names[0])
+        if merges_wrongly(export.spec, export.facts):
+            (staging / MERGING_FILE).write_text(MERGING_NOTE)
+    else:
+        _add_base_files(Path(export.facts.directory), staging, export.dtype)
+    if export.recipients:
+        for file in _files(staging):
+            age_encryption.encrypt(file, export.recipients)
+    size = _write_manifest(export, staging, written)
+    publish(staging, directory)
+    return size
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(file for file in directory.iterdir() if file.name != FILE_NAME)
+
+
+def _add_base_files(base: Path, staging: Path, dtype: str) -> None:
+    """Copy the base model's small files; config.json gets the dtype of the exported weights."""
+    for file in base.iterdir():
+        if file.is_file() and _is_exported(file.name):
+            shutil.copyfile(file, staging / file.name)
+    config = staging / CONFIG_FILE
+    _update_json(config, "torch_dtype" if "torch_dtype" in json.loads(config.read_text()) else "dtype", dtype)
+
+
+def _is_exported(name: str) -> bool:
+    if name == FILE_NAME or name.endswith(".index.json"):  # they describe the base model's own files
+        return False
+    return Path(name).suffix in _SMALL or name.startswith(_NOTICES)
+
+
+def _write_manifest(export: Export, staging: Path, written: Manifest) -> int:
+    """Write the manifest of the finished files; returns their bytes."""
+    changed = {ADAPTER_CONFIG_FILE, CONFIG_FILE}
+    known = {name: entry for name, entry in written.files.items() if name not in changed}
+    entries = {file.name: known.get(file.name) or entry_of(file) for file in _files(staging)}
+    name = export.facts.names[0]
+    write_manifest(staging, Manifest(name, export.spec, written.step, None, entries))
+    return sum(entry.size for entry in entries.values())
+
+
+def _update_json(file: Path, key: str, value: Any) -> None:
+    content: Mapping[str, Any] = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, key: value}, indent=2) + "\n")

@@ -88,7 +88,7 @@ class Metrics:
         self._waiting = self._counter(
             "trainer_waiting_seconds", "Time in which there was work and the workers did not", BASE
         )
-        self.owners = OwnerMetrics(self._registry, owner_name)
+        self.owners = OwnerMetrics(self._counter, owner_name)
         self.trained_meter, self.sampled_meter = TokenMeter(), TokenMeter()
         self.activity = ActivityLog(clock)
         self._registry.register(_Pending(self._pending))

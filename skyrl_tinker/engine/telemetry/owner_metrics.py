@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import Counter
 
 from skyrl_tinker.domain.ids import OwnerId
 
@@ -19,28 +19,17 @@ class OwnerMetrics:
     Each owner costs a series per kind of request, and Prometheus keeps the series of deleted keys.
     """
 
-    def __init__(self, registry: CollectorRegistry, name: OwnerName | None) -> None:
-        """Count nothing if `name` is None: names and activities of owners are not public."""
+    def __init__(self, counter: Callable[..., Counter], name: OwnerName | None) -> None:
+        """`counter`: (name, help, labels) -> counter.
+
+        Counts nothing if `name` is None: names and activities of owners are not public.
+        """
         self._name = name
         self._labels: dict[OwnerId | None, str] = {}
-        self._requests = Counter(
-            "skyrl_tinker_owner_requests",
-            "Requests answered, by the key's name (setting metrics_key)",
-            ("owner", "kind"),
-            registry=registry,
-        )
-        self._trained = Counter(
-            "skyrl_tinker_owner_trained_tokens",
-            "Tokens through the trainer, by the key's name (setting metrics_key)",
-            ("owner",),
-            registry=registry,
-        )
-        self._sampled = Counter(
-            "skyrl_tinker_owner_sampled_tokens",
-            "Tokens generated, by the key's name (setting metrics_key)",
-            ("owner",),
-            registry=registry,
-        )
+        by = "by the key's name (setting metrics_key)"
+        self._requests = counter("owner_requests", f"Requests answered, {by}", "owner", "kind")
+        self._trained = counter("owner_trained_tokens", f"Tokens through the trainer, {by}", "owner")
+        self._sampled = counter("owner_sampled_tokens", f"Tokens generated, {by}", "owner")
 
     async def know(self, owners: Iterable[OwnerId | None]) -> None:
         """Give owners their labels, before any of their requests is counted."""

@@ -17,6 +17,7 @@ from functools import partial
 import numpy as np
 
 from skyrl_tinker.domain.ids import SAVES, Effect, FutureStatus, ModelKey
+from skyrl_tinker.domain.units import counted
 from skyrl_tinker.domain.values import Failure, PassOutput
 from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.outbox import AWAY_S, persistently
@@ -73,8 +74,8 @@ class ReplayedModels:
         back, units = self.models - self.asleep - len(self.failed), self.units
         later = f"; {self.asleep} more will when they are asked for" if self.asleep else ""
         return (
-            f"{back} model{'' if back == 1 else 's'} came back, with {units} replayed "
-            f"unit{'' if units == 1 else 's'} of work, in {self.seconds:.1f} s{later}"
+            f"{counted(back, 'model')} came back, with {counted(units, 'replayed unit')} "
+            f"of work, in {self.seconds:.1f} s{later}"
         )
 
 

@@ -1,8 +1,9 @@
 """Clean-up: models and samples of sessions that are over, unused weights, deleted checkpoints, old rows."""
 
 import asyncio
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -11,15 +12,16 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import SessionId
+from skyrl_tinker.domain.units import GB
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.bases.train_dispatch import TrainDispatch
+from skyrl_tinker.engine.recovery import leftovers
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.suspends import Suspends
 from skyrl_tinker.engine.upkeep.purge import Purge
-from skyrl_tinker.engine.upkeep.storage_upkeep import StorageUpkeep
 from skyrl_tinker.engine.upkeep.upkeep_step import Step
-from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, InUse, Storage
 from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions, session_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.store import Store
@@ -27,6 +29,10 @@ from skyrl_tinker.system.off_loop import in_disk_thread, in_transfer_thread
 
 COMMIT_S = 60.0
 """Longest time from the time stamp in a row to the commit that makes it visible."""
+EVICT_S = 300.0
+DISCARD_S = 86_400.0
+CHECKPOINTS = "[0-9]*/*/*"
+"""Pattern of directories of checkpoints: model, kind, save."""
 
 
 class Cleanup:
@@ -136,3 +142,29 @@ def _finish(conn: Connection, session: SessionId, detail: str) -> list[model_rec
     """Finish a session. Returns its models that may be on the workers."""
     session_records.finish(conn, session, "expired", detail)
     return [row for row in model_records.list_for_session(conn, session) if row.state in session_records.HELD]
+
+
+class StorageUpkeep:
+    """Upkeep of object storage: its cache on this host, and leftovers of dead hosts in it."""
+
+    def __init__(self, store: Store, storage: Storage, cache_gb: float | None, in_use: InUse) -> None:
+        """`cache_gb`: limit of the cache; directories `in_use` are not evicted. None: no limit."""
+        self._store = store
+        self._storage = storage
+        self._in_use = in_use
+        self._cache_bytes = math.inf if cache_gb is None else cache_gb * GB
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps, which raise StorageError while the storage is away."""
+        if math.isfinite(self._cache_bytes):
+            yield Step("the cache of checkpoints", self._evict, EVICT_S)
+        yield Step("files of dead hosts", self._discard_left, DISCARD_S)
+
+    async def _evict(self) -> None:
+        await in_transfer_thread(self._storage.evict, self._cache_bytes, self._in_use)
+
+    async def _discard_left(self) -> None:
+        """Remove directories that dead hosts stored in part, or did not record."""
+        saves = leftovers.saves_of(await in_transfer_thread(self._storage.listed, CHECKPOINTS))
+        abandoned = await self._store.write(partial(leftovers.list_abandoned, saves=saves)) if saves else ()
+        await in_transfer_thread(self._storage.discard_old, CHECKPOINTS, abandoned)

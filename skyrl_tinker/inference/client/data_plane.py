@@ -14,7 +14,7 @@ from skyrl_tinker.inference.client.generated import SamplerResponse
 from skyrl_tinker.inference.client.http_connection import HttpAnswer, HttpStatusError, JsonHttp
 from skyrl_tinker.inference.client.in_flight import InFlight
 from skyrl_tinker.inference.client.sampling_port import Dialect, Json
-from skyrl_tinker.inference.constants import MAX_SEQUENCES, REPLICA
+from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES, REPLICA
 
 MOST_LISTED = 4096
 """Most tokens of a prompt's top k that are parsed on the event loop; more would block it for too long."""
@@ -87,7 +87,7 @@ class DataPlane:
 
     async def tokenize(self, text: Json) -> list[int]:
         """Tokenize {"prompt"} or {"messages"}, with options."""
-        return await self.dialect.tokenize(self._post, text)
+        return list((await self._post("/tokenize", {"model": BASE_MODEL, **text}))["tokens"])
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         return await self.dialect.detokenize(self._post, tokens)

@@ -5,6 +5,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
 from skyrl_tinker.errors import SamplerError
@@ -66,7 +67,7 @@ class FanOut(ABC):
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter on all replicas; harmless where it is not loaded."""
-        require_all(await self._gather(lambda url: self._unload(url, name)))
+        await self._each(lambda url: self._unload(url, name))
 
     async def adapters(self) -> list[str]:
         """List the names of the adapters that any replica has."""
@@ -148,7 +149,7 @@ class FanOut(ABC):
             body = message if key is None else {key: message}
             return await self._call(url, "POST", path, body, repeatable=False, long=True)
 
-        require_all(await self._gather(send))
+        await self._each(send)
 
     async def _located(self, url: str, directory: str) -> str:
         try:
@@ -160,9 +161,8 @@ class FanOut(ABC):
         self, method: str, path: str, json: Mapping[str, Any] | None = None, **options: Any
     ) -> list[Any]:
         """Make the same call to all replicas concurrently. Raises SamplerError unless all succeed."""
-        results = await self._gather(lambda url: self._call(url, method, path, json, **options))
-        require_all(results)
-        return list(results.values())
+        call = partial(self._call, method=method, path=path, json=json, **options)
+        return list((await self._each(call)).values())
 
     async def _each(self, call: Call) -> dict[str, Any]:
         """Make a call to all replicas concurrently. Raises SamplerError unless all succeed."""

@@ -1,8 +1,8 @@
 """Sequences as a sampler returned them: resumed where they were aborted, joined to Tinker's output. Pure."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from skyrl_tinker.domain.values import (
 )
 from skyrl_tinker.errors import SamplerError, UserError
 from skyrl_tinker.inference.client.sample_parts import stop_strings
+from skyrl_tinker.inference.constants import BASE_MODEL, START_VERSION
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Text of the first bytes of a character whose other bytes are missing."""
@@ -101,6 +102,24 @@ class SamplerResponse:
     prompt_logprobs: tuple[float, ...] | None = None
     topk_prompt_logprobs: tuple[TopkRow, ...] | None = None
     scores: PromptScores | None = None
+
+
+def most_likely(candidates: Iterable[tuple[int, float]], k: int) -> TopkRow:
+    """Return the k most likely (token, logprob), best first; ties by the lower token."""
+    return tuple(sorted(candidates, key=lambda candidate: (-candidate[1], candidate[0]))[:k])
+
+
+def version_spans(answer: Mapping[str, Any], model: str | None, count: int) -> tuple[VersionSpan, ...]:
+    """Return spans of tokens by weight version: the adapter's name; for full weights, as the sampler says."""
+    if count == 0:
+        return ()
+    if model is not None and model != BASE_MODEL:
+        return (VersionSpan(model, 0, count),)
+    spans = (
+        (str(span["version"]), span["start"], span["end"]) for span in answer.get("weight_versions") or ()
+    )
+    named = {START_VERSION: BASE_MODEL}
+    return tuple(VersionSpan(named.get(name, name), start, end) for name, start, end in spans if end > start)
 
 
 def diverged() -> UserError:

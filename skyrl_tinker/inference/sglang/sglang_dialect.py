@@ -4,20 +4,22 @@ A request is one sequence: SGLang would rename several, so that they could not b
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from skyrl_tinker.domain.values import SampleRequest, TopkRow, VersionSpan
+from skyrl_tinker.domain.values import SampleRequest, TopkRow
 from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
 from skyrl_tinker.inference.client.generated import (
     GeneratedSequence,
     PromptScores,
     SamplerResponse,
     diverged,
+    most_likely,
     refused,
+    version_spans,
 )
 from skyrl_tinker.inference.client.sample_parts import (
     first_scored,
@@ -29,7 +31,7 @@ from skyrl_tinker.inference.client.sample_parts import (
     target_table,
 )
 from skyrl_tinker.inference.client.sampling_port import Advice, Json, Post
-from skyrl_tinker.inference.constants import BASE_MODEL, START_VERSION
+from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.sglang import sglang_openai
 from skyrl_tinker.inference.sglang.sglang_control import SglangControl
 
@@ -137,9 +139,6 @@ class SglangDialect:
             return NotFoundError("the sampler has not loaded this adapter")  # its message lists all others
         return refused(status, message)
 
-    async def tokenize(self, post: Post, text: Json) -> list[int]:
-        return list((await post("/tokenize", {"model": BASE_MODEL, **text}))["tokens"])
-
     async def detokenize(self, post: Post, tokens: Sequence[int]) -> str:
         body = {"model": BASE_MODEL, "tokens": list(tokens), "skip_special_tokens": False}
         return str((await post("/detokenize", body))["text"])
@@ -165,7 +164,7 @@ def _generated(tokens: list[int], meta: Json, request: SampleRequest, model: str
         logprobs,
         meta["finish_reason"]["type"],
         tuple(_best(row, k) for row in best) if k else (),
-        _versions(meta, model, len(tokens)),
+        version_spans(meta, model, len(tokens)),
     )
 
 
@@ -197,23 +196,8 @@ def _finite(rows: Rows) -> Iterable[float]:
 
 
 def _best(row: Sequence[Sequence[Any]], k: int) -> TopkRow:
-    """Return the k most likely (token, logprob), best first; ties by the lower token."""
     listed = ((int(token), value) for value, token, _ in row if value is not None)
-    likely = (each for each in listed if each[1] > LEAST_LOGPROB)
-    return tuple(sorted(likely, key=lambda each: (-each[1], each[0]))[:k])
-
-
-def _versions(meta: Json, model: str, count: int) -> tuple[VersionSpan, ...]:
-    """Return spans of tokens by weight version: the adapter's name, or the version that SGLang reports."""
-    if count == 0:
-        return ()
-    if model != BASE_MODEL:
-        return (VersionSpan(model, 0, count),)
-    spans: Sequence[Mapping[str, Any]] = meta.get("weight_versions") or ()
-    named = (BASE_MODEL if span["version"] == START_VERSION else str(span["version"]) for span in spans)
-    return tuple(
-        VersionSpan(name, span["start"], span["end"]) for name, span in zip(named, spans, strict=True)
-    )
+    return most_likely((each for each in listed if each[1] > LEAST_LOGPROB), k)
 
 
 SGLANG = SglangDialect()

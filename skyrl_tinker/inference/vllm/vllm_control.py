@@ -7,13 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.inference.client.fan_out import (
-    FanOut,
-    RefusedError,
-    UnreachableError,
-    common,
-    require_all,
-)
+from skyrl_tinker.inference.client.fan_out import FanOut, RefusedError, UnreachableError, common
 from skyrl_tinker.inference.client.sampling_port import PauseMode
 from skyrl_tinker.inference.vllm.vllm_requests import abort_id
 
@@ -82,7 +76,7 @@ class VllmControl(FanOut):
 
     async def reset_prefix_cache(self) -> None:
         """Empty the cache on all replicas, offloaded parts included; running sequences are computed again."""
-        require_all(await self._gather(self._reset_prefix_cache))
+        await self._each(self._reset_prefix_cache)
 
     async def init_weight_transfer_engine(self, info: Mapping[str, Any]) -> None:
         await self._tell("/init_weight_transfer_engine", info, "init_info")

@@ -67,9 +67,6 @@ class VllmDialect:
             return SamplerPausedError("the sampler is paused")
         return refused(status, message)
 
-    async def tokenize(self, post: Post, text: Json) -> list[int]:
-        return list((await post("/tokenize", {"model": BASE_MODEL, **text}))["tokens"])
-
     async def detokenize(self, post: Post, tokens: Sequence[int]) -> str:
         return str((await post("/detokenize", {"model": BASE_MODEL, "tokens": tokens}))["prompt"])
 

@@ -3,7 +3,7 @@
 import base64
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,7 +15,6 @@ from skyrl_tinker.domain.values import (
     RoutedExperts,
     SampleRequest,
     TopkRow,
-    VersionSpan,
 )
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.generated import (
@@ -23,6 +22,8 @@ from skyrl_tinker.inference.client.generated import (
     PromptScores,
     SamplerResponse,
     diverged,
+    most_likely,
+    version_spans,
 )
 from skyrl_tinker.inference.client.sample_parts import (
     first_scored,
@@ -30,7 +31,7 @@ from skyrl_tinker.inference.client.sample_parts import (
     target_scores,
     target_table,
 )
-from skyrl_tinker.inference.constants import BASE_MODEL, START_VERSION
+from skyrl_tinker.inference.constants import BASE_MODEL
 
 VLLM_LEAST_LOGPROB = -9999.0
 """vLLM's replacement for lower logprobs and NaN."""
@@ -96,7 +97,7 @@ def _generated(choice: Mapping[str, Any], model: str | None, request: SampleRequ
         logprobs,
         choice["finish_reason"],
         tuple(_topk_sampled(position, topk) for position in content) if topk else (),
-        _versions(choice, model, len(tokens)),
+        version_spans(choice, model, len(tokens)),
         _experts(choice, len(request.prompt) + len(tokens) - 1)
         if request.routed_experts and tokens
         else None,
@@ -122,27 +123,7 @@ def _array(encoded: str) -> Any:
 def _topk_sampled(position: Mapping[str, Any], k: int) -> TopkRow:
     """Return the k most likely; fewer if logprobs are processed and top_k or top_p left fewer."""
     listed = ((int(entry["token_id"]), float(entry["logprob"])) for entry in position["top_logprobs"])
-    return _best((candidate for candidate in listed if candidate[1] > VLLM_LEAST_LOGPROB), k)
-
-
-def _best(candidates: Iterable[tuple[int, float]], k: int) -> TopkRow:
-    """Return the k most likely (token, logprob), best first; ties by the lower token."""
-    return tuple(sorted(candidates, key=lambda candidate: (-candidate[1], candidate[0]))[:k])
-
-
-def _versions(choice: Mapping[str, Any], model: str | None, count: int) -> tuple[VersionSpan, ...]:
-    """Return spans of tokens by weight version: the adapter's name; for full weights, vLLM's report."""
-    if count == 0:
-        return ()
-    if model is not None and model != BASE_MODEL:
-        return (VersionSpan(model, 0, count),)
-    spans: Sequence[Mapping[str, Any]] = choice.get("weight_versions") or ()
-    named = (VersionSpan(_version_name(span["version"]), span["start"], span["end"]) for span in spans)
-    return tuple(span for span in named if span.end > span.start)
-
-
-def _version_name(name: str) -> str:
-    return BASE_MODEL if name == START_VERSION else name
+    return most_likely((candidate for candidate in listed if candidate[1] > VLLM_LEAST_LOGPROB), k)
 
 
 def _prompt_logprobs(rows: Rows, request: SampleRequest) -> tuple[float, ...]:
@@ -158,7 +139,7 @@ def _topk_prompt(rows: Rows, request: SampleRequest) -> tuple[TopkRow, ...]:
     """Return [len(prompt)]; vLLM also lists the prompt's own token, where it is not among the k best."""
     first, k = first_scored(request), request.topk_prompt_logprobs
     return tuple(
-        _best(((int(token), float(entry["logprob"])) for token, entry in row.items()), k)
+        most_likely(((int(token), float(entry["logprob"])) for token, entry in row.items()), k)
         if row is not None and index >= first
         else ()
         for index, row in enumerate(rows)

@@ -3,11 +3,12 @@
 The stored body is a ForwardBackwardRequest, serialized deterministically; the engine reads it back.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from skyrl_tinker.domain.ids import ModelId
 from skyrl_tinker.domain.loss_specs import CUSTOM, LOSSES
@@ -17,7 +18,6 @@ from skyrl_tinker.protocol.protobuf.datums import read_datum
 from skyrl_tinker.protocol.protobuf.json_passes import fill_from_json
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 from skyrl_tinker.protocol.protobuf.size_guard import check_parts, head
-from skyrl_tinker.protocol.protobuf.unknown_fields import find_unknown_field
 from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.training import TrainingEnvelope
 
@@ -172,3 +172,30 @@ def _fold_config(message: pb.ForwardBackwardRequest) -> int:
 def _config_size(message: pb.ForwardBackwardRequest) -> int:
     legacy, config = message.loss_fn_config, message.loss_fn_config_v2
     return pb.ForwardBackwardRequest(loss_fn_config=legacy, loss_fn_config_v2=config).ByteSize()
+
+
+def find_unknown_field(message: Message, where: str = "body") -> str | None:
+    """Describe the first unknown field of the message or of one in it; `where` names the message."""
+    if unknown := UnknownFieldSet(message):
+        name, fields = message.DESCRIPTOR.name, message.DESCRIPTOR.fields
+        known = ", ".join(f"{field.name} ({field.number})" for field in fields)
+        return f"{where} has the unknown field number {unknown[0].field_number} of {name}, expected {known}"
+    for name, inner in _messages_in(message):
+        if (found := find_unknown_field(inner, f"{where}.{name}")) is not None:
+            return found
+    return None
+
+
+def _messages_in(message: Any) -> Iterator[tuple[str, Message]]:
+    """Yield name and value of each message directly in this one."""
+    for field in message.DESCRIPTOR.fields:
+        if field.message_type is None:
+            continue
+        value = getattr(message, field.name)
+        if field.message_type.GetOptions().map_entry:
+            if field.message_type.fields_by_name["value"].message_type is not None:
+                yield from ((f"{field.name}[{key!r}]", value[key]) for key in sorted(value))
+        elif field.is_repeated:
+            yield from ((f"{field.name}[{index}]", each) for index, each in enumerate(value))
+        elif message.HasField(field.name):
+            yield field.name, value

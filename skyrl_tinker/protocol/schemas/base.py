@@ -14,6 +14,7 @@ from pydantic import (
     Strict,
     StringConstraints,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -116,6 +117,20 @@ class StrictQuery(StrictMessage):
             return payload
         known = {field.alias or name for name, field in cls.__pydantic_fields__.items()}
         return {key: value for key, value in payload.items() if key in known or value not in ("", "false")}
+
+
+def fit_json(given: T) -> T:
+    """Refuse integers that JSON, by which other processes get the settings, has no place for."""
+    if isinstance(given, int) and given > MAX_INT64:
+        raise ValueError(f"expected at most {MAX_INT64}")
+    return given
+
+
+class Table(BaseModel):
+    """Base of settings that belong together."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    _fit_json = field_validator("*")(fit_json)
 
 
 M = TypeVar("M", bound=Message)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from skyrl_tinker.domain.sampler_abilities import ALL_ABILITIES, SamplerAbilities
-from skyrl_tinker.protocol.schemas.base import Items, Message, NullableDict, Text
+from skyrl_tinker.protocol.schemas.base import Items, Message, NullableDict, Table, Text
 
 DETAIL_CHARACTERS = 16_384
 KeptDetail = Annotated[str, AfterValidator(lambda text: text[:DETAIL_CHARACTERS].replace("\0", "\\0"))]
@@ -19,7 +19,30 @@ class ClientConfigRequest(Message):
     sdk_version: str = ""
 
 
-class ClientConfigResponse(Message):
+class SdkFlags(Table):
+    """Flags that the SDK reads, by its own names."""
+
+    sample_use_retrieve_futures: bool = False
+    """Let SDKs from 0.27 on wait for all samples of a client on one connection"""
+    sample_max_concurrent_requests: int = Field(2000, ge=1)
+    """Most samples that a sampling client of the SDK has in flight"""
+    sample_dispatch_bytes_semaphore_size: int = Field(10 << 20, ge=1)
+    """Bytes of prompts that a client of the SDK sends at once"""
+    inflight_response_bytes_semaphore_size: int = Field(50 << 20, ge=1)
+    """Bytes of results that a client of the SDK fetches at once"""
+    proto_compress_fwdbwd: bool = False
+    """Have SDKs from 0.24 on compress bodies of forward_backward with zstd, for slow networks"""
+    fwdbwd_max_chunk_len: int = Field(1024, ge=1)
+    """Most datums that the SDK sends in one request; never more than bodies.datums"""
+    fwdbwd_max_chunk_bytes_count: int = Field(5_000_000, ge=1)
+    """Bytes, before compression, that the SDK sends in one forward_backward"""
+    fwdbwd_dispatch_bytes_semaphore_size: int = Field(50_000_000, ge=1)
+    """Bytes of forward_backward that a client of the SDK sends at once"""
+    custom_loss_server_side: bool = True
+    """Run the losses of create_custom_loss on the server, not on the client"""
+
+
+class ClientConfigResponse(SdkFlags):
     """Flags for the SDK; any other keeps the SDK's own default.
 
     `create_model_via_load_weights`: SDKs 0.24 to 0.36 then resume with one request, as newer ones do. Their
@@ -28,16 +51,7 @@ class ClientConfigResponse(Message):
 
     pjwt_auth_enabled: bool = True
     parallel_fwdbwd_chunks: bool = True
-    proto_compress_fwdbwd: bool
-    fwdbwd_max_chunk_len: int
-    fwdbwd_max_chunk_bytes_count: int
-    fwdbwd_dispatch_bytes_semaphore_size: int
-    sample_dispatch_bytes_semaphore_size: int
-    inflight_response_bytes_semaphore_size: int
-    sample_max_concurrent_requests: int
     create_model_via_load_weights: bool = True
-    custom_loss_server_side: bool
-    sample_use_retrieve_futures: bool
     sample_join_sampling_session: bool = True
 
 

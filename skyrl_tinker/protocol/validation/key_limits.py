@@ -1,33 +1,18 @@
 """Limits of one API key. A server without keys has one user, to whom its settings apply."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError
 
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.units import GB, KiB
 from skyrl_tinker.errors import KeyLimitError, UserError
-from skyrl_tinker.protocol.schemas.base import MAX_INT64, describe
+from skyrl_tinker.protocol.schemas.base import Table, describe
 
-T = TypeVar("T")
 _OF_ONE: Mapping[str, Any] = {"metadata_kb": 256, "stop_kb": 64}
 _OF_SEVERAL: Mapping[str, Any] = {"sessions": 1000, "backlog": 10_000, "metadata_kb": 16, "stop_kb": 64}
 _WORDS = {"none": None, "default": "default"}
-
-
-def fit_json(given: T) -> T:
-    """Refuse integers that JSON, by which other processes get the settings, has no place for."""
-    if isinstance(given, int) and given > MAX_INT64:
-        raise ValueError(f"expected at most {MAX_INT64}")
-    return given
-
-
-class Table(BaseModel):
-    """Base of settings that belong together."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-    _fit_json = field_validator("*")(fit_json)
 
 
 class KeyLimits(Table):

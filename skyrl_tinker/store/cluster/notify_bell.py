@@ -6,12 +6,14 @@ import os
 import select
 import threading
 from contextlib import closing, suppress
+from pathlib import Path
 
 from sqlalchemy import Connection, make_url
 from sqlalchemy.exc import OperationalError
 
+from skyrl_tinker.store.database.opening import file_of
 from skyrl_tinker.store.database.postgresql import PostgresDatabase, execute, raw
-from skyrl_tinker.store.doorbell import Doorbell, Role
+from skyrl_tinker.store.doorbell import Doorbell, Role, SocketBell
 
 RETRY_S = 1.0
 _CLOSE_S = 1.0
@@ -121,3 +123,11 @@ class NotifyBell(Doorbell):
                 return
         with suppress(RuntimeError):  # a loop that is closed: nobody waits any more
             loop.call_soon_threadsafe(self._rung.set)
+
+
+def bind_doorbell(url: str, home: Path, role: Role) -> Doorbell:
+    """Return the bell of a process: of those of a home where the database is a file, else of all.
+
+    Raises StartupError where it cannot be.
+    """
+    return NotifyBell(url, role) if file_of(url) is None else SocketBell.bind(home, role)

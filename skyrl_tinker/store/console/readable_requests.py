@@ -1,6 +1,6 @@
 """Passes and samples whose tokens are still stored: results, and with passes their bodies."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, Connection, case, exists, func, or_, select, true
@@ -10,6 +10,7 @@ from skyrl_tinker.protocol.schemas.console import ReadableQuery
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.console import run_reports
 from skyrl_tinker.store.console.traced_requests import MOST
+from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.database.tables import (
     AdapterVersion,
     Future,
@@ -49,28 +50,11 @@ class StoredTokens:
     reported: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadableRow:
-    """Finished request. `prompt`: the body of a sample, None if it is not stored any more.
-
-    `name`: that of its session, if it has one.
-    """
-
-    request_id: str
-    kind: RequestKind
-    seq_id: int | None
-    origin: str
-    name: str | None
-    base_model: str
-    created_at: float
-    readable: bool
-    prompt: bytes | None
-
-
-def readable_requests(conn: Connection, owner: OwnerId | None, wanted: ReadableQuery) -> list[ReadableRow]:
+def readable_requests(conn: Connection, owner: OwnerId | None, wanted: ReadableQuery) -> Sequence[AnyRow]:
     """Return a page of the owner's requests that are stored, the newest first.
 
-    Of a run: its passes, and samples from its weights as far as their versions are recorded.
+    Of a run: its passes, and samples from its weights as far as their versions are recorded. Rows have the
+    names of ReadableSummary, and `base_model`; `prompt`: the body of a sample, None if it is not stored.
     """
     newest = conn.scalar(select(func.max(Future.id))) or 0
     kinds = KINDS if wanted.kind is None else (RequestKind(wanted.kind),)
@@ -80,7 +64,7 @@ def readable_requests(conn: Connection, owner: OwnerId | None, wanted: ReadableQ
             Future.kind,
             Future.seq_id,
             func.coalesce(Model.model_id, Future.sampling_session_id).label("origin"),
-            Session.display_name,
+            Session.display_name.label("name"),
             _BASE_MODEL.label("base_model"),
             Future.created_at,
             or_(Future.kind == RequestKind.SAMPLE, Request.future_id.is_not(None)).label("readable"),
@@ -97,7 +81,7 @@ def readable_requests(conn: Connection, owner: OwnerId | None, wanted: ReadableQ
         .limit(wanted.limit)
         .offset(wanted.offset)
     )
-    return [ReadableRow(*row) for row in conn.execute(query)]
+    return conn.execute(query).all()
 
 
 def _of_run(run: str) -> ColumnElement[bool]:

@@ -96,9 +96,9 @@ class Database(ABC):
         """Connect for a Writer, which calls `written`."""
         return self.connect()
 
-    @abstractmethod
     def written(self, size: int) -> None:
-        """Take note of bytes that a Writer has committed."""
+        """Take note of bytes that a Writer has committed; a server keeps its own log."""
+        return
 
     def sending(self, conn: Connection) -> AbstractContextManager[None]:
         """Run a part of a transaction; at its end its statements are answered, or the first error raised."""
@@ -112,13 +112,13 @@ class Database(ABC):
         """Close a connection, which may be broken."""
         conn.close()
 
-    @abstractmethod
     async def settle(self) -> None:
         """Finish the work that `written` has begun."""
+        return
 
-    @abstractmethod
     def close(self) -> None:
         """Close everything but connections; those are closed by their users."""
+        return
 
 
 def is_of_statement(error: OperationalError) -> bool:

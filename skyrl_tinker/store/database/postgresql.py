@@ -120,15 +120,6 @@ class PostgresDatabase(Database):
             if not self._committed(transaction, timeline, error):
                 raise
 
-    def written(self, size: int) -> None:
-        """Do nothing: the server keeps its own log."""
-
-    async def settle(self) -> None:
-        """Do nothing: the same."""
-
-    def close(self) -> None:
-        """Do nothing: there are connections only."""
-
     @contextmanager
     def sending(self, conn: Connection) -> Iterator[None]:
         try:

@@ -25,7 +25,7 @@ from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.protocol.schemas.session_list import SearchCursor, SessionSearchRequest, StatusQuery
 from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.checkpoint_records import is_live
-from skyrl_tinker.store.database.rows import total
+from skyrl_tinker.store.database.rows import AnyRow, total
 from skyrl_tinker.store.database.tables import ApiKey, Model, SamplingSession, SavedCheckpoint, Session
 from skyrl_tinker.store.owners import NO_PROJECT, OWNER_NAME, in_project, require_session, within
 from skyrl_tinker.store.session_records import AT_ONCE
@@ -42,31 +42,6 @@ class SessionTotals:
     samplers: list[str]
     user_metadata: Mapping[str, Any]
     display_name: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Labels:
-    """Owner's name and project of a session."""
-
-    owner: str
-    project_id: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class SessionMatch:
-    """Session found by a search; `owner` is a name. Times are seconds since the epoch."""
-
-    session_id: str
-    owner: str
-    created_at: float
-    project_id: str
-    finished_at: float | None
-    finish_reason: str | None
-    finish_detail: str | None
-    display_name: str | None
-    user_metadata: Mapping[str, Any]
-    checkpoints_count: int
-    checkpoint_storage_bytes: int
 
 
 def list_ids(conn: Connection, reach: Reach, limit: int, offset: int) -> list[str]:
@@ -96,17 +71,17 @@ def totals(conn: Connection, reach: Reach, session_id: SessionId) -> SessionTota
     )
 
 
-def find_labels(conn: Connection, reach: Reach, session_ids: Collection[str]) -> dict[str, Labels]:
-    """Return labels by session id, for those sessions that the caller sees."""
+def find_labels(conn: Connection, reach: Reach, session_ids: Collection[str]) -> dict[str, AnyRow]:
+    """Return `owner`, a name, and `project_id` by session id, for those sessions that the caller sees."""
     query = (
-        select(Session.session_id, OWNER_NAME, Session.project_id)
+        select(Session.session_id, OWNER_NAME.label("owner"), Session.project_id)
         .outerjoin(ApiKey, ApiKey.id == Session.owner_id)
         .where(within(reach))
     )
-    wanted, found = sorted(session_ids), dict[str, Labels]()
+    wanted, found = sorted(session_ids), dict[str, AnyRow]()
     for first in range(0, len(wanted), AT_ONCE):
         part = query.where(Session.session_id.in_(wanted[first : first + AT_ONCE]))
-        found |= {row[0]: Labels(*row[1:]) for row in conn.execute(part)}
+        found |= {row.session_id: row for row in conn.execute(part)}
     return found
 
 
@@ -125,8 +100,10 @@ def set_project(conn: Connection, owner: OwnerId | None, session_id: SessionId, 
 
 def search(
     conn: Connection, reach: Reach, wanted: SessionSearchRequest, owners: Sequence[str] | None, limit: int
-) -> Iterator[SessionMatch]:
+) -> Iterator[AnyRow]:
     """Yield the matching sessions that the caller sees, newest first, from behind the cursor.
+
+    Rows have the names of SessionSummary; `owner` is a name, times are seconds since the epoch.
 
     `owners`: names; None: any. Of `session_id` and `display_name` one suffices.
     """
@@ -138,23 +115,25 @@ def search(
     query = (
         select(
             Session.session_id,
-            OWNER_NAME,
+            OWNER_NAME.label("owner"),
             Session.created_at,
-            func.coalesce(Session.project_id, NO_PROJECT),
+            func.coalesce(Session.project_id, NO_PROJECT).label("project_id"),
             Session.finished_at,
             Session.finish_reason,
             Session.finish_detail,
             Session.display_name,
             Session.user_metadata,
-            _of_checkpoints(conn, func.count()),
-            _of_checkpoints(conn, func.coalesce(total(SavedCheckpoint.size_bytes), 0)),
+            _of_checkpoints(conn, func.count()).label("checkpoints_count"),
+            _of_checkpoints(conn, func.coalesce(total(SavedCheckpoint.size_bytes), 0)).label(
+                "checkpoint_storage_bytes"
+            ),
         )
         .outerjoin(ApiKey, ApiKey.id == Session.owner_id)
         .where(*where)
         .order_by(Session.created_at.desc(), Session.session_id.desc())
         .limit(limit)
     )
-    yield from (SessionMatch(*row) for row in conn.execute(query))
+    yield from conn.execute(query)
 
 
 def _where(conn: Connection, wanted: SessionSearchRequest) -> list[ColumnElement[bool]]:

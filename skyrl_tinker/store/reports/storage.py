@@ -1,5 +1,6 @@
 """Storage of checkpoints, present and past: rows outlive their files."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,16 +25,6 @@ class StoredPeriod:
     ended_at: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class StorageTotal:
-    """Sum of the live checkpoints of one project of an owner, by name."""
-
-    owner: str
-    project_id: str | None
-    count: int
-    size_bytes: int
-
-
 def periods_between(conn: Connection, reach: Reach, start: float, end: float) -> list[StoredPeriod]:
     """Return the checkpoints that the caller sees and that were stored at some time in [start, end)."""
     query = _within(
@@ -49,14 +40,17 @@ def periods_between(conn: Connection, reach: Reach, start: float, end: float) ->
     return [_stored(row) for row in conn.execute(query)]
 
 
-def current_totals(conn: Connection, reach: Reach, project_id: str | None) -> list[StorageTotal]:
-    """Return sums of visible checkpoints by owner and project; `project_id` None: of all projects."""
-    sums = func.count(), total(SavedCheckpoint.size_bytes)
-    query = _within(reach, OWNER_NAME, Session.project_id, *sums).where(*is_live(conn))
+def current_totals(conn: Connection, reach: Reach, project_id: str | None) -> Sequence[AnyRow]:
+    """Return sums of visible checkpoints by owner and project; `project_id` None: of all projects.
+
+    Rows have `owner`, a name, `project_id`, `checkpoint_count` and `size_bytes`.
+    """
+    sums = func.count().label("checkpoint_count"), total(SavedCheckpoint.size_bytes).label("size_bytes")
+    query = _within(reach, OWNER_NAME.label("owner"), Session.project_id, *sums).where(*is_live(conn))
     query = query.group_by(Session.owner_id, OWNER_NAME, Session.project_id)
     if project_id is not None:
         query = query.where(in_project([project_id]))
-    return [StorageTotal(*row) for row in conn.execute(query)]
+    return conn.execute(query).all()
 
 
 def _stored(row: AnyRow) -> StoredPeriod:

@@ -2,11 +2,11 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Select, String, and_, cast, func, or_, select
 
-from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, ModelState, Reach, SessionId
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, Reach
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.checkpoint_records import WITH_MODEL, CheckpointRow, checkpoint_from_row, is_live
@@ -14,7 +14,7 @@ from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.console.run_reports import LAST_REWARD
 from skyrl_tinker.store.console.step_points import Point, last_known
 from skyrl_tinker.store.database.abstract_database import json_text
-from skyrl_tinker.store.database.rows import as_row
+from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.database.tables import ApiKey, Model, SavedCheckpoint, Session, StepPoint
 from skyrl_tinker.store.owners import OWNER_NAME, in_project, within
 from skyrl_tinker.store.session_records import LAST_REQUEST_AT
@@ -26,33 +26,14 @@ Scope = Literal["owned", "accessible"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Model with its newest checkpoint of each kind (`last`); `lora_rank` 0: full parameters.
+    """Model with its newest checkpoint of each kind (`last`), and the point of its last optimizer step.
 
-    `name`: that of its session. `loss`, `loss_fn`, `reward`: the last ones known. `parent`: the run whose
-    checkpoint it goes on from, after `steps_before` steps.
+    `row` has the names of RunSummary but `run_id`, and `model_id`.
     """
 
-    model_id: ModelId
-    name: str | None
-    session_id: SessionId
-    project_id: str | None
-    owner: str
-    base_model: str
-    lora_rank: int
-    last_request_at: float
-    last_heartbeat_at: float
-    state: ModelState
-    state_reason: str | None  # of one that is not in training
-    user_metadata: Mapping[str, Any]
+    row: AnyRow
     last: Mapping[CheckpointKind, CheckpointRow]
-    created_at: float
-    parent: ModelId | None
-    steps_before: int
-    loss: float | None
-    loss_fn: str | None
-    loss_fn_config: Mapping[str, float] | None
-    reward: float | None
-    point: Point | None  # of its last optimizer step
+    point: Point | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +165,7 @@ def _runs(conn: Connection, reach: Reach, *where: ColumnElement[bool]) -> dict[M
     )
     rows = {ModelKey(row.key): row for row in conn.execute(query)}
     last, points = _last(conn, reach, [*rows]), step_points.last_points(conn, [*rows])
-    return {key: as_row(Run, row, last=last.get(key, {}), point=points.get(key)) for key, row in rows.items()}
+    return {key: Run(row, last.get(key, {}), points.get(key)) for key, row in rows.items()}
 
 
 def _last(

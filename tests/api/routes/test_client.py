@@ -5,8 +5,9 @@ from dataclasses import asdict, replace
 import pytest
 from tinker.types import ClientConfigResponse
 
-from skyrl_tinker.config import Bodies, SdkFlags, Settings
+from skyrl_tinker.config import Bodies, Settings
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
+from skyrl_tinker.protocol.schemas.session import SdkFlags
 from tests.api.support.world import BASE, CONTEXT, FACTS, World, running
 
 

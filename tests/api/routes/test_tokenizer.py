@@ -9,7 +9,7 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from skyrl_tinker.api.resources.tokenizer_files import TOKENIZER_FILES, tokenizer_tar
+from skyrl_tinker.api.routes.tokenizer import TOKENIZER_FILES, tokenizer_tar
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.server.base_models.tiny_model import make_model

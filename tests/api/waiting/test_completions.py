@@ -16,9 +16,10 @@ from sqlalchemy import Connection
 from skyrl_tinker.api.api_process import ApiServer
 from skyrl_tinker.api.app import create_app
 from skyrl_tinker.api.services import Services
-from skyrl_tinker.config import SdkFlags, Settings, Timeouts
+from skyrl_tinker.config import Settings, Timeouts
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import RequestKind, SamplingSessionId
+from skyrl_tinker.protocol.schemas.session import SdkFlags
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.futures import completions
 from skyrl_tinker.store.futures.queue import QueuedRow

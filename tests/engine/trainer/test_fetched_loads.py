@@ -14,7 +14,7 @@ import pytest
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, RequestKind
 from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.engine import outbox
-from skyrl_tinker.engine.upkeep.storage_upkeep import StorageUpkeep
+from skyrl_tinker.engine.upkeep.cleanup import StorageUpkeep
 from skyrl_tinker.errors import StorageAwayError, TrainerError
 from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage

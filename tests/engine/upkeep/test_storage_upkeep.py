@@ -8,7 +8,7 @@ from pathlib import Path
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.manifest import FILE_NAME
 from skyrl_tinker.domain.values import LoraSpec
-from skyrl_tinker.engine.upkeep.storage_upkeep import CHECKPOINTS, StorageUpkeep
+from skyrl_tinker.engine.upkeep.cleanup import CHECKPOINTS, StorageUpkeep
 from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint

@@ -7,8 +7,8 @@ import pytest
 from sqlalchemy import Connection, text
 
 from skyrl_tinker.domain.units import MiB
-from skyrl_tinker.store.database import wal_checkpointer
-from skyrl_tinker.store.database.wal_checkpointer import WalCheckpointer
+from skyrl_tinker.store.database import sqlite_database
+from skyrl_tinker.store.database.sqlite_database import WalCheckpointer
 from skyrl_tinker.store.store import Store, write_once
 from tests.store.support.databases import on_sqlite
 from tests.support.reads import reading
@@ -50,7 +50,7 @@ async def test_a_commit_copies_nothing(store: Store, url: str, monkeypatch: pyte
 async def test_large_writes_are_copied_by_and_by_and_the_log_begins_anew(
     store: Store, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wal_checkpointer, "LONG_LOG_BYTES", 8 * MiB)
+    monkeypatch.setattr(sqlite_database, "LONG_LOG_BYTES", 8 * MiB)
     for _ in range(64):
         await write(store, MiB)
     database, log = sizes(url)
@@ -62,7 +62,7 @@ async def test_large_writes_are_copied_by_and_by_and_the_log_begins_anew(
 
 async def test_many_small_writes_are_copied_too(store: Store, url: str) -> None:
     before, _ = sizes(url)
-    for _ in range(2 * wal_checkpointer.EVERY_BYTES // wal_checkpointer.SMALL_WRITE_BYTES):
+    for _ in range(2 * sqlite_database.EVERY_BYTES // sqlite_database.SMALL_WRITE_BYTES):
         await store.write(lambda conn: conn.execute(ROW, {"size": 10_000}) and None)
     assert sizes(url)[0] > before + MiB
 
@@ -71,13 +71,13 @@ async def test_a_log_that_cannot_be_copied_is_a_warning(
     store: Store, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as broken:
-        broken.setattr(wal_checkpointer.sqlite, "execute", fails)
+        broken.setattr(sqlite_database.sqlite, "execute", fails)
         checkpointer = WalCheckpointer(store._database.engine, url.partition("///")[2])
-        checkpointer.note(wal_checkpointer.EVERY_BYTES)
+        checkpointer.note(sqlite_database.EVERY_BYTES)
         await checkpointer.close()
     assert "could not be copied" in caplog.text
     await write(store, MiB)
 
 
 def fails(*_: object) -> None:
-    raise wal_checkpointer.OperationalError("PRAGMA", None, OSError(os.strerror(28)))
+    raise sqlite_database.OperationalError("PRAGMA", None, OSError(os.strerror(28)))

@@ -197,7 +197,7 @@ async def test_requests_keep_a_model_fresh(store: Store, model: ModelRow) -> Non
         with reading(store) as conn:
             run = training_runs.find(conn, None, model.model_id, "owned")
         assert run is not None
-        return run.last_request_at
+        return run.row.last_request_at
 
     created_at = last_request_at()
     await step(store, model, 1)

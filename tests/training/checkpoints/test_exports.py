@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.manifest import read_manifest, verify_files
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
-from skyrl_tinker.engine.saves.export_files import Export, finish_export
+from skyrl_tinker.engine.saves.external_exports import Export, finish_export
 from skyrl_tinker.protocol import age_encryption
 from skyrl_tinker.training.worker import Worker
 from tests.support.peft_adapters import token_logprobs
