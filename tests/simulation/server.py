@@ -340,7 +340,7 @@ class Server:
         with patch("skyrl_tinker.engine.compose.CHUNK_BYTES", 0):  # a tensor is a chunk
             storage = open_storage(settings.checkpoint_root, settings.checkpoint_url)
             samplers = make_samplers(settings, facts, trainer, fleet, env.metrics, storage)
-        return BaseRuntime(settings, facts, trainer, fleet, samplers, SEPARATE, Started())
+        return BaseRuntime(settings, facts, trainer, samplers, storage, SEPARATE, Started())
 
 
 class Started:
