@@ -146,7 +146,7 @@ class BaseOverrides(Table):
     model_name: str | None = None
     """Name that clients use for it [default: as given]"""
     roles: tuple[Literal["train", "sample"], ...] = Field(
-        ("sample",), description='Its uses: ["train", "sample"], or the default, ["sample"]'
+        ("sample",), description='Its uses: ["train", "sample"], ["train"], or the default, ["sample"]'
     )
     context_length: int | None = Field(None, ge=2)
     """As the setting [default: the model's, at most 4096]"""
@@ -158,8 +158,8 @@ class BaseOverrides(Table):
     """As the setting [default: the server's]"""
     resident_models: int | None = Field(None, ge=0)
     """As the setting [default: the server's]"""
-    replicas: int = Field(1, ge=1, le=64)
-    """Sampling servers, each with a full copy of it"""
+    replicas: int = Field(1, ge=0, le=64)
+    """Sampling servers, each with a full copy of it [default: 1, without the role sample 0]"""
     tensor_parallel_size: int = Field(1, ge=1, le=64)
     """GPUs, on a CPU processes, of each replica"""
     vllm_args: dict[str, JsonValue] = Field({})
@@ -185,14 +185,29 @@ class BaseOverrides(Table):
 
     @field_validator("roles")
     @classmethod
-    def _require_sample(cls, given: tuple[str, ...]) -> tuple[str, ...]:
-        if "sample" not in given:
-            raise ValueError('expected ["train", "sample"] or ["sample"]: each base model is sampled')
+    def _require_role(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        if not given:
+            raise ValueError('expected ["train", "sample"], ["train"] or ["sample"]')
         return given
+
+    @model_validator(mode="after")
+    def _settle_replicas(self) -> Self:
+        """Have none, past pydantic as Settings does, for one that is only trained."""
+        if not self.samples and "replicas" not in self.model_fields_set:
+            self.__dict__["replicas"] = 0
+        if self.samples and not self.replicas:
+            raise ValueError('found replicas = 0, expected at least 1, or roles = ["train"]')
+        if not self.samples and (self.replicas or self.sampler_urls):
+            raise ValueError("found replicas or sampler_urls, expected none of them, or a role sample")
+        return self
 
     @property
     def trains(self) -> bool:
         return "train" in self.roles
+
+    @property
+    def samples(self) -> bool:
+        return "sample" in self.roles
 
     def applied(self, name: str) -> dict[str, Any]:
         """Return the settings by which those of this base model differ from the server's."""
@@ -239,8 +254,8 @@ class Settings(BaseSettings):
     """Name that clients use for the base model [default: the base model as given]"""
     bases: dict[str, BaseOverrides] = {}
     """A further base model, given as base_model is; give it once for each. It is sampled only, as a teacher
-    is; with :train,sample behind its name it is trained, too. With keys of its own as a table [bases.NAME] in
-    a file, or JSON in the environment
+    is; with :train,sample behind its name it is trained, too, with :train only trained. With keys of its own
+    as a table [bases.NAME] in a file, or JSON in the environment
     """
     host: str = "127.0.0.1"
     """Address to listen on"""
@@ -333,8 +348,10 @@ class Settings(BaseSettings):
     """Sampling engine; docs/samplers.md has the abilities of each"""
     sampler_python: Path | None = None
     """Python interpreter of the environment that has SGLang [default: the server's own]"""
-    replicas: int = Field(1, ge=1, le=64)
-    """vLLM servers, each with a full copy of the model [on cuda: as planned]"""
+    replicas: int = Field(1, ge=0, le=64)
+    """vLLM servers, each with a full copy of the model; 0: base_model is only trained, and sampling it is
+    refused [on cuda: as planned]
+    """
     tensor_parallel_size: int = Field(1, ge=1, le=64)
     """GPUs, on a CPU processes, of each replica [on cuda: as planned]"""
     vllm_args: dict[str, JsonValue] = {}
@@ -519,6 +536,11 @@ class Settings(BaseSettings):
     @property
     def colocated(self) -> bool:
         return self.placement == "colocated"
+
+    @property
+    def samples(self) -> bool:
+        """Use of samplers, ours or those by URL."""
+        return self.replicas > 0
 
     @property
     def external_urls(self) -> tuple[str, ...]:

@@ -188,6 +188,15 @@ def test_a_further_base_model_is_trained_where_its_roles_say_so() -> None:
     assert not config.load(bases={"B": {}}).bases["B"].trains
 
 
+def test_a_base_model_may_only_be_trained() -> None:
+    settings = config.load(replicas=0, bases=["org/other:train", "org/teacher"])
+    assert not settings.samples
+    assert not settings.for_base("org/other").samples
+    assert settings.for_base("org/teacher").samples
+    assert settings.all_trainer_ranks == 2
+    assert Settings.model_validate_json(settings.model_dump_json()) == settings
+
+
 def test_keys_of_a_base_model_are_those_of_settings() -> None:
     for key, field in BaseOverrides.model_fields.items():
         if key != "roles":
@@ -199,7 +208,16 @@ def test_keys_of_a_base_model_are_those_of_settings() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"B": {"roles": ["train"]}}, r"bases\.B\.roles\n.*expected \[\"train\", \"sample\"\] or"),
+        ({"B": {"roles": []}}, r"bases\.B\.roles\n.*expected \[\"train\", \"sample\"\], \[\"train\"\] or"),
+        ({"B": {"replicas": 0}}, r"bases\.B\n.*found replicas = 0, expected at least 1, or roles"),
+        (
+            {"B": {"roles": ["train"], "replicas": 1}},
+            r"bases\.B\n.*found replicas or sampler_urls, expected none",
+        ),
+        (
+            {"B": {"roles": ["train"], "sampler_urls": ["http://a:9"]}},
+            r"bases\.B\n.*found replicas or sampler",
+        ),
         ({"B": {"roles": ["grade"]}}, r"bases\.B\.roles\.0\n"),
         ({"B": {"trainer_ranks": 0}}, r"bases\.B\.trainer_ranks\n"),
         ({"A": {"roles": ["sample"]}}, r"\nbases\n.*'A' names two base models"),

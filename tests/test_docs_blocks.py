@@ -81,6 +81,7 @@ BLOCKS = {
         "tests/cli/test_checkpoint_commands.py"
     ),
     "docs/running.md: .venv/bin/skyrl-tinker serve --base-model student": "tests/e2e/test_trained_bases.py",
+    "docs/running.md: .venv/bin/skyrl-tinker serve --replicas 0": "tests/e2e/test_training_only.py",
     'docs/running.md: base_model = "Qwen/Qwen3-8B"': (
         f"{HERE}::test_the_example_of_further_base_models_is_one"
     ),

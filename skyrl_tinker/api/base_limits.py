@@ -43,26 +43,29 @@ class BaseLimits:
         return self._keep(model_id, limits)
 
     async def of_sampling_session(self, session: SamplingSessionId, owner: OwnerId | None) -> Limits:
-        """Return the limits of an owner's sampling session. UserError: its base model is not served."""
+        """Return the limits of an owner's sampling session. UserError: its base model is not sampled here."""
         if (limits := self._known.get(session)) is None:
             row = await self._store.read(lambda conn: sampling_sessions.find(conn, owner, session))
             if row is None:
                 return self.of(self.bases.first)
             if (facts := self.bases.find(row.base_model)) is None:
                 raise UserError(f"{session} is of base model {row.base_model!r}, expected {self.bases}")
-            limits = self.of(facts)
+            limits = self.of(self.bases.require_sampleable(facts))
         return self._keep(session, limits)
 
     async def of_openai_model(self, model: str, owner: OwnerId | None) -> Limits:
-        """Return the limits of a base model's name, or of a path. Raises as `openai_models.find_weights`."""
+        """Return the limits of a base model's name, or of a path.
+
+        Raises as `openai_models.find_weights`, and UserError for a base model that is not sampled here.
+        """
         facts = self.bases.find(model)
         if facts is not None or len(self.bases.all) == 1:  # the engine refuses names that are not known
-            return self.of(facts or self.bases.first)
+            return self.of(self.bases.require_sampleable(facts or self.bases.first))
         if (limits := self._known.get(model)) is None:
             row, _ = await self._store.read(
                 lambda conn: openai_models.find_weights(conn, owner, model, self.bases)
             )
-            limits = self.of(self.bases.require(row.base_model))
+            limits = self.of(self.bases.require_sampleable(self.bases.require(row.base_model)))
         return self._keep(model, limits)
 
     def _keep(self, row_id: str, limits: Limits) -> Limits:

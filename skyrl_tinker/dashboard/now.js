@@ -105,7 +105,7 @@ function served(server) {
   const models = byModel(server.base_models, (each) => [
     ...(one ? [["model", each.base_model]] : []),
     ["context", `${number(each.context_length)} tokens`],
-    ["runs on", `${server.device}, ${each.trainable ? plural(each.trainer_ranks, "trainer rank") : "sampling only"}, ${plural(each.replicas, "replica")}, ${each.placement}`],
+    ["runs on", `${server.device}, ${each.trainable ? plural(each.trainer_ranks, "trainer rank") : "sampling only"}, ${each.sampleable ? `${plural(each.replicas, "replica")}, ${each.placement}` : "training only"}`],
   ]);
   return [models, facts([["started", ago(server.started_at)], ["version", server.version]])];
 }
@@ -131,6 +131,7 @@ function unit({ kind, model_ids, names, others, tokens, running_s }) {
 
 function sampling(samplers) {
   if (!samplers) return h("p", { class: "quiet" }, "The engine does not answer.");
+  if (!samplers.length) return h("p", { class: "quiet" }, "None: this server only trains (replicas = 0).");
   return byModel(samplers, (each) => [
     ["in flight", number(each.in_flight)],
     ["waiting", number(each.waiting)],

@@ -37,5 +37,17 @@ class Bases:
             )
         return facts
 
+    def require_sampleable(self, facts: BaseModelFacts) -> BaseModelFacts:
+        """Return the base model. UserError for one only trained."""
+        if not facts.sampleable:
+            where = "replicas = 0" if facts == self.first else f"roles of base {facts.name}"
+            sampled = [each.name for each in self.all if each.sampleable]
+            raise UserError(
+                f"base_model {facts.name!r} is served for training only ({where}), expected one that is "
+                f"sampled: {', '.join(sampled) or 'there is none'}; weights saved under a name can be "
+                "sampled after a start of the server with samplers"
+            )
+        return facts
+
     def __str__(self) -> str:
         return ", ".join(facts.name for facts in self.all)

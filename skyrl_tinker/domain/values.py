@@ -369,6 +369,7 @@ class BaseModelFacts:
     one_pair_for_gate_and_up: bool = False  # of an expert's adapter
     sampler: SamplerAbilities = ALL_ABILITIES
     trainable: bool = True  # False: sampled only
+    sampleable: bool = True  # False: trained only
 
     @property
     def name(self) -> str:

@@ -92,10 +92,11 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
     """Make the parts. At least one of the runtimes has a trainer."""
     settings, store, directories, metrics = env.settings, env.store, env.directories, env.metrics
     outbox = Outbox(store, env.bell, metrics)
-    drivers = [_sampler_driver(store, outbox, metrics, runtime) for runtime in runtimes]
+    sampled = [(runtime, runtime.samplers) for runtime in runtimes if runtime.samplers is not None]
+    every = [samplers for _, samplers in sampled]
+    drivers = [_sampler_driver(store, outbox, metrics, *each) for each in sampled]
     samples = SampleDispatch(drivers, outbox, metrics)
-    spill, storage, warnings = make_tmpfs_spill(settings), runtimes[0].samplers.storage, WarningBoard(store)
-    every = [runtime.samplers for runtime in runtimes]
+    spill, storage, warnings = make_tmpfs_spill(settings), runtimes[0].storage, WarningBoard(store)
     versions = EphemeralVersions(store, every, samples.forget_sources, spill, settings)
     alone = sum(runtime.trainer is not None for runtime in runtimes) == 1
     halves = [
@@ -105,11 +106,16 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
     ]
     training = TrainDispatch([half.driver for half in halves], store, metrics)
     of = {driver.facts.name: driver for driver in training.drivers}
-    fleets = {runtime.facts.name: runtime.fleet for runtime in runtimes}
+    fleets = {
+        runtime.facts.name: None if runtime.samplers is None else runtime.samplers.fleet
+        for runtime in runtimes
+    }
     starting = {runtime.facts.name: runtime.processes.parts for runtime in runtimes}
     statuses = BaseStatuses(env.status, fleets, list(of), starting)
-    openai = [_openai_server(store, metrics, *each) for each in zip(runtimes, drivers, strict=True)]
-    _register_gauges(metrics, runtimes, samples)
+    openai = [
+        _openai_server(store, metrics, *each, driver) for each, driver in zip(sampled, drivers, strict=True)
+    ]
+    _register_gauges(metrics, runtimes[0], every, samples)
     return Parts(
         statuses,
         [BaseSupervisor(runtime, of.get(runtime.facts.name), statuses) for runtime in runtimes],
@@ -139,7 +145,7 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
             directories.engine_socket,
             OpenAIRoutes(store, openai, metrics),
             metrics,
-            lambda: replica_metrics([each.fleet.endpoints for each in runtimes], engine_of(settings).dialect),
+            lambda: replica_metrics([each.fleet.endpoints for each in every], engine_of(settings).dialect),
             lambda: QueuesView(
                 training.views(),
                 samples.views(),
@@ -176,24 +182,26 @@ def _training_half(
         warnings,
         metrics,
         runtime.placement,
-        runtime.samplers.storage,
+        runtime.storage,
         alone=alone,
     )
 
 
-def _sampler_driver(store: Store, outbox: Outbox, metrics: Metrics, runtime: BaseRuntime) -> SamplerDriver:
+def _sampler_driver(
+    store: Store, outbox: Outbox, metrics: Metrics, runtime: BaseRuntime, samplers: Samplers
+) -> SamplerDriver:
     chosen, device = runtime.settings.sample_concurrency, runtime.settings.device
     concurrency = Concurrency(chosen, chosen) if chosen else CONCURRENCY[device]
     replay = runtime.settings.router_replay
-    return SamplerDriver(store, runtime.samplers, outbox, concurrency, metrics, router_replay=replay)
+    return SamplerDriver(store, samplers, outbox, concurrency, metrics, router_replay=replay)
 
 
 def _openai_server(
-    store: Store, metrics: Metrics, runtime: BaseRuntime, driver: SamplerDriver
+    store: Store, metrics: Metrics, runtime: BaseRuntime, samplers: Samplers, driver: SamplerDriver
 ) -> OpenAIServer:
     settings, facts = runtime.settings, runtime.facts
     abilities = chat_abilities(Path(facts.directory), settings.reasoning_parser, settings.tool_parser)
-    return OpenAIServer(store, runtime.samplers, runtime.fleet, facts, abilities, driver, metrics)
+    return OpenAIServer(store, samplers, samplers.fleet, facts, abilities, driver, metrics)
 
 
 def _open_address(settings: Settings) -> OpenAddress | None:
@@ -314,14 +322,15 @@ def _transport_name(settings: Settings) -> TransportName:
     )
 
 
-def _register_gauges(metrics: Metrics, runtimes: Sequence[BaseRuntime], samples: SampleDispatch) -> None:
+def _register_gauges(
+    metrics: Metrics, first: BaseRuntime, every: Sequence[Samplers], samples: SampleDispatch
+) -> None:
     """Register the gauges of samplers: sums over all base models. Only the first takes turns."""
-    watch, trained = metrics.watch, runtimes[0]
-    bound = allowed_gap(trained.settings)
+    watch, bound = metrics.watch, allowed_gap(first.settings)
     watch("sampler_logprob_gap_bound", "Gap above which there is a warning", lambda: bound)
     watch("samples_queued", "Samples that wait for a free slot", samples.queued)
     watch("samples_in_flight", "Samples that the samplers have", samples.in_flight)
-    watch("replicas", "Sampler replicas that serve", lambda: sum(each.fleet.size for each in runtimes))
-    for phase, totals in trained.placement.totals.items():
+    watch("replicas", "Sampler replicas that serve", lambda: sum(each.fleet.size for each in every))
+    for phase, totals in first.placement.totals.items():
         watch(f"turns_{phase}", f"Colocated: times of {phase}", partial(getattr, totals, "count"))
         watch(f"turn_seconds_{phase}", f"Colocated: seconds of {phase}", partial(getattr, totals, "seconds"))

@@ -27,6 +27,7 @@ from skyrl_tinker.engine.parity import startup_check
 from skyrl_tinker.engine.parity.probe import allowed_gap
 from skyrl_tinker.engine.recovery import leftovers, parking
 from skyrl_tinker.engine.sampler.launch import ToEnd, launch_servers, make_fleet, open_fleet, sampler_gpus
+from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.errors import SamplerError, StartupError, StorageError
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
@@ -132,21 +133,25 @@ class BaseProcesses:
         self._probed: startup_check.Probe | None = None
         whose = f" of {facts.name}" if several else ""
         self._sampler, self._part = f"sampler{whose}", f"trainer{whose}"
-        self.parts = {self._sampler, *([self._part] if facts.trainable else [])}
+        self.parts = {
+            *([self._sampler] if facts.sampleable else []),
+            *([self._part] if facts.trainable else []),
+        }
         self._spec = sampler_spec(settings, env.directories, facts, number)
-        trainer = None
+        trainer = samplers = None
         if facts.trainable:
             spec = trainer_spec(settings, env.directories, facts)
             trainer = TrainerGroup.launch(spec, env.ray.require_alive)
         placement = SEPARATE if trainer is None else make_placement(settings, trainer)
-        clock, token = env.store.now, self._spec.token
-        fleet = make_fleet(settings, token, placement, facts.directory, shutdowns, clock)
-        samplers = make_samplers(settings, facts, trainer, fleet, env.metrics, storage, env.ray.address)
-        self.runtime = BaseRuntime(settings, facts, trainer, fleet, samplers, placement, self)
+        if facts.sampleable:
+            clock, token = env.store.now, self._spec.token
+            fleet = make_fleet(settings, token, placement, facts.directory, shutdowns, clock)
+            samplers = make_samplers(settings, facts, trainer, fleet, env.metrics, storage, env.ray.address)
+        self.runtime = BaseRuntime(settings, facts, trainer, samplers, storage, placement, self)
         shutdowns.append(self.end)
 
     async def start(self, report: ReportParts) -> None:
-        """Start trainer and samplers concurrently."""
+        """Start trainer and samplers, those of the two that there are, concurrently."""
         progress, runtime = Progress(self.parts, report), self.runtime
         shared: tuple[Gpu, ...] = ()
         async with asyncio.TaskGroup() as tasks:
@@ -157,17 +162,23 @@ class BaseProcesses:
                 if self._settings.colocated:  # a sampler takes its memory at its start
                     await started
                     shared = await runtime.trainer.gpus()
-            servers = launch_servers(self._settings, replace(self._spec, shared_gpus=shared), self._to_end)
-            tasks.create_task(progress.during(self._sampler, self._await_servers(servers)))
-        directories, suffix = self._env.directories, log_suffix(self._number)
-        await open_fleet(self._settings, runtime.fleet, servers, directories.log_dir, self._to_end, suffix)
+            if runtime.samplers is not None:
+                spec = replace(self._spec, shared_gpus=shared)
+                servers = launch_servers(self._settings, spec, self._to_end)
+                tasks.create_task(progress.during(self._sampler, self._await_servers(servers)))
+        if runtime.samplers is not None:
+            await self._open(runtime.samplers, servers)
+
+    async def _open(self, samplers: Samplers, servers: ServerGroup | ExternalServers) -> None:
+        log_dir, suffix = self._env.directories.log_dir, log_suffix(self._number)
+        await open_fleet(self._settings, samplers.fleet, servers, log_dir, self._to_end, suffix)
         if self._settings.external_urls:
-            await runtime.fleet.adopt(runtime.samplers.equip)
+            await samplers.fleet.adopt(samplers.equip)
 
     async def check(self) -> None:
-        """Compare trainer and samplers, without a trainer two ways of the samplers."""
+        """Compare trainer and samplers, without a trainer two ways of the samplers; without samplers none."""
         samplers, probed, self._probed = self.runtime.samplers, self._probed, None
-        if not self._settings.parity.canary:
+        if samplers is None or not self._settings.parity.canary:
             return
         if probed is None:
             gap = await startup_check.compare_own(samplers)
@@ -183,7 +194,8 @@ class BaseProcesses:
         """End all that were started since the last end. Raises TrainerLostError when Ray is gone."""
         self._env.ray.require_alive()  # calls would hang
         to_end, self._to_end = self._to_end, []
-        self.runtime.fleet.close()
+        if self.runtime.samplers is not None:
+            self.runtime.samplers.fleet.close()
         for outcome in await asyncio.gather(*(end() for end in to_end), return_exceptions=True):
             if isinstance(outcome, BaseException):  # it is dead already
                 _log.info("while ending: %s", outcome)
@@ -195,7 +207,7 @@ class BaseProcesses:
         await trainer.ready()
         directories = self._env.directories
         await trainer.look_for_shared([directories.checkpoint_root, directories.snapshot_dir])
-        if self._settings.parity.canary:
+        if self._settings.parity.canary and self.runtime.samplers is not None:
             self._probed = await startup_check.probe(trainer, self._facts)
         if self._settings.colocated:
             await trainer.offload()  # the first phase is the samplers'

@@ -59,7 +59,7 @@ def compose_training(
     store: Store,
     outbox: Outbox,
     trainer: TrainerGroup,
-    samplers: Samplers,
+    samplers: Samplers | None,
     versions: EphemeralVersions,
     warnings: WarningBoard,
     metrics: Metrics,

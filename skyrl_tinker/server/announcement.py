@@ -18,6 +18,7 @@ def announcement(settings: Settings, bases: Bases, *, keys: bool) -> str:
     models = [
         f"{facts.name}, {facts.context_length} tokens of context, "
         + (_trained(settings.for_base(facts.name)) if facts.trainable else "sampling only")
+        + ("" if facts.sampleable else ", training only")
         for facts in bases.all
     ]
     facts_of_it = {
@@ -53,9 +54,8 @@ def _devices(settings: Settings) -> str:
     of_bases = [settings, *catalog.further(settings)]
     samplers = sum(len(each.external_urls) or each.replicas for each in of_bases)
     placement = "in turns on the same devices" if settings.colocated else "side by side"
-    return (
-        f"{settings.device} in {settings.trainer_dtype}: trainer ranks {settings.all_trainer_ranks}, "
-        f"samplers {samplers}, {placement}"
+    return f"{settings.device} in {settings.trainer_dtype}: trainer ranks {settings.all_trainer_ranks}, " + (
+        f"samplers {samplers}, {placement}" if samplers else "no samplers"
     )
 
 

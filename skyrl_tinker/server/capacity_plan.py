@@ -1,6 +1,6 @@
 """Plan of a server on given GPUs: whether it fits, the settings that follow, and why. Imports no torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,8 @@ def _problem(estimate: MemoryEstimate, longest: int) -> tuple[str | None, str | 
 def sampler_problem(estimate: MemoryEstimate) -> str | None:
     """Return why a sampler does not fit on its GPUs, None if it does."""
     demand = estimate.demand
+    if not estimate.division.replicas:
+        return None
     if estimate.cache_tokens < demand.context:
         tokens = max(0, int(estimate.cache_tokens))
         return f"the samplers have room for {tokens} tokens, not for a sequence of {demand.context}"
@@ -114,19 +116,13 @@ def _choices(estimate: MemoryEstimate) -> tuple[Choice, ...]:
             else "neither waits for the other",
         ),
         Choice("trainer_ranks", division.ranks, f"{costs.weights / GB:.1f} GB of the base on each"),
-        Choice(
-            "tensor_parallel_size",
-            division.tensor_parallel,
-            "the fewest GPUs that leave half of them to keys and values",
-        ),
-        Choice(
-            "replicas", division.replicas, f"keys and values of {estimate.cache_tokens:,.0f} tokens in each"
-        ),
+        *_sampler_choices(estimate),
         Choice("context_length", demand.context, "by default the model's, at most 4096"),
         Choice("token_budget", budget, _why(fast, small)),
     ]
     reserved = "nothing for adapters" if demand.full else "memory for adapters of this rank"
-    choices.append(Choice("max_lora_rank", demand.rank, f"samplers reserve {reserved}"))
+    why = f"samplers reserve {reserved}" if division.replicas else "the default"
+    choices.append(Choice("max_lora_rank", demand.rank, why))
     if not demand.full:
         beside = f"no more fit beside a row of {longest} tokens"
         choices.append(Choice("resident_models", estimate.models_beside(longest), beside))
@@ -134,6 +130,17 @@ def _choices(estimate: MemoryEstimate) -> tuple[Choice, ...]:
         Choice(each.setting, demand.given[each.setting], "as given") if each.setting in demand.given else each
         for each in choices
     )
+
+
+def _sampler_choices(estimate: MemoryEstimate) -> Iterator[Choice]:
+    division = estimate.division
+    if division.replicas:
+        fewest = "the fewest GPUs that leave half of them to keys and values"
+        yield Choice("tensor_parallel_size", division.tensor_parallel, fewest)
+        cached = f"keys and values of {estimate.cache_tokens:,.0f} tokens in each"
+        yield Choice("replicas", division.replicas, cached)
+    else:
+        yield Choice("replicas", 0, "")
 
 
 def _why(fast: int, small: int) -> str:

@@ -12,7 +12,7 @@ _MANY = 128  # GPUs: more than any ranks and samplers that are given ask for, as
 
 @dataclass(frozen=True, slots=True)
 class GpuDivision:
-    """One way. `copies`: GPUs of a replica for each one of its tensor parallelism."""
+    """One way, without samplers if `replicas` is 0. `copies`: GPUs of a replica per tensor parallelism."""
 
     placement: str  # separate | colocated
     ranks: int

@@ -182,7 +182,7 @@ class MemoryEstimate:
         resident = self.resident
         return (
             *self._trainer_lines(resident),
-            *self._sampler_lines(),
+            *(self._sampler_lines() if self.division.replicas else ()),
             *self._host_lines(resident),
             *self._file_lines(),
         )
@@ -225,7 +225,7 @@ class MemoryEstimate:
                 HOST, f"{waiting} models off the GPU, on each rank", ranks * waiting * costs.state
             )
         yield MemoryLine(HOST, "a model's weights on their way to the samplers", _BFLOAT16 * costs.trained)
-        if not self.demand.full:
+        if self.division.replicas and not self.demand.full:
             processes = self.division.replicas * self.division.tensor_parallel
             cached = processes * self.demand.cached_adapters * _BFLOAT16 * costs.trained
             name = f"{self.demand.cached_adapters} adapters in each process of the samplers, at most"

@@ -74,7 +74,8 @@ def _check_trained(settings: Settings) -> None:
     if further and settings.device == "cuda":
         tables = ((f"bases.{own.base_model}: ", own, settings.bases[own.base_model]) for own in further)
         for whose, own, given in (("", settings, settings), *tables):
-            wanted = ("trainer_ranks",) if own.external_urls else ("trainer_ranks", "replicas")
+            ours = own.samples and not own.external_urls
+            wanted = ("trainer_ranks", "replicas") if ours else ("trainer_ranks",)
             if missing := [name for name in wanted if name not in given.model_fields_set]:
                 raise StartupError(
                     f"{whose}--device cuda with several base models that are trained: set "
@@ -200,7 +201,8 @@ def check_host(settings: Settings) -> None:
 
 def _check_dtype(settings: Settings) -> None:
     """Refuse a type that replicas would die of: their LoRA kernels on CUDA take 16-bit types only."""
-    if settings.device == "cuda" and settings.trainer_dtype == "float32" and not settings.external_urls:
+    ours = settings.samples and not settings.external_urls
+    if settings.device == "cuda" and settings.trainer_dtype == "float32" and ours:
         raise StartupError(
             "--trainer-dtype float32 with --device cuda: GPU samplers take adapters in 16-bit types only; "
             "leave it out, or set bfloat16"
@@ -271,6 +273,8 @@ def _check_colocated(settings: Settings) -> None:
             f"phases.min_s {settings.phases.min_s:g} > phases.max_s {settings.phases.max_s:g}: "
             "the shortest phase cannot exceed the longest wait of the other side"
         )
+    if not settings.samples:
+        raise StartupError("--placement colocated and --replicas 0: found no samplers to take turns with")
     if settings.external_urls:
         raise StartupError(
             f"--placement colocated and {_url_setting(settings)}: this server cannot place samplers that it "
@@ -307,14 +311,15 @@ def _check_samplers(settings: Settings) -> None:
         raise StartupError(f"sampler_python: found sampler_engine {settings.sampler_engine}, expected sglang")
     _check_urls(settings)
     if not settings.external_urls:
-        engine_of(settings).check()
+        if settings.samples:
+            engine_of(settings).check()
         return
     name = _url_setting(settings)
     if settings.vllm_args:
         raise StartupError(f"vllm_args and {name}: give the arguments to the servers that you start")
     if settings.sampler_python is not None:
         raise StartupError(f"sampler_python and {name}: start the servers with the interpreter yourself")
-    if settings.replicas > 1:
+    if settings.replicas != 1:
         raise StartupError(
             f"--replicas {settings.replicas} and {name}: the server either starts samplers "
             "or uses running ones; give one of the two"

@@ -164,7 +164,7 @@ def _beside_further(
                 raise StartupError(
                     f"{taken} take {share.count} GPUs, found {gpus.count} in all, and base_model needs one"
                 )
-            if settings.plan and ranks and samplers:
+            if settings.plan and ranks and not own.external_urls:
                 planned = _planned(own, share, costs_of, tell, f" {name}")
                 keys = BaseOverrides.model_fields.keys() & planned.keys()
                 bases[name] = given.model_copy(update={key: planned[key] for key in keys})

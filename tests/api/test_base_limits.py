@@ -27,6 +27,7 @@ from tests.support.reads import reading
 SMALL, ALIAS = "org/small", "/models/small"
 OTHER = replace(FACTS, directory=ALIAS, names=(SMALL, ALIAS), vocab_size=10, context_length=4)
 ONLY_SAMPLED = replace(OTHER, trainable=False)
+ONLY_TRAINED = replace(OTHER, sampleable=False)
 
 
 @pytest.fixture
@@ -222,3 +223,37 @@ async def test_the_highest_rank_is_that_of_the_base_model(settings: Settings) ->
         limits = world.services.limits
         assert limits.of(FACTS).max_lora_rank == settings.max_lora_rank
         assert limits.of(ONLY_SAMPLED).max_lora_rank == 4
+
+
+async def test_one_that_is_only_trained_is_not_sampled(settings: Settings) -> None:
+    """Nor are its sampling sessions from before a restart, whose future requests fail at once."""
+    async with running(settings, FACTS, OTHER) as world:
+        before = await world.sampler(base_model=SMALL)
+    async with running(settings, FACTS, ONLY_TRAINED) as world:
+        told = (
+            f"base_model '{SMALL}' is served for training only (roles of base {SMALL}), expected one that is"
+        )
+        told = f"{told} sampled: {BASE}; weights saved under a name can be"
+        model = await world.model(base_model=SMALL)
+        path = await world.checkpoint(model, CheckpointKind.SAMPLER_WEIGHTS, "a")
+        lane = {"model_id": model, "seq_id": 1}
+        unnamed = await world.ok("save_weights_for_sampler", {**lane, "sampling_session_seq_id": 0})
+        assert told in await world.failure(unnamed["request_id"])
+        named = await world.ok("save_weights_for_sampler", {**lane, "seq_id": 2, "path": "b"})
+        assert [row.request_id for row in await world.queued()][-1] == named["request_id"]
+        session = {"session_id": await world.session(), "sampling_session_seq_id": 0}
+        oai = "http://api/oai/api/v1"
+        for url, body in (
+            ("create_sampling_session", {**session, "base_model": SMALL}),
+            ("create_sampling_session", {**session, "model_path": path}),
+            ("asample", sample(before, 0, **prompt(1), sampling_params={"max_tokens": 1})),
+            (f"{oai}/completions", {"model": SMALL, "prompt": "a"}),
+            (f"{oai}/completions", {"model": path, "prompt": "a"}),
+        ):
+            refused = await world.post(url, body)
+            assert (refused.status_code, told in refused.text) == (400, True), refused.text
+        models = (await world.http.get("get_server_capabilities")).json()["supported_models"]
+        assert [each["sampleable"] for each in models] == [True, False]
+        listed = (await world.http.get(f"{oai}/models")).json()["data"]
+        assert [each["id"] for each in listed] == [BASE]
+        assert (await world.http.get(f"{oai}/models/{SMALL}")).status_code == 400

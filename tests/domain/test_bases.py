@@ -39,3 +39,21 @@ def test_one_that_is_sampled_only_is_not_trained() -> None:
         bases.require_trainable("/models/t")
     with pytest.raises(UserError, match="base_model is 'x', expected one that is served"):
         bases.require_trainable("x")
+
+
+def test_one_that_is_trained_only_is_not_sampled() -> None:
+    student, teacher = (replace(facts, sampleable=False) for facts in (STUDENT, TEACHER))
+    assert Bases((student, TEACHER)).require_sampleable(TEACHER) is TEACHER
+    after = "; weights saved under a name can be sampled after a start of the server with samplers"
+    for bases, refused, told in (
+        ((student, TEACHER), student, "(replicas = 0), expected one that is sampled: org/teacher"),
+        (
+            (STUDENT, teacher),
+            teacher,
+            "(roles of base org/teacher), expected one that is sampled: org/student",
+        ),
+        ((student,), student, "(replicas = 0), expected one that is sampled: there is none"),
+    ):
+        words = f"base_model '{refused.name}' is served for training only {told}{after}"
+        with pytest.raises(UserError, match=f"^{re.escape(words)}$"):
+            Bases(bases).require_sampleable(refused)

@@ -6,14 +6,13 @@ The real ones have vLLM, or a stand-in for it.
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, VersionSpan, WeightVersion
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
-from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.inflight_targets import newest
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
@@ -22,6 +21,7 @@ from skyrl_tinker.protocol.queue_views import SamplingView
 from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
 from tests.inference.client.test_sampling_port import connected, facts
 from tests.inference.support.samplers import Served, ask, prompt_of, publish_adapter, random_adapter
+from tests.support.sampler_clients import opened_fleet
 from tests.support.scripted_samplers import ScriptedSamplers
 
 __all__ = ["facts"]
@@ -42,7 +42,7 @@ async def samplers(served: Served | str, facts: BaseModelFacts) -> AsyncIterator
         yield cast(Samplers, ScriptedSamplers(facts.names))
         return
     async with connected(served if isinstance(served, Served) else None, facts) as sampler:
-        fleet = Fleet(cast(Any, None), sampler.client)
+        fleet = opened_fleet(sampler.client)
         made = Samplers(fleet, SharedMemoryTransport(1 << 20), sampler.facts, AdapterLimits(8, 8), Metrics())
         yield made
         for name in await sampler.client.control.adapters():

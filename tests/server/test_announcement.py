@@ -21,6 +21,13 @@ def test_it_has_a_line_for_each_base_model(tmp_path: Path) -> None:
     assert "samplers 2, side by side" in lines[3]
 
 
+def test_it_tells_that_a_base_model_is_only_trained(tmp_path: Path) -> None:
+    settings = config.load(home=tmp_path, replicas=0)
+    lines = announcement(settings, Bases((replace(FACTS, sampleable=False),)), keys=False).splitlines()
+    assert lines[1].endswith("tokens of context, adapters up to rank 64, training only")
+    assert lines[2].endswith("trainer ranks 1, no samplers")
+
+
 def test_it_names_the_places_that_are_not_under_home_without_secrets(tmp_path: Path) -> None:
     alone = announcement(config.load(home=tmp_path), Bases((FACTS,)), keys=False)
     assert not any(word in alone for word in ("database  ", "checkpoints  ", "snapshots  ", "engine  "))

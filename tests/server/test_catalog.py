@@ -1,11 +1,13 @@
 """Base models of one server."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from skyrl_tinker import config
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.inference.vllm.vllm_process import VllmProcess
 from skyrl_tinker.server import preflight
 from skyrl_tinker.server.base_models.catalog import resolve_all
 from skyrl_tinker.server.base_models.tiny_model import make_model
@@ -34,6 +36,11 @@ def test_a_further_one_is_trained_if_its_roles_say_so(tmp_path: Path, teacher: P
     assert [facts.trainable for facts in bases.all] == [True, True]
 
 
+def test_one_without_samplers_is_only_trained(tmp_path: Path, teacher: Path) -> None:
+    bases = resolve_all(config.load(home=tmp_path, replicas=0, bases=[f"{teacher}:train"]))
+    assert [(facts.trainable, facts.sampleable) for facts in bases.all] == [(True, False), (True, False)]
+
+
 def test_one_directory_under_two_names_is_refused(tmp_path: Path, teacher: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(teacher)
@@ -59,6 +66,24 @@ def test_several_trained_ones_say_their_gpus() -> None:
     with pytest.raises(StartupError, match=r"^bases\.A: --device cuda .*: set replicas of each"):
         preflight.check_settings(config.load(**first, bases={"A": own | {"trainer_ranks": 1}}))
     preflight.check_settings(config.load(**first, bases={"A": own | {"trainer_ranks": 1, "replicas": 1}}))
+
+
+def test_one_that_is_only_trained_needs_no_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: object) -> None:
+        raise StartupError("vLLM is not installed")
+
+    monkeypatch.setattr(VllmProcess, "check", missing)
+    preflight.check_settings(config.load(replicas=0, bases=["A:train"]))
+    preflight.check_settings(config.load(replicas=0, device="cuda", trainer_dtype="float32"))
+    with pytest.raises(StartupError, match="vLLM is not installed"):
+        preflight.check_settings(config.load(replicas=0, bases=["A"]))
+    several: dict[str, Any] = {"device": "cuda", "trainer_ranks": 1, "replicas": 0}
+    own = {"roles": ["train"], "trainer_ranks": 1}
+    preflight.check_settings(config.load(**several, bases={"A": own}))
+    with pytest.raises(StartupError, match=r"^--replicas 0 and sampler_urls: the server either starts"):
+        preflight.check_settings(config.load(replicas=0, sampler_urls=["http://a:9"]))
+    with pytest.raises(StartupError, match=r"^--placement colocated and --replicas 0: found no samplers"):
+        preflight.check_placement(config.load(replicas=0, placement="colocated"))
 
 
 def test_a_server_by_url_samples_one_base_model() -> None:

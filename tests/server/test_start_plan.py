@@ -179,6 +179,24 @@ def test_trained_base_models_are_planned_each_on_its_own_gpus(model: Path) -> No
         _place(model, 3, trainer_ranks=1, replicas=1, bases={str(other): own})
 
 
+def test_a_server_without_samplers_trains_on_all_gpus(model: Path) -> None:
+    (other := model / "other").mkdir()
+    (other / "config.json").write_text(json.dumps(QWEN3_8B))
+    placed, told = _place(model, 2, replicas=0)
+    assert (placed.placement, placed.trainer_ranks, placed.replicas) == ("separate", 2, 0)
+    assert "--replicas 0" in told
+    assert "sampler" not in told
+    own: dict[str, Any] = {"roles": ["train"], "trainer_ranks": 1}
+    placed, told = _place(model, 3, trainer_ranks=2, replicas=0, bases={str(other): own})
+    assert f"planned {other} for 1 GPU of 80 GB" in told
+    assert (placed.trainer_ranks, placed.for_base(str(other)).replicas) == (2, 0)
+    found = start_plan.plan(
+        config.load(device="cuda", base_model=str(model), replicas=0), Gpus(1, 80 * GB), _costs
+    )
+    assert found.problem is None
+    assert not [line for line in found.lines if "sampler" in line.place]
+
+
 @pytest.mark.parametrize("given", [{}, {"device": "cuda", "sampler_urls": ["http://a:9"]}])
 def test_without_gpus_or_samplers_of_our_own_nothing_is_planned(given: dict[str, Any]) -> None:
     settings = config.load(**given)

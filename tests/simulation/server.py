@@ -27,7 +27,6 @@ from skyrl_tinker.engine.bases.base_runtime import BaseRuntime, ReportParts
 from skyrl_tinker.engine.colocation.placement import SEPARATE
 from skyrl_tinker.engine.compose import Environment, compose, make_samplers
 from skyrl_tinker.engine.engine import Engine
-from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
@@ -44,7 +43,7 @@ from tests.simulation.backends import Ranks, Replicas, Router
 from tests.simulation.disk import Disk
 from tests.simulation.faults import Faults, disk_full, fault, is_unread, point, travel
 from tests.simulation.virtual_loop import PROCESS, Crash, Process, VirtualLoop
-from tests.support.sampler_clients import vllm_client
+from tests.support.sampler_clients import opened_fleet, vllm_client
 from tests.support.scripted_replica import Draw
 
 MOMENT_S = 4.0
@@ -337,12 +336,11 @@ class Server:
         if facts.trainable:
             self.ranks[facts.name] = Ranks(replicas)
             trainer = cast(TrainerGroup, self.ranks[facts.name])
-        client = vllm_client(router.url if router else replicas.urls[0], replicas.urls)
-        fleet = Fleet(replicas, client, cast(Any, router))
+        fleet = opened_fleet(vllm_client("", replicas.urls), replicas, router)
         with patch("skyrl_tinker.engine.compose.CHUNK_BYTES", 0):  # a tensor is a chunk
             storage = open_storage(settings.checkpoint_root, settings.checkpoint_url)
             samplers = make_samplers(settings, facts, trainer, fleet, env.metrics, storage)
-        return BaseRuntime(settings, facts, trainer, fleet, samplers, SEPARATE, Started())
+        return BaseRuntime(settings, facts, trainer, samplers, storage, SEPARATE, Started())
 
 
 class Started:

@@ -216,6 +216,7 @@ def _served(settings: Settings, facts: BaseModelFacts) -> ServedModel:
         base_model=facts.name,
         context_length=facts.context_length,
         trainable=facts.trainable,
+        sampleable=facts.sampleable,
         placement=settings.placement,
         trainer_ranks=settings.trainer_ranks if facts.trainable else 0,
         replicas=len(settings.external_urls) or settings.replicas,

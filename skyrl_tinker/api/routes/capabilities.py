@@ -16,7 +16,10 @@ async def get_server_capabilities(deps: Deps) -> ServerCapabilitiesResponse:
     return ServerCapabilitiesResponse(
         supported_models=[
             SupportedModel(
-                model_name=facts.name, max_context_length=facts.context_length, trainable=facts.trainable
+                model_name=facts.name,
+                max_context_length=facts.context_length,
+                trainable=facts.trainable,
+                sampleable=facts.sampleable,
             )
             for facts in deps.bases.all
         ],

@@ -36,13 +36,14 @@ _ANSWER = answers(
 
 @router.get("/models", summary="Base models; any tinker://…/sampler_weights/… path is a model, too")
 async def models(deps: Deps) -> ModelList:
-    return ModelList(data=[ListedModel(id=facts.name) for facts in deps.bases.all])
+    return ModelList(data=[ListedModel(id=facts.name) for facts in deps.bases.all if facts.sampleable])
 
 
 @router.get("/models/{model:path}", summary="A base model, or weights for sampling")
 async def retrieve_model(model: str, deps: Deps, owner: Owner) -> ListedModel:
     def find(conn: Connection) -> int:
         found = openai_models.find(conn, owner, model, deps.bases)
+        deps.bases.require_sampleable(deps.bases.require(model if found is None else found[0].base_model))
         return 0 if found is None else int(found[0].created_at)
 
     return ListedModel(id=model, created=await deps.store.fetch(find))

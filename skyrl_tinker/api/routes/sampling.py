@@ -51,6 +51,7 @@ async def create_sampling_session(
         if path is not None and (first := sampling_sessions.find_for_path(conn, session_id, number, path)):
             return first
         facts, version_id = _target(conn, owner, message, deps.bases)
+        deps.bases.require_sampleable(facts)
         return sampling_sessions.create(
             conn,
             session_id,

@@ -9,10 +9,11 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.request_body import read_as, require_metadata
-from skyrl_tinker.api.requests.submission import Body, from_json, submit_training
+from skyrl_tinker.api.requests.submission import Body, body_or_failure, from_json, submit_training
 from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.api.services import CallerDep, Deps, Services
 from skyrl_tinker.domain.ids import RequestKind
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.protocol.schemas.base import Message, parse
 from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
 from skyrl_tinker.protocol.schemas.training import SaveExternalRequest, SaveSamplerRequest, SaveWeightsRequest
@@ -82,4 +83,20 @@ async def _save(
             caller.limits.require_stored(holdings.stored_bytes(conn, caller.owner))
 
     submission, named = await read_as(request, make)
+    if not named:
+        submission = await _sampled_here(deps, submission)
     return await submit_training(deps, caller, submission, admit)
+
+
+async def _sampled_here(deps: Services, submission: Submission) -> Submission:
+    """Have an unnamed save fail if its base model is not sampled here: nobody could use the weights."""
+    limits = await deps.limits.of_model(submission.model_id)
+    if submission.failure is not None or isinstance(limits, Failure):
+        return submission
+
+    def check() -> bytes:
+        deps.bases.require_sampleable(deps.bases.require(limits.base_model))
+        return submission.body
+
+    body, failure = body_or_failure(check)
+    return replace(submission, body=body, failure=failure)

@@ -7,8 +7,8 @@ from typing import Protocol
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.colocation.placement import Placement
-from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.storage.checkpoint_storage import Storage
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 ReportParts = Callable[[Collection[str]], Awaitable[None]]
@@ -40,13 +40,14 @@ class Processes(Protocol):
 class BaseRuntime:
     """Base model with its trainer and samplers, which work while its processes run.
 
-    `settings`: its own. `trainer` None: it is sampled only.
+    `settings`: its own. `trainer` None: it is sampled only; `samplers` None: trained only. `storage`: of
+    checkpoints.
     """
 
     settings: Settings
     facts: BaseModelFacts
     trainer: TrainerGroup | None
-    fleet: Fleet
-    samplers: Samplers
+    samplers: Samplers | None
+    storage: Storage
     placement: Placement
     processes: Processes

@@ -29,11 +29,11 @@ class BaseStatuses:
     def __init__(
         self,
         status: EngineStatus,
-        fleets: Mapping[str, Fleet],
+        fleets: Mapping[str, Fleet | None],
         trained: Collection[str] = (),
         starting: Mapping[str, Collection[str]] = NO_PARTS,
     ) -> None:
-        """`fleets`: by base model; `trained`: those of them that are trained.
+        """`fleets`: by base model, None for one that is not sampled; `trained`: those that are trained.
 
         `starting`: parts that the start of each waits for; there is also that of CLEAN_UP.
         """
@@ -110,7 +110,8 @@ class BaseStatuses:
             return "starting", "; ".join(filter(None, [self._missing(), away]))
         if self._trained and not {*self._trained} - self._away.keys() - self._failed.keys():
             return "restarting", away
-        if not any(fleet.size for fleet in self._fleets.values()):
+        sampled = [fleet for fleet in self._fleets.values() if fleet is not None]
+        if sampled and not any(fleet.size for fleet in sampled):
             return "restarting", f"{GONE}; models are unaffected"
         details = [*filter(None, [away]), *self._shortages()]
         return "ready", "; ".join(details) or (ASLEEP if self._asleep else "")
@@ -127,9 +128,9 @@ class BaseStatuses:
             return "starting", _waiting_for(self._starting[name])
         if name in self._away:
             return "failed" if name in self._lost else back, self._away[name] or _BACK
-        if not fleet.size:
+        if fleet is not None and not fleet.size:
             return "restarting", GONE
-        if fleet.size < fleet.replicas:
+        if fleet is not None and fleet.size < fleet.replicas:
             return "ready", f"{fleet.size} of {fleet.replicas} replicas serve"
         return "ready", ASLEEP if name in self._asleep else ""
 
@@ -149,7 +150,7 @@ class BaseStatuses:
     def _shortages(self) -> Iterator[str]:
         for name, fleet in self._fleets.items():
             whose = f" of {name}" if len(self._fleets) > 1 else ""
-            if fleet.size < fleet.replicas and name not in self._failed:
+            if fleet is not None and fleet.size < fleet.replicas and name not in self._failed:
                 yield f"{fleet.size} of {fleet.replicas} replicas{whose} serve"
 
 

@@ -27,7 +27,7 @@ class BaseSupervisor:
         self._statuses = statuses
         self._why: str | None = None  # it does not start
         self._pause(f"base model {self._name} is being started")
-        if driver is not None:
+        if driver is not None and runtime.samplers is not None:
             runtime.samplers.await_replay()
 
     async def run(self, resumed: Awaitable[object]) -> None:
@@ -39,9 +39,10 @@ class BaseSupervisor:
         runtime, driver = self._runtime, self._driver
         self._resume()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(runtime.fleet.supervise(self._statuses.report, runtime.samplers.equip))
-            sleep_control = SleepControl(runtime.fleet, runtime.samplers.drop_weights)
-            tasks.create_task(runtime.placement.run(sleep_control))
+            if (samplers := runtime.samplers) is not None:
+                tasks.create_task(samplers.fleet.supervise(self._statuses.report, samplers.equip))
+                sleep_control = SleepControl(samplers.fleet, samplers.drop_weights)
+                tasks.create_task(runtime.placement.run(sleep_control))
             if runtime.trainer is not None and driver is not None:
                 tasks.create_task(driver.run(self._report_rebuild))
                 tasks.create_task(_watch_trainer(runtime.trainer, driver))
@@ -85,12 +86,14 @@ class BaseSupervisor:
 
     def _pause(self, why: str, *, refuses: bool = False) -> None:
         """Give requests a reason for their wait; samples fail at once if it `refuses`."""
-        self._runtime.samplers.gate.close(why, refuses=refuses)
+        if self._runtime.samplers is not None:
+            self._runtime.samplers.gate.close(why, refuses=refuses)
         if self._driver is not None:
             self._driver.paused = why
 
     def _resume(self) -> None:
-        self._runtime.samplers.gate.open()
+        if self._runtime.samplers is not None:
+            self._runtime.samplers.gate.open()
         if self._driver is not None:
             self._driver.paused = None
 
@@ -99,7 +102,7 @@ class BaseSupervisor:
 
     async def _report_rebuild(self, detail: str, *, done: bool = False, lost: bool = False) -> None:
         """Report the progress of bringing models back, as a driver's Report."""
-        if done:
+        if done and self._runtime.samplers is not None:
             self._runtime.samplers.replay_ended()
         await self._statuses.rebuild(self._name, detail, done=done, lost=lost)
 

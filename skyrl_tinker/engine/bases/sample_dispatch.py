@@ -37,9 +37,10 @@ class SampleDispatch:
         await self._outbox.send(refused.items())
 
     def _not_served(self, name: str | None) -> Failure:
-        served = ", ".join(driver.facts.name for driver in self.drivers)
+        sampled = ", ".join(driver.facts.name for driver in self.drivers) or "there is none"
         return Failure(
-            f"this sampling client is of base model {name!r}, expected one that is served: {served}", "user"
+            f"this sampling client is of base model {name!r}, expected one that is sampled here: {sampled}",
+            "user",
         )
 
     def queued(self) -> int:

@@ -39,14 +39,14 @@ class DriftMonitor:
         self,
         warnings: WarningBoard,
         trainer: TrainerGroup,
-        samplers: Samplers,
+        samplers: Samplers | None,
         facts: BaseModelFacts,
         metrics: Metrics,
         *,
         tokens: int,
         bound: float,
     ) -> None:
-        """`tokens`: length of the probe, below 2 = off."""
+        """`samplers` None: nothing is compared. `tokens`: length of the probe, below 2 = off."""
         self._warnings = warnings
         self._trainer = trainer
         self._samplers = samplers
@@ -59,7 +59,7 @@ class DriftMonitor:
 
     async def score(self, models: Mapping[ModelKey, ModelId]) -> list[ScoredProbe]:
         """Score the probe of all models in one pass; failed ones are left out, so that their saves go on."""
-        if len(self._tokens) < 2 or not models:
+        if self._samplers is None or len(self._tokens) < 2 or not models:
             return []
         try:
             outputs = await trainer_logprobs(self._trainer, list(models), self._tokens)
@@ -80,9 +80,11 @@ class DriftMonitor:
 
         An inflight version is sampled through its target, like rollouts, so that no rollout is interrupted.
         """
-        target = self._samplers.target(scored.key, version) if inflight else version
+        samplers = self._samplers
+        assert samplers is not None, "scored for samplers alone"
+        target = samplers.target(scored.key, version) if inflight else version
         try:
-            sampled, served = await sampler_logprobs(self._samplers, target, self._tokens)
+            sampled, served = await sampler_logprobs(samplers, target, self._tokens)
             gap = largest_difference(sampled, scored.logprobs)
         except SkyrlTinkerError as error:  # dropped meanwhile, samplers down, or NaN logprobs
             _log.info("the logprobs of %s were not compared: %s", version.name, error)

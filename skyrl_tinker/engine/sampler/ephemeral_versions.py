@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -38,7 +39,7 @@ class EphemeralVersions:
         spill: TmpfsSpill,
         settings: Settings,
     ) -> None:
-        """`samplers`: of all base models, one of which samples a version.
+        """`samplers`: of all base models that are sampled, at most one of which samples a version.
 
         `forget_sources`: called after versions were dropped.
         """
@@ -48,6 +49,7 @@ class EphemeralVersions:
         self._spill = spill
         self._settings = settings
         self._turns: WeakValueDictionary[VersionId, asyncio.Lock] = WeakValueDictionary()
+        self._began_at = time.monotonic()
         self._moved: set[VersionId] = set()  # to disk, of those that are kept
 
     async def sweep(self) -> None:
@@ -81,8 +83,9 @@ class EphemeralVersions:
         return any(samplers.in_use(version) for samplers in self._samplers)
 
     def _idle_s(self, version: WeightVersion) -> float:
-        """Return the seconds since any samplers published or sampled a version."""
-        return min(samplers.idle_s(version) for samplers in self._samplers)
+        """Return the seconds since any samplers published or sampled a version, else since the start."""
+        began_s = time.monotonic() - self._began_at
+        return min((samplers.idle_s(version) for samplers in self._samplers), default=began_s)
 
     async def keep_sampled(self, model: ModelKey) -> None:
         """Copy to disk the versions that clients of this model sample: the newest one, and those in use.

@@ -47,36 +47,33 @@ class Fleet:
     newcomer; it is called with `changing` held.
     """
 
+    _servers: Servers  # since `open`
+
     def __init__(
         self,
-        servers: Servers | None,
         client: RemoteInferenceClient,
-        router: Router | None = None,
+        cores: Sequence[int],
         placement: Placement = SEPARATE,
         step_s: float = 600.0,
-        cores: Sequence[int] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Start with all `client.server_urls`, which are ready, and known to the router if it is ours.
+        """Start without servers, until `open`.
 
-        `servers` None: without any, until `open`; `cores` then has one number for each that will come.
-        `step_s`: a member whose core does not answer for longer is replaced. `cores`: engine cores of each
-        replica that decode, 0 if it computes prompts for others; default: one.
-        `clock`: of incidents.
+        `client`: its proxy, if any, is a router that is not ours. `cores`: engine cores of each replica that
+        decode, 0 if it computes prompts for others. `step_s`: a member whose core does not answer for longer
+        is replaced. `clock`: of incidents.
         """
         self.client = client
         self.changing = AwakeLock(placement)
         self.placement = placement
-        if servers is not None:
-            self._servers = servers
-        self._router = router
+        self._router: Router | None = None
         self._step_s = step_s
         self._clock = clock
         self._long_calls = 0
-        self._proxy_url = client.proxy_url if client.proxy_url not in client.server_urls else None
-        self._cores = cores or (1,) * len(client.server_urls)
-        self.replicas = len(self._cores)
-        self._members = dict(enumerate(client.server_urls))
+        self._proxy_url = client.proxy_url or None
+        self._cores = cores
+        self.replicas = len(cores)
+        self._members: dict[int, str] = {}
         self._condemned: dict[int, Loss] = {}
         self._leaving: set[str] = set()  # former members whose processes may still run
         self._losses = 0

@@ -69,7 +69,7 @@ def make_fleet(
         client.data.most_sequences = 1  # a prompt's keys and values can be fetched only once
     to_end.append(client.close)
     cores = _cores(settings, _count_servers(settings))
-    return Fleet(None, client, None, placement, STEP_S[settings.device], cores, clock)
+    return Fleet(client, cores, placement, STEP_S[settings.device], clock)
 
 
 async def open_fleet(

@@ -52,7 +52,7 @@ class Samplers:
         """`keep_cache`: when full weights are replaced (setting inflight_cache)."""
         self.storage = storage
         self.takes_adapters = adapters.running > 0
-        self._fleet = fleet
+        self.fleet = fleet
         self.facts = facts
         self.gate = SampleGate()
         self._swaps = WeightSwaps(fleet, transport, facts, metrics, keep_cache=keep_cache)
@@ -76,7 +76,7 @@ class Samplers:
         check_abilities(request, self.facts.sampler, self.facts.context_length)
         with self._counted(source):  # also between the requests of one sample
             await self.fetch(source)
-            return await self._fleet.with_retry(lambda: self._sample(source, request, share))
+            return await self.fleet.with_retry(lambda: self._sample(source, request, share))
 
     async def fetch(self, source: SampleSource) -> None:
         """Fetch the files from storage, or wait for a replay to write them.
@@ -99,7 +99,7 @@ class Samplers:
     @property
     def replicas(self) -> int:
         """Number of members, at least 1: without a member, requests wait in `sample`."""
-        return max(1, self._fleet.size)
+        return max(1, self.fleet.size)
 
     def view(self, waiting: SamplingView) -> SamplingView:
         """Add the replicas' state to the view of waiting samples."""
@@ -108,26 +108,26 @@ class Samplers:
         return replace(
             waiting,
             paused=self.paused,
-            replicas=self._fleet.view(self._swaps.ways),
+            replicas=self.fleet.view(self._swaps.ways),
             weights=tuple(version.name for version in loaded),
-            incidents=tuple(self._fleet.incidents),
+            incidents=tuple(self.fleet.incidents),
         )
 
     @property
     def cores(self) -> int:
         """Number of engine cores that decode, at least 1."""
-        return max(1, self._fleet.cores)
+        return max(1, self.fleet.cores)
 
     @property
     def paused(self) -> str | None:
         """Reason why no sample makes progress now; None if they do."""
         if self.gate.reason is not None:
             return self.gate.reason
-        if not self._fleet.size:
+        if not self.fleet.size:
             return "no sampler is running: they are being restarted"
         if self._full_weights.swapping:
             return "samplers are updating weights"
-        if self._fleet.placement.asleep:
+        if self.fleet.placement.asleep:
             return "the trainer is using the samplers' devices"
         return None
 
@@ -168,8 +168,8 @@ class Samplers:
             if newest(source).kind == "full":
                 await self._full_weights.offer(source)
             elif isinstance(source, InflightTarget):
-                async with self._fleet.placement.awake():
-                    await self._fleet.client.control.abort(source.tag)
+                async with self.fleet.placement.awake():
+                    await self.fleet.client.control.abort(source.tag)
 
     def drop_weights(self) -> bool:
         """Let the replicas lose their weights if no request needs them; return whether they may.
@@ -225,7 +225,7 @@ class Samplers:
     async def _sample(self, source: SampleSource, request: SampleRequest, share: Share) -> SampleOutput:
         with self.affinity.key(source, array("q", request.prompt).tobytes(), request.sequences) as key:
             call = SampleCall(
-                self._fleet.client.data,
+                self.fleet.client.data,
                 self.leases,
                 source,
                 key,

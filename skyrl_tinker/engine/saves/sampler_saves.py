@@ -83,7 +83,7 @@ class Publisher(SaveFlow[SamplerSave]):
         self,
         store: Store,
         trainer: TrainerGroup,
-        samplers: Samplers,
+        samplers: Samplers | None,
         commits: UnitCommits,
         pending: PendingWrites,
         ephemeral_dir: Path,
@@ -93,7 +93,10 @@ class Publisher(SaveFlow[SamplerSave]):
         written: Callable[[QueuedRow], None],
         storage: Storage = LOCAL_DISK,
     ) -> None:
-        """`written`: called, once or twice, when a save's weights are in files or the save has failed."""
+        """`samplers` None: weights are only written.
+
+        `written`: called, once or twice, when a save's weights are in files or the save has failed.
+        """
         super().__init__(store, trainer, commits, pending, checkpoint_root, storage)
         self._samplers = samplers
         self._ephemeral = ephemeral_dir
@@ -167,23 +170,26 @@ class Publisher(SaveFlow[SamplerSave]):
     async def _answer(self, save: SamplerSave) -> bool:
         async with asyncio.TaskGroup() as tasks:
             announcing: asyncio.Task[None] | None = None
-            if self._lends(save):
+            if (samplers := self._borrower(save)) is not None:
                 self._lent[save.row.id] = save
-                self._samplers.lend(save.version, save.captured)
+                samplers.lend(save.version, save.captured)
                 if not save.inflight:  # rollouts must not use weights of a save that may still fail
-                    announcing = tasks.create_task(self._samplers.announce(save.version))
+                    announcing = tasks.create_task(samplers.announce(save.version))
             started = time.monotonic()
             succeeded = await super()._answer(save)
             if succeeded:
                 self._metrics.published(save.version.kind, save.row.id, time.monotonic() - started)
             elif announcing is not None:  # a recovery of the ranks must not wait for samplers
                 announcing.cancel()
-        if succeeded:
-            await self._announce(save)
+        if succeeded and self._samplers is not None:
+            await _announce(self._samplers, save)
         return succeeded
 
-    def _lends(self, save: SamplerSave) -> bool:
-        return save.version.kind == "full" and save.sampled_next and self._samplers.takes_captured
+    def _borrower(self, save: SamplerSave) -> Samplers | None:
+        """Return the samplers if they take these weights from the ranks."""
+        lends = save.version.kind == "full" and save.sampled_next
+        samplers = self._samplers
+        return samplers if lends and samplers is not None and samplers.takes_captured else None
 
     async def _begin(
         self, requests: Sequence[SamplerSaveRequest], captured: Mapping[ModelKey, CapturedState]
@@ -219,17 +225,17 @@ class Publisher(SaveFlow[SamplerSave]):
 
     async def _write(self, save: SamplerSave) -> int:
         size = await self._trainer.persist_state(save.captured, str(save.directory))
-        loading = self._samplers.load(save.version)  # may take long
-        await asyncio.gather(self._need_ranks_no_more(save), loading)
+        loading = [] if self._samplers is None else [self._samplers.load(save.version)]  # may take long
+        await asyncio.gather(self._need_ranks_no_more(save), *loading)
         return size
 
     async def _need_ranks_no_more(self, save: SamplerSave) -> None:
-        if not self._lends(save):
+        if self._borrower(save) is None:
             await self._free(save)
         self._note_here(save)
 
     async def _free(self, save: SamplerSave) -> None:
-        if self._lent.pop(save.row.id, None) is not None:
+        if self._lent.pop(save.row.id, None) is not None and self._samplers is not None:
             await self._samplers.end_loan(save.version)
         await super()._free(save)
         self._written(save.row)
@@ -252,16 +258,10 @@ class Publisher(SaveFlow[SamplerSave]):
     def _recorded(self, conn: Connection, save: SamplerSave) -> bool:
         return sampling_sessions.was_published(conn, save.version.id)
 
-    async def _announce(self, save: SamplerSave) -> None:
-        """Announce the weights sampled next: the new version, or the inflight target moved to it."""
-        if save.inflight:
-            await self._samplers.announce(self._samplers.target(save.model.key, save.version))
-        elif save.sampled_next:
-            await self._samplers.announce(save.version)
-
     async def _remove(self, save: SamplerSave) -> None:
-        with suppress(SamplerError):  # a sampler that is down has no adapters anyway
-            await self._samplers.unload(save.version)
+        if self._samplers is not None:
+            with suppress(SamplerError):  # a sampler that is down has no adapters anyway
+                await self._samplers.unload(save.version)
         await super()._remove(save)
         drop = partial(sampling_sessions.mark_dropped, version_id=save.version.id)
         await persistently(lambda: self._store.write(drop))
@@ -269,6 +269,14 @@ class Publisher(SaveFlow[SamplerSave]):
     async def _compare(self, scored: ScoredProbe, save: SamplerSave, publishing: asyncio.Task[bool]) -> None:
         if await publishing:
             await self._gaps.compare(scored, save.version, inflight=save.inflight)
+
+
+async def _announce(samplers: Samplers, save: SamplerSave) -> None:
+    """Announce the weights sampled next: the new version, or the inflight target moved to it."""
+    if save.inflight:
+        await samplers.announce(samplers.target(save.model.key, save.version))
+    elif save.sampled_next:
+        await samplers.announce(save.version)
 
 
 def _requests(conn: Connection, rows: Sequence[QueuedRow]) -> list[SamplerSaveRequest]:

@@ -22,11 +22,15 @@ ReportedName = Annotated[Text, StringConstraints(min_length=1, max_length=MOST_N
 
 
 class ServedModel(Message):
-    """Base model that is served, and where it runs. `trainable` false: it is sampled only, by no rank."""
+    """Base model that is served, and where it runs.
+
+    `trainable` false: it is sampled only, by no rank. `sampleable` false: it is trained only, by no replica.
+    """
 
     base_model: str
     context_length: int
     trainable: bool
+    sampleable: bool
     placement: str
     trainer_ranks: int
     replicas: int

@@ -78,6 +78,12 @@ def read_config(settings: Settings) -> tuple[Mapping[str, Any], BaseModelFacts]:
         raise StartupError(
             f"router_replay: expected {', '.join(REPLAYED)}, found {facts.architecture} in {facts.directory}"
         )
+    if facts.sampleable:
+        _require_sampler(settings, config, facts)
+    return config, facts
+
+
+def _require_sampler(settings: Settings, config: Mapping[str, Any], facts: BaseModelFacts) -> None:
     engine_of(settings).require_model(
         ModelToServe(
             facts,
@@ -88,7 +94,6 @@ def read_config(settings: Settings) -> tuple[Mapping[str, Any], BaseModelFacts]:
             tool_parser=settings.tool_parser,
         )
     )
-    return config, facts
 
 
 def _check_workers(count: int, facts: BaseModelFacts) -> None:
@@ -136,6 +141,7 @@ def _facts(
         hub_name=hub_name,
         num_heads=_positive(config, "num_attention_heads"),
         sampler=engine_of(settings).abilities,
+        sampleable=settings.samples,
         **_mlp(config),
     )
 

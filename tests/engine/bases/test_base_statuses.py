@@ -42,6 +42,22 @@ async def test_the_engine_takes_work_while_any_base_model_has_a_replica(
     assert (told["state"], told["detail"]) == (state, detail)
 
 
+async def test_a_base_model_that_is_only_trained_needs_no_replica(store: Store, bell: Doorbell) -> None:
+    statuses = BaseStatuses(EngineStatus(store, bell), {"a": None}, ["a"], {"a": {"trainer"}})
+
+    def told() -> Any:
+        with reading(store) as conn:
+            return server_state.get(conn, "engine")
+
+    await statuses.started(CLEAN_UP)
+    await statuses.starting("a", ["trainer"])
+    assert (told()["state"], told()["detail"]) == ("starting", "waiting for trainer")
+    await statuses.started("a")
+    await statuses.rebuild("a", "", done=True)
+    assert (told()["state"], told()["detail"]) == ("ready", "")
+    assert told()["base_models"] == {"a": ["ready", ""]}
+
+
 async def test_the_engine_is_ready_once_all_trainers_are_and_takes_work_while_one_is(
     store: Store, bell: Doorbell
 ) -> None:

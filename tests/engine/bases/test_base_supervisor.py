@@ -67,8 +67,13 @@ class Driver:
         await report("", done=True)
 
 
+async def _nothing(*_: object) -> None:
+    pass
+
+
 class Replayed(ScriptedSamplers):
     replayed = True
+    fleet = SimpleNamespace(supervise=_nothing)
 
     def await_replay(self) -> None:
         self.replayed = False
@@ -94,16 +99,11 @@ class Case:
         runtime = SimpleNamespace(
             facts=self.samplers.facts,
             trainer=SimpleNamespace(watch=_nothing, broken=None),
-            fleet=SimpleNamespace(supervise=_nothing),
             samplers=self.samplers,
             placement=SEPARATE,
             processes=self.processes,
         )
         self.supervisor = BaseSupervisor(cast(Any, runtime), cast(Any, self.driver), self.statuses)
-
-
-async def _nothing(*_: object) -> None:
-    pass
 
 
 @asynccontextmanager

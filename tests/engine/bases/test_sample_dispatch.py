@@ -91,7 +91,9 @@ async def test_samples_of_a_base_model_that_is_not_served_any_more_fail_and_othe
     await two.take_in()
     failure = await journal.error_of(two.store, old)
     assert failure.category == "user"
-    assert failure.message.endswith("of base model 'old', expected one that is served: student, teacher")
+    assert failure.message.endswith(
+        "of base model 'old', expected one that is sampled here: student, teacher"
+    )
     found = await until(lambda: journal.outcome(two.store, good), _ended)
     assert found.status is FutureStatus.DONE
 

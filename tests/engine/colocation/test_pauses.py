@@ -11,14 +11,13 @@ from skyrl_tinker.domain.ids import VersionId
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
-from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.throughput import EndRate, UnitTimes
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from tests.engine.colocation.test_placement import Devices
 from tests.engine.sampler.test_sampler_driver import FACTS
 from tests.engine.support.simulation import simulate
-from tests.support.sampler_clients import vllm_client
+from tests.support.sampler_clients import opened_fleet, vllm_client
 from tests.support.waiting import until
 
 NOTHING = cast(Any, None)
@@ -26,9 +25,7 @@ NOTHING = cast(Any, None)
 
 def samplers_on(*urls: str, placement: Placement = SEPARATE) -> Samplers:
     client = vllm_client(urls[0] if urls else "", urls)
-    return Samplers(
-        Fleet(NOTHING, client, placement=placement), NOTHING, FACTS, AdapterLimits(8, 8), Metrics()
-    )
+    return Samplers(opened_fleet(client, placement=placement), NOTHING, FACTS, AdapterLimits(8, 8), Metrics())
 
 
 def test_nobody_serves() -> None:
@@ -39,7 +36,7 @@ def test_nobody_serves() -> None:
 async def test_weights_are_on_their_way(tmp_path: Path) -> None:
     samplers = samplers_on("http://127.0.0.1:1")
     version = WeightVersion(VersionId(1), "full", str(tmp_path))
-    async with samplers._fleet.changing:  # so that they have to wait
+    async with samplers.fleet.changing:  # so that they have to wait
         swap = asyncio.create_task(samplers.announce(version))
         await until(lambda: samplers.paused == "samplers are updating weights")
     await asyncio.wait((swap,))

@@ -12,13 +12,12 @@ from skyrl_tinker.domain.ids import VersionId
 from skyrl_tinker.domain.values import SampleRequest, SamplingParams, WeightVersion
 from skyrl_tinker.engine.sampler import adapter_cache
 from skyrl_tinker.engine.sampler.adapter_cache import TURN_S, AdapterCache, AdapterLimits
-from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.inference.client.http_connection import HttpAnswer
 from tests.engine.sampler.test_sampler_driver import FACTS
 from tests.engine.support.simulation import now, simulated
-from tests.support.sampler_clients import vllm_client
+from tests.support.sampler_clients import opened_fleet, vllm_client
 from tests.support.scripted_replica import ScriptedReplica
 
 TOKEN_S = 0.01
@@ -68,7 +67,7 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def samplers_of(replica: Batch, *, loaded: int = 4) -> Samplers:
     client = vllm_client("http://replica", ("http://replica",))
     client.data.http = client.control.http = cast(Any, replica)
-    fleet = Fleet(cast(Any, None), client)
+    fleet = opened_fleet(client)
     return Samplers(fleet, cast(Any, None), FACTS, AdapterLimits(loaded, 1), Metrics())
 
 
@@ -155,7 +154,7 @@ async def test_what_is_loaded_takes_turns_while_adapters_cannot_be_changed(tmp_p
     """Also if requests came while it was being loaded."""
     samplers, (busy, small) = samplers_of(Batch()), adapters(tmp_path)
     await samplers.sample(small, ask(3))  # which loads it
-    changing = samplers._fleet.changing
+    changing = samplers.fleet.changing
 
     async def change(seconds: float) -> None:
         async with changing:
@@ -180,7 +179,7 @@ def test_a_place_is_lent_while_its_adapter_cannot_be_loaded(tmp_path: Path, load
     async def story() -> None:
         samplers, (new, old) = samplers_of(Batch(), loaded=loaded), adapters(tmp_path)
         await samplers.sample(old, ask(3))  # which loads it
-        changing, finished, began = samplers._fleet.changing, list[float](), now()
+        changing, finished, began = samplers.fleet.changing, list[float](), now()
 
         async def stream() -> None:
             while True:
@@ -214,7 +213,7 @@ async def test_a_lent_place_comes_back_from_a_load_that_is_cancelled(tmp_path: P
     samplers, (new, old) = samplers_of(Batch()), adapters(tmp_path)
     await samplers.sample(old, ask(3))
     async with asyncio.TaskGroup() as tasks:
-        async with samplers._fleet.changing:
+        async with samplers.fleet.changing:
             waiting = [tasks.create_task(samplers.sample(new, ask(3))) for _ in range(2)]
             await asyncio.sleep(0.01)
             waiting[0].cancel()

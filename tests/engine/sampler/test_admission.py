@@ -4,12 +4,11 @@ import asyncio
 
 import pytest
 
-from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import Loss
 from tests.engine.support.simulation import simulated
-from tests.support.sampler_clients import vllm_client
+from tests.support.sampler_clients import opened_fleet, vllm_client
 from tests.support.waiting import until
 
 OLD, NEW = "http://old", "http://new"
@@ -37,7 +36,7 @@ class Servers:
 
 async def test_a_loss_is_noted_at_the_time_of_the_given_clock() -> None:
     """The database's, as the age of an incident is told by it."""
-    fleet = Fleet(Servers(), vllm_client(OLD, (OLD,)), clock=lambda: 5.0)
+    fleet = opened_fleet(vllm_client(OLD, (OLD,)), Servers(), clock=lambda: 5.0)
 
     async def equip(newcomer: RemoteInferenceClient) -> None:
         """The newcomer needs nothing."""
@@ -57,7 +56,7 @@ async def test_a_loss_is_noted_at_the_time_of_the_given_clock() -> None:
 async def test_what_equips_a_newcomer_that_dies_tidies_up_before_others_change_anything() -> None:
     """A weight sync that breaks off still speaks over the transport which the next one needs."""
     servers, steps = Servers(), list[str]()
-    fleet = Fleet(servers, vllm_client(OLD, (OLD,)))
+    fleet = opened_fleet(vllm_client(OLD, (OLD,)), servers)
 
     async def equip(newcomer: RemoteInferenceClient) -> None:
         servers.dies.set()

@@ -33,7 +33,7 @@ from tests.inference.support.samplers import (
     unique,
 )
 from tests.support.reads import reading
-from tests.support.sampler_clients import vllm_client, vllm_servers
+from tests.support.sampler_clients import opened_fleet, vllm_client, vllm_servers
 
 SAMPLES = 16
 
@@ -104,7 +104,7 @@ async def fleet(
     client = vllm_client(
         router.url, external.urls, "of the router", past_proxy=getattr(request, "param", True)
     )
-    yield Fleet(external, client, router)
+    yield opened_fleet(client, external, router)
     await client.close()
     await router.shutdown()
 

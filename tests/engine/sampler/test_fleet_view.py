@@ -2,11 +2,10 @@
 
 import pytest
 
-from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.protocol.queue_views import ReplicaView
 from skyrl_tinker.system.interfaces import address_towards
 from skyrl_tinker.weight_sync.factory import ways_of
-from tests.support.sampler_clients import vllm_client, vllm_servers
+from tests.support.sampler_clients import opened_fleet, vllm_client, vllm_servers
 
 HERE, ELSEWHERE, UNKNOWN = "http://127.0.0.1:8100", "http://192.0.2.9:8100", "http://nowhere.invalid:8100"
 """The latter two on hosts that do not exist (RFC 5737, RFC 2606)."""
@@ -18,7 +17,7 @@ HERE, ELSEWHERE, UNKNOWN = "http://127.0.0.1:8100", "http://192.0.2.9:8100", "ht
 async def test_each_replica_has_the_ways_of_its_host_and_none_while_it_is_replaced() -> None:
     urls = (HERE, ELSEWHERE, UNKNOWN, "http://127.0.0.1:8101")
     servers = vllm_servers(urls, startup_s=1.0, hang_s=2.0, max_model_len=2)
-    fleet = Fleet(servers, vllm_client(HERE, urls))
+    fleet = opened_fleet(vllm_client(HERE, urls), servers)
     fleet.condemn(urls[3], "it stands still")
     assert fleet.view(ways_of("shared_memory")) == (
         ReplicaView(HERE, "serving", "127.0.0.1", "shared memory", "shared memory"),

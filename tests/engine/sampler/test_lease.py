@@ -11,7 +11,6 @@ import pytest
 from skyrl_tinker.domain.ids import ModelKey, VersionId
 from skyrl_tinker.domain.values import SampleRequest, SamplingParams, WeightVersion
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
-from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
@@ -19,7 +18,7 @@ from skyrl_tinker.errors import NotFoundError, StateLostError, UserError
 from skyrl_tinker.inference.client.http_connection import HttpAnswer
 from skyrl_tinker.inference.client.sample_parts import PART_TOKENS
 from tests.engine.sampler.test_sampler_driver import FACTS
-from tests.support.sampler_clients import vllm_client
+from tests.support.sampler_clients import opened_fleet, vllm_client
 
 REQUEST = SampleRequest((1, 2), 1, SamplingParams(max_tokens=4, stop=()))
 
@@ -56,7 +55,7 @@ def samplers_of(replica: Replica, *, keep_cache: bool = False, running: int = 8)
     """`running`: adapters at once."""
     client = vllm_client("http://replica", ("http://replica",))
     client.data.http = client.control.http = cast(Any, replica)
-    fleet, limits = Fleet(cast(Any, None), client), AdapterLimits(8, running)
+    fleet, limits = opened_fleet(client), AdapterLimits(8, running)
     return Samplers(fleet, cast(Any, None), FACTS, limits, Metrics(), keep_cache=keep_cache)
 
 

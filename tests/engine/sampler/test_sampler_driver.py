@@ -18,7 +18,6 @@ from skyrl_tinker.engine import intake
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
-from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.slots import Concurrency
@@ -33,7 +32,7 @@ from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.futures.sample_submission import NewSample
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
-from tests.support.sampler_clients import vllm_client
+from tests.support.sampler_clients import opened_fleet, vllm_client
 from tests.support.scripted_samplers import ScriptedSamplers
 from tests.support.waiting import until
 
@@ -59,7 +58,7 @@ async def submit_sample(
 def make_driver(store: Store, bell: Doorbell, cores: tuple[int, ...] = ()) -> tuple[SamplerDriver, Metrics]:
     nothing = cast(Any, None)
     urls = tuple(f"http://{index}" for index in range(len(cores)))
-    fleet = Fleet(nothing, vllm_client("", urls), cores=cores)
+    fleet = opened_fleet(vllm_client("", urls), cores=cores)
     metrics = Metrics()
     samplers = Samplers(fleet, nothing, FACTS, AdapterLimits(8, 8), Metrics())
     return SamplerDriver(store, samplers, Outbox(store, bell, metrics), Concurrency(8, 8), metrics), metrics
@@ -68,7 +67,7 @@ def make_driver(store: Store, bell: Doorbell, cores: tuple[int, ...] = ()) -> tu
 async def test_what_a_server_of_another_engine_accepted_is_refused_by_name() -> None:
     nothing = cast(Any, None)
     facts = replace(FACTS, sampler=SamplerAbilities("Plain", seed=False))
-    samplers = Samplers(Fleet(nothing, vllm_client("", ())), nothing, facts, AdapterLimits(8, 8), Metrics())
+    samplers = Samplers(opened_fleet(vllm_client("", ())), nothing, facts, AdapterLimits(8, 8), Metrics())
     with pytest.raises(NotSupportedError, match=r"^seed is not supported by .* engine, Plain"):
         await samplers.sample(None, SampleRequest((1, 2), 1, SamplingParams(max_tokens=1, seed=3)))
 

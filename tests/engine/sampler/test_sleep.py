@@ -12,7 +12,7 @@ from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sleep import SleepControl
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import Loss
-from tests.support.sampler_clients import vllm_client
+from tests.support.sampler_clients import opened_fleet, vllm_client
 
 
 class Replica:
@@ -66,7 +66,7 @@ async def fleet_of(*replicas: Replica) -> AsyncIterator[tuple[Fleet, Processes]]
         await replica.server.start_server()
     processes = Processes()
     client = vllm_client(replicas[0].url, tuple(replica.url for replica in replicas))
-    fleet = Fleet(processes, client)
+    fleet = opened_fleet(client, processes)
 
     async def report() -> None:
         """Nobody reads it."""

@@ -20,7 +20,6 @@ from skyrl_tinker.engine.openai.openai_routes import OpenAIRoutes
 from skyrl_tinker.engine.openai.openai_server import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
-from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.slots import Concurrency
@@ -42,7 +41,7 @@ from tests.engine.sampler.test_adapter_turns import Batch, ask
 from tests.engine.sampler.test_sampler_driver import FACTS
 from tests.engine.support import journal
 from tests.support.reads import reading
-from tests.support.sampler_clients import vllm_client
+from tests.support.sampler_clients import opened_fleet, vllm_client
 from tests.support.waiting import until
 
 
@@ -59,7 +58,7 @@ def stored(storage: CheckpointStorage, root: Path) -> Path:
 def samplers_of(storage: CheckpointStorage) -> Samplers:
     client = vllm_client("http://replica", ("http://replica",))
     client.data.http = client.control.http = cast(Any, Batch())
-    fleet = Fleet(cast(Any, None), client, cores=(1,))
+    fleet = opened_fleet(client)
     return Samplers(fleet, cast(Any, None), FACTS, AdapterLimits(4, 1), Metrics(), storage)
 
 

@@ -33,7 +33,7 @@ from tests.inference.support.samplers import (
     spec_of,
     write_model,
 )
-from tests.support.sampler_clients import vllm_client
+from tests.support.sampler_clients import opened_fleet, vllm_client
 from tests.weight_sync.conftest import CHUNK_BYTES
 from tests.weight_sync.test_pause import URL, Calls
 
@@ -52,7 +52,7 @@ async def fleet(ray_cluster: None, facts: BaseModelFacts, tmp_path: Path) -> Asy
     group = ServerGroup.launch(spec_of(facts, tmp_path))
     await group.ready()
     client = vllm_client(group.urls[0], group.urls)
-    yield Fleet(group, client, step_s=STEP_S)
+    yield opened_fleet(client, group, step_s=STEP_S)
     await client.close()
     await group.shutdown()
 
@@ -162,7 +162,7 @@ async def test_a_version_comes_from_the_ranks_while_they_lend_it_and_from_its_fi
     transport, captured = Taking(facts), Lent()
     client = SimpleNamespace(proxy_url="", server_urls=(URL,), control=Calls())
     metrics = Metrics()
-    swaps = WeightSwaps(Fleet(cast(Any, None), cast(Any, client)), transport, facts, metrics)
+    swaps = WeightSwaps(Fleet(cast(Any, client), (1,)), transport, facts, metrics)
     version = WeightVersion(VersionId(1), "full", str(tmp_path / "v1"))
     assert not swaps.has(version)
     swaps.lend(version, captured)

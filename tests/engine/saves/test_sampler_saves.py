@@ -46,11 +46,12 @@ INFLIGHT = {"sampling_session_seq_id": 0, "kind": "inflight"}
 
 
 class World:
-    def __init__(self, store: Store, bell: Doorbell, tmp_path: Path) -> None:
+    def __init__(self, store: Store, bell: Doorbell, tmp_path: Path, *, sampled: bool = True) -> None:
         self.store = store
         self.trainer, self.samplers = ScriptedTrainer(defaultdict(Trained)), ScriptedSamplers()
         self.trainer.logprob_of = lambda _: -1.0
-        ends, metrics = (cast(Any, self.trainer), cast(Any, self.samplers)), Metrics()
+        samplers: Any = self.samplers if sampled else None
+        ends, metrics = (cast(Any, self.trainer), samplers), Metrics()
         results = Outbox(store, bell, metrics)
         self.gaps = DriftMonitor(WarningBoard(store), *ends, FACTS, metrics, tokens=TOKENS, bound=1.0)
         directories = tmp_path / "ram", tmp_path / "disk"
@@ -255,3 +256,22 @@ async def test_a_database_that_fails_for_a_moment_costs_no_save(
     await world.run()
     assert failures == []
     assert (await world.answer(saved))["type"] == "save_weights_for_sampler"
+
+
+@pytest.mark.parametrize("spec", [None, FULL])
+async def test_without_samplers_weights_are_only_written(
+    store: Store, bell: Doorbell, tmp_path: Path, spec: LoraSpec | None
+) -> None:
+    """Also unnamed ones, which were accepted while there were samplers."""
+    world = World(store, bell, tmp_path, sampled=False)
+    _, unnamed = await world.submit(spec)
+    _, inflight = await world.submit(spec, **INFLIGHT)
+    _, named = await world.submit(spec, name="a")
+    await world.run()
+    assert (await world.answer(named))["path"].endswith("/sampler_weights/a")
+    for accepted in (unnamed, inflight):
+        assert (await world.answer(accepted))["sampling_session_id"]
+    for version in await store.read(sampling_sessions.list_ephemeral_versions):
+        assert size_of(Path(version.directory)) > 0
+    assert world.trainer.asked("pass") == []
+    assert len({*world.written}) == 3

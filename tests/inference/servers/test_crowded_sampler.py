@@ -3,14 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from skyrl_tinker.domain.ids import SessionId, VersionId
 from skyrl_tinker.domain.values import SampleRequest, WeightVersion
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
-from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.inference.vllm.vllm_process import VllmProcess
@@ -24,6 +23,7 @@ from tests.inference.support.samplers import (
     publish_adapter,
     random_adapter,
 )
+from tests.support.sampler_clients import opened_fleet
 
 pytestmark = pytest.mark.long
 
@@ -46,7 +46,7 @@ def crowded(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.fixture
 async def samplers(crowded: Served) -> AsyncIterator[Samplers]:
     client = make_sampler(crowded).client
-    fleet, transport = Fleet(cast(Any, None), client), SharedMemoryTransport(1 << 20)
+    fleet, transport = opened_fleet(client), SharedMemoryTransport(1 << 20)
     yield Samplers(fleet, transport, crowded.facts, AdapterLimits(4, 1), Metrics())
     await client.close()
 
