@@ -19,6 +19,7 @@ from skyrl_tinker.protocol.schemas.openai import (
     OpenAIRequest,
     parse_openai,
 )
+from skyrl_tinker.protocol.validation.openai import check_openai
 from skyrl_tinker.protocol.validation.sampling import stop_bytes
 from skyrl_tinker.store.reports import openai_models
 from skyrl_tinker.system.off_loop import off_loop
@@ -74,7 +75,9 @@ async def _relay(request: Request, deps: Services, model: type[OpenAIRequest]) -
     parsed = await off_loop(len(body), lambda: parse_openai(model, json_object(body)))
     caller = caller_of(request)
     caller.limits.require_stop(stop_bytes(parsed.stop))
-    base_model = (await deps.limits.of_openai_model(parsed.model, caller.owner)).base_model
+    limits = await deps.limits.of_openai_model(parsed.model, caller.owner)
+    check_openai(parsed, limits.sampler)
+    base_model = limits.base_model
     if refusal := deps.queues.full(base_model):
         raise refusal
     try:

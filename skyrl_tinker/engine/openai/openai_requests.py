@@ -5,7 +5,6 @@ from typing import Any
 
 import orjson
 
-from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.errors import UserError
@@ -17,6 +16,7 @@ from skyrl_tinker.protocol.schemas.openai import (
 )
 from skyrl_tinker.protocol.schemas.sampling_rules import overflow
 from skyrl_tinker.protocol.validation.limits import check_ids
+from skyrl_tinker.protocol.validation.openai import check_openai
 
 OpenAIRequest = CompletionRequest | ChatCompletionRequest
 _FORWARDED = {
@@ -112,7 +112,7 @@ def upstream_body(
 
     Raises FieldError with the numbers if it exceeds the context, and for features that are not supported.
     """
-    _check_abilities(request, facts.sampler)
+    check_openai(request, facts.sampler)  # an API process may know those of another start
     body = request.model_dump(include=_FORWARDED, exclude_none=True)
     body["max_tokens"] = _max_tokens(request, prompt_tokens, facts.context_length)
     body |= _stop(request, facts, abilities)
@@ -124,22 +124,6 @@ def upstream_body(
     if request.stream:  # usage in each chunk, to bill a client that leaves early
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     return body
-
-
-def _check_abilities(request: OpenAIRequest, sampler: SamplerAbilities) -> None:
-    if refusal := sampler.refusal(request.temperature, request.stop, request.max_tokens):
-        raise FieldError(refusal, refusal.partition(":")[0])
-    asked = {"seed": ("seed", request.seed is not None)}
-    if isinstance(request, ChatCompletionRequest):
-        asked["response_format"] = ("response_format", request.response_format is not None)
-        asked["streamed_chat_logprobs"] = ("logprobs", request.stream and request.logprobs)
-    else:
-        asked["add_special_tokens"] = ("add_special_tokens", not request.add_special_tokens)
-    for ability, (field, given) in asked.items():
-        try:
-            sampler.require([ability] if given else ())
-        except UserError as error:
-            raise FieldError(str(error), field) from error
 
 
 def _stop(request: OpenAIRequest, facts: BaseModelFacts, abilities: ChatAbilities) -> dict[str, Any]:

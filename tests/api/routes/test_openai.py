@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -11,11 +13,15 @@ import pytest
 from aiohttp import web
 from sqlalchemy.exc import OperationalError
 
+from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import CheckpointKind
+from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from tests.api.support.engine_socket import engine
-from tests.api.support.world import BASE, World
+from tests.api.support.world import BASE, FACTS, World, running
 
 COMPLETION = {"model": BASE, "prompt": "a"}
+USER = [{"role": "user", "content": "a"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 @pytest.fixture
@@ -141,6 +147,45 @@ async def test_what_is_wrong_is_said_without_asking_the_engine(http: httpx.Async
     assert "9 prompts x n 128, expected at most 1024 together" in answer.json()["error"]["message"]
     answer = await http.post("/oai/api/v1/chat/completions", content=b"{")
     assert "not valid JSON" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "param", "message"),
+    [
+        ("completions", {"prompt": "a", "seed": 1}, "seed", "seed is not supported by .* engine, Plain"),
+        ("completions", {"prompt": "a", "temperature": 0.001}, "temperature", "expected 0 .* at least 0.01"),
+        (
+            "chat/completions",
+            {"messages": USER, "tools": TOOLS},
+            "tools",
+            "tools: tool_parser is not .*, Plain",
+        ),
+        ("chat/completions", {"messages": USER, "stream": True, "logprobs": True}, "logprobs", ", Plain$"),
+        (
+            "chat/completions",
+            {"messages": USER, "separate_reasoning": True},
+            "separate_reasoning",
+            "separate_reasoning: reasoning_parser is not supported by .*, Plain",
+        ),
+    ],
+)
+async def test_what_the_samplers_lack_is_refused_without_asking_the_engine(
+    settings: Settings, route: str, fields: dict[str, Any], param: str, message: str
+) -> None:
+    lacking = SamplerAbilities(
+        "Plain",
+        0.01,
+        seed=False,
+        tool_parser=False,
+        reasoning_parser=False,
+        streamed_chat_logprobs=False,
+    )
+    async with running(settings, replace(FACTS, sampler=lacking)) as world:
+        answer = await world.http.post(f"http://api/oai/api/v1/{route}", json={"model": BASE, **fields})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert re.search(message, error["message"])
 
 
 async def test_status_body_and_type_go_through(world: World, http: httpx.AsyncClient) -> None:
