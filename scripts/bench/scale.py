@@ -17,10 +17,11 @@ Needs the packages of `scripts/setup tests`. Ends by itself, with the default ar
 minutes.
 
 Prints, as its last line, one JSON object. take_us_N: choosing what begins after one sample of N sessions has
-ended; queues_ms_N: a look at the queue; plan_ms_N_models: planning a unit, the look ahead and the charge.
+ended; drop_us_N: taking out one whose client gave up; queues_ms_N: a look at the queue; plan_ms_N_models:
+planning a unit, the look ahead and the charge.
 cleanup_ms_N: a run of all steps of the clean-up, with N unnamed versions of --models that are in use: as many
 as ephemeral.keep of each, and a quarter more.
-All four are medians of this process's time. heartbeats_cpu_N: cores that it takes to collect the heartbeats
+All five are medians of this process's time. heartbeats_cpu_N: cores that it takes to collect the heartbeats
 of N sessions, one in ten seconds from each, and to write them to SQLite, with the engine's looks for silent
 sessions; no HTTP. heartbeats_http_cpu_N: cores of a whole API process that gets the same heartbeats over
 HTTP, on 400 connections that stay open: most of it is parsing and answering the requests.
@@ -126,7 +127,7 @@ REPLICAS = (1, 8, 64)
 SENT = RequestKind.FORWARD_BACKWARD, RequestKind.FORWARD, RequestKind.OPTIM_STEP
 VERSIONS = 32, 40
 """Of each model: as many as are kept in any case, and more."""
-IN_FLIGHT, TENANTS, TAKES, PLANS, VIEWS = 256, 7, 400, 40, 9
+IN_FLIGHT, TENANTS, TAKES, DROPS, PLANS, VIEWS = 256, 7, 400, 20, 40, 9
 CLIENTS = 16
 PROMPT, SAMPLED = 64, 16
 PER_CORE = 64
@@ -264,8 +265,8 @@ def _row(number: int, session: str, kind: RequestKind, model: ModelKey | None, s
     )
 
 
-def take_us(sessions: int) -> tuple[float, float]:
-    """Return the microseconds of a choice, and the milliseconds of a look at the queue."""
+def take_us(sessions: int) -> tuple[float, float, float]:
+    """Return microseconds of a choice and of a drop, and the milliseconds of a look at the queue."""
     queue, numbers = SampleQueue(Slots(Concurrency(IN_FLIGHT, IN_FLIGHT), lambda: 1)), itertools.count()
 
     def send(client: int) -> None:
@@ -274,7 +275,7 @@ def take_us(sessions: int) -> tuple[float, float]:
     for client in [*range(sessions)] * 3:
         send(client)
     flying = deque(turn.id for turn in queue.take(IN_FLIGHT + RESERVED_SEQUENCES))
-    takes, views = [], []
+    takes, drops, views = [], [], []
     for number in range(TAKES):
         ended = flying.popleft()
         began = time.process_time()
@@ -287,7 +288,12 @@ def take_us(sessions: int) -> tuple[float, float]:
         began = time.process_time()
         queue.view()
         views.append(time.process_time() - began)
-    return 1e6 * statistics.median(takes), 1e3 * statistics.median(views)
+    last = next(numbers)
+    for number in range(last - min(DROPS, sessions), last):
+        began = time.process_time()
+        queue.discard([number])
+        drops.append(time.process_time() - began)
+    return 1e6 * statistics.median(takes), 1e6 * statistics.median(drops), 1e3 * statistics.median(views)
 
 
 def plan_ms(models: int) -> float:
@@ -320,8 +326,9 @@ def plan_ms(models: int) -> float:
 def queues(sessions: int, models: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for share in (100, 10, 1):
-        taken_us, viewed_ms = take_us(max(1, sessions // share))
+        taken_us, dropped_us, viewed_ms = take_us(max(1, sessions // share))
         found[f"take_us_{sessions // share}"] = round(taken_us, 1)
+        found[f"drop_us_{sessions // share}"] = round(dropped_us, 1)
         found[f"queues_ms_{sessions // share}"] = round(viewed_ms, 1)
         found[f"plan_ms_{models // share}_models"] = round(plan_ms(max(1, models // share)), 2)
     return found

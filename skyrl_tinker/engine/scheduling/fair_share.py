@@ -7,7 +7,7 @@ there when the last unit was chosen.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from operator import attrgetter
@@ -43,7 +43,7 @@ def path_of(row: Waiter) -> Path:
     return above if row.model_key is None else (*above, row.model_key)
 
 
-def _whole(rows: Sequence[W]) -> Iterable[W]:
+def _whole(rows: Collection[W]) -> Iterable[W]:
     return rows
 
 
@@ -56,7 +56,7 @@ class _Node(Generic[W]):
     depth: int = 0
     tag: float = 0.0
     place: "_Place[W] | None" = None  # in its level; None: nothing waits in it
-    rows: Sequence[W] = ()
+    rows: Collection[W] = ()
     below: "dict[object, _Node[W]]" = field(default_factory=dict)  # members that wait or are ahead
     places: "list[_Place[W]]" = field(default_factory=list)  # a heap; a place is valid while its node has it
     left: "list[tuple[float, int, _Node[W]]]" = field(default_factory=list)  # a heap: members not waiting
@@ -97,7 +97,7 @@ class FairShare(Generic[W]):
         """Forget all shares; for when nothing waits."""
         self._root, self._charged, self._moved = _Node(), {}, {}
 
-    def put(self, path: Path, rows: Sequence[W]) -> None:
+    def put(self, path: Path, rows: Collection[W]) -> None:
         """Replace the rows of a queue by these; call it again after each change of them."""
         nodes = self._walk(path)
         nodes[-1].rows = rows
@@ -109,7 +109,7 @@ class FairShare(Generic[W]):
         self._set_places()
         self._choice += 1
 
-    def order(self, cost: Cost[W], part: Callable[[Sequence[W]], Iterable[W]] = _whole) -> Iterator[W]:
+    def order(self, cost: Cost[W], part: Callable[[Collection[W]], Iterable[W]] = _whole) -> Iterator[W]:
         """Yield the rows in the order of their virtual start, ties by age.
 
         `part`: selects the rows of a queue that count. Nothing may be put or charged before the iterator is
@@ -200,7 +200,7 @@ class FairShare(Generic[W]):
         level, had = node.level, node.place
         assert level is not None, "only the root has none"
         if node.rows:
-            head = node.rows[0].id
+            head = next(iter(node.rows)).id
         elif (first := node.first()) is not None:
             head = first[1]
         else:
@@ -226,10 +226,10 @@ def _head(node: _Node[W]) -> W:
         place = node.first()
         assert place is not None, "it has a place, so something waits"
         node = place[3]
-    return node.rows[0]
+    return next(iter(node.rows))
 
 
-def _merged(level: _Node[W], cost: Cost[W], part: Callable[[Sequence[W]], Iterable[W]]) -> Iterator[W]:
+def _merged(level: _Node[W], cost: Cost[W], part: Callable[[Collection[W]], Iterable[W]]) -> Iterator[W]:
     """Yield the rows below, while nothing changes. A node is not visited before its place is reached."""
     level.first()
     places = level.places

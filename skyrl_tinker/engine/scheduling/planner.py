@@ -133,7 +133,7 @@ class Planner:
     def in_turn(self) -> tuple[QueuedRow, ...]:
         """Return the next row of every model with runnable work, in the order of their turns."""
         self._look()
-        return tuple(self._shares.order(self._seconds, lambda rows: rows[:1]))
+        return tuple(self._shares.order(self._seconds, lambda rows: islice(rows, 1)))
 
     def _seconds(self, row: QueuedRow) -> float:
         return self._estimate((work_of(row),))
@@ -249,9 +249,9 @@ def next_unit(
         models = sorted(waiting.values(), key=lambda rows: rows[0].id)
         return Pass(tuple(row for rows in models for row in rows if row.id in together), True, True)
 
-    def joining(rows: Sequence[QueuedRow]) -> Sequence[QueuedRow]:
+    def joining(rows: Collection[QueuedRow]) -> Collection[QueuedRow]:
         """Return the rows of a model that may join, not being too far ahead of others in its levels."""
-        row = rows[0]
+        row = next(iter(rows))
         if row.kind not in PASSES or apart(row):
             return ()
         return rows if row is first or shares.ahead(path_of(row)) <= budget.ahead_s else ()

@@ -1,7 +1,9 @@
 """Priorities of requests in progress, by which a sampler divides its KV cache among owners."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from heapq import heapify, heappop, heappush
 
 from skyrl_tinker.domain.ids import OwnerId, SessionId
 
@@ -24,20 +26,32 @@ class Priorities:
     """
 
     def __init__(self) -> None:
-        self._tags: dict[object, int] = {}  # of requests in progress
+        self._tags: list[tuple[int, int]] = []  # a heap of (tag, number), also of requests that have ended
+        self._running: set[int] = set()  # numbers of those in progress
+        self._numbers = itertools.count()
         self._ends: dict[Share, int] = {}  # of each share's last request
 
     @contextmanager
     def take(self, share: Share, tokens: int) -> Iterator[int]:
         """Yield the priority of a request that computes at most `tokens`; lower is earlier."""
-        now = min(self._tags.values(), default=0)
-        if not self._tags or len(self._ends) > KEPT + 2 * len(self._tags):
-            self._ends = {each: end for each, end in self._ends.items() if self._tags and end > now}
+        now, most = self._earliest(), KEPT + 2 * len(self._running)
+        if not self._running or len(self._ends) > most:
+            self._ends = {each: end for each, end in self._ends.items() if self._running and end > now}
+        if len(self._tags) > most:  # the earliest may run for long
+            self._tags = [each for each in self._tags if each[1] in self._running]
+            heapify(self._tags)
         tag = max(now, self._ends.get(share, 0))
         self._ends[share] = tag + tokens
-        request = object()
-        self._tags[request] = tag
+        number = next(self._numbers)
+        heappush(self._tags, (tag, number))
+        self._running.add(number)
         try:
             yield tag
         finally:
-            del self._tags[request]
+            self._running.remove(number)
+
+    def _earliest(self) -> int:
+        """Return the lowest tag of a request in progress, 0 without one."""
+        while self._tags and self._tags[0][1] not in self._running:
+            heappop(self._tags)
+        return self._tags[0][0] if self._tags else 0

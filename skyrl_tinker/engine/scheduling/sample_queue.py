@@ -1,8 +1,8 @@
 """Queue of waiting samples, shared fairly by their tokens, so that no owner or session delays others."""
 
 import math
-from collections import deque
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
 from skyrl_tinker.engine.scheduling.fair_share import FairShare, Path, path_of
@@ -11,17 +11,20 @@ from skyrl_tinker.protocol.queue_views import LISTED, SHOWN, QueueView, Sampling
 
 
 class SampleQueue:
-    """Start-time fair queueing over owners and their sessions; first in, first out within each session."""
+    """Start-time fair queueing over owners and their sessions; first in, first out within each session.
+
+    To drop a turn costs no more than to take one: a crowd of clients may give up at once.
+    """
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self._queues: dict[Path, deque[SampleTurn]] = {}
-        self._count = 0
+        self._queues: dict[Path, OrderedDict[int, SampleTurn]] = {}  # by id
+        self._paths: dict[int, Path] = {}  # of all that wait
         self._shares: FairShare[SampleTurn] = FairShare()
         self._narrowest = math.inf  # least sequences of any newcomer's next turn, or fewer
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._paths)
 
     def in_flight(self) -> int:
         """Count the turns that were taken and not released."""
@@ -30,25 +33,20 @@ class SampleQueue:
     def add(self, turns: Sequence[SampleTurn]) -> None:
         """Append turns to the queues of their sessions."""
         for turn in turns:
-            path = path_of(turn)
+            path = self._paths[turn.id] = path_of(turn)
             if path in self._queues:
-                self._queues[path].append(turn)
+                self._queues[path][turn.id] = turn
             else:
-                self._queues[path] = deque([turn])
-                self._shares.put(path, self._queues[path])
+                self._queues[path] = OrderedDict({turn.id: turn})
+                self._shares.put(path, self._queues[path].values())
                 self._note_newcomer(path)
-        self._count += len(turns)
 
     def take(self, most: int) -> list[SampleTurn]:
         """Remove and return the next turns that may begin, at most `most`; `release` ends each."""
         self._shares.choose()
         turns = list(islice(self._beginning(), most))
         for turn in turns:
-            path = path_of(turn)
-            self._queues[path].popleft()
-            if not self._queues[path]:
-                del self._queues[path]
-        self._count -= len(turns)
+            self._remove(turn.id)
         if self._queues:
             self._shares.charge((turn, turn.tokens) for turn in turns)
         else:  # shares do not matter once nothing waits
@@ -61,37 +59,32 @@ class SampleQueue:
             if (path := self._slots.release(each)) in self._queues:
                 self._note_newcomer(path)
 
-    def discard(self, ids: Container[int]) -> None:
+    def discard(self, ids: Iterable[int]) -> None:
         """Remove the waiting turns with these ids; ids that do not wait are ignored."""
-        for path, queue in list(self._queues.items()):
-            kept = deque(turn for turn in queue if turn.id not in ids)
-            if len(kept) < len(queue):
-                self._count -= len(queue) - len(kept)
-                self._shares.put(path, kept)
-                self._queues[path] = kept
-            if kept:
+        for path in {self._remove(each) for each in ids if each in self._paths}:
+            queue = self._queues.get(path, OrderedDict())
+            self._shares.put(path, queue.values())
+            if queue:
                 self._note_newcomer(path)
-            else:
-                del self._queues[path]
 
     def view(self, away: Collection[int] = ()) -> SamplingView:
         """Return the queues of the first sessions, in order, and the counts of waiting and running turns.
 
         `away`: turns to leave out: they have run before, so later ids may belong to running samples.
         """
-        stride = max(1, math.ceil(self._count / SHOWN))
+        stride = max(1, math.ceil(len(self) / SHOWN))
         queues: dict[str, QueueView] = {}
         for turn in self._shares.order(_tokens, _head):
-            queue, of_session = self._queues[path_of(turn)], str(turn.session_id)
+            queue, of_session = self._queues[path_of(turn)].values(), str(turn.session_id)
             shown = [each for each in queue if each.id not in away] if away else queue
             if not shown:
                 continue
             others = queues.get(of_session, QueueView((), 0))  # of an owner that gave its session away
             if len(queues) == LISTED and of_session not in queues:
-                return SamplingView(queues, stride, self._slots.turns(), self._count, self.in_flight())
+                return SamplingView(queues, stride, self._slots.turns(), len(self), self.in_flight())
             ids = sorted((*others.ids, *(each.id for each in islice(shown, 0, None, stride))))
             queues[of_session] = QueueView(tuple(ids), others.waiting + len(shown))
-        return SamplingView(queues, stride, None, self._count, self.in_flight())
+        return SamplingView(queues, stride, None, len(self), self.in_flight())
 
     def _beginning(self) -> Iterator[SampleTurn]:
         """Yield turns in order while there is room for the next, then turns of newcomers for the reserve."""
@@ -111,16 +104,25 @@ class SampleQueue:
                 return
         self._narrowest = narrowest
 
-    def _newcomer(self, queue: Sequence[SampleTurn]) -> Sequence[SampleTurn]:
-        return () if self._slots.knows(queue[0]) else _head(queue)
+    def _newcomer(self, queue: Collection[SampleTurn]) -> Sequence[SampleTurn]:
+        (head,) = _head(queue)
+        return () if self._slots.knows(head) else (head,)
 
     def _note_newcomer(self, path: Path) -> None:
-        if not self._slots.knows(head := self._queues[path][0]):
+        (head,) = _head(self._queues[path].values())
+        if not self._slots.knows(head):
             self._narrowest = min(self._narrowest, width(head))
 
+    def _remove(self, turn_id: int) -> Path:
+        path = self._paths.pop(turn_id)
+        del self._queues[path][turn_id]
+        if not self._queues[path]:
+            del self._queues[path]
+        return path
 
-def _head(queue: Sequence[SampleTurn]) -> Sequence[SampleTurn]:
-    return (queue[0],)
+
+def _head(queue: Collection[SampleTurn]) -> Sequence[SampleTurn]:
+    return (next(iter(queue)),)
 
 
 def _tokens(turn: SampleTurn) -> float:

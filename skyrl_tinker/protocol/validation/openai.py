@@ -32,4 +32,6 @@ def _asked(request: OpenAIRequest) -> dict[str, tuple[str, bool]]:
             "tool_parser": ("tools", bool(request.tools)),
             "reasoning_parser": ("separate_reasoning", bool(request.separate_reasoning)),
         }
-    return asked | {"add_special_tokens": ("add_special_tokens", not request.add_special_tokens)}
+    if isinstance(request, CompletionRequest):
+        asked["add_special_tokens"] = ("add_special_tokens", not request.add_special_tokens)
+    return asked

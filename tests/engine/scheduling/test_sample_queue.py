@@ -2,11 +2,13 @@
 
 import random
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 
 from skyrl_tinker.domain.ids import (
     FutureStatus,
+    ModelKey,
     OwnerId,
     RequestId,
     RequestKind,
@@ -198,6 +200,37 @@ def test_what_is_dropped_is_gone_and_the_others_keep_their_turns() -> None:
     queue.add([row(number, "abc"[number % 3]) for number in range(9)])
     queue.discard({1, 4, 7, 3, 99})
     assert [each.id for each in queue.take(9)] == [0, 2, 5, 6, 8]
+
+
+@dataclass
+class _Turn:
+    """Turn that counts in `looked` how often its session is looked at."""
+
+    id: int
+    session: SessionId
+    looked: Counter[int]
+    owner_id: OwnerId | None = None
+    model_key: ModelKey | None = None
+    tokens: int = 1
+    sequences: int = 1
+
+    @property
+    def session_id(self) -> SessionId:
+        self.looked[self.id] += 1
+        return self.session
+
+
+def test_a_crowd_that_gives_up_is_dropped_without_a_look_at_the_others() -> None:
+    queue, looked = queue_of(1), Counter[int]()
+    turns = [_Turn(number, SessionId(f"{number % 200}"), looked) for number in range(1000)]
+    queue.add(turns)
+    looked.clear()
+    for number in range(500):
+        queue.discard([number])
+        queue.discard([number])
+    assert len(queue) == 500
+    assert looked.total() < 5 * 500
+    assert [each.id for each in queue.take(1)] == [500]
 
 
 @pytest.mark.parametrize("seed", range(5))
