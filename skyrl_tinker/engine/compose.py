@@ -97,9 +97,8 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
     spill, storage, warnings = make_tmpfs_spill(settings), runtimes[0].samplers.storage, WarningBoard(store)
     every = [runtime.samplers for runtime in runtimes]
     versions = EphemeralVersions(store, every, samples.forget_sources, spill, settings)
-    alone = sum(runtime.trainer is not None for runtime in runtimes) == 1
     halves = [
-        _training_half(store, outbox, metrics, versions, warnings, runtime, runtime.trainer, alone=alone)
+        _training_half(store, outbox, metrics, versions, warnings, runtime, runtime.trainer)
         for runtime in runtimes
         if runtime.trainer is not None
     ]
@@ -161,8 +160,6 @@ def _training_half(
     warnings: WarningBoard,
     runtime: BaseRuntime,
     trainer: TrainerGroup,
-    *,
-    alone: bool,
 ) -> TrainingHalf:
     trainer.follow(partial(metrics.activity.ranks, runtime.facts.name))
     return compose_training(
@@ -177,7 +174,6 @@ def _training_half(
         metrics,
         runtime.placement,
         runtime.samplers.storage,
-        alone=alone,
     )
 
 

@@ -187,6 +187,7 @@ class BaseProcesses:
         for outcome in await asyncio.gather(*(end() for end in to_end), return_exceptions=True):
             if isinstance(outcome, BaseException):  # it is dead already
                 _log.info("while ending: %s", outcome)
+        self.runtime.samplers.reset()
         if self._probed is not None:
             await self._probed.weights.drop()
             self._probed = None

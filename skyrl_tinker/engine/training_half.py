@@ -65,8 +65,6 @@ def compose_training(
     metrics: Metrics,
     placement: Placement = SEPARATE,
     storage: Storage = LOCAL_DISK,
-    *,
-    alone: bool = True,
 ) -> TrainingHalf:
     directories = Directories(settings)
     root = directories.checkpoint_root
@@ -135,7 +133,6 @@ def compose_training(
         metrics,
         placement,
         woken,
-        alone=alone,
     )
     _register_gauges(metrics, facts.name, trainer, driver, snapshots, replay)
     return TrainingHalf(driver, creation)

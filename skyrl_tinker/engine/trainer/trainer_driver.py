@@ -5,10 +5,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, repeat
 from typing import Any, Protocol
 
 import orjson
@@ -40,19 +39,12 @@ IDLE_S, IDLE_PACE_S = 3.0, 0.5
 TOGETHER, ALONE = 2, 2
 """Tries of a unit as a whole; then, if it kills the ranks each time, tries of each request alone."""
 SHOWN_MODELS = 16
-PAUSES_S = (1.0, 5.0, 30.0)
-"""Time until a base model is tried once more after each failure, where others serve."""
-LOOK_S = 1.0
-"""Time between two looks at new requests while ranks are lost."""
 _log = logging.getLogger(__name__)
 
 
 class Report(Protocol):
-    async def __call__(self, detail: str, *, done: bool = False, lost: bool = False) -> None:
-        """Report the progress of a rebuild of the models. `done`: all that do not sleep are back.
-
-        `lost`: fresh ranks die, too; their next try is later.
-        """
+    async def __call__(self, detail: str, *, done: bool = False) -> None:
+        """Report the progress of a rebuild of the models. `done`: all that do not sleep are back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +73,9 @@ class TrainerDriver:
         metrics: Metrics,
         placement: Placement,
         woken: asyncio.Event,
-        *,
-        alone: bool,
     ) -> None:
-        """`woken`: set when there may be work. `alone`: no other base model is trained by this engine."""
+        """`woken`: set when there may be work."""
         self.facts = facts
-        self._alone = alone
         self._store = store
         self._trainer = trainer
         self._lanes = lanes
@@ -109,8 +98,11 @@ class TrainerDriver:
         self._told_asleep = False
         self._wanted: frozenset[ModelKey] = frozenset()  # the models of the unit that runs
         self._taken = 0  # snapshots at the last idle check
+        self.background: AbstractAsyncContextManager[None] = execution
+        """Work that goes on while ranks are lost: call `run` within it."""
         self.paused: str | None = None
         """Why nothing is trained, for the requests that wait."""
+        self._refusal: str | None = None  # why they fail
 
     async def look_up(self, rows: Sequence[QueuedRow]) -> LookedUp:
         """Return the data that `submit` needs; call that immediately, as models may end meanwhile."""
@@ -134,6 +126,8 @@ class TrainerDriver:
         await self._outbox.send(refused)
         self._occupancy.work_came()
         self._woken.set()
+        if self._refusal is not None:
+            await self.refuse(self._refusal)
 
     def backlog(self) -> int:
         """Estimate the tokens of waiting passes."""
@@ -212,29 +206,29 @@ class TrainerDriver:
         return await self._models.open_ready()
 
     async def run(self, report: Report) -> None:
-        """Bring back the models of an earlier engine, then run units of work.
+        """Bring back the models of earlier ranks, then run units of work.
 
-        Raises TrainerLostError if the ranks die again and again and it is alone: only a new engine helps.
+        Raises TrainerLostError if the ranks die again and again; it can run again, on others.
         """
-        async with self._execution:
-            await self._rebuild(report)
-            while True:
-                planned = await self._next_unit(report)
-                if not await self._awake(planned.rows, report):
-                    continue
-                if (unit := self._execution.with_room(planned)) is None:
-                    self._planner.charge(())
-                    continue
-                self._worked_s, began_at = 0.0, self._store.now()
-                self._metrics.began(unit.rows, began_at)
-                self._wanted = frozenset(map(model_of, unit.rows))
-                with self._unit_times.unit(unit.rows):
-                    await self._run(unit, report)
-                self._wanted = frozenset()
-                self._metrics.unit(self.facts.name, unit.rows, began_at, self._worked_s)
-                own_s = self._execution.take_own_seconds()
-                self._planner.charge(self._pace.attribute(unit.rows, self._worked_s, own_s))
-                self._trainer.note_work()
+        self._wanted = frozenset()
+        await self._rebuild(report)
+        while True:
+            planned = await self._next_unit(report)
+            if not await self._awake(planned.rows, report):
+                continue
+            if (unit := self._execution.with_room(planned)) is None:
+                self._planner.charge(())
+                continue
+            self._worked_s, began_at = 0.0, self._store.now()
+            self._metrics.began(unit.rows, began_at)
+            self._wanted = frozenset(map(model_of, unit.rows))
+            with self._unit_times.unit(unit.rows):
+                await self._run(unit, report)
+            self._wanted = frozenset()
+            self._metrics.unit(self.facts.name, unit.rows, began_at, self._worked_s)
+            own_s = self._execution.take_own_seconds()
+            self._planner.charge(self._pace.attribute(unit.rows, self._worked_s, own_s))
+            self._trainer.note_work()
 
     async def _next_unit(self, report: Report) -> Unit | ReadyPass:
         if self._trainer.broken is not None:  # first: all later steps rely on its replay
@@ -280,12 +274,10 @@ class TrainerDriver:
 
     async def _awake(self, rows: Sequence[QueuedRow], report: Report) -> bool:
         """Bring the models of a unit onto the ranks; return False if one is not: the rows then wait again."""
-        try:
+        with suppress(TrainerError):  # broken ranks show before the next unit
             if await self._sleeping.wake_for(rows, self._planner.in_turn):
                 await self._tell_awake(report)
                 return True
-        except TrainerError:
-            await self._rebuild(report)
         self._execution.put_back(rows)
         self._planner.charge(())
         return False
@@ -301,17 +293,26 @@ class TrainerDriver:
             await self._run_unit(ready, report)
 
     async def _run_unit(self, unit: Barriers | ReadyPass, report: Report) -> None:
-        """Run a unit; if it kills the ranks, retry it on fresh ones, then each of its requests alone."""
-        for _ in range(TOGETHER):
-            if await self._try(self._execution.run(unit), report) is None:
-                return
-            if isinstance(unit, Barriers):
-                rows = tuple(filter(self._is_left, unit.rows))
-                if not rows:
+        """Run a unit; if it kills the ranks, retry it on fresh ones, then each of its requests alone.
+
+        If no fresh ones live, the requests that have not run wait again.
+        """
+        left = unit.rows
+        try:
+            for _ in range(TOGETHER):
+                if await self._try(self._execution.run(unit), report) is None:
                     return
-                unit = Barriers(rows)
-        for row in unit.rows:
-            await self._run_alone(row, report)
+                if isinstance(unit, Barriers):
+                    left = tuple(filter(self._is_left, unit.rows))
+                    if not left:
+                        return
+                    unit = Barriers(left)
+            while left:
+                await self._run_alone(left[0], report)
+                left = left[1:]
+        except TrainerLostError:
+            self._execution.put_back(left)
+            raise
 
     async def _run_alone(self, row: QueuedRow, report: Report) -> None:
         """Run one request of a unit that killed the ranks, in small rows; if it kills them too, fail it."""
@@ -365,19 +366,13 @@ class TrainerDriver:
         the current unit must not sleep: it is tried again, and then each of its requests alone.
         """
         replayed: ReplayedModels | None = None
-        pauses = chain(PAUSES_S, repeat(PAUSES_S[-1]))
         while replayed is None:
             await self._execution.settle()
-            try:
-                with suppress(TrainerError):  # they died again: TrainerLostError if this continues
-                    await self._restart(report)
-                    replayed = await self._replay.run(
-                        self._execution.repeat_saves, partial(_progress, report), self._wanted
-                    )
-            except TrainerLostError as error:
-                if self._alone:
-                    raise
-                await self._stand_by(error, next(pauses), report)
+            with suppress(TrainerError):  # they died again: TrainerLostError if this continues
+                await self._restart(report)
+                replayed = await self._replay.run(
+                    self._execution.repeat_saves, partial(_progress, report), self._wanted
+                )
         if replayed.models > replayed.asleep:
             self._trainer.note_work()  # the replay worked, so the ranks themselves are sound
         await self._models.park(replayed.failed)
@@ -397,26 +392,18 @@ class TrainerDriver:
                 await report(f"the trainer is restarted: {self._trainer.broken}")
                 await self._trainer.restart()
 
-    async def _stand_by(self, error: TrainerLostError, pause_s: float, report: Report) -> None:
-        """Fail the requests of these models, as the ranks are lost, until it is time to try fresh ones."""
-        why = f"base model {self.facts.name} is not trained now: {error}"
-        _log.error("%s; the next try is in %.0f s", why, pause_s)
-        await report(why, lost=True)
-        until = time.monotonic() + pause_s
-        while True:
-            await self.refuse(why)
-            if (left_s := until - time.monotonic()) <= 0:
-                break
-            await asyncio.sleep(min(LOOK_S, left_s))
-        self._trainer.note_work()  # the restart policy begins anew
-
     async def refuse(self, why: str) -> None:
-        """Fail the requests of these models, as there are no ranks for them."""
+        """Fail the requests of these models, and later ones until `accept`: there are no ranks for them."""
+        self._refusal = why
         begun = Failure(f"{why}; this request has begun and may still take effect", "server")
         waiting = Failure(f"{why}; other base models are unaffected", "server")
         rows = [row for row in self._metrics.pending() if row.base_model in self.facts.names]
         training = [row for row in rows if row.model_key and row.kind is not RequestKind.UNLOAD_MODEL]
         await self.expire([(row, waiting if self._lanes.waits(row) else begun) for row in training])
+
+    def accept(self) -> None:
+        """Take requests, as there are ranks for them."""
+        self.paused = self._refusal = None
 
 
 def _refusals(conn: Connection, rows: Sequence[QueuedRow]) -> dict[int, str]:
