@@ -85,7 +85,7 @@ class BaseSupervisor:
         if self._failures > 1:
             self._runtime.samplers.gate.close(f"{why}; other base models are unaffected", refuses=True)
             if self._driver is not None:
-                await self._driver.refuse(why)
+                await self._driver.requests.refuse(why)
         await asyncio.sleep(pause_s)
 
     def _pause(self) -> None:
@@ -93,14 +93,14 @@ class BaseSupervisor:
         why = f"base model {self._name} is being started"
         self._runtime.samplers.gate.close(why)
         if self._driver is not None:
-            self._driver.paused = why
+            self._driver.requests.paused = why
             self._runtime.samplers.await_replay()
 
     async def _accept(self) -> None:
         await self._statuses.started(self._name)
         self._runtime.samplers.gate.open()
         if self._driver is not None:
-            self._driver.accept()
+            self._driver.requests.accept()
 
     async def _report_parts(self, parts: Collection[str]) -> None:
         await self._statuses.starting(self._name, parts)

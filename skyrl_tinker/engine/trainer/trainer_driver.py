@@ -4,32 +4,26 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import orjson
-from sqlalchemy import Connection
-
-from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
-from skyrl_tinker.domain.values import BaseModelFacts, Failure
+from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.engine.colocation.placement import Placement
-from skyrl_tinker.engine.outbox import FutureOutcome, Outbox
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
-from skyrl_tinker.engine.scheduling.lanes import PASSES, Gap, Lanes, LaneStatus, cost, model_of
+from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, cost, model_of
 from skyrl_tinker.engine.scheduling.planner import Barriers, Pass, Planner, Unit
 from skyrl_tinker.engine.scheduling.throughput import TrainerPace, UnitTimes
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.engine.trainer.model_lifecycle import UNLOADED, ModelLifecycle
+from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
 from skyrl_tinker.engine.trainer.pass_preparation import ReadyPass
 from skyrl_tinker.engine.trainer.replay import Replay, ReplayedModels
 from skyrl_tinker.engine.trainer.sleeping_models import SleepingModels
+from skyrl_tinker.engine.trainer.training_requests import TrainingRequests
 from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
 from skyrl_tinker.errors import TrainerError, TrainerLostError
 from skyrl_tinker.protocol.queue_views import ASLEEP, INCIDENTS, Incident, LaneView, TrainingView
-from skyrl_tinker.store.futures import outcomes
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
@@ -47,14 +41,6 @@ class Report(Protocol):
         """Report the progress of a rebuild of the models. `done`: all that do not sleep are back."""
 
 
-@dataclass(frozen=True, slots=True)
-class LookedUp:
-    """Errors with which the API has failed rows, by row id, and failures of the models that have ended."""
-
-    refusals: Mapping[int, str]
-    closed: Mapping[ModelKey, Failure]
-
-
 class TrainerDriver:
     def __init__(
         self,
@@ -65,8 +51,7 @@ class TrainerDriver:
         pace: TrainerPace,
         models: ModelLifecycle,
         execution: UnitExecution,
-        facts: BaseModelFacts,
-        outbox: Outbox,
+        requests: TrainingRequests,
         snapshots: SnapshotKeeper,
         replay: Replay,
         sleeping: SleepingModels,
@@ -75,7 +60,8 @@ class TrainerDriver:
         woken: asyncio.Event,
     ) -> None:
         """`woken`: set when there may be work."""
-        self.facts = facts
+        self.requests = requests
+        self.facts = requests.facts
         self._store = store
         self._trainer = trainer
         self._lanes = lanes
@@ -83,12 +69,11 @@ class TrainerDriver:
         self._pace = pace
         self._models = models
         self._execution = execution
-        self._outbox = outbox
         self._snapshots = snapshots
         self._replay = replay
         self._sleeping = sleeping
         self._metrics = metrics
-        self._occupancy = metrics.occupancy(facts.name)
+        self._occupancy = requests.occupancy
         self._placement = placement
         self._woken = woken
         self._ahead: ReadyPass | None = None  # prepared, but not taken from the lanes
@@ -100,38 +85,6 @@ class TrainerDriver:
         self._taken = 0  # snapshots at the last idle check
         self.background: AbstractAsyncContextManager[None] = execution
         """Work that goes on while ranks are lost: call `run` within it."""
-        self.paused: str | None = None
-        """Why nothing is trained, for the requests that wait."""
-        self._refusal: str | None = None  # why they fail
-
-    async def look_up(self, rows: Sequence[QueuedRow]) -> LookedUp:
-        """Return the data that `submit` needs; call that immediately, as models may end meanwhile."""
-        failed = [row for row in rows if row.status is FutureStatus.FAILED]
-        refusals = await self._store.read(partial(_refusals, rows=failed)) if failed else {}
-        return LookedUp(refusals, await self._models.closed({model_of(row) for row in rows}))
-
-    async def submit(self, rows: Sequence[QueuedRow], looked_up: LookedUp) -> None:
-        """Accept training requests in the order of their arrival."""
-        refused: list[tuple[int, FutureOutcome]] = []
-        for row in rows:
-            closed = looked_up.closed.get(model_of(row))
-            if row.kind is RequestKind.UNLOAD_MODEL:
-                self._models.unload(row)
-            elif closed is None and self._lanes.ended(row):
-                refused.append((row.id, UNLOADED))
-            elif closed is None:
-                self._lanes.add(row, looked_up.refusals.get(row.id))
-            elif row.status is FutureStatus.PENDING:
-                refused.append((row.id, closed))
-        await self._outbox.send(refused)
-        self._occupancy.work_came()
-        self._woken.set()
-        if self._refusal is not None:
-            await self.refuse(self._refusal)
-
-    def backlog(self) -> int:
-        """Estimate the tokens of waiting passes."""
-        return self._lanes.backlog()
 
     def view(self) -> TrainingView:
         """Return the waiting work and its recent speed."""
@@ -152,46 +105,8 @@ class TrainerDriver:
             next_kind=waiting[0].kind if waiting else None,
             next_models=tuple(model_of(row) for row in following[:SHOWN_MODELS]),
             incidents=tuple(self._incidents),
-            paused=self.paused,
+            paused=self.requests.paused,
         )
-
-    def lane_statuses(self) -> dict[ModelKey, LaneStatus]:
-        """Return the lanes with waiting rows."""
-        return self._lanes.statuses()
-
-    def gaps(self) -> dict[ModelKey, Gap]:
-        """Return the current gaps of lanes."""
-        return self._lanes.gaps()
-
-    async def expire(self, late: Sequence[tuple[QueuedRow, Failure]]) -> None:
-        """Fail requests that waited too long; later ones go on, as after any failed request."""
-        for row, failure in late:
-            if row.seq_id:
-                self._lanes.expire(row, failure.message)
-        begun = {row.id for row, _ in late if not self._lanes.waits(row)}  # these may have taken effect
-        await self._outbox.send(
-            ((row.id, failure) for row, failure in late if row.seq_id != 0), replayed=begun
-        )
-        for row, failure in late:
-            if row.seq_id == 0:
-                model = await self._models.row(model_of(row))
-                if await self._models.fail_creation(row, model, failure):
-                    self._models.release(model.key)  # its creation may have begun: release it later
-        self._woken.set()
-
-    async def give_up(self, failures: Mapping[ModelKey, Failure]) -> None:
-        """Fail all requests of these models, waiting and future ones."""
-        await self._models.give_up(failures)
-        self._woken.set()
-
-    def release(self, model: ModelKey) -> None:
-        """Release a model whose session is over, once it has no runnable requests left."""
-        self._models.release(model)
-        self._woken.set()
-
-    def knows(self, model: ModelKey) -> bool:
-        """Return whether a model is in training here."""
-        return self._lanes.knows(model)
 
     def wake(self) -> None:
         """Make the driver check the ranks: they may be broken."""
@@ -391,28 +306,6 @@ class TrainerDriver:
                     self._incidents.append(Incident(self._store.now(), cause))
                 await report(f"the trainer is restarted: {self._trainer.broken}")
                 await self._trainer.restart()
-
-    async def refuse(self, why: str) -> None:
-        """Fail the requests of these models, and later ones until `accept`: there are no ranks for them."""
-        self._refusal = why
-        begun = Failure(f"{why}; this request has begun and may still take effect", "server")
-        waiting = Failure(f"{why}; other base models are unaffected", "server")
-        rows = [row for row in self._metrics.pending() if row.base_model in self.facts.names]
-        training = [row for row in rows if row.model_key and row.kind is not RequestKind.UNLOAD_MODEL]
-        await self.expire([(row, waiting if self._lanes.waits(row) else begun) for row in training])
-
-    def accept(self) -> None:
-        """Take requests, as there are ranks for them."""
-        self.paused = self._refusal = None
-
-
-def _refusals(conn: Connection, rows: Sequence[QueuedRow]) -> dict[int, str]:
-    found = {row.id: outcomes.find(conn, row.request_id) for row in rows}
-    return {
-        future_id: str(orjson.loads(outcome.body)["error"])
-        for future_id, outcome in found.items()
-        if outcome and outcome.body
-    }
 
 
 async def _progress(report: Report, done: int, units: int) -> None:

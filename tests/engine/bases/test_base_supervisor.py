@@ -61,6 +61,7 @@ class Driver:
     refused: str | None = None
 
     def __init__(self) -> None:
+        self.requests = self
         self.background = nullcontext()
         self.lost = asyncio.Event()
         self.runs, self.deaths = 0, 0

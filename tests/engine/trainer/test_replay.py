@@ -118,7 +118,7 @@ async def test_what_ran_while_the_ranks_were_lost_runs_on_the_next_ones_or_fails
         await restarted.wait()
         world.workers.broken = None
         world.workers.trained.clear()
-        world.driver.accept()
+        world.driver.requests.accept()
 
     monkeypatch.setattr(world.workers, "restart", die)
     world.lost = restart
@@ -133,7 +133,7 @@ async def test_what_ran_while_the_ranks_were_lost_runs_on_the_next_ones_or_fails
     step = await journal.submit_step(world.store, model, next_seq + 1)
     await world.taken_in()
     if refuses:
-        await world.driver.refuse("base model tiny does not start: rank 0 died")
+        await world.driver.requests.refuse("base model tiny does not start: rank 0 died")
         late = await journal.submit_pass(world.store, model, next_seq + 2)
         for each in (first, step, late):
             await world.done(each)
@@ -762,7 +762,7 @@ async def test_what_a_released_model_had_is_removed(world: World, monkeypatch: p
     model = await world.model()
     await train(world, model, 1, 1)
     assert await bodies_of(world, model) == 3
-    world.driver.release(await journal.key_of(world.store, model))
+    world.driver.requests.release(await journal.key_of(world.store, model))
     await world.until(lambda: bodies_of(world, model), lambda left: left == 0)
 
 
@@ -921,7 +921,7 @@ async def test_models_come_back_while_there_is_nothing_else_to_do(
     monkeypatch.setattr(trainer_driver, "IDLE_PACE_S", 0.02)
     after = new_engine(world)
     after.workers.unreadable.add(str(snapshot))
-    after.driver.release(await journal.key_of(world.store, gone))  # its session is over
+    after.driver.requests.release(await journal.key_of(world.store, gone))  # its session is over
     key = await journal.key_of(world.store, model)
     await after.until(lambda: key in after.workers.trained and after.workers.trained[key].steps)
     assert await steps_of(after, model) == expected(1, 2)
@@ -1420,7 +1420,7 @@ async def test_a_parked_model_can_be_released(
     await start(world.store, "other")
     other = new_engine(world)
     if how == "its session is over":
-        other.driver.release(await journal.key_of(world.store, model))
+        other.driver.requests.release(await journal.key_of(world.store, model))
     else:
         await all_done(
             other, await world.store.write(lambda conn: cancellation.submit_unload(conn, None, model))
