@@ -98,9 +98,8 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
     samples = SampleDispatch(drivers, outbox, metrics)
     spill, storage, warnings = make_tmpfs_spill(settings), runtimes[0].storage, WarningBoard(store)
     versions = EphemeralVersions(store, every, samples.forget_sources, spill, settings)
-    alone = sum(runtime.trainer is not None for runtime in runtimes) == 1
     halves = [
-        _training_half(store, outbox, metrics, versions, warnings, runtime, runtime.trainer, alone=alone)
+        _training_half(store, outbox, metrics, versions, warnings, runtime, runtime.trainer)
         for runtime in runtimes
         if runtime.trainer is not None
     ]
@@ -167,8 +166,6 @@ def _training_half(
     warnings: WarningBoard,
     runtime: BaseRuntime,
     trainer: TrainerGroup,
-    *,
-    alone: bool,
 ) -> TrainingHalf:
     trainer.follow(partial(metrics.activity.ranks, runtime.facts.name))
     return compose_training(
@@ -183,7 +180,6 @@ def _training_half(
         metrics,
         runtime.placement,
         runtime.storage,
-        alone=alone,
     )
 
 

@@ -199,6 +199,8 @@ class BaseProcesses:
         for outcome in await asyncio.gather(*(end() for end in to_end), return_exceptions=True):
             if isinstance(outcome, BaseException):  # it is dead already
                 _log.info("while ending: %s", outcome)
+        if self.runtime.samplers is not None:
+            self.runtime.samplers.reset()
         if self._probed is not None:
             await self._probed.weights.drop()
             self._probed = None

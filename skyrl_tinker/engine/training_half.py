@@ -32,6 +32,7 @@ from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator
 from skyrl_tinker.engine.trainer.replay import Replay
 from skyrl_tinker.engine.trainer.sleeping_models import SleepingModels
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
+from skyrl_tinker.engine.trainer.training_requests import TrainingRequests
 from skyrl_tinker.engine.trainer.unit_execution import Executors, UnitExecution
 from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage, open_storage
@@ -65,8 +66,6 @@ def compose_training(
     metrics: Metrics,
     placement: Placement = SEPARATE,
     storage: Storage = LOCAL_DISK,
-    *,
-    alone: bool = True,
 ) -> TrainingHalf:
     directories = Directories(settings)
     root = directories.checkpoint_root
@@ -127,15 +126,13 @@ def compose_training(
         pace,
         models,
         execution,
-        facts,
-        outbox,
+        TrainingRequests(store, lanes, models, facts, outbox, metrics, woken),
         snapshots,
         replay,
         SleepingModels(returns, lanes, models, execution),
         metrics,
         placement,
         woken,
-        alone=alone,
     )
     _register_gauges(metrics, facts.name, trainer, driver, snapshots, replay)
     return TrainingHalf(driver, creation)
@@ -150,7 +147,7 @@ def _register_gauges(
     replay: Replay,
 ) -> None:
     watch = partial(metrics.watch_base, base_model)
-    watch("training_backlog_tokens", "Estimated tokens of waiting passes", driver.backlog)
+    watch("training_backlog_tokens", "Estimated tokens of waiting passes", driver.requests.backlog)
     watch("exhausted_passes", "Passes that ran out of memory", lambda: float(trainer.exhausted_passes))
     watch("trainer_restarts", "Times that dead workers were replaced", lambda: float(trainer.restarts))
     watch("snapshots", "Snapshots of models taken", lambda: float(snapshots.taken))

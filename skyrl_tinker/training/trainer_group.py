@@ -104,10 +104,11 @@ class TrainerGroup:
     async def ready(self) -> None:
         """Wait until every rank has joined the process group and loaded the base model.
 
-        After `shutdown`, these are fresh ranks.
+        After `shutdown`, these are fresh ranks, whose deaths count anew.
         """
         if self._ended:
             self._ranks, self._ended = Actors(self.spec), False
+            self._restart_policy = RestartPolicy()
         await self._come_up()
 
     async def look_for_shared(self, directories: Sequence[Path]) -> None:

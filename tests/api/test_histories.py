@@ -141,7 +141,7 @@ class Runs:
         with reading(self._server.engine.store) as conn:
             model = model_records.by_id(conn, ModelId(model_id))
         assert model is not None
-        self._server.engine.driver.release(model.key)
+        self._server.engine.driver.requests.release(model.key)
         return self._server.engine.trainer.ran.pop(model.key, [])
 
 

@@ -119,6 +119,37 @@ def test_the_death_of_the_ranks_of_one_is_not_the_other_s_matter(
     assert (lost(server) - known).total() == 1
 
 
+def test_one_whose_ranks_die_again_and_again_is_started_anew_by_itself(
+    both: tuple[Serve, tinker.ServiceClient], models: tuple[str, str]
+) -> None:
+    """With its samplers, which then have its clients' weights."""
+    server, service = both
+    engine, kept = server.find("engine"), ranks(server)[0]
+    training = [Client("", service, model).new_lora() for model in models]
+    for each in training:
+        train(each, TOKENS)
+    samplers = [each.save_weights_and_get_sampling_client().result() for each in training]
+    scored = [sampler.compute_logprobs(prompt(TOKENS)).result()[1:] for sampler in samplers]
+    before = [logprobs_of(each, TOKENS) for each in training]
+    while "failed" not in [state(server, model) for model in models]:
+        for rank in ranks(server):
+            if rank != kept:
+                rank.kill()
+    for each, expected in zip(training, before, strict=True):
+        assert logprobs_of(each, TOKENS).tolist() == expected.tolist()
+    for sampler, known in zip(samplers, scored, strict=True):
+        found = sampler.compute_logprobs(prompt(TOKENS)).result(HEAL_S)[1:]
+        assert found == pytest.approx(known, abs=1e-3)
+    assert [state(server, model) for model in models] == ["ready", "ready"]
+    assert kept.is_running()
+    assert server.find("engine") == engine
+
+
+def state(server: Serve, model: str) -> str:
+    told = httpx.get(f"{server.url}/readyz", timeout=30).json()["base_models"]
+    return next(str(each["state"]) for each in told if each["base_model"] == model)
+
+
 def lost(server: Serve) -> Counter[str]:
     """Count the losses of ranks by the base model."""
     problems = httpx.get(f"{server.url}/api/v1/console/now", timeout=30).json()["problems"]

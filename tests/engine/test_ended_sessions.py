@@ -52,7 +52,7 @@ async def one_after_another(world: World, count: int) -> None:
         await world.store.write(
             lambda conn, session=session: session_records.finish(conn, session, "completed", None)
         )
-        world.driver.release(await journal.key_of(world.store, model))
+        world.driver.requests.release(await journal.key_of(world.store, model))
         assert (await world.done(waits)).status is FutureStatus.FAILED
         row = await journal.model_of(world.store, model)
         assert row.state is ModelState.RELEASED

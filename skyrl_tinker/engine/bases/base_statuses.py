@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
 from types import MappingProxyType
 
 from sqlalchemy.exc import OperationalError
@@ -9,7 +11,6 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.status import EnginePhase, EngineStatus, PhaseDetail
-from skyrl_tinker.protocol.queue_views import ASLEEP
 
 NO_PARTS: Mapping[str, Collection[str]] = MappingProxyType({})
 GONE = "no sampler is running: they are being restarted"
@@ -20,10 +21,26 @@ _BACK = "models are brought back"
 _log = logging.getLogger(__name__)
 
 
+class _Phase(Enum):
+    STARTING = auto()
+    FAILED = auto()
+    RETURNING = auto()  # the trainer brings models back
+    UP = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _BaseState:
+    """`detail`: why it failed, or of its models; `parts`: those that its start waits for."""
+
+    phase: _Phase
+    detail: str = ""
+    parts: Collection[str] = ()
+
+
 class BaseStatuses:
     """The engine takes work while any base model has a replica, and any trainer: requests of others wait.
 
-    At its start it waits until each base model serves, or does not start or is lost; one must serve.
+    At its start it waits until each base model serves or has failed; one must serve.
     """
 
     def __init__(
@@ -40,48 +57,33 @@ class BaseStatuses:
         self._status = status
         self._fleets = fleets
         self._trained = trained
-        self._starting: dict[str, Collection[str]] = dict(starting)
-        if starting:
-            self._starting[CLEAN_UP] = [CLEAN_UP]
-        self._failed: dict[str, str] = {}  # base models that do not start, with the reason
-        self._away = dict.fromkeys(trained, "")  # trainers that bring models back, with their progress
-        self._asleep: set[str] = set()
-        self._lost: set[str] = set()  # of those away
+        self._states = {name: self._started(name) for name in fleets}
+        parts = {**starting, CLEAN_UP: [CLEAN_UP]} if starting else {}
+        self._states |= {name: _BaseState(_Phase.STARTING, parts=each) for name, each in parts.items()}
         self._served: set[str] = set()  # base models that have been ready
         self.ready = False  # since the start
         self._settle()
 
     def others_may_serve(self, base_model: str) -> bool:
         """Return whether another base model serves, or may still start."""
-        return bool(self._fleets.keys() - {base_model} - self._failed.keys())
+        return any(not self._is(_Phase.FAILED, name) for name in self._fleets if name != base_model)
 
     async def starting(self, base_model: str, parts: Collection[str]) -> None:
-        """Report the parts that a start still waits for."""
-        self._starting[base_model] = parts
-        await self._tell()
+        """Report the parts that a start still waits for; one that has failed is so until it has started."""
+        if self._is(_Phase.STARTING, base_model):
+            await self._tell(base_model, _BaseState(_Phase.STARTING, parts=parts))
 
     async def failed(self, base_model: str, why: str) -> None:
-        """Report that a base model does not start."""
-        self._failed[base_model] = why
-        await self._tell()
+        """Report that a base model does not start, or that its ranks are lost."""
+        await self._tell(base_model, _BaseState(_Phase.FAILED, why))
 
     async def started(self, base_model: str) -> None:
         """Report that all parts of a base model are there."""
-        self._starting.pop(base_model, None)
-        self._failed.pop(base_model, None)
-        await self._tell()
+        await self._tell(base_model, self._started(base_model))
 
-    async def rebuild(self, base_model: str, detail: str, *, done: bool = False, lost: bool = False) -> None:
+    async def rebuild(self, base_model: str, detail: str, *, done: bool = False) -> None:
         """Report the progress of bringing models back. `done`: all that do not sleep are back."""
-        self._lost |= {base_model} if lost else set()
-        self._asleep.discard(base_model)
-        if done:
-            self._away.pop(base_model, None)
-            self._lost.discard(base_model)
-            self._asleep |= {base_model} if detail else set()
-        else:
-            self._away[base_model] = detail
-        await self._tell()
+        await self._tell(base_model, _BaseState(_Phase.UP if done else _Phase.RETURNING, detail))
 
     async def report(self) -> None:
         """Report the replicas that serve."""
@@ -91,66 +93,76 @@ class BaseStatuses:
         except OperationalError as error:  # a short failure of the database must not end the engine
             _log.warning("the status could not be stored: %s", error)
 
-    async def _tell(self) -> None:
+    async def _tell(self, base_model: str, state: _BaseState) -> None:
+        self._states[base_model] = state
         self._settle()
         await persistently(lambda: self._status.report(*self._state(), self._bases()))
 
+    def _started(self, base_model: str) -> _BaseState:
+        return _BaseState(_Phase.RETURNING if base_model in self._trained else _Phase.UP)
+
+    def _is(self, phase: _Phase, base_model: str) -> bool:
+        return self._states[base_model].phase is phase
+
     def _settle(self) -> None:
         """Note which base models serve for the first time."""
-        down = self._failed.keys() | self._lost
-        busy = (self._starting.keys() | self._away.keys()) - down
-        self._served |= self._fleets.keys() - down - busy
-        if not self.ready and not busy and self._fleets.keys() - down:
+        up = {name for name in self._fleets if self._is(_Phase.UP, name)}
+        self._served |= up
+        busy = (_Phase.STARTING, _Phase.RETURNING)
+        if not self.ready and up and not any(state.phase in busy for state in self._states.values()):
             self.ready = True
             _log.info("ready")
 
     def _state(self) -> PhaseDetail:
-        away = "; ".join(self._absences())
+        absent = "; ".join(self._absences())
         if not self.ready:
-            return "starting", "; ".join(filter(None, [self._missing(), away]))
-        if self._trained and not {*self._trained} - self._away.keys() - self._failed.keys():
-            return "restarting", away
+            return "starting", "; ".join(filter(None, [self._missing(), absent]))
+        if self._trained and not any(self._is(_Phase.UP, name) for name in self._trained):
+            return "restarting", absent
         sampled = [fleet for fleet in self._fleets.values() if fleet is not None]
         if sampled and not any(fleet.size for fleet in sampled):
             return "restarting", f"{GONE}; models are unaffected"
-        details = [*filter(None, [away]), *self._shortages()]
-        return "ready", "; ".join(details) or (ASLEEP if self._asleep else "")
+        details = "; ".join([*filter(None, [absent]), *self._shortages()])
+        asleep = (state.detail for state in self._states.values() if state.detail)
+        return "ready", details or next(asleep, "")
 
     def _bases(self) -> dict[str, PhaseDetail]:
         return {name: self._of(name) for name in self._fleets}
 
     def _of(self, name: str) -> PhaseDetail:
-        fleet = self._fleets[name]
+        state, fleet = self._states[name], self._fleets[name]
         back: EnginePhase = "restarting" if name in self._served else "starting"
-        if name in self._failed:
-            return "failed", self._failed[name]
-        if name in self._starting:
-            return "starting", _waiting_for(self._starting[name])
-        if name in self._away:
-            return "failed" if name in self._lost else back, self._away[name] or _BACK
+        match state.phase:
+            case _Phase.STARTING:
+                return "starting", _waiting_for(state.parts)
+            case _Phase.FAILED:
+                return "failed", state.detail
+            case _Phase.RETURNING:
+                return back, state.detail or _BACK
         if fleet is not None and not fleet.size:
             return "restarting", GONE
         if fleet is not None and fleet.size < fleet.replicas:
             return "ready", f"{fleet.size} of {fleet.replicas} replicas serve"
-        return "ready", ASLEEP if name in self._asleep else ""
+        return "ready", state.detail
 
     def _missing(self) -> str:
         """Return the parts that the engine's start waits for."""
-        waiting = {name: parts for name, parts in self._starting.items() if name not in self._failed}
-        return _waiting_for([part for parts in waiting.values() for part in parts]) if waiting else ""
+        starting = [state.parts for state in self._states.values() if state.phase is _Phase.STARTING]
+        return _waiting_for([part for parts in starting for part in parts]) if starting else ""
 
     def _absences(self) -> Iterator[str]:
-        yield from self._failed.values()
-        for name, detail in self._away.items():
-            if name not in self._failed and name not in self._starting:
-                yield (
-                    detail or "waiting for models" if len(self._fleets) == 1 else f"{name}: {detail or _BACK}"
-                )
+        for name, state in self._states.items():
+            if state.phase is _Phase.FAILED:
+                yield state.detail
+            elif state.phase is _Phase.RETURNING and len(self._fleets) == 1:
+                yield state.detail or "waiting for models"
+            elif state.phase is _Phase.RETURNING:
+                yield f"{name}: {state.detail or _BACK}"
 
     def _shortages(self) -> Iterator[str]:
         for name, fleet in self._fleets.items():
             whose = f" of {name}" if len(self._fleets) > 1 else ""
-            if fleet is not None and fleet.size < fleet.replicas and name not in self._failed:
+            if fleet is not None and fleet.size < fleet.replicas and not self._is(_Phase.FAILED, name):
                 yield f"{fleet.size} of {fleet.replicas} replicas{whose} serve"
 
 

@@ -42,9 +42,9 @@ class TrainDispatch:
         for row in rows:
             by_driver.setdefault(self._driver(row.base_model), []).append(row)
         for driver, own in by_driver.items():
-            looked_up = await driver.look_up(own)
+            looked_up = await driver.requests.look_up(own)
             self._metrics.arrived(own)  # no other task runs between this and the lanes
-            await driver.submit(own, looked_up)
+            await driver.requests.submit(own, looked_up)
 
     def views(self) -> dict[str, TrainingView]:
         """Return the queues by the name of their base model."""
@@ -52,24 +52,24 @@ class TrainDispatch:
 
     def lane_statuses(self) -> dict[ModelKey, LaneStatus]:
         """Return the lanes with waiting rows."""
-        return {model: lane for driver in self.drivers for model, lane in driver.lane_statuses().items()}
+        return {model: lane for each in self.drivers for model, lane in each.requests.lane_statuses().items()}
 
     def gaps(self) -> dict[ModelKey, Gap]:
         """Return the current gaps of lanes."""
-        return {model: gap for driver in self.drivers for model, gap in driver.gaps().items()}
+        return {model: gap for each in self.drivers for model, gap in each.requests.gaps().items()}
 
     async def expire(self, late: Sequence[tuple[QueuedRow, Failure]]) -> None:
         """Fail requests that waited too long; later ones go on, as after any failed request."""
         for driver in self.drivers:
             if own := [each for each in late if self._driver(each[0].base_model) is driver]:
-                await driver.expire(own)
+                await driver.requests.expire(own)
 
     async def give_up(self, failures: Mapping[ModelKey, Failure]) -> None:
         """Fail all requests of these models with gaps, waiting and future ones."""
         for driver in self.drivers:
-            if own := {model: failure for model, failure in failures.items() if driver.knows(model)}:
-                await driver.give_up(own)
+            if own := {model: failure for model, failure in failures.items() if driver.requests.knows(model)}:
+                await driver.requests.give_up(own)
 
     def release(self, model: ModelKey, base_model: str) -> None:
         """Release a model whose session is over, once it has no runnable requests left."""
-        self._driver(base_model).release(model)
+        self._driver(base_model).requests.release(model)

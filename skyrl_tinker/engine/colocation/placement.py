@@ -57,7 +57,7 @@ class Placement(Protocol):
         ...
 
     async def run(self, samplers: "Sleeper") -> None:
-        """Alternate phases indefinitely. Before this call, only the samplers' contexts open."""
+        """Alternate phases until it is cancelled. Before and after, only the samplers' contexts open."""
         ...
 
 
@@ -189,15 +189,20 @@ class Colocated:
             self._changed.set()
 
     async def run(self, samplers: Sleeper) -> None:
-        while True:
-            self._switch_if_due()
-            self._changed.clear()
-            if self._state in self._sides:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_finite(self._due_in())):
-                        await self._changed.wait()
-            else:
-                await self._switch(samplers)
+        try:
+            while True:
+                self._switch_if_due()
+                self._changed.clear()
+                if self._state in self._sides:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_finite(self._due_in())):
+                            await self._changed.wait()
+                else:
+                    await self._switch(samplers)
+        finally:
+            self._sides[PhaseState.TRAINING].opened.clear()
+            self._open(PhaseState.SAMPLING)
+            self._updatable.set()
 
     @asynccontextmanager
     async def _phase(

@@ -140,6 +140,11 @@ class AdapterCache:
         self._loaded.pop(version.id, None)
         self._wake()
 
+    def reset(self) -> None:
+        """Mark all as not loaded, as in fresh samplers."""
+        self._loaded.clear()
+        self._wake()
+
     async def equip(self, newcomer: RemoteInferenceClient) -> None:
         """Load the adapters of the other replicas; called with `changing` held.
 

@@ -118,8 +118,11 @@ class Fleet:
         self._retarget()
 
     def close(self) -> None:
-        """Have no servers until `open`."""
+        """Have no servers until `open`; requests to them are tried again then."""
         self._members = {}
+        self._condemned.clear()
+        self._leaving.clear()
+        self._losses += 1
         self._retarget()
 
     async def adopt(self, equip: Equip) -> None:

@@ -104,6 +104,10 @@ class FullWeights:
         """Make the next request load its weights, as the samplers may serve different ones."""
         self._state = _State(_UNKNOWN, None)
 
+    def reset(self) -> None:
+        """Assume the base weights, as in fresh samplers."""
+        self._state = _BASE
+
     def _has_turn(self, group: Hashable) -> bool:
         first = next(iter(self._waiting))
         fits = group == self._state.group or self._inside == 0

@@ -135,6 +135,11 @@ class Samplers:
         """Make samples of versions without files wait for `replay_ended`: a replay may write the files."""
         self._restored.clear()
 
+    def reset(self) -> None:
+        """Assume nothing loaded: the servers have ended, and the next ones have the base weights alone."""
+        self._full_weights.reset()
+        self._adapters.reset()
+
     def replay_ended(self) -> None:
         self._restored.set()
 

@@ -4,33 +4,26 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
-from itertools import chain, repeat
 from typing import Any, Protocol
 
-import orjson
-from sqlalchemy import Connection
-
-from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
-from skyrl_tinker.domain.values import BaseModelFacts, Failure
+from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.engine.colocation.placement import Placement
-from skyrl_tinker.engine.outbox import FutureOutcome, Outbox
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
-from skyrl_tinker.engine.scheduling.lanes import PASSES, Gap, Lanes, LaneStatus, cost, model_of
+from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, cost, model_of
 from skyrl_tinker.engine.scheduling.planner import Barriers, Pass, Planner, Unit
 from skyrl_tinker.engine.scheduling.throughput import TrainerPace, UnitTimes
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.engine.trainer.model_lifecycle import UNLOADED, ModelLifecycle
+from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
 from skyrl_tinker.engine.trainer.pass_preparation import ReadyPass
 from skyrl_tinker.engine.trainer.replay import Replay, ReplayedModels
 from skyrl_tinker.engine.trainer.sleeping_models import SleepingModels
+from skyrl_tinker.engine.trainer.training_requests import TrainingRequests
 from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
 from skyrl_tinker.errors import TrainerError, TrainerLostError
 from skyrl_tinker.protocol.queue_views import ASLEEP, INCIDENTS, Incident, LaneView, TrainingView
-from skyrl_tinker.store.futures import outcomes
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
@@ -40,27 +33,12 @@ IDLE_S, IDLE_PACE_S = 3.0, 0.5
 TOGETHER, ALONE = 2, 2
 """Tries of a unit as a whole; then, if it kills the ranks each time, tries of each request alone."""
 SHOWN_MODELS = 16
-PAUSES_S = (1.0, 5.0, 30.0)
-"""Time until a base model is tried once more after each failure, where others serve."""
-LOOK_S = 1.0
-"""Time between two looks at new requests while ranks are lost."""
 _log = logging.getLogger(__name__)
 
 
 class Report(Protocol):
-    async def __call__(self, detail: str, *, done: bool = False, lost: bool = False) -> None:
-        """Report the progress of a rebuild of the models. `done`: all that do not sleep are back.
-
-        `lost`: fresh ranks die, too; their next try is later.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class LookedUp:
-    """Errors with which the API has failed rows, by row id, and failures of the models that have ended."""
-
-    refusals: Mapping[int, str]
-    closed: Mapping[ModelKey, Failure]
+    async def __call__(self, detail: str, *, done: bool = False) -> None:
+        """Report the progress of a rebuild of the models. `done`: all that do not sleep are back."""
 
 
 class TrainerDriver:
@@ -73,20 +51,17 @@ class TrainerDriver:
         pace: TrainerPace,
         models: ModelLifecycle,
         execution: UnitExecution,
-        facts: BaseModelFacts,
-        outbox: Outbox,
+        requests: TrainingRequests,
         snapshots: SnapshotKeeper,
         replay: Replay,
         sleeping: SleepingModels,
         metrics: Metrics,
         placement: Placement,
         woken: asyncio.Event,
-        *,
-        alone: bool,
     ) -> None:
-        """`woken`: set when there may be work. `alone`: no other base model is trained by this engine."""
-        self.facts = facts
-        self._alone = alone
+        """`woken`: set when there may be work."""
+        self.requests = requests
+        self.facts = requests.facts
         self._store = store
         self._trainer = trainer
         self._lanes = lanes
@@ -94,12 +69,11 @@ class TrainerDriver:
         self._pace = pace
         self._models = models
         self._execution = execution
-        self._outbox = outbox
         self._snapshots = snapshots
         self._replay = replay
         self._sleeping = sleeping
         self._metrics = metrics
-        self._occupancy = metrics.occupancy(facts.name)
+        self._occupancy = requests.occupancy
         self._placement = placement
         self._woken = woken
         self._ahead: ReadyPass | None = None  # prepared, but not taken from the lanes
@@ -109,35 +83,8 @@ class TrainerDriver:
         self._told_asleep = False
         self._wanted: frozenset[ModelKey] = frozenset()  # the models of the unit that runs
         self._taken = 0  # snapshots at the last idle check
-        self.paused: str | None = None
-        """Why nothing is trained, for the requests that wait."""
-
-    async def look_up(self, rows: Sequence[QueuedRow]) -> LookedUp:
-        """Return the data that `submit` needs; call that immediately, as models may end meanwhile."""
-        failed = [row for row in rows if row.status is FutureStatus.FAILED]
-        refusals = await self._store.read(partial(_refusals, rows=failed)) if failed else {}
-        return LookedUp(refusals, await self._models.closed({model_of(row) for row in rows}))
-
-    async def submit(self, rows: Sequence[QueuedRow], looked_up: LookedUp) -> None:
-        """Accept training requests in the order of their arrival."""
-        refused: list[tuple[int, FutureOutcome]] = []
-        for row in rows:
-            closed = looked_up.closed.get(model_of(row))
-            if row.kind is RequestKind.UNLOAD_MODEL:
-                self._models.unload(row)
-            elif closed is None and self._lanes.ended(row):
-                refused.append((row.id, UNLOADED))
-            elif closed is None:
-                self._lanes.add(row, looked_up.refusals.get(row.id))
-            elif row.status is FutureStatus.PENDING:
-                refused.append((row.id, closed))
-        await self._outbox.send(refused)
-        self._occupancy.work_came()
-        self._woken.set()
-
-    def backlog(self) -> int:
-        """Estimate the tokens of waiting passes."""
-        return self._lanes.backlog()
+        self.background: AbstractAsyncContextManager[None] = execution
+        """Work that goes on while ranks are lost: call `run` within it."""
 
     def view(self) -> TrainingView:
         """Return the waiting work and its recent speed."""
@@ -158,46 +105,8 @@ class TrainerDriver:
             next_kind=waiting[0].kind if waiting else None,
             next_models=tuple(model_of(row) for row in following[:SHOWN_MODELS]),
             incidents=tuple(self._incidents),
-            paused=self.paused,
+            paused=self.requests.paused,
         )
-
-    def lane_statuses(self) -> dict[ModelKey, LaneStatus]:
-        """Return the lanes with waiting rows."""
-        return self._lanes.statuses()
-
-    def gaps(self) -> dict[ModelKey, Gap]:
-        """Return the current gaps of lanes."""
-        return self._lanes.gaps()
-
-    async def expire(self, late: Sequence[tuple[QueuedRow, Failure]]) -> None:
-        """Fail requests that waited too long; later ones go on, as after any failed request."""
-        for row, failure in late:
-            if row.seq_id:
-                self._lanes.expire(row, failure.message)
-        begun = {row.id for row, _ in late if not self._lanes.waits(row)}  # these may have taken effect
-        await self._outbox.send(
-            ((row.id, failure) for row, failure in late if row.seq_id != 0), replayed=begun
-        )
-        for row, failure in late:
-            if row.seq_id == 0:
-                model = await self._models.row(model_of(row))
-                if await self._models.fail_creation(row, model, failure):
-                    self._models.release(model.key)  # its creation may have begun: release it later
-        self._woken.set()
-
-    async def give_up(self, failures: Mapping[ModelKey, Failure]) -> None:
-        """Fail all requests of these models, waiting and future ones."""
-        await self._models.give_up(failures)
-        self._woken.set()
-
-    def release(self, model: ModelKey) -> None:
-        """Release a model whose session is over, once it has no runnable requests left."""
-        self._models.release(model)
-        self._woken.set()
-
-    def knows(self, model: ModelKey) -> bool:
-        """Return whether a model is in training here."""
-        return self._lanes.knows(model)
 
     def wake(self) -> None:
         """Make the driver check the ranks: they may be broken."""
@@ -212,29 +121,29 @@ class TrainerDriver:
         return await self._models.open_ready()
 
     async def run(self, report: Report) -> None:
-        """Bring back the models of an earlier engine, then run units of work.
+        """Bring back the models of earlier ranks, then run units of work.
 
-        Raises TrainerLostError if the ranks die again and again and it is alone: only a new engine helps.
+        Raises TrainerLostError if the ranks die again and again; it can run again, on others.
         """
-        async with self._execution:
-            await self._rebuild(report)
-            while True:
-                planned = await self._next_unit(report)
-                if not await self._awake(planned.rows, report):
-                    continue
-                if (unit := self._execution.with_room(planned)) is None:
-                    self._planner.charge(())
-                    continue
-                self._worked_s, began_at = 0.0, self._store.now()
-                self._metrics.began(unit.rows, began_at)
-                self._wanted = frozenset(map(model_of, unit.rows))
-                with self._unit_times.unit(unit.rows):
-                    await self._run(unit, report)
-                self._wanted = frozenset()
-                self._metrics.unit(self.facts.name, unit.rows, began_at, self._worked_s)
-                own_s = self._execution.take_own_seconds()
-                self._planner.charge(self._pace.attribute(unit.rows, self._worked_s, own_s))
-                self._trainer.note_work()
+        self._wanted = frozenset()
+        await self._rebuild(report)
+        while True:
+            planned = await self._next_unit(report)
+            if not await self._awake(planned.rows, report):
+                continue
+            if (unit := self._execution.with_room(planned)) is None:
+                self._planner.charge(())
+                continue
+            self._worked_s, began_at = 0.0, self._store.now()
+            self._metrics.began(unit.rows, began_at)
+            self._wanted = frozenset(map(model_of, unit.rows))
+            with self._unit_times.unit(unit.rows):
+                await self._run(unit, report)
+            self._wanted = frozenset()
+            self._metrics.unit(self.facts.name, unit.rows, began_at, self._worked_s)
+            own_s = self._execution.take_own_seconds()
+            self._planner.charge(self._pace.attribute(unit.rows, self._worked_s, own_s))
+            self._trainer.note_work()
 
     async def _next_unit(self, report: Report) -> Unit | ReadyPass:
         if self._trainer.broken is not None:  # first: all later steps rely on its replay
@@ -280,12 +189,10 @@ class TrainerDriver:
 
     async def _awake(self, rows: Sequence[QueuedRow], report: Report) -> bool:
         """Bring the models of a unit onto the ranks; return False if one is not: the rows then wait again."""
-        try:
+        with suppress(TrainerError):  # broken ranks show before the next unit
             if await self._sleeping.wake_for(rows, self._planner.in_turn):
                 await self._tell_awake(report)
                 return True
-        except TrainerError:
-            await self._rebuild(report)
         self._execution.put_back(rows)
         self._planner.charge(())
         return False
@@ -301,17 +208,26 @@ class TrainerDriver:
             await self._run_unit(ready, report)
 
     async def _run_unit(self, unit: Barriers | ReadyPass, report: Report) -> None:
-        """Run a unit; if it kills the ranks, retry it on fresh ones, then each of its requests alone."""
-        for _ in range(TOGETHER):
-            if await self._try(self._execution.run(unit), report) is None:
-                return
-            if isinstance(unit, Barriers):
-                rows = tuple(filter(self._is_left, unit.rows))
-                if not rows:
+        """Run a unit; if it kills the ranks, retry it on fresh ones, then each of its requests alone.
+
+        If no fresh ones live, the requests that have not run wait again.
+        """
+        left = unit.rows
+        try:
+            for _ in range(TOGETHER):
+                if await self._try(self._execution.run(unit), report) is None:
                     return
-                unit = Barriers(rows)
-        for row in unit.rows:
-            await self._run_alone(row, report)
+                if isinstance(unit, Barriers):
+                    left = tuple(filter(self._is_left, unit.rows))
+                    if not left:
+                        return
+                    unit = Barriers(left)
+            while left:
+                await self._run_alone(left[0], report)
+                left = left[1:]
+        except TrainerLostError:
+            self._execution.put_back(left)
+            raise
 
     async def _run_alone(self, row: QueuedRow, report: Report) -> None:
         """Run one request of a unit that killed the ranks, in small rows; if it kills them too, fail it."""
@@ -365,19 +281,13 @@ class TrainerDriver:
         the current unit must not sleep: it is tried again, and then each of its requests alone.
         """
         replayed: ReplayedModels | None = None
-        pauses = chain(PAUSES_S, repeat(PAUSES_S[-1]))
         while replayed is None:
             await self._execution.settle()
-            try:
-                with suppress(TrainerError):  # they died again: TrainerLostError if this continues
-                    await self._restart(report)
-                    replayed = await self._replay.run(
-                        self._execution.repeat_saves, partial(_progress, report), self._wanted
-                    )
-            except TrainerLostError as error:
-                if self._alone:
-                    raise
-                await self._stand_by(error, next(pauses), report)
+            with suppress(TrainerError):  # they died again: TrainerLostError if this continues
+                await self._restart(report)
+                replayed = await self._replay.run(
+                    self._execution.repeat_saves, partial(_progress, report), self._wanted
+                )
         if replayed.models > replayed.asleep:
             self._trainer.note_work()  # the replay worked, so the ranks themselves are sound
         await self._models.park(replayed.failed)
@@ -396,36 +306,6 @@ class TrainerDriver:
                     self._incidents.append(Incident(self._store.now(), cause))
                 await report(f"the trainer is restarted: {self._trainer.broken}")
                 await self._trainer.restart()
-
-    async def _stand_by(self, error: TrainerLostError, pause_s: float, report: Report) -> None:
-        """Fail the requests of these models, as the ranks are lost, until it is time to try fresh ones."""
-        why = f"base model {self.facts.name} is not trained now: {error}"
-        _log.error("%s; the next try is in %.0f s", why, pause_s)
-        await report(why, lost=True)
-        until = time.monotonic() + pause_s
-        while True:
-            await self.refuse(why)
-            if (left_s := until - time.monotonic()) <= 0:
-                break
-            await asyncio.sleep(min(LOOK_S, left_s))
-        self._trainer.note_work()  # the restart policy begins anew
-
-    async def refuse(self, why: str) -> None:
-        """Fail the requests of these models, as there are no ranks for them."""
-        begun = Failure(f"{why}; this request has begun and may still take effect", "server")
-        waiting = Failure(f"{why}; other base models are unaffected", "server")
-        rows = [row for row in self._metrics.pending() if row.base_model in self.facts.names]
-        training = [row for row in rows if row.model_key and row.kind is not RequestKind.UNLOAD_MODEL]
-        await self.expire([(row, waiting if self._lanes.waits(row) else begun) for row in training])
-
-
-def _refusals(conn: Connection, rows: Sequence[QueuedRow]) -> dict[int, str]:
-    found = {row.id: outcomes.find(conn, row.request_id) for row in rows}
-    return {
-        future_id: str(orjson.loads(outcome.body)["error"])
-        for future_id, outcome in found.items()
-        if outcome and outcome.body
-    }
 
 
 async def _progress(report: Report, done: int, units: int) -> None:

@@ -129,12 +129,13 @@ class Waiting:
         )
 
     async def run(self) -> None:
-        async def report(detail: str, *, done: bool = False, lost: bool = False) -> None:
+        async def report(detail: str, *, done: bool = False) -> None:
             """Nobody reads it."""
 
         cursor = await self.training.resume()
         parts = [self.driver.run(report), self.sampler.run(), self._intake.run(cursor)]
-        await asyncio.gather(*parts, *([self.deadlines.run()] if self.enforced else []))
+        async with self.driver.background:
+            await asyncio.gather(*parts, *([self.deadlines.run()] if self.enforced else []))
 
 
 @asynccontextmanager

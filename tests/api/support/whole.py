@@ -49,11 +49,12 @@ class Engine:
         self.intake = Intake(store, bell, self.training, samples, metrics)
 
     async def run(self) -> None:
-        async def report(detail: str, *, done: bool = False, lost: bool = False) -> None:
+        async def report(detail: str, *, done: bool = False) -> None:
             """Nobody reads it."""
 
         cursor = await self.training.resume()
-        await asyncio.gather(self.driver.run(report), self.sampler.run(), self.intake.run(cursor))
+        async with self.driver.background:
+            await asyncio.gather(self.driver.run(report), self.sampler.run(), self.intake.run(cursor))
 
 
 class Whole:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
 from skyrl_tinker.engine.bases.base_supervisor import BaseSupervisor
 from skyrl_tinker.engine.colocation.placement import SEPARATE
 from skyrl_tinker.engine.status import EngineStatus
-from skyrl_tinker.errors import SamplerError, StartupError, TrainerError
+from skyrl_tinker.errors import SamplerError, StartupError, TrainerError, TrainerLostError
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from tests.support.scripted_samplers import ScriptedSamplers
@@ -55,16 +55,32 @@ async def _fail(error: Exception) -> None:
 
 
 class Driver:
+    """Brings no model back, and works until it is `lost`; fails of `deaths` before that."""
+
     paused: str | None = None
+    refused: str | None = None
 
     def __init__(self) -> None:
-        self.refused: list[str] = []
+        self.requests = self
+        self.background = nullcontext()
+        self.lost = asyncio.Event()
+        self.runs, self.deaths = 0, 0
 
     async def refuse(self, why: str) -> None:
-        self.refused.append(why)
+        self.refused = why
+
+    def accept(self) -> None:
+        self.paused = self.refused = None
 
     async def run(self, report: Any) -> None:
-        await report("", done=True)
+        self.runs += 1
+        if self.deaths:
+            self.deaths -= 1
+        else:
+            await report("", done=True)
+            await self.lost.wait()
+            self.lost.clear()
+        raise TrainerLostError("rank 0 died")
 
 
 async def _nothing(*_: object) -> None:
@@ -120,9 +136,9 @@ async def test_the_only_base_model_ends_the_engine(store: Store, bell: Doorbell)
     case = Case(store, bell, SamplerError(LOG), others=())
     case.processes.go_on.release()
     async with running(case) as task:
-        with pytest.raises(ExceptionGroup) as raised:
+        with pytest.raises(SamplerError) as raised:
             await task
-    assert raised.value.exceptions[0].args == (LOG,)
+    assert raised.value.args == (LOG,)
 
 
 @pytest.mark.parametrize("again", [TrainerError("ValueError: damaged"), StartupError("ValueError: damaged")])
@@ -130,7 +146,6 @@ async def test_one_that_does_not_start_fails_its_requests_alone_and_is_tried_aga
     store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch, again: Exception
 ) -> None:
     monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.01,))
-    monkeypatch.setattr(base_supervisor, "LOOK_S", 0.01)
     case = Case(store, bell, SamplerError(LOG), again, others=("a",))
     processes, gate = case.processes, case.samplers.gate
     async with running(case) as task:
@@ -140,7 +155,7 @@ async def test_one_that_does_not_start_fails_its_requests_alone_and_is_tried_aga
         processes.go_on.release()
         await until(lambda: processes.starts == 2)
         assert not case.statuses.others_may_serve("a")
-        assert (case.driver.refused, sample.done()) == ([], False), "another try may help"
+        assert (case.driver.refused, sample.done()) == (None, False), "another try may help"
         processes.go_on.release()
         await until(lambda: processes.starts == 3 and case.driver.refused)
         told = f"{WHY}; other base models are unaffected"
@@ -148,13 +163,50 @@ async def test_one_that_does_not_start_fails_its_requests_alone_and_is_tried_aga
             await sample
         with pytest.raises(SamplerError, match=told):
             await gate.passed()
-        assert {*case.driver.refused} == {WHY}
+        assert case.driver.refused == WHY
         assert processes.ends == 2
         processes.go_on.release()
         assert not case.samplers.replayed
         await until(lambda: gate.reason is None and case.samplers.replayed)
         await gate.passed()
-        assert case.driver.paused is None
+        assert case.driver.paused is case.driver.refused is None
         assert case.statuses.others_may_serve("a")
         assert not task.done()
     assert processes.ends == 2
+
+
+async def test_lost_ranks_end_the_only_base_model(store: Store, bell: Doorbell) -> None:
+    case = Case(store, bell, others=())
+    case.processes.go_on.release()
+    case.driver.lost.set()
+    async with running(case) as task:
+        with pytest.raises(TrainerLostError):
+            await task
+
+
+async def test_one_whose_ranks_are_lost_is_started_again_by_itself(
+    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests wait for the first new start, and fail once its ranks are lost again."""
+    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.01,))
+    case = Case(store, bell, others=("a",))
+    processes, driver, gate = case.processes, case.driver, case.samplers.gate
+    for _ in range(2):
+        processes.go_on.release()
+    async with running(case) as task:
+        await until(lambda: driver.runs == 1 and gate.reason is None)
+        driver.lost.set()
+        await until(lambda: driver.runs == 2)
+        assert (driver.refused, gate.reason, processes.ends) == (None, None, 1)
+        driver.deaths = 1
+        driver.lost.set()
+        await until(lambda: processes.starts == 3)
+        assert gate.reason == driver.paused == "base model b is being started"
+        assert not case.samplers.replayed
+        assert driver.refused is None, "its models were back"
+        processes.go_on.release()
+        await until(lambda: driver.refused == "base model b does not start: rank 0 died")
+        assert gate.reason == f"{driver.refused}; other base models are unaffected"
+        processes.go_on.release()
+        await until(lambda: driver.runs == 4 and driver.refused is None and case.samplers.replayed)
+        assert not task.done()

@@ -283,6 +283,21 @@ def test_who_gives_up_waiting_leaves_no_trace() -> None:
     assert len(devices.waits[PhaseState.TRAINING]) == 1
 
 
+def test_fresh_processes_begin_with_the_samplers_phase_whenever_the_last_ones_ended() -> None:
+    devices = Devices()
+
+    async def story() -> None:
+        async with devices.running():
+            await devices.unit(1.0)
+        assert devices.placement.state is PhaseState.SAMPLING
+        devices.awake, devices.weights_awake, devices.onloaded = True, True, False
+        await devices.sample(1.0)
+        async with devices.running():
+            await devices.unit(1.0)
+
+    simulate(story())
+
+
 async def test_separate_parts_never_wait() -> None:
     placement = Separate()
     async with placement.training(), placement.sampling(), placement.awake(), AwakeLock(placement):

@@ -228,6 +228,26 @@ async def test_what_waits_for_weights_of_a_trainer_that_died_is_tried_again_when
     assert await fleet.with_retry(attempt) == "sampled"
 
 
+async def test_what_fails_as_all_servers_are_ended_is_tried_again_with_the_next_ones(
+    fleet: Fleet, servers: dict[str, Served]
+) -> None:
+    urls = fleet.client.server_urls
+    failing = asyncio.Event()
+
+    async def attempt() -> str:
+        if not failing.is_set():
+            failing.set()
+            fleet.close()
+            raise SamplerError("its connection was closed")
+        return "sampled"
+
+    sample = asyncio.create_task(fleet.with_retry(attempt))
+    await failing.wait()
+    assert not fleet.size
+    fleet.open(fleet._servers, urls, None)
+    assert await sample == "sampled"
+
+
 async def test_whoever_is_equipped_joins_the_weight_transport_anew(
     fleet: Fleet, servers: dict[str, Served]
 ) -> None:

@@ -293,7 +293,7 @@ async def test_a_load_waits_while_the_disk_is_full_and_other_models_train(
         behind = await journal.submit_step(world.store, model, 3)
         await world.until(lambda: tried)
         if ends:
-            world.driver.release(await journal.key_of(world.store, model))
+            world.driver.requests.release(await journal.key_of(world.store, model))
         for seq_id in (1, 2):
             step = await journal.submit_step(world.store, other, seq_id)
             assert (await world.done(step)).status is FutureStatus.DONE
@@ -403,7 +403,7 @@ async def test_a_session_that_ends_meanwhile_has_its_saves_nevertheless(world: W
     world.workers.disk.clear()
     saved, waiting = await _save(world, model, 1), await _save(world, model, 2, overwrite=True)
     await _told(world, "persist")
-    world.driver.release(await journal.key_of(world.store, model))
+    world.driver.requests.release(await journal.key_of(world.store, model))
     world.workers.disk.set()
     for each in (saved, waiting):
         assert (await world.done(each)).status is FutureStatus.DONE

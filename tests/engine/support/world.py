@@ -1,7 +1,7 @@
 """A trainer driver on a real store. The workers are scripted: what they compute does not matter."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.training_half import compose_training
+from skyrl_tinker.errors import TrainerLostError
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
@@ -91,14 +92,27 @@ class World:
         self.running = asyncio.ensure_future(self._run())
         self.reports: list[str] = []
         self.ready = False
+        self.lost: Callable[[], Awaitable[None]] | None = None
+        """Called when the ranks are lost; then it runs on fresh ones."""
 
     async def _run(self) -> None:
-        async def report(detail: str, *, done: bool = False, lost: bool = False) -> None:
+        async def report(detail: str, *, done: bool = False) -> None:
             self.reports.append(detail)
             self.ready = self.ready or done
 
+        async def train() -> None:
+            while True:
+                try:
+                    await self.driver.run(report)
+                except* TrainerLostError:
+                    if self.lost is None:
+                        raise
+                if self.lost is not None:
+                    await self.lost()
+
         cursor = await self.training.resume()
-        await asyncio.gather(self.driver.run(report), self.intake.run(cursor))
+        async with self.driver.background:
+            await asyncio.gather(train(), self.intake.run(cursor))
 
     async def model(self, spec: LoraSpec | None = None) -> ModelId:
         session = await journal.new_session(self.store)

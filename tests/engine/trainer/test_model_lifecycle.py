@@ -40,7 +40,7 @@ async def test_a_full_disk_under_the_database_delays_creations_and_releases(
     model = await world.model()
     assert failures == []
     failures.append(OperationalError("UPDATE", None, OSError("disk full")))
-    world.driver.release(await journal.key_of(world.store, model))
+    world.driver.requests.release(await journal.key_of(world.store, model))
     released = await world.until(lambda: journal.model_of(world.store, model), _is_released)
     assert released.state is ModelState.RELEASED
     assert world.workers.names() == ["create", "release"]
@@ -58,7 +58,7 @@ async def test_nobody_waits_for_the_files_of_models_that_are_released(
         rmtree(path, **options)
 
     monkeypatch.setattr(shutil, "rmtree", slowly)
-    world.driver.release(await journal.key_of(world.store, gone))
+    world.driver.requests.release(await journal.key_of(world.store, gone))
     try:
         await world.until(removing.is_set)
         assert _is_released(await journal.model_of(world.store, gone))
@@ -79,7 +79,7 @@ async def test_a_model_ends_behind_what_it_ran(world: World, monkeypatch: pytest
     monkeypatch.setattr(unit_execution, "encode", slowly)
     passed = await journal.submit_pass(world.store, model, 1)
     await world.until(world.workers.names, lambda names: "pass" in names)
-    world.driver.release(await journal.key_of(world.store, model))
+    world.driver.requests.release(await journal.key_of(world.store, model))
     await world.until(world.workers.names, lambda names: "release" in names)
     late = await journal.submit_pass(world.store, model, 2)
     await world.done(late)
@@ -107,7 +107,7 @@ async def test_ranks_that_die_right_behind_a_release_do_not_bring_the_model_back
 
     monkeypatch.setattr(model_records, "set_state", set_state)
     monkeypatch.setattr(outbox, "RETRY_S", 0.01)
-    world.driver.release(key)
+    world.driver.requests.release(key)
     await world.until(lambda: world.workers.restarts)
     passed = await journal.submit_pass(world.store, other, 1)
     assert (await world.done(passed)).status is FutureStatus.DONE
@@ -135,7 +135,7 @@ async def test_a_model_whose_creation_ends_too_late_is_failed_and_leaves_the_ran
     assert accepted.model_id is not None
     (row,) = await world.store.read(lambda conn: queue.queued_after(conn, 0))
     await world.until(world.workers.names, lambda names: "create" in names)
-    await world.driver.expire([(row, Failure("too late", "server"))])
+    await world.driver.requests.expire([(row, Failure("too late", "server"))])
     world.workers.go_on.set()
     await world.until(world.workers.names, lambda names: "release" in names)
     assert (await world.model()) != accepted.model_id, "others are created behind it"
@@ -151,7 +151,7 @@ async def test_a_creation_that_ends_as_its_deadline_comes_has_ended(world: World
     (row,) = await world.store.read(lambda conn: queue.queued_after(conn, 0))
     assert (await world.done(accepted)).status is FutureStatus.DONE
     assert accepted.model_id is not None
-    await world.driver.expire([(row, Failure("too late", "server"))])
+    await world.driver.requests.expire([(row, Failure("too late", "server"))])
     passed = await journal.submit_pass(world.store, accepted.model_id, 1)
     assert (await world.done(passed)).status is FutureStatus.DONE
     assert (await journal.model_of(world.store, accepted.model_id)).state is ModelState.READY
@@ -163,7 +163,7 @@ async def test_a_model_that_is_parked_as_it_is_given_up_stays_parked(world: Worl
     key = await journal.key_of(world.store, model)
     parked = partial(model_records.set_state, key=key, state=ModelState.PARKED, reason="unreadable")
     await world.store.write(parked)
-    await world.driver.give_up({key: Failure("a request is missing", "user")})
+    await world.driver.requests.give_up({key: Failure("a request is missing", "user")})
     row = await journal.model_of(world.store, model)
     assert (row.state, row.state_reason) == (ModelState.PARKED, "unreadable")
 
@@ -175,7 +175,7 @@ async def test_a_released_model_runs_what_it_can_and_fails_the_rest(world: World
     ready = await journal.submit_pass(world.store, model, 1)
     parked = await journal.submit_pass(world.store, model, 3)
     await world.until(world.workers.names, lambda names: "pass" in names)
-    world.driver.release(key)
+    world.driver.requests.release(key)
     world.workers.go_on.set()
     assert (await world.done(ready)).status is FutureStatus.DONE
     await world.done(parked)

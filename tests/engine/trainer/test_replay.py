@@ -103,36 +103,54 @@ def expected(first: int, steps: int) -> list[list[int]]:
     return [[seq_id, seq_id + 1] for seq_id in range(first, first + 3 * steps, 3)]
 
 
-async def test_lost_ranks_fail_their_requests_alone_until_fresh_ones_live(
-    world: World, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_what_ran_while_the_ranks_were_lost_runs_on_the_next_ones_or_fails(
+    world: World, monkeypatch: pytest.MonkeyPatch, *, refuses: bool
 ) -> None:
-    """Where other base models are trained, the engine goes on with those."""
+    """Where there are other base models, the engine goes on with those."""
+    lost, restarted = asyncio.Event(), asyncio.Event()
 
-    async def lost() -> None:
+    async def die() -> None:
         raise TrainerLostError("rank 0 died; that was the 3rd time")
 
-    world.driver._alone = False
-    monkeypatch.setattr(trainer_driver, "PAUSES_S", (0.1,))
+    async def restart() -> None:
+        lost.set()
+        await restarted.wait()
+        world.workers.broken = None
+        world.workers.trained.clear()
+        world.driver.requests.accept()
+
+    monkeypatch.setattr(world.workers, "restart", die)
+    world.lost = restart
     model = await world.model()
     next_seq = await train(world, model, 1, 1)
-    monkeypatch.setattr(world.workers, "restart", lost)
+    world.workers.go_on.clear()
+    first = await journal.submit_pass(world.store, model, next_seq)
+    await world.until(lambda: world.workers.names()[-1], lambda name: name == "pass")
     world.workers.broken = DEAD
-    waiting = await journal.submit_pass(world.store, model, next_seq)
-    await world.done(waiting)
-    failure = await journal.error_of(world.store, waiting)
-    assert failure.category == "server"
-    told = "base model tiny is not trained now: rank 0 died; that was the 3rd time"
-    assert told in failure.message
-    await world.until(lambda: told in world.reports)
-    monkeypatch.undo()
+    world.workers.go_on.set()
+    await world.until(lost.is_set)
     step = await journal.submit_step(world.store, model, next_seq + 1)
-    await world.done(step)
-    assert told in (await journal.error_of(world.store, step)).message, "its window has failed"
-    await train(world, model, next_seq + 2, 1)
-    assert world.workers.trained[await journal.key_of(world.store, model)].steps == [
-        *expected(1, 1),
-        *expected(next_seq + 2, 1),
-    ]
+    await world.taken_in()
+    if refuses:
+        await world.driver.requests.refuse("base model tiny does not start: rank 0 died")
+        late = await journal.submit_pass(world.store, model, next_seq + 2)
+        for each in (first, step, late):
+            await world.done(each)
+            failure = await journal.error_of(world.store, each)
+            told = "base model tiny does not start: rank 0 died; other base models are unaffected"
+            assert (failure.category, failure.message) == ("server", told)
+        next_seq += 3
+    restarted.set()
+    if refuses:
+        next_step = await journal.submit_step(world.store, model, next_seq)
+        await world.done(next_step)
+        assert "rank 0 died" in (await journal.error_of(world.store, next_step)).message, "its window failed"
+        await train(world, model, next_seq + 1, 1)
+        assert await steps_of(world, model) == [*expected(1, 1), *expected(next_seq + 1, 1)]
+    else:
+        await all_done(world, first, step)
+        assert await steps_of(world, model) == [*expected(1, 1), [next_seq]]
 
 
 async def test_a_pass_that_dies_with_the_ranks_runs_once_more_and_nothing_twice(world: World) -> None:
@@ -744,7 +762,7 @@ async def test_what_a_released_model_had_is_removed(world: World, monkeypatch: p
     model = await world.model()
     await train(world, model, 1, 1)
     assert await bodies_of(world, model) == 3
-    world.driver.release(await journal.key_of(world.store, model))
+    world.driver.requests.release(await journal.key_of(world.store, model))
     await world.until(lambda: bodies_of(world, model), lambda left: left == 0)
 
 
@@ -903,7 +921,7 @@ async def test_models_come_back_while_there_is_nothing_else_to_do(
     monkeypatch.setattr(trainer_driver, "IDLE_PACE_S", 0.02)
     after = new_engine(world)
     after.workers.unreadable.add(str(snapshot))
-    after.driver.release(await journal.key_of(world.store, gone))  # its session is over
+    after.driver.requests.release(await journal.key_of(world.store, gone))  # its session is over
     key = await journal.key_of(world.store, model)
     await after.until(lambda: key in after.workers.trained and after.workers.trained[key].steps)
     assert await steps_of(after, model) == expected(1, 2)
@@ -1402,7 +1420,7 @@ async def test_a_parked_model_can_be_released(
     await start(world.store, "other")
     other = new_engine(world)
     if how == "its session is over":
-        other.driver.release(await journal.key_of(world.store, model))
+        other.driver.requests.release(await journal.key_of(world.store, model))
     else:
         await all_done(
             other, await world.store.write(lambda conn: cancellation.submit_unload(conn, None, model))

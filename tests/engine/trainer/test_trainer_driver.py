@@ -83,7 +83,7 @@ async def test_a_look_at_the_queues_while_a_step_runs_hides_no_refusal(world: Wo
     await world.until(world.workers.names, lambda names: "step" in names)
     why = Failure("datum 2: weights has length 3, expected 4", "user")
     await journal.submit(world.store, model, 2, RequestKind.FORWARD_BACKWARD, failure=why)
-    await world.until(world.driver.lane_statuses, lambda lanes: key in lanes)
+    await world.until(world.driver.requests.lane_statuses, lambda lanes: key in lanes)
     world.driver.view()
     world.workers.go_on.set()
     assert (await world.done(step)).status is FutureStatus.DONE
@@ -102,7 +102,7 @@ async def test_a_flood_of_full_passes_does_not_keep_what_is_to_go(
     await world.until(world.workers.names, lambda names: "pass" in names)
     unload = await store.write(lambda conn: cancellation.submit_unload(conn, None, unloaded))
     await world.taken_in()
-    world.driver.release(await journal.key_of(store, over))
+    world.driver.requests.release(await journal.key_of(store, over))
     world.workers.go_on.set()
     for each in (*flood, unload):
         await world.done(each)
@@ -227,7 +227,7 @@ async def test_a_model_given_up_while_there_was_no_memory_for_its_pass_is_told(w
     world.workers.go_on.clear()
     late = await journal.submit_pass(world.store, model, 1)
     await world.until(world.workers.names, lambda names: "pass" in names)
-    await world.driver.give_up({key: Failure("a request is missing", "user")})
+    await world.driver.requests.give_up({key: Failure("a request is missing", "user")})
     world.workers.go_on.set()
     await world.done(late)
     assert (await journal.error_of(world.store, late)).message == "a request is missing"

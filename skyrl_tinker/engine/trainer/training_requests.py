@@ -1,0 +1,141 @@
+"""Training requests of one base model that wait: accepted, counted, and failed where they cannot run."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import orjson
+from sqlalchemy import Connection
+
+from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
+from skyrl_tinker.domain.values import BaseModelFacts, Failure
+from skyrl_tinker.engine.outbox import FutureOutcome, Outbox
+from skyrl_tinker.engine.scheduling.lanes import Gap, Lanes, LaneStatus, model_of
+from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.engine.trainer.model_lifecycle import UNLOADED, ModelLifecycle
+from skyrl_tinker.store.futures import outcomes
+from skyrl_tinker.store.futures.queue import QueuedRow
+from skyrl_tinker.store.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """Errors with which the API has failed rows, by row id, and failures of the models that have ended."""
+
+    refusals: Mapping[int, str]
+    closed: Mapping[ModelKey, Failure]
+
+
+class TrainingRequests:
+    def __init__(
+        self,
+        store: Store,
+        lanes: Lanes,
+        models: ModelLifecycle,
+        facts: BaseModelFacts,
+        outbox: Outbox,
+        metrics: Metrics,
+        woken: asyncio.Event,
+    ) -> None:
+        """`woken`: set when there may be work."""
+        self.facts = facts
+        self._store = store
+        self._lanes = lanes
+        self._models = models
+        self._outbox = outbox
+        self._metrics = metrics
+        self.occupancy = metrics.occupancy(facts.name)
+        self._woken = woken
+        self.paused: str | None = None
+        """Why nothing is trained, for the requests that wait."""
+        self._refusal: str | None = None  # why they fail
+
+    async def look_up(self, rows: Sequence[QueuedRow]) -> LookedUp:
+        """Return the data that `submit` needs; call that immediately, as models may end meanwhile."""
+        failed = [row for row in rows if row.status is FutureStatus.FAILED]
+        refusals = await self._store.read(partial(_refusals, rows=failed)) if failed else {}
+        return LookedUp(refusals, await self._models.closed({model_of(row) for row in rows}))
+
+    async def submit(self, rows: Sequence[QueuedRow], looked_up: LookedUp) -> None:
+        """Accept training requests in the order of their arrival."""
+        refused: list[tuple[int, FutureOutcome]] = []
+        for row in rows:
+            closed = looked_up.closed.get(model_of(row))
+            if row.kind is RequestKind.UNLOAD_MODEL:
+                self._models.unload(row)
+            elif closed is None and self._lanes.ended(row):
+                refused.append((row.id, UNLOADED))
+            elif closed is None:
+                self._lanes.add(row, looked_up.refusals.get(row.id))
+            elif row.status is FutureStatus.PENDING:
+                refused.append((row.id, closed))
+        await self._outbox.send(refused)
+        self.occupancy.work_came()
+        self._woken.set()
+        if self._refusal is not None:
+            await self.refuse(self._refusal)
+
+    def backlog(self) -> int:
+        """Estimate the tokens of waiting passes."""
+        return self._lanes.backlog()
+
+    def lane_statuses(self) -> dict[ModelKey, LaneStatus]:
+        """Return the lanes with waiting rows."""
+        return self._lanes.statuses()
+
+    def gaps(self) -> dict[ModelKey, Gap]:
+        """Return the current gaps of lanes."""
+        return self._lanes.gaps()
+
+    async def expire(self, late: Sequence[tuple[QueuedRow, Failure]]) -> None:
+        """Fail requests that waited too long; later ones go on, as after any failed request."""
+        for row, failure in late:
+            if row.seq_id:
+                self._lanes.expire(row, failure.message)
+        begun = {row.id for row, _ in late if not self._lanes.waits(row)}  # these may have taken effect
+        await self._outbox.send(
+            ((row.id, failure) for row, failure in late if row.seq_id != 0), replayed=begun
+        )
+        for row, failure in late:
+            if row.seq_id == 0:
+                model = await self._models.row(model_of(row))
+                if await self._models.fail_creation(row, model, failure):
+                    self._models.release(model.key)  # its creation may have begun: release it later
+        self._woken.set()
+
+    async def give_up(self, failures: Mapping[ModelKey, Failure]) -> None:
+        """Fail all requests of these models, waiting and future ones."""
+        await self._models.give_up(failures)
+        self._woken.set()
+
+    def release(self, model: ModelKey) -> None:
+        """Release a model whose session is over, once it has no runnable requests left."""
+        self._models.release(model)
+        self._woken.set()
+
+    def knows(self, model: ModelKey) -> bool:
+        """Return whether a model is in training here."""
+        return self._lanes.knows(model)
+
+    async def refuse(self, why: str) -> None:
+        """Fail the requests of these models, and later ones until `accept`: there are no ranks for them."""
+        self._refusal = why
+        begun = Failure(f"{why}; this request has begun and may still take effect", "server")
+        waiting = Failure(f"{why}; other base models are unaffected", "server")
+        rows = [row for row in self._metrics.pending() if row.base_model in self.facts.names]
+        training = [row for row in rows if row.model_key and row.kind is not RequestKind.UNLOAD_MODEL]
+        await self.expire([(row, waiting if self._lanes.waits(row) else begun) for row in training])
+
+    def accept(self) -> None:
+        """Take requests, as there are ranks for them."""
+        self.paused = self._refusal = None
+
+
+def _refusals(conn: Connection, rows: Sequence[QueuedRow]) -> dict[int, str]:
+    found = {row.id: outcomes.find(conn, row.request_id) for row in rows}
+    return {
+        future_id: str(orjson.loads(outcome.body)["error"])
+        for future_id, outcome in found.items()
+        if outcome and outcome.body
+    }
