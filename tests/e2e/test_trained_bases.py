@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
@@ -13,6 +14,8 @@ import tinker
 from tinker import types
 
 from tests.e2e.support.client import Client, datum, logprobs_of, prompt, random_tokens, train
+from tests.e2e.test_import_adapter import run_import
+from tests.support.peft_adapters import save_adapter, token_logprobs
 from tests.support.processes import title
 from tests.support.serve import HEAL_S, KINDS, Serve, serving
 from tests.support.tiny_models import write_tiny
@@ -194,3 +197,42 @@ def test_the_views_have_both(both: tuple[Serve, tinker.ServiceClient], models: t
     metrics = httpx.get(f"{server.url}/metrics", timeout=30).text
     for model in models:
         assert f'skyrl_tinker_trainer_restarts{{base_model="{model}"}}' in metrics
+
+
+def test_an_adapter_of_others_goes_on_with_the_second(
+    both: tuple[Serve, tinker.ServiceClient], models: tuple[str, str], tmp_path: Path
+) -> None:
+    server, service = both
+    peft = save_adapter(models[1], tmp_path / "elsewhere", r=4, target_modules=["q_proj", "down_proj"])
+    path = run_import(server, tmp_path / "elsewhere", "--base-model", models[1]).strip()
+    training = service.create_training_client_from_state(path).result()
+    assert training.get_info().model_data.model_name == models[1]
+    expected = token_logprobs(peft.merge_and_unload(), TOKENS[:-1], TOKENS[1:]).numpy()
+    assert logprobs_of(training, TOKENS) == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_bill_has_each_under_its_name(
+    both: tuple[Serve, tinker.ServiceClient], models: tuple[str, str]
+) -> None:
+    server, service = both
+    began = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    hours = began, began + timedelta(hours=2)
+    rest = tinker.RestClient(base_url=server.url)
+    before = billed(rest, hours)
+    for number, model in enumerate(models):
+        client = Client("", service, model)
+        train(client.new_lora(), TOKENS[: 20 + number])
+        client.base_sampler().compute_logprobs(prompt(TOKENS[: 10 + number])).result()
+    kinds = [("training", 19), ("sampling_prefill", 10)]
+    expected = {(model, kind): count + number for number, model in enumerate(models) for kind, count in kinds}
+    assert billed(rest, hours) - before == expected
+
+
+def billed(rest: tinker.RestClient, hours: tuple[datetime, datetime]) -> Counter[tuple[str, str]]:
+    """Count tokens by base model and kind."""
+    found: Counter[tuple[str, str]] = Counter()
+    for event in rest.get_billing_usage(*hours).result().data:
+        info = event.event_info
+        if info.type in ("training", "sampling_prefill"):
+            found[event.base_model, info.type] += info.token_count
+    return found

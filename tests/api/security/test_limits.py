@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.cluster import token_buckets
 from skyrl_tinker.store.store import Store
 from tests.api.support.users import new_user, speak_as
-from tests.api.support.world import BASE, World, running, sample, step
+from tests.api.support.world import BASE, FACTS, World, running, sample, step
 from tests.support.postgres import Postgres
 
 SESSION = {"sdk_version": "0.38.0"}
@@ -132,6 +132,26 @@ async def test_the_state_of_all_models_has_a_size(world: World) -> None:
     )
     assert f"expected at most {2.5 * one:.6g} for one API key" in said
     await world.ok("create_model", {**body, "lora_config": {"rank": 4}})
+
+
+async def test_models_of_all_base_models_count_together(settings: Settings) -> None:
+    """Each with the bytes of its own base model."""
+    wide = replace(FACTS, directory="/models/wide", names=("wide",), hidden_size=512)
+    one, other = (state_bytes(facts, LoraSpec(8, 0), "adamw") / GB for facts in (FACTS, wide))
+    assert other > 2 * one
+    async with running(settings, FACTS, wide) as world:
+        await limited(world, models=2, resident_gb=one + other)
+        session = await world.session()
+        await world.model(session)
+        await world.model(session, 1, base_model="wide")
+        body = {"session_id": session, "model_seq_id": 2, "lora_config": {"rank": 8}}
+        for name in (BASE, "wide"):
+            said = await refused(world, "create_model", {**body, "base_model": name})
+            assert said.startswith("keys.models: found 2 models in training, expected at most 2")
+        await limit(world, models=None)
+        for name, size in ((BASE, one), ("wide", other)):
+            said = await refused(world, "create_model", {**body, "base_model": name})
+            assert said.startswith(f"keys.resident_gb: found {one + other + size:.6g} GB of model state")
 
 
 async def test_a_save_above_the_stored_bytes_fails_and_takes_its_seq_id(world: World) -> None:
