@@ -187,6 +187,7 @@ def import_adapter(
     "token_budget",
     "gradient_checkpointing",
     "resident_models",
+    "bases",
 )
 def plan(
     base_model: Annotated[str, typer.Option(help="A directory with config.json, or a hub name")],
@@ -200,8 +201,9 @@ def plan(
     """Show whether `serve` with these options fits on GPUs, before there are any, and the command to copy.
 
     Options that are given are kept, the others have the defaults of `serve`. Exit code 1 if it does not fit.
-    The trainer's forward and backward run on tensors without content, which takes seconds on a CPU and no
-    weights: config.json is enough.
+    Each base model of --also has GPUs of its own, at first one for each use, of which the rest is left to
+    --base-model. The trainer's forward and backward run on tensors without content, which takes seconds on a
+    CPU and no weights: config.json is enough.
     """
     from skyrl_tinker.cli import plan_output
     from skyrl_tinker.server import start_plan
@@ -215,8 +217,14 @@ def plan(
         if full:
             given["max_lora_rank"] = 0
         settings = config.load(base_model=base_model, device="cuda", **given)
-        found = start_plan.plan(settings, start_plan.Gpus(gpus, gpu_memory * GB), measured, tenants=tenants)
-    print((plan_output.as_json if as_json else plan_output.as_table)(found, settings))
+        further: list[str] = []
+        there = start_plan.Gpus(gpus, gpu_memory * GB)
+        placed, left = start_plan.beside_further(settings, there, measured, further.append)
+        found = start_plan.plan(settings, left, measured, tenants=tenants)
+    if as_json:
+        print(plan_output.as_json(found, settings, placed.bases))
+    else:
+        print("\n\n".join((*further, plan_output.as_table(found, settings))))
     if found.problem is not None:
         raise typer.Exit(1)
 

@@ -284,7 +284,7 @@ def _described(settings: Settings) -> str:
 def _plan(settings: Settings) -> str:
     said: list[str] = []
     preflight.check_placement(start_plan.place(settings, said.append))
-    return said[0] if said else "as given"
+    return "\n".join(said) or "as given"
 
 
 def _home(home: Path) -> str:

@@ -2,16 +2,20 @@
 
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import asdict
-from itertools import groupby
+from itertools import chain, groupby
 
-from skyrl_tinker.config import Settings
+from skyrl_tinker.config import BaseOverrides, Settings
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.server.capacity_plan import CapacityPlan
 
 
-def as_json(found: CapacityPlan, settings: Settings) -> str:
-    return json.dumps({"fits": found.problem is None, "serve": _serve(settings), **asdict(found)}, indent=1)
+def as_json(found: CapacityPlan, settings: Settings, bases: Mapping[str, BaseOverrides]) -> str:
+    """Write the plan of the first base model, and the settings of the further ones."""
+    own = {name: each.model_dump(mode="json", exclude_none=True) for name, each in bases.items()}
+    plan = {"fits": found.problem is None, "serve": _serve(settings), **asdict(found), "bases": own}
+    return json.dumps(plan, indent=1)
 
 
 def as_table(found: CapacityPlan, settings: Settings) -> str:
@@ -38,7 +42,11 @@ def _serve(settings: Settings) -> str:
     words = ["skyrl-tinker", "serve"]
     for name in sorted(settings.model_fields_set, key=[*Settings.model_fields].index):
         value, option = getattr(settings, name), name.replace("_", "-")
-        if isinstance(value, bool):
+        if name == "bases":
+            words += chain.from_iterable(
+                ("--also", f"{each}:{','.join(own.roles)}") for each, own in value.items()
+            )
+        elif isinstance(value, bool):
             words.append(f"--{option}" if value else f"--no-{option}")
         else:
             words += [f"--{option}", str(value)]

@@ -123,7 +123,7 @@ def place(
         return _placed(_divided(settings), "separate")
     if not settings.plan and settings.placement != "auto":
         return settings
-    settings, gpus = _beside_further(settings, probe(), costs_of, tell)
+    settings, gpus = beside_further(settings, probe(), costs_of, tell)
     if not settings.plan:
         return _placed(settings, _placement(settings, gpus))
     return settings.model_copy(update=_planned(settings, gpus, costs_of, tell))
@@ -142,12 +142,12 @@ def _planned(
     return {choice.setting: choice.value for choice in found.choices}
 
 
-def _beside_further(
+def beside_further(
     settings: Settings, gpus: Gpus, costs_of: CostsOf, tell: Callable[[str], None]
 ) -> tuple[Settings, Gpus]:
     """Return the settings with those planned for further base models, and the GPUs that these leave.
 
-    StartupError if one does not fit.
+    `tell` receives the plan of each. StartupError if one does not fit.
     """
     left, bases = gpus.count, dict(settings.bases)
     for name, given in settings.bases.items():
@@ -170,6 +170,7 @@ def _beside_further(
                 bases[name] = given.model_copy(update={key: planned[key] for key in keys})
             elif settings.plan and samplers:
                 _require_sampler(own, share, way, costs_of)
+                tell(f"{name} is sampled on {_named(share)}")
     return settings.model_copy(update={"bases": bases} if bases else {}), replace(gpus, count=left)
 
 

@@ -152,7 +152,7 @@ def test_samplers_of_further_base_models_have_gpus_of_their_own(model: Path) -> 
     own: dict[str, Any] = {"roles": ["sample"], "replicas": 2, "tensor_parallel_size": 2}
     placed, told = _place(model, 8, bases={str(other): own})
     assert (placed.trainer_ranks, placed.replicas * placed.tensor_parallel_size) == (2, 2)
-    assert told.startswith("planned for 4 GPUs of 80 GB")
+    assert told.startswith(f"{other} is sampled on 4 GPUs of 80 GB\nplanned for 4 GPUs of 80 GB")
     assert placed.for_base(str(other)).replicas == 2
     with pytest.raises(StartupError, match=rf"^bases\.{other}: .* take 4 GPUs, found 4 in all"):
         _place(model, 4, bases={str(other): own})
