@@ -23,8 +23,9 @@ cleanup_ms_N: a run of all steps of the clean-up, with N unnamed versions of --m
 as ephemeral.keep of each, and a quarter more.
 All five are medians of this process's time. heartbeats_cpu_N: cores that it takes to collect the heartbeats
 of N sessions, one in ten seconds from each, and to write them to SQLite, with the engine's looks for silent
-sessions; no HTTP. heartbeats_http_cpu_N: cores of a whole API process that gets the same heartbeats over
-HTTP, on 400 connections that stay open: most of it is parsing and answering the requests.
+sessions; no HTTP, and less what the tasks of this script take for as many. heartbeats_http_cpu_N: cores of a
+whole API process that gets the same heartbeats over HTTP, on 400 connections that stay open: most of it
+is parsing and answering the requests.
 restore_ready_s_N_models, restore_first_step_s_N_models: of the clock, from the start of an engine that finds
 N models with a snapshot each, and whose ranks take no time but LOAD_S to check a snapshot's files, until it
 takes work, and until a step of one of them. woken_s_N_models: of the clock, from there on until a step of
@@ -411,6 +412,15 @@ async def _each_beats(
             await asyncio.sleep(BEATS_EVERY_S)
 
 
+async def _cores(sessions: list[SessionId], beat: Callable[[SessionId], Coroutine[Any, Any, None]]) -> float:
+    busy = time.process_time()
+    await _each_beats(sessions, beat)
+    return (time.process_time() - busy) / BEATS_S
+
+
+async def _nothing(session: SessionId) -> None: ...
+
+
 async def heartbeats_cpu(sessions: int) -> float:
     """Return the cores that it takes to collect and write heartbeats, and to look for silent sessions."""
     with tempfile.TemporaryDirectory() as directory:
@@ -419,9 +429,7 @@ async def heartbeats_cpu(sessions: int) -> float:
         named = await store.write(partial(_keep_sessions, count=sessions))
         beats = Heartbeats(store)
         running = asyncio.create_task(beats.run())
-        busy = time.process_time()
-        await _each_beats(named, lambda session: beats.keep(None, session))
-        cores = (time.process_time() - busy) / BEATS_S
+        cores = await _cores(named, lambda session: beats.keep(None, session)) - await _cores(named, _nothing)
         running.cancel()
         looks, silent = [], (settings.timeouts.session_s, settings.retention.history_s)
         for _ in range(VIEWS):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
+from operator import is_
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind, SessionId
 from skyrl_tinker.engine.scheduling.fair_share import FairShare, Path, path_of
@@ -194,6 +195,9 @@ class Planner:
                 del self._works_s[session_id]
 
     def _set_runnable(self, session: _Session, model: ModelKey, rows: Sequence[QueuedRow]) -> None:
+        had_rows = self._waiting.get(model, ())
+        if len(rows) == len(had_rows) and all(map(is_, rows, had_rows)):  # what has come waits behind them
+            return
         path, had = path_of(rows[0]) if rows else None, session.runnable.pop(model, None)
         if had is not None and had != path:  # or its session was given to another owner
             self._shares.put(had, ())
