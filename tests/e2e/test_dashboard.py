@@ -201,6 +201,48 @@ def test_points_have_dots_where_there_is_room_and_where_they_stand_alone(
     assert page.errors == []
 
 
+PAINTED = """import('./dashboard/charts.js').then(async ({stepChart}) => {
+    const {timeline} = await import('./dashboard/timeline.js');
+    const chart = stepChart("Loss", ["value"]), lanes = timeline();
+    document.body.append(chart.node, lanes.node);
+    chart.draw([[1, 2, 3], [1, 2, 4]]);
+    const parts = ["wait", "run", "answer"].map((kind, place) => ({ kind, from: place, to: place + 1 }));
+    lanes.draw([{ name: "run", title: "", slices: [{ from: 0, to: 3, parts, text: "" }] }], [0, 3]);
+    const copy = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    const probe = document.body.appendChild(document.createElement("i"));
+    const rgb = (name) => {
+        probe.style.color = `var(${name})`;
+        return getComputedStyle(probe).color.match(/\\d+/g).join();
+    };
+    const lacking = (node, ...names) => {
+        const found = new Set();
+        for (const canvas of node.querySelectorAll("canvas")) {
+            Object.assign(copy.canvas, { width: canvas.width, height: canvas.height });
+            copy.drawImage(canvas, 0, 0);
+            const { data } = copy.getImageData(0, 0, canvas.width, canvas.height);
+            for (let at = 0; at < data.length; at += 4) found.add(data.slice(at, at + 3).join());
+        }
+        return names.filter((name) => !found.has(rgb(name)));
+    };
+    window.lacking = () => [
+        ...lacking(chart.node, "--card", "--line", "--quiet"),
+        ...lacking(lanes.node, "--line", "--quiet", "--wait", "--link", "--answer"),
+    ];
+})"""
+"""Script that draws a chart and lanes, after which `lacking()` has the page's colours that they lack."""
+
+
+def test_colours_follow_a_change_of_theme(server: Serve, page: Page) -> None:
+    """Axes, dots and slices are drawn, which no style sheet reaches."""
+    page.open(server.url)
+    page.wait("document.querySelector('.badge') !== null")
+    page.run(PAINTED)
+    for dark in (False, True, False):
+        page.resize(1600, 1000, dark=dark)
+        page.wait("lacking().length === 0")
+    assert page.errors == []
+
+
 TOLD = "document.querySelector('.told').innerText"
 POINT = """(() => {
     const lane = document.querySelector('canvas[aria-label^="trainer, units"]');
