@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -233,7 +234,9 @@ def plan(
 @with_settings(*Settings.model_fields)
 def doctor(settings: Settings) -> None:
     """Check whether `serve` with these options would work here; name fixes; exit code 1 if not."""
+    import psutil
+
     from skyrl_tinker.cli import doctor as checks
 
-    if not checks.report(settings):
+    if not checks.report(settings, time.time() - psutil.Process().create_time()):
         raise typer.Exit(1)

@@ -1,6 +1,7 @@
 """`skyrl-tinker follow`: the numbers of a script's metrics.jsonl, reported to its run as they are written."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -26,13 +27,20 @@ class Record(NamedTuple):
     values: dict[str, float]
 
 
-def metrics_file(log_path: Path) -> Path:
-    """Return the file of a script's directory, or of its own path. Raises StartupError without one."""
-    file = log_path / "metrics.jsonl" if log_path.is_dir() else log_path
-    if not file.is_file():
+def metrics_file(log_path: Path, *, on: bool) -> Path:
+    """Return the file of a script's directory, or of its own path; with `on` once the script has begun it.
+
+    Raises StartupError if it is not there and not waited for.
+    """
+    file = log_path if log_path.is_file() or log_path.suffix == ".jsonl" else log_path / "metrics.jsonl"
+    if not file.is_file() and not on:
         raise StartupError(
             f"{log_path}: found no metrics.jsonl, expected the directory that a script logs to"
         )
+    if not file.is_file():
+        tell(f"{file}: not there yet; a script writes it with its first step")
+    while not file.is_file():
+        time.sleep(POLL_S)
     return file
 
 
@@ -63,12 +71,17 @@ def records(file: Path, *, on: bool) -> Iterator[Record]:
     """Yield the records of a file; with `on` also those to come, until the caller stops.
 
     A script that resumes writes the file again without the steps that it repeats: then from the beginning.
+    Raises StartupError once the file is gone, as when a script begins anew: what comes is of another run.
     """
     place = 0
     while True:
-        if file.stat().st_size < place:
-            place = 0
-        with file.open("rb") as opened:
+        try:
+            opened = file.open("rb")
+        except FileNotFoundError as error:
+            raise StartupError(f"{file}: it is gone; follow the script that writes it anew") from error
+        with opened:
+            if opened.seek(0, os.SEEK_END) < place:
+                place = 0
             opened.seek(place)
             for line in opened:
                 if not line.endswith(b"\n") and on:  # it is being written

@@ -100,10 +100,11 @@ def follow(
 ) -> None:
     """Report the numbers of a script's metrics.jsonl, as the cookbook writes it, to its run, until Ctrl-C."""
     with one_line_errors(), suppress(KeyboardInterrupt):
-        file, server = metrics_file.metrics_file(log_path), _running(url, home, config_file)
+        server, on = _running(url, home, config_file), not once
+        file = metrics_file.metrics_file(log_path, on=on)
         chosen = run or metrics_file.run_of(file) or server.newest_run()
         show([f"{file}: reported to run {chosen}"])
-        for record in metrics_file.records(file, on=not once):
+        for record in metrics_file.records(file, on=on):
             metrics_file.report(server, chosen, record)
 
 

@@ -30,7 +30,7 @@ function chart(label, names, layout, points, height) {
     const { scales, axes, x, shared } = layout(style);
     const series = names.map((name, place) => ({
       label: name, stroke: COLOURS[place % COLOURS.length], width: 1.5,
-      points, value: (_, value) => number(value, 4),
+      points: { fill: () => colour("--card"), ...points }, value: (_, value) => number(value, 4),
     }));
     const cursor = { y: false, ...(shared && { sync: { key: shared, scales: ["x", null] } }) };
     plot?.destroy();

@@ -60,6 +60,12 @@ export function number(value, digits = 3) {
   return value.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, String(Math.trunc(Math.abs(value))).length) });
 }
 
+// A number of a column, with the same decimals as those above and below it; very large ones have none.
+export function decimals(value) {
+  if (value === null || value === undefined || Number.isNaN(value) || Math.abs(value) >= 1e4) return number(value);
+  return value.toLocaleString("en", { minimumFractionDigits: 4, maximumFractionDigits: 4, signDisplay: "negative" });
+}
+
 export function bytes(value) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   let place = 0;

@@ -1,6 +1,6 @@
 // Runs: a list to choose from, the curves of those chosen, and the checkpoints of one.
 
-import { ago, bytes, card, duration, facts, figures, h, moment, number, plural, short, table, tick, wide } from "./dom.js";
+import { ago, bytes, card, decimals, duration, facts, figures, h, moment, number, plural, short, table, tick, wide } from "./dom.js";
 import { download, get, poll, Refused, request, save, send } from "./server.js";
 import { COLOURS, stepChart } from "./charts.js";
 
@@ -83,7 +83,7 @@ function showList(main, failed, recovered) {
     runs.fill(found.map((run) => {
       const box = h("input", { type: "checkbox", "aria-label": `compare ${run.name ?? run.run_id}`, onchange: (event) => choose(run.run_id, event.target) });
       box.checked = chosen.has(run.run_id);
-      return [box, named(run), several ? run.base_model : null, run.owner, rank(run), state(run), number(run.steps_before + run.steps), number(run.reward), number(run.loss), ago(run.last_request_at)];
+      return [box, named(run), several ? run.base_model : null, run.owner, rank(run), state(run), number(run.steps_before + run.steps), decimals(run.reward), decimals(run.loss), ago(run.last_request_at)];
     }));
   }
 

@@ -1,6 +1,6 @@
 // Tokens: a datum or a sampled sequence as text, coloured by one of its values.
 
-import { ago, card, figures, h, number, short, table, tick, wide } from "./dom.js";
+import { ago, card, decimals, figures, h, number, short, table, tick, wide } from "./dom.js";
 import { get, poll } from "./server.js";
 
 const EVERY_MS = 5000;
@@ -80,7 +80,7 @@ async function showOne(main, request, item) {
   const all = table("Items, grouped by prompt", [["item", "number"], ["prompt", "text"], ["begins", "text"], ["tokens", "number"], ["advantage", "number"], ["mean logprob", "number"]], "none");
   all.fill(grouped(items, "item").map(([each, first]) => [
     each.item === item ? h("strong", {}, String(each.item + 1)) : h("a", { href: `#/tokens/${request}/${each.item}` }, String(each.item + 1)),
-    prompt(each, first), each.text, number(each.tokens), number(each.advantage), number(each.logprob)]));
+    prompt(each, first), each.text, number(each.tokens), decimals(each.advantage), decimals(each.logprob)]));
   const other = (label, id) => (id === null ? null : h("a", { href: `#/tokens/${id}` }, label));
   const step = (label, next) => (next < 0 || next >= answer.items ? null : h("a", { href: `#/tokens/${request}/${next}` }, label));
   main.replaceChildren(

@@ -4,13 +4,17 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from threading import Event
 
+import psutil
 import pytest
+from typer.testing import CliRunner
 
 from skyrl_tinker import config
 from skyrl_tinker.cli import doctor
+from skyrl_tinker.cli.commands import app
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.server.base_models.tiny_model import make_model
 from skyrl_tinker.system.process_lock import process_lock
@@ -123,10 +127,22 @@ def test_it_does_not_wait_for_a_check_that_hangs(
 ) -> None:
     ended = Event()
     monkeypatch.setattr(doctor, "_base_model", lambda _: str(ended.wait()))
-    monkeypatch.setattr(doctor, "LIMIT_S", 0.0)
-    found = _doctor(capsys, home=tmp_path)
-    assert found["base model"].startswith("FAIL  not known after 0 s: something that it asks does not answer")
+    monkeypatch.setattr(doctor, "_LEAST_S", 0.0)
+    doctor.report(config.load(home=tmp_path), age_s=doctor.LIMIT_S)
+    found = capsys.readouterr().out
+    assert "FAIL  base model  not known after 18 s: something that it asks does not answer" in found
     ended.set()
+
+
+def test_its_limit_counts_from_the_start_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a loaded machine the imports take seconds."""
+    told: list[float] = []
+    monkeypatch.setattr(doctor, "report", lambda _, age_s: told.append(age_s) or True)
+    before = time.time() - psutil.Process().create_time()
+    assert CliRunner().invoke(app, ["doctor", "--home", str(tmp_path)]).exit_code == 0
+    assert told[0] >= before
 
 
 def test_an_old_driver_is_found(

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from skyrl_tinker.cli import metrics_file, running_server
 from skyrl_tinker.cli.commands import app
 from skyrl_tinker.cli.metrics_file import Record, records
+from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
 from tests.api.support.process import launched
@@ -83,6 +84,28 @@ def test_a_log_that_is_not_there_and_a_run_that_is_not_known_are_named(
     assert "found no metrics.jsonl" in follow(url, str(tmp_path / "none"))
     log = log_of(tmp_path / "log", {"step": 0, "reward": 0.5})
     assert "no training run nobody" in follow(url, str(log), "--run", "nobody")
+
+
+def test_a_log_that_is_not_there_yet_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a script that was just started; its directory may be there before the file."""
+    waits = iter([lambda: (tmp_path / "log").mkdir(), lambda: log_of(tmp_path / "log", {"step": 0})])
+    monkeypatch.setattr(metrics_file, "time", SimpleNamespace(sleep=lambda _: next(waits)()))
+    file = metrics_file.metrics_file(tmp_path / "log", on=True)
+    assert file == tmp_path / "log" / "metrics.jsonl"
+    assert capsys.readouterr().err.count("not there yet") == 1
+
+
+def test_a_log_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that begins anew is another run."""
+    monkeypatch.setattr(metrics_file, "POLL_S", 0.0)
+    file = log_of(tmp_path / "log", {"step": 0, "reward": 0.0}) / "metrics.jsonl"
+    following = records(file, on=True)
+    assert next(following).step == 0
+    file.unlink()
+    with pytest.raises(StartupError, match=r"metrics\.jsonl: it is gone"):
+        next(following)
 
 
 def test_lines_that_are_no_records_and_values_that_are_no_numbers_are_passed_over(tmp_path: Path) -> None:

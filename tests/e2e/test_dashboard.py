@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import socket
 import threading
@@ -9,13 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import tinker
 from tinker import types
 
+from skyrl_tinker.directories import Directories
 from skyrl_tinker.store import api_keys, server_state
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.processes import identities, write_pid_file
 from tests.api.support.process import launched
 from tests.api.support.world import settings_for, write_facts
 from tests.e2e.support.client import Client, datum, prompt, random_tokens
@@ -201,6 +205,48 @@ def test_points_have_dots_where_there_is_room_and_where_they_stand_alone(
     assert page.errors == []
 
 
+PAINTED = """import('./dashboard/charts.js').then(async ({stepChart}) => {
+    const {timeline} = await import('./dashboard/timeline.js');
+    const chart = stepChart("Loss", ["value"]), lanes = timeline();
+    document.body.append(chart.node, lanes.node);
+    chart.draw([[1, 2, 3], [1, 2, 4]]);
+    const parts = ["wait", "run", "answer"].map((kind, place) => ({ kind, from: place, to: place + 1 }));
+    lanes.draw([{ name: "run", title: "", slices: [{ from: 0, to: 3, parts, text: "" }] }], [0, 3]);
+    const copy = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    const probe = document.body.appendChild(document.createElement("i"));
+    const rgb = (name) => {
+        probe.style.color = `var(${name})`;
+        return getComputedStyle(probe).color.match(/\\d+/g).join();
+    };
+    const lacking = (node, ...names) => {
+        const found = new Set();
+        for (const canvas of node.querySelectorAll("canvas")) {
+            Object.assign(copy.canvas, { width: canvas.width, height: canvas.height });
+            copy.drawImage(canvas, 0, 0);
+            const { data } = copy.getImageData(0, 0, canvas.width, canvas.height);
+            for (let at = 0; at < data.length; at += 4) found.add(data.slice(at, at + 3).join());
+        }
+        return names.filter((name) => !found.has(rgb(name)));
+    };
+    window.lacking = () => [
+        ...lacking(chart.node, "--card", "--line", "--quiet"),
+        ...lacking(lanes.node, "--line", "--quiet", "--wait", "--link", "--answer"),
+    ];
+})"""
+"""Script that draws a chart and lanes, after which `lacking()` has the page's colours that they lack."""
+
+
+def test_colours_follow_a_change_of_theme(server: Serve, page: Page) -> None:
+    """Axes, dots and slices are drawn, which no style sheet reaches."""
+    page.open(server.url)
+    page.wait("document.querySelector('.badge') !== null")
+    page.run(PAINTED)
+    for dark in (False, True, False):
+        page.resize(1600, 1000, dark=dark)
+        page.wait("lacking().length === 0")
+    assert page.errors == []
+
+
 TOLD = "document.querySelector('.told').innerText"
 POINT = """(() => {
     const lane = document.querySelector('canvas[aria-label^="trainer, units"]');
@@ -290,15 +336,33 @@ def test_a_hidden_page_asks_for_nothing(server: Serve, page: Page) -> None:
 
 
 @contextmanager
-def api_with_keys(home: Path) -> Iterator[tuple[str, dict[str, str], dict[str, str]]]:
+def api_with_keys(home: Path, **changes: str) -> Iterator[tuple[str, dict[str, str], dict[str, str]]]:
     """An API's URL, and of two owners the runs and keys; root has an admin key."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        settings = settings_for(home, port=listener.getsockname()[1])
+        settings = settings_for(home, port=listener.getsockname()[1], **changes)
         migrate(settings.store_url)
         runs, keys = asyncio.run(_two_owners(settings.store_url))
         with launched(settings, listener) as api:
             api.wait_until_up()
             yield api.url, runs, keys
+
+
+def test_on_gpus_their_memory_stands_beside_the_hosts_and_that_of_processes(
+    chromium: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\ncase $1 in *gpu=*) echo 700, 81559 ;; *) echo {os.getpid()}, 600 ;; esac\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with api_with_keys(tmp_path / "home", device="cuda") as (url, _, keys), chromium.page() as page:
+        directories = Directories(settings_for(tmp_path / "home"))
+        directories.run_dir.mkdir(parents=True, exist_ok=True)
+        write_pid_file(directories.pid_file, identities([psutil.Process()]))
+        page.open(url)
+        enter(page, keys["root"])
+        page.wait("document.body.innerText.includes('; GPU 0: 734 MB of 85.5 GB in use')")
+        page.wait("[...document.querySelectorAll('td')].some((each) => each.innerText === '629 MB')")
+        assert "GPU memory" in page.text()
 
 
 def enter(page: Page, key: str) -> None:

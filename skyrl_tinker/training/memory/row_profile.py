@@ -119,15 +119,26 @@ class FakeTrainer:
         self.network = freeze(causal_lm, mesh)
         return {key: _BlankAdapter(training.lora, self.network.targets, self._ranks.device) for key in keys}
 
-    def measure(self, tokens: int, *, recompute: bool | None = None) -> RowProfile:
-        """Measure a row that the tenants share equally. `recompute`: else as the training says."""
+    def measure(self, tokens: int, *, recompute: bool | None = None, backward: bool = True) -> RowProfile:
+        """Measure a row that the tenants share equally. `recompute`: else as the training says.
+
+        Without `backward` it is the profile of the forward pass.
+        """
         batch = even_batch(list(self._models), tokens, int(self.training.config["vocab_size"]))
         row = whole_row(batch)
         with planning(self.training.device), self._mode:
             fake = _map_tensors(row, self._mode.from_tensor)
             if recompute is None:
                 recompute = self.training.gradient_checkpointing
-            return measure_row(self.network, self._models, batch, fake, self._ranks, recompute=recompute)
+            return measure_row(
+                self.network,
+                self._models,
+                batch,
+                fake,
+                self._ranks,
+                recompute=recompute,
+                backward=backward,
+            )
 
 
 def even_batch(models: Sequence[ModelKey], tokens: int, vocab: int) -> TrainingInputBatch:
@@ -180,6 +191,7 @@ def measure_row(
     ranks: Ranks,
     *,
     recompute: bool,
+    backward: bool = True,
 ) -> RowProfile:
     """Run the row, real or fake, as in a pass that adds to existing gradients, and count its costs."""
     for model in models.values():
@@ -202,7 +214,8 @@ def measure_row(
             model.begin()
         logprobs = network(row, adapters, whole_backward=ranks.world > 1, recompute=recompute)
         saved = counter.live - resident
-        torch.autograd.backward(logprobs, _upstream(batch, row, logprobs.detach()))
+        if backward:
+            torch.autograd.backward(logprobs, _upstream(batch, row, logprobs.detach()))
     profile = RowProfile(
         len(batch.tokens),
         counter.operations,
@@ -213,6 +226,8 @@ def measure_row(
         counter.peak - resident,
     )
     del logprobs
+    if not backward:
+        network.reset()
     for model in models.values():
         model.rollback()
     return profile

@@ -12,7 +12,7 @@ from skyrl_tinker.errors import StartupError
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.memory import row_costs
 from skyrl_tinker.training.memory.row_costs import measure_costs
-from skyrl_tinker.training.memory.row_profile import FakeTrainer, Training
+from skyrl_tinker.training.memory.row_profile import FakeTrainer, RowProfile, Training
 from skyrl_tinker.training.models.lora import LoraModel
 
 
@@ -54,15 +54,21 @@ def test_a_model_that_the_trainer_refuses_is_refused(ranks: Ranks, untied_model:
 def test_a_trainer_is_built_once_for_both_kinds_of_rows_and_not_filled(
     ranks: Ranks, untied_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 128 experts that is most of the time of a plan."""
+    """Of 128 experts that is most of the time of a plan. Of fewer layers no backward pass is needed."""
     built: list[int] = []
+    measured: list[tuple[int, bool]] = []
 
     class Counted(FakeTrainer):
         def __init__(self, training: Training, ranks: Ranks) -> None:
             built.append(training.config["num_hidden_layers"])
             super().__init__(training, ranks)
 
+        def measure(self, tokens: int, *, recompute: bool | None = None, backward: bool = True) -> RowProfile:
+            measured.append((self.training.config["num_hidden_layers"], backward))
+            return super().measure(tokens, recompute=recompute, backward=backward)
+
     monkeypatch.setattr(row_costs, "FakeTrainer", Counted)
     monkeypatch.setattr(LoraModel, "_initialise", lambda _: pytest.fail("it has no content"))
     measure_costs(_training(untied_model, LoraSpec(8, 0)), 1024, ranks)
     assert built == [2, 3]
+    assert measured == 4 * [(2, False), (3, True)]
