@@ -205,7 +205,7 @@ function drawCurves(main, chains, failed, recovered) {
   const controls = h("span", { class: "row end" },
     selected("Axis", ["step", "minutes", "tokens"], (name) => { view.axis = name; restyle(); }),
     selected("Smoothing", ["none", "0.6", "0.9", "0.97"], (weight) => { view.smoothing = Number(weight) || 0; drawAll(); }),
-    h("label", {}, h("input", { type: "checkbox", onchange: (event) => { view.log = event.target.checked; restyle(); } }), "logarithmic"));
+    h("label", { title: "Values above 0; others have no place" }, h("input", { type: "checkbox", onchange: (event) => { view.log = event.target.checked; restyle(); } }), "logarithmic"));
   const hyperparameters = table("Hyperparameters", [["run", "run"], ...HYPERPARAMETERS.map(([name]) => [name, name === "base model" ? "" : name === "loss function" ? "text" : "number"]), ["", ""]], "none");
   hyperparameters.fill(runs.map((run, place) => [
     h("div", { class: "row" }, swatch(place), h("a", { href: `#/runs/${encodeURIComponent(run.run_id)}` }, titles[place])),

@@ -1,16 +1,31 @@
 """rl_loop, and math_rl in its three forms: synchronous, off-policy and streaming; all by stable_reinforce."""
 
+import shlex
+
 import numpy as np
 import pytest
 import tinker
 
 from tests.cookbook.support.kitchen import RENDERER, Kitchen, Run
 from tests.e2e.support.client import prompt
+from tests.support.pages import block
 
 pytestmark = pytest.mark.long
 
 ON_POLICY = 1e-4  # mean difference of sampled and trained log-probabilities, in nats
 SMALL = ("group_size=8", "max_tokens=24")
+
+
+def test_the_recipe_of_the_page_learns(kitchen: Kitchen) -> None:
+    """It runs as written, but for the server's model and the place of its log."""
+    written = block("docs/cookbook.md: export TINKER_BASE_URL=http://127.0.0.1:8000 TINKE").text
+    words = shlex.split(written.partition(" -m tinker_cookbook.recipes.math_rl.train ")[2])
+    settings = [word for word in words if word.partition("=")[0] not in ("model_name", "log_path")]
+    run = kitchen.cook("math_rl.train", "page", *settings)
+    rewards = run.column("env/all/reward/total")
+    assert max(rewards[:2]) < -0.08
+    assert np.mean(rewards[-3:]) > -0.02
+    assert [each["name"] for each in run.checkpoints] == ["000010", "final"]
 
 
 def test_rl_loop_learns(kitchen: Kitchen, taught: Run) -> None:
