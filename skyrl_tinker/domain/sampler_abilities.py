@@ -1,4 +1,4 @@
-"""Abilities in which sampling engines differ. Abilities that a server's engine lacks are refused by name."""
+"""Abilities in which sampling engines differ. Abilities that a base model's one lacks are refused by name."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
@@ -47,7 +47,7 @@ class SamplerAbilities:
         """Raise NotSupportedError that names the first field that it does not serve."""
         for name in asked:
             if not getattr(self, name):
-                text = "is not supported by this server's sampling engine"
+                text = "is not supported by this base model's sampling engine"
                 raise NotSupportedError(f"{name} {text}, {self.engine}")
 
     def refusal(
@@ -57,7 +57,7 @@ class SamplerAbilities:
         if 0 < temperature < self.lowest_temperature:
             least = self.lowest_temperature
             return f"temperature: expected 0 (greedy) or at least {least}, found {temperature}"
-        here = f"for this server's sampling engine, {self.engine}"
+        here = f"for this base model's sampling engine, {self.engine}"
         strings = sum(isinstance(each, str) for each in stops)
         if self.most_stop_strings is not None and strings > self.most_stop_strings:
             return f"stop: found {strings} strings, expected at most {self.most_stop_strings} {here}"
