@@ -33,6 +33,8 @@ class SamplerAbilities:
     streamed_chat_logprobs: bool = _ability("`logprobs` of chats that are streamed")
     reasoning_parser: bool = _ability("`reasoning_parser`: reasoning of chat answers in a field of its own")
     tool_parser: bool = _ability("`tool_parser`: tools in chats")
+    strict_tools: bool = _ability("`strict: true` of tools: arguments that fit their schema")
+    parallel_tool_calls: bool = _ability("`parallel_tool_calls: false`: one call at most")
     processed_logprobs: bool = _ability('`sampled_logprobs = "processed"`')
     prefill_urls: bool = _ability("`prefill_urls` and `decode_urls`: prompts computed apart")
     router_url: bool = _ability("`router_url`: a router of your own before servers by URL")

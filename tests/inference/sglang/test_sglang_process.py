@@ -41,6 +41,22 @@ def test_adapters_have_as_many_places_as_are_set_beside_the_base(
     assert (environment[TOKEN], environment["SGLANG_RETURN_ORIGINAL_LOGPROB"]) == ("secret", "1")
 
 
+def test_tools_are_read_by_the_parser_that_is_set(facts: BaseModelFacts, tmp_path: Path) -> None:
+    spec = replace(spec_of(facts, tmp_path), engine=SGLANG)
+    assert not [flag for flag in SGLANG.command(spec, 81, "127.0.0.1") if "tool-" in flag]
+    given = " ".join(SGLANG.command(replace(spec, tool_parser="hermes"), 81, "127.0.0.1"))
+    assert "--tool-call-parser hermes" in given
+    assert SGLANG.environment(spec, 0, "lo", {})["SGLANG_FORWARD_UNKNOWN_TOOLS"] == "1"
+
+
+@pytest.mark.parametrize("name", ["glm47", "kimi_k3", "llama3_json"])
+def test_another_parser_of_tools_is_refused_by_name(facts: BaseModelFacts, name: str) -> None:
+    settings = {"base_model": facts.directory, "sampler_engine": "sglang"}
+    with pytest.raises(StartupError, match=f"tool_parser: found {name}, expected one of hermes, llama3"):
+        resolve(config.load(**settings, tool_parser=name))
+    resolve(config.load(**settings, tool_parser="hermes"))
+
+
 def test_a_server_of_full_parameters_alone_takes_no_adapters(facts: BaseModelFacts, tmp_path: Path) -> None:
     spec = replace(spec_of(facts, tmp_path), max_lora_rank=0, engine=SGLANG)
     assert not [
@@ -66,7 +82,6 @@ def _check(settings: config.Settings) -> None:
     [
         ({"router_replay": True}, "router_replay"),
         ({"reasoning_parser": "qwen3"}, "reasoning_parser"),
-        ({"tool_parser": "hermes"}, "tool_parser"),
         ({"sampled_logprobs": "processed"}, "processed_logprobs"),
         ({"prefill_urls": ("http://a:1",), "decode_urls": ("http://b:1",)}, "prefill_urls"),
         ({"sampler_urls": ("http://a:1",), "router_url": "http://b:1"}, "router_url"),
