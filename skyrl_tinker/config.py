@@ -364,17 +364,19 @@ class Settings(BaseSettings):
     sampler_python: Path | None = None
     """Python interpreter of the environment that has SGLang [default: the server's own]"""
     replicas: int = Field(1, ge=0, le=64)
-    """vLLM servers, each with a full copy of the model; 0: base_model is only trained, and sampling it is
+    """Sampling servers, each with a full copy of the model; 0: base_model is only trained, and sampling it is
     refused [on cuda: as planned]
     """
     tensor_parallel_size: int = Field(1, ge=1, le=64)
     """GPUs, on a CPU processes, of each replica [on cuda: as planned]"""
     vllm_args: dict[str, JsonValue] = {}
     """A further argument of vLLM as NAME=VALUE, such as max-num-seqs=512 or enable-prefix-caching=false; give
-    it once for each. A table in a file, JSON in the environment
+    it once for each. A table in a file, JSON in the environment; SGLang takes none
     """
     gpu_memory_utilization: float = Field(0.85, gt=0, lt=1)
-    """Share of a GPU's memory that vLLM takes, while awake"""
+    """Share of a GPU's memory that a replica takes: vLLM's while awake, SGLang's for weights and KV cache, to
+    which its activations come
+    """
     max_loras: int = Field(8, ge=1)
     """Adapters that run at once, in the batches of the replicas; more take turns"""
     max_cpu_loras: int = Field(32, ge=1)
@@ -402,8 +404,8 @@ class Settings(BaseSettings):
     stays in their text]
     """
     tool_parser: str | None = None
-    """vLLM's parser that reads tool calls in chat answers, as hermes for Qwen3 [default: requests with tools
-    are refused]
+    """The sampling engine's parser that reads tool calls in chat answers, as hermes for Qwen3 [default:
+    requests with tools are refused]
     """
     sampler_urls: tuple[str, ...] = ()
     """A server of sampler_engine that runs already, in place of replicas; give it once for each. On this host
