@@ -36,10 +36,16 @@ from skyrl_tinker.protocol.schemas.session import SdkFlags
 from skyrl_tinker.protocol.validation.key_limits import KeyLimits
 
 _SETUP_ONLY = frozenset({"torch_index"})  # SKYRL_TINKER_… variables that only scripts/setup reads
+_Engine = Literal["vllm", "sglang"]
 _ON_CUDA = {"trainer_dtype": "bfloat16", "token_budget": 16384}
 """Defaults that device cuda changes: attention in float32 would keep matrices of [T, T], and a GPU waits for
 the launches of short rows.
 """
+
+
+def _absolute(given: Path | None) -> Path | None:
+    """Commands and actors use a path, too, from other directories."""
+    return given and given.absolute()
 
 
 class Timeouts(Table):
@@ -158,6 +164,10 @@ class BaseOverrides(Table):
     """As the setting [default: the server's]"""
     resident_models: int | None = Field(None, ge=0)
     """As the setting [default: the server's]"""
+    sampler_engine: _Engine | None = None
+    """As the setting [default: the server's]"""
+    sampler_python: Path | None = None
+    """As the setting [default: the server's]"""
     replicas: int = Field(1, ge=0, le=64)
     """Sampling servers, each with a full copy of it [default: 1, without the role sample 0]"""
     tensor_parallel_size: int = Field(1, ge=1, le=64)
@@ -182,6 +192,8 @@ class BaseOverrides(Table):
     """As the setting [default: the server's]"""
     sample_concurrency: int | None = Field(None, ge=1)
     """As the setting [default: the server's]"""
+
+    _make_absolute = field_validator("sampler_python")(_absolute)
 
     @field_validator("roles")
     @classmethod
@@ -220,6 +232,8 @@ _INHERITED = (
     "token_budget",
     "gradient_checkpointing",
     "resident_models",
+    "sampler_engine",
+    "sampler_python",
     "gpu_memory_utilization",
     "max_lora_rank",
     "max_loras",
@@ -247,6 +261,7 @@ class Settings(BaseSettings):
         allow_inf_nan=False,
     )
     _fit_json = field_validator("*")(fit_json)
+    _make_absolute = field_validator("tls_cert", "tls_key", "sampler_python")(_absolute)
 
     base_model: str = "tiny"
     """'tiny', a model directory, or a hub name"""
@@ -344,22 +359,24 @@ class Settings(BaseSettings):
     """Most prompt and generated tokens of a sequence [default: the model's, at most 4096]"""
     recovery: Recovery = Recovery()
 
-    sampler_engine: Literal["vllm", "sglang"] = "vllm"
+    sampler_engine: _Engine = "vllm"
     """Sampling engine; docs/samplers.md has the abilities of each"""
     sampler_python: Path | None = None
     """Python interpreter of the environment that has SGLang [default: the server's own]"""
     replicas: int = Field(1, ge=0, le=64)
-    """vLLM servers, each with a full copy of the model; 0: base_model is only trained, and sampling it is
+    """Sampling servers, each with a full copy of the model; 0: base_model is only trained, and sampling it is
     refused [on cuda: as planned]
     """
     tensor_parallel_size: int = Field(1, ge=1, le=64)
     """GPUs, on a CPU processes, of each replica [on cuda: as planned]"""
     vllm_args: dict[str, JsonValue] = {}
     """A further argument of vLLM as NAME=VALUE, such as max-num-seqs=512 or enable-prefix-caching=false; give
-    it once for each. A table in a file, JSON in the environment
+    it once for each. A table in a file, JSON in the environment; SGLang takes none
     """
     gpu_memory_utilization: float = Field(0.85, gt=0, lt=1)
-    """Share of a GPU's memory that vLLM takes, while awake"""
+    """Share of a GPU's memory that a replica takes: vLLM's while awake, SGLang's for weights and KV cache, to
+    which its activations come
+    """
     max_loras: int = Field(8, ge=1)
     """Adapters that run at once, in the batches of the replicas; more take turns"""
     max_cpu_loras: int = Field(32, ge=1)
@@ -387,8 +404,8 @@ class Settings(BaseSettings):
     stays in their text]
     """
     tool_parser: str | None = None
-    """vLLM's parser that reads tool calls in chat answers, as hermes for Qwen3 [default: requests with tools
-    are refused]
+    """The sampling engine's parser that reads tool calls in chat answers, as hermes for Qwen3 [default:
+    requests with tools are refused]
     """
     sampler_urls: tuple[str, ...] = ()
     """A server of sampler_engine that runs already, in place of replicas; give it once for each. On this host
@@ -462,12 +479,6 @@ class Settings(BaseSettings):
     def _without_brackets(cls, given: str) -> str:
         """Take an IPv6 address as it stands in a URL, too."""
         return given.removeprefix("[").removesuffix("]")
-
-    @field_validator("tls_cert", "tls_key", "sampler_python")
-    @classmethod
-    def _make_absolute(cls, given: Path | None) -> Path | None:
-        """Commands and actors use them, too, from other directories."""
-        return given and given.absolute()
 
     @field_validator("checkpoints", mode="before")
     @classmethod

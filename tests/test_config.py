@@ -173,6 +173,22 @@ def test_a_further_base_model_has_the_server_s_settings_and_keys_of_its_own(
     assert Settings.model_validate_json(settings.model_dump_json()) == settings
 
 
+def test_a_base_model_may_have_a_sampling_engine_of_its_own() -> None:
+    engines = {"A": {}, "B": {"sampler_engine": "vllm"}, "C": {"sampler_python": "own/python"}}
+    settings = config.load(sampler_engine="sglang", sampler_python="/env/python", bases=engines)
+    found = {name: settings.for_base(name) for name in engines}
+    assert {name: each.sampler_engine for name, each in found.items()} == {
+        "A": "sglang",
+        "B": "vllm",
+        "C": "sglang",
+    }
+    assert [str(found[name].sampler_python) for name in "AC"] == [
+        "/env/python",
+        str(Path.cwd() / "own/python"),
+    ]
+    assert settings.sampler_engine == "sglang"
+
+
 def test_a_further_base_model_is_trained_where_its_roles_say_so() -> None:
     names = ["org/teacher", "org/other:train,sample", "/models/a:b", "c:sample"]
     settings = config.load(trainer_ranks=2, token_budget=100, bases=names)

@@ -96,6 +96,9 @@ BLOCKS = {
     "docs/quick-start.md: .venv/bin/skyrl-tinker serve --base-model Qwen/Qwe": GPU,
     "docs/quick-start.md: python3 -m venv tinker": "tests/e2e/test_wheel.py",
     "docs/samplers.md: python3 -m venv sglang-env": "tests/e2e/test_sglang.py",
+    'docs/samplers.md: base_model = "Qwen/Qwen3-4B"': (
+        f"{HERE}::test_the_example_of_further_base_models_is_one"
+    ),
     "docs/security.md: openssl req -x509 -newkey rsa:2048 -nodes -days 30": (
         "tests/api/test_tls.py::test_the_sdk_trains_and_samples_over_tls"
     ),
@@ -170,3 +173,9 @@ def test_the_example_of_further_base_models_is_one(tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text(block('docs/running.md: base_model = "Qwen/Qwen3-8B"').text)
     trained = config.load(tmp_path / "settings.toml").bases["Qwen/Qwen3-4B"]
     assert (trained.trains, trained.trainer_ranks) == (True, 1)
+    (tmp_path / "settings.toml").write_text(block('docs/samplers.md: base_model = "Qwen/Qwen3-4B"').text)
+    sampled = config.load(tmp_path / "settings.toml").for_base("Qwen/Qwen3-8B")
+    assert (sampled.sampler_engine, sampled.sampler_python) == (
+        "sglang",
+        Path.cwd() / "sglang-env/bin/python",
+    )

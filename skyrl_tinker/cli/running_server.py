@@ -258,10 +258,11 @@ def status_lines(now: Facts) -> Iterator[str]:
         yield f"trainer   {whose}{_unit(trainer['running']) or 'waits for work'}"
         if following := _unit(trainer["following"]):
             yield f"next      {following}"
+    engines = {base["base_model"]: base["sampler"] for base in server["base_models"]}
     for samplers in now["samplers"] or ():
         counts = f"{samplers['in_flight']} in flight, {samplers['waiting']} waiting"
         whose = f" of {samplers['base_model']}" if len(now["samplers"]) > 1 else ""
-        yield f"samplers  {server['sampler']}{whose}: {counts}"
+        yield f"samplers  {engines[samplers['base_model']]}{whose}: {counts}"
     ways = Counter(each["weights_by"] for each in now["replicas"] if each["weights_by"])
     if ways:
         to = (f"by {way} to {counted(count, 'replica')}" for way, count in ways.items())

@@ -1,4 +1,4 @@
-"""Abilities in which sampling engines differ. Abilities that a server's engine lacks are refused by name."""
+"""Abilities in which sampling engines differ. Abilities that a base model's one lacks are refused by name."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
@@ -33,6 +33,8 @@ class SamplerAbilities:
     streamed_chat_logprobs: bool = _ability("`logprobs` of chats that are streamed")
     reasoning_parser: bool = _ability("`reasoning_parser`: reasoning of chat answers in a field of its own")
     tool_parser: bool = _ability("`tool_parser`: tools in chats")
+    strict_tools: bool = _ability("`strict: true` of tools: arguments that fit their schema")
+    parallel_tool_calls: bool = _ability("`parallel_tool_calls: false`: one call at most")
     processed_logprobs: bool = _ability('`sampled_logprobs = "processed"`')
     prefill_urls: bool = _ability("`prefill_urls` and `decode_urls`: prompts computed apart")
     router_url: bool = _ability("`router_url`: a router of your own before servers by URL")
@@ -47,7 +49,7 @@ class SamplerAbilities:
         """Raise NotSupportedError that names the first field that it does not serve."""
         for name in asked:
             if not getattr(self, name):
-                text = "is not supported by this server's sampling engine"
+                text = "is not supported by this base model's sampling engine"
                 raise NotSupportedError(f"{name} {text}, {self.engine}")
 
     def refusal(
@@ -57,7 +59,7 @@ class SamplerAbilities:
         if 0 < temperature < self.lowest_temperature:
             least = self.lowest_temperature
             return f"temperature: expected 0 (greedy) or at least {least}, found {temperature}"
-        here = f"for this server's sampling engine, {self.engine}"
+        here = f"for this base model's sampling engine, {self.engine}"
         strings = sum(isinstance(each, str) for each in stops)
         if self.most_stop_strings is not None and strings > self.most_stop_strings:
             return f"stop: found {strings} strings, expected at most {self.most_stop_strings} {here}"

@@ -144,7 +144,7 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
             directories.engine_socket,
             OpenAIRoutes(store, openai, metrics),
             metrics,
-            lambda: replica_metrics([each.fleet.endpoints for each in every], engine_of(settings).dialect),
+            lambda: replica_metrics([each.fleet.endpoints for each in every]),
             lambda: QueuesView(
                 training.views(),
                 samples.views(),

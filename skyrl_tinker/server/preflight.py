@@ -41,6 +41,7 @@ def check_settings(settings: Settings) -> None:
     """Refuse settings that are not implemented yet or contradict each other, whatever the placement."""
     _check_samplers(settings)
     _check_further(settings)
+    _check_interpreters(settings)
     _check_trained(settings)
     check_tls(settings)
     _check_standby(settings)
@@ -61,6 +62,27 @@ def _check_further(settings: Settings) -> None:
                 if url in urls:
                     raise StartupError(f"sampler_urls: {url} serves another base model")
         urls += [url.rstrip("/") for url in own.external_urls]
+
+
+def _check_interpreters(settings: Settings) -> None:
+    """Refuse interpreters that run no server. That of the settings is also for further base models."""
+    own = dict(zip(settings.bases, catalog.further(settings), strict=True))
+    heirs = [each for name, each in own.items() if settings.bases[name].sampler_python is None]
+    if settings.sampler_python is not None:
+        _require_use(settings, heirs)
+    for name, each in own.items():
+        if settings.bases[name].sampler_python is not None:
+            with catalog.refusals(each):
+                _require_use(each)
+
+
+def _require_use(settings: Settings, heirs: Sequence[Settings] = ()) -> None:
+    users = [each for each in (settings, *heirs) if each.sampler_engine == "sglang"]
+    if not users:
+        raise StartupError(f"sampler_python: found sampler_engine {settings.sampler_engine}, expected sglang")
+    if all(each.external_urls for each in users):
+        name = _url_setting(users[0])
+        raise StartupError(f"sampler_python and {name}: start the servers with the interpreter yourself")
 
 
 def _check_trained(settings: Settings) -> None:
@@ -106,12 +128,19 @@ def _check_standby(settings: Settings) -> None:
 def check_placement(settings: Settings) -> None:
     """Refuse settings that contradict the placement, which is decided."""
     _require_abilities(settings, {"colocated": settings.colocated})
+    _check_transport(settings)
+    for own in catalog.further(settings):
+        with catalog.refusals(own):
+            _check_transport(own)
+    if settings.colocated:
+        _check_colocated(settings)
+
+
+def _check_transport(settings: Settings) -> None:
     torch_groups = engine_of(settings).torch_groups
     choose(
         settings.weight_transport, settings.device, colocated=settings.colocated, torch_groups=torch_groups
     )
-    if settings.colocated:
-        _check_colocated(settings)
 
 
 def check_storage(settings: Settings) -> None:
@@ -307,8 +336,6 @@ def _check_samplers(settings: Settings) -> None:
         "ray_address": settings.ray_address is not None,
     }
     _require_abilities(settings, asked)
-    if settings.sampler_python is not None and settings.sampler_engine != "sglang":
-        raise StartupError(f"sampler_python: found sampler_engine {settings.sampler_engine}, expected sglang")
     _check_urls(settings)
     if not settings.external_urls:
         if settings.samples:
@@ -317,8 +344,6 @@ def _check_samplers(settings: Settings) -> None:
     name = _url_setting(settings)
     if settings.vllm_args:
         raise StartupError(f"vllm_args and {name}: give the arguments to the servers that you start")
-    if settings.sampler_python is not None:
-        raise StartupError(f"sampler_python and {name}: start the servers with the interpreter yourself")
     if settings.replicas != 1:
         raise StartupError(
             f"--replicas {settings.replicas} and {name}: the server either starts samplers "

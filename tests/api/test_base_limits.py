@@ -10,6 +10,7 @@ import pytest
 from skyrl_tinker.api import base_limits
 from skyrl_tinker.config import BaseOverrides, Settings
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelState, SamplingSessionId
+from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.store import model_records, sampling_sessions
 from tests.api.support.passes import datum, post_pass, protobuf
 from tests.api.support.world import (
@@ -223,6 +224,25 @@ async def test_the_highest_rank_is_that_of_the_base_model(settings: Settings) ->
         limits = world.services.limits
         assert limits.of(FACTS).max_lora_rank == settings.max_lora_rank
         assert limits.of(ONLY_SAMPLED).max_lora_rank == 4
+
+
+async def test_abilities_are_those_of_the_base_models_engine(settings: Settings) -> None:
+    lacking = replace(OTHER, sampler=SamplerAbilities("Plain", seed=False))
+    async with running(settings, FACTS, lacking) as world:
+        params = {"sampling_params": {"max_tokens": 1, "seed": 1}}
+        told = "seed is not supported by this base model's sampling engine, Plain"
+        for name in (BASE, SMALL):
+            body = {"model": name, "prompt": [1], "max_tokens": 1, "seed": 1}
+            sampled = await world.post(
+                "asample", sample(await world.sampler(base_model=name), 0, **prompt(1), **params)
+            )
+            completed = await world.post("http://api/oai/api/v1/completions", body)
+            refused = [told in answer.text for answer in (sampled, completed)]
+            assert refused == [name == SMALL] * 2, (sampled.text, completed.text)
+        models = (await world.http.get("get_server_capabilities")).json()["supported_models"]
+        assert [each["sampler"]["seed"] for each in models] == [True, False]
+        served = (await world.http.get("console/now")).json()["server"]["base_models"]
+        assert [each["sampler"] for each in served] == [str(FACTS.sampler), "Plain without seed"]
 
 
 async def test_one_that_is_only_trained_is_not_sampled(settings: Settings) -> None:

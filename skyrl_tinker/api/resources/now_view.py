@@ -98,7 +98,6 @@ class NowView:
         return ServerNow(
             version=__version__,
             device=self._deps.settings.device,
-            sampler=str(self._deps.bases.first.sampler),
             started_at=None if started_at is None else utc(started_at),
             base_models=[
                 _served(self._deps.settings.for_base(facts.name), facts) for facts in self._deps.bases.all
@@ -219,6 +218,7 @@ def _served(settings: Settings, facts: BaseModelFacts) -> ServedModel:
         sampleable=facts.sampleable,
         placement=settings.placement,
         trainer_ranks=settings.trainer_ranks if facts.trainable else 0,
+        sampler=str(facts.sampler),
         replicas=len(settings.external_urls) or settings.replicas,
     )
 

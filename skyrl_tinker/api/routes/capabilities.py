@@ -1,4 +1,4 @@
-"""Capabilities of this server: its base models and its sampling engine."""
+"""Capabilities of this server: its base models and their sampling engines."""
 
 from fastapi import APIRouter
 
@@ -10,7 +10,7 @@ router = APIRouter(tags=["client"])
 
 @router.get(
     "/get_server_capabilities",
-    summary="The base models, their context lengths, and the samplers' abilities",
+    summary="The base models, their context lengths, and their samplers' abilities",
 )
 async def get_server_capabilities(deps: Deps) -> ServerCapabilitiesResponse:
     return ServerCapabilitiesResponse(
@@ -20,8 +20,8 @@ async def get_server_capabilities(deps: Deps) -> ServerCapabilitiesResponse:
                 max_context_length=facts.context_length,
                 trainable=facts.trainable,
                 sampleable=facts.sampleable,
+                sampler=facts.sampler,
             )
             for facts in deps.bases.all
-        ],
-        sampler=deps.bases.first.sampler,
+        ]
     )

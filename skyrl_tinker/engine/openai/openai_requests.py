@@ -69,7 +69,8 @@ def _characters(message: dict[str, Any]) -> int:
 def _texts(request: OpenAIRequest, abilities: ChatAbilities) -> list[dict[str, Any]]:
     if isinstance(request, ChatCompletionRequest):
         messages = [message.model_dump(exclude_none=True) for message in request.messages]
-        tools = {name: value for name, value in _tools(request, abilities).items() if name == "tools"}
+        shown = {"tools", "tool_choice"}  # with none, SGLang shows no tools
+        tools = {name: value for name, value in _tools(request, abilities).items() if name in shown}
         return [{"messages": messages, **tools, **_template_variables(request, abilities)}]
     prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
     added = {"add_special_tokens": request.add_special_tokens}

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 from skyrl_tinker.domain.values import Way
 from skyrl_tinker.engine.colocation.placement import SEPARATE, AwakeLock, Placement
 from skyrl_tinker.errors import SamplerError, TrainerError
-from skyrl_tinker.inference.client.http_connection import JsonHttp
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
+from skyrl_tinker.inference.client.replica_metrics import Replicas
 from skyrl_tinker.inference.servers.health_checks import CoreWatch, Loss
 from skyrl_tinker.inference.servers.router import Router
 from skyrl_tinker.protocol.queue_views import INCIDENTS, Incident, ReplicaView
@@ -87,9 +87,9 @@ class Fleet:
         return len(self._members)
 
     @property
-    def endpoints(self) -> tuple[JsonHttp, Mapping[int, str]]:
-        """Return the client of the replicas that serve now, and their URLs by number."""
-        return self.client.control.http, self._members
+    def endpoints(self) -> Replicas:
+        """Return the replicas that serve now."""
+        return self.client.control.http, self._members, self.client.dialect
 
     @property
     def cores(self) -> int:

@@ -1,4 +1,4 @@
-"""The sampling engine's own metrics, those of all replicas in one text."""
+"""The sampling engines' own metrics, those of all replicas in one text."""
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,28 +16,29 @@ WITHIN_S = 1.0
 REPLICA = "replica"
 
 
-Replicas = tuple[JsonHttp, Mapping[int, str]]
-"""Replicas of one base model: their client, and their URLs by number."""
+Replicas = tuple[JsonHttp, Mapping[int, str], Dialect]
+"""Replicas of one base model: their client, their URLs by number, and the dialect of their engine."""
 
 
-async def replica_metrics(of_bases: Sequence[Replicas], dialect: Dialect) -> bytes:
+async def replica_metrics(of_bases: Sequence[Replicas]) -> bytes:
     """Return the exposition format. A replica that does not answer within WITHIN_S is left out.
 
     Replicas of the first base model have their numbers as names, others as their logs: 1-0.
     """
     places = {
-        (f"{base}-{number}" if base else str(number)): (http, url)
-        for base, (http, urls) in enumerate(of_bases)
+        (f"{base}-{number}" if base else str(number)): (http, url, dialect)
+        for base, (http, urls, dialect) in enumerate(of_bases)
         for number, url in urls.items()
     }
-    texts = await asyncio.gather(*(_read(*place) for place in places.values()))
-    return await asyncio.to_thread(joined, dict(zip(places, texts, strict=True)), dialect)
+    texts = await asyncio.gather(*(_read(http, url) for http, url, _ in places.values()))
+    told = {name: (text, place[2]) for (name, place), text in zip(places.items(), texts, strict=True)}
+    return await asyncio.to_thread(joined, told)
 
 
-def joined(texts: Mapping[str, str], dialect: Dialect) -> bytes:
-    """Join the texts of replicas, by name, which becomes a label of each sample."""
+def joined(texts: Mapping[str, tuple[str, Dialect]]) -> bytes:
+    """Join the texts of replicas, in their dialects, by name, which becomes a label of each sample."""
     families: dict[str, Metric] = {}
-    for replica, text in texts.items():
+    for replica, (text, dialect) in texts.items():
         for family in _families(text, dialect):
             shared = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             if shared.type != family.type:  # of another version of the engine

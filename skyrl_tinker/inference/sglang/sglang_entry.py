@@ -29,8 +29,17 @@ def prepare() -> None:
     HookRegistry.register(SAMPLING, sample, HookType.AROUND)
 
 
+def show_as_given(tool: Any) -> None:
+    """Have templates show what a client said of a tool: SGLang adds `defer_loading`, which no model knows."""
+    original = tool.model_dump
+    tool.model_dump = lambda each, **options: original(each, **options, exclude_none=True)
+
+
 def serve() -> None:
+    from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.parser import conversation
+
+    show_as_given(Tool)
 
     # Where the path of a model has a word such as `points` or `janus`, SGLang would take another chat
     # template than the tokenizer's.

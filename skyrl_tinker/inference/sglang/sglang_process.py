@@ -31,6 +31,8 @@ ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
 )
 """Architectures that have been tested against the trainer's logprobs."""
+TOOL_PARSERS = ("hermes", "llama3", "mistral", "pythonic", "qwen", "qwen3_coder")
+"""Parsers of tools, of the models that are served, which restrict no chats by a grammar."""
 WITHOUT_ADAPTERS = {"Gemma3ForCausalLM": "head", "Qwen3MoeForCausalLM": "experts"}
 """Architectures with the part of which SGLang takes no adapters on a CPU."""
 
@@ -54,6 +56,11 @@ def require_model(served: ModelToServe) -> None:
         raise StartupError(
             f"config.json: sliding_window: found {window}, expected null, or context_length at most that: "
             f"SGLang has no windows in {facts.architecture}"
+        )
+    if served.tool_parser not in (None, *TOOL_PARSERS):
+        raise StartupError(
+            f"tool_parser: found {served.tool_parser}, expected one of {', '.join(TOOL_PARSERS)}: SGLang's "
+            "others are of other models, or restrict all chats with tools by a grammar"
         )
     if more := _ends(served) - set(facts.eos_token_ids):
         raise StartupError(
@@ -104,6 +111,7 @@ def flags(spec: SamplerSpec, port: int, host: str) -> list[str]:
         "max-loras-per-batch": spec.max_loras + 1,  # the base counts as one
         "max-loaded-loras": max(spec.max_cpu_loras, spec.max_loras + 1),
     }
+    tools = {"tool-call-parser": spec.tool_parser} if spec.tool_parser else {}
     # A pause that retracts nothing would leave a step running while its weights change.
     gpu = {
         "mem-fraction-static": spec.gpu_memory_utilization,
@@ -128,6 +136,7 @@ def flags(spec: SamplerSpec, port: int, host: str) -> list[str]:
         "schedule-low-priority-values-first": True,
         "disable-priority-preemption": True,  # it would compute running requests again
         **(adapters if spec.max_lora_rank else {}),
+        **tools,
         **(cpu if spec.device == "cpu" else gpu),
     }
     return as_flags(arguments)
@@ -156,7 +165,8 @@ class SglangProcess:
         response_format=True,
         streamed_chat_logprobs=False,  # those of a token that ends within a character are lost
         reasoning_parser=False,
-        tool_parser=False,
+        strict_tools=False,  # its grammars take a parser's marks for tokens, which tokenizers may lack
+        parallel_tool_calls=False,
         processed_logprobs=False,
         prefill_urls=False,
         router_url=False,  # vllm-router drops fields of /generate, such as `priority` and `top_logprobs_num`
@@ -202,6 +212,7 @@ class SglangProcess:
             TOKEN: spec.token,
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # a generation does not end in a pause
+            "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # else calls of other names than the tools' vanish
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # context + 1: the last token is never fed
             "HF_HUB_OFFLINE": "1",
             "GLOO_SOCKET_IFNAME": "lo",

@@ -25,6 +25,7 @@ class ServedModel(Message):
     """Base model that is served, and where it runs.
 
     `trainable` false: it is sampled only, by no rank. `sampleable` false: it is trained only, by no replica.
+    `sampler`: its sampling engine, and the abilities that it lacks.
     """
 
     base_model: str
@@ -33,18 +34,15 @@ class ServedModel(Message):
     sampleable: bool
     placement: str
     trainer_ranks: int
+    sampler: str
     replicas: int
 
 
 class ServerNow(Message):
-    """Server and its base models. `sampler`: the sampling engine, and the abilities that it lacks.
-
-    `started_at` null: not by `serve`.
-    """
+    """Server and its base models. `started_at` null: not by `serve`."""
 
     version: str
     device: str
-    sampler: str
     started_at: datetime | None
     base_models: list[ServedModel]
 

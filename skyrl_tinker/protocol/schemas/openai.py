@@ -375,19 +375,33 @@ class ChatCompletionRequest(OpenAIRequest):
             raise ValueError("reasoning_effort: another one is in chat_template_kwargs, expected one of them")
         return self
 
+    @property
+    def called(self) -> list[Tool]:
+        """Return the tools that an answer may call."""
+        return self.tools or [] if self.tool_choice == "auto" else []
+
+    @property
+    def calls_once(self) -> bool:
+        """Return whether an answer that may call tools has one call at most."""
+        return bool(self.called) and not self.parallel_tool_calls
+
+    @property
+    def calls_strictly(self) -> bool:
+        """Return whether arguments of a call must fit the tool's schema."""
+        return any(tool.function.strict for tool in self.called)
+
     @model_validator(mode="after")
     def _logprobs_are_of_the_model_alone(self) -> "ChatCompletionRequest":
         """Refuse logprobs of sequences that a grammar restricts: they are of another distribution."""
-        called = self.tools if self.tool_choice == "auto" else ()
         found = {
             "response_format": self.response_format is not None,
-            "a strict tool": any(tool.function.strict for tool in called or ()),
-            "parallel_tool_calls: false": bool(called) and not self.parallel_tool_calls,
+            "a strict tool": self.calls_strictly,
+            "parallel_tool_calls: false": self.calls_once,
         }
         if self.logprobs and any(found.values()):
             grammar = next(name for name, given in found.items() if given)
             raise ValueError(f"logprobs: not with {grammar}, whose grammar changes the distribution")
-        if called and self.response_format is not None:
+        if self.called and self.response_format is not None:
             raise ValueError("response_format: not with tools, whose calls are of another form")
         return self
 

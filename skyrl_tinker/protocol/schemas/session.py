@@ -128,14 +128,14 @@ class ErrorResponse(Message):
 
 
 class SupportedModel(Message):
+    """`sampler`: its sampling engine by the fields of a request that it serves."""
+
     model_name: str
     max_context_length: int
     trainable: bool = True
     sampleable: bool = True
+    sampler: SamplerAbilities = ALL_ABILITIES
 
 
 class ServerCapabilitiesResponse(Message):
-    """`sampler`: the sampling engine by the fields of a request that it serves."""
-
     supported_models: list[SupportedModel] = Field(default_factory=list)
-    sampler: SamplerAbilities = ALL_ABILITIES

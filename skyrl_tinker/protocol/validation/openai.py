@@ -30,6 +30,8 @@ def _asked(request: OpenAIRequest) -> dict[str, tuple[str, bool]]:
             "response_format": ("response_format", request.response_format is not None),
             "streamed_chat_logprobs": ("logprobs", request.stream and request.logprobs),
             "tool_parser": ("tools", bool(request.tools)),
+            "strict_tools": ("tools", request.calls_strictly),
+            "parallel_tool_calls": ("parallel_tool_calls", request.calls_once),
             "reasoning_parser": ("separate_reasoning", bool(request.separate_reasoning)),
         }
     if isinstance(request, CompletionRequest):

@@ -97,7 +97,7 @@ def _check_target_scores(request: SampleRequest, sampler: SamplerAbilities, cont
     if positions * count > most:
         raise UserError(
             f"target_prompt_logprobs: {positions} tokens of prompt and answer x {count} different targets = "
-            f"{positions * count}, expected at most {most} for this server's sampling engine, "
+            f"{positions * count}, expected at most {most} for this base model's sampling engine, "
             f"{sampler.engine}"
         )
 

@@ -72,7 +72,8 @@ async def test_telemetry_is_always_accepted(world: World, body: bytes) -> None:
 async def test_capabilities_tell_what_the_samplers_lack(settings: Settings) -> None:
     lacking = SamplerAbilities("Plain", 0.01, seed=False)
     async with running(settings, replace(FACTS, sampler=lacking)) as world:
-        assert (await world.http.get("get_server_capabilities")).json()["sampler"] == asdict(lacking)
+        (model,) = (await world.http.get("get_server_capabilities")).json()["supported_models"]
+        assert model["sampler"] == asdict(lacking)
 
 
 async def test_capabilities_name_the_base_model_and_its_context(world: World) -> None:

@@ -239,6 +239,31 @@ def test_tools_go_on_to_samplers_and_into_the_count_of_tokens() -> None:
     assert body["tools"] == TOOLS
     assert (body["tool_choice"], body["parallel_tool_calls"]) == ("auto", False)
     assert chat(CALLING, tools=TOOLS, tool_choice="none")["tool_choice"] == "none"
+    request = parse_openai(ChatCompletionRequest, {"model": "m", "messages": USER, "tools": TOOLS})
+    (counted,) = texts_to_count(request, FACTS, CALLING)
+    assert (counted["tools"], counted["tool_choice"]) == (TOOLS, "auto")
+
+
+STRICT = [{"type": "function", "function": {"name": "f", "strict": True}}]
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "free", "lacked", "param"),
+    [
+        ({"parallel_tool_calls": False}, {"parallel_tool_calls": True}, "parallel_tool_calls", None),
+        ({"tools": STRICT}, {"tools": TOOLS}, "strict_tools", "tools"),
+    ],
+)
+def test_calls_that_need_a_grammar_are_refused_where_there_is_none(
+    asked_for: dict[str, Any], free: dict[str, Any], lacked: str, param: str | None
+) -> None:
+    lacking = replace(FACTS, sampler=SamplerAbilities("Plain", **{lacked: False}))  # type: ignore[arg-type]
+    asked = {"model": "m", "messages": USER, "tools": TOOLS, **asked_for}
+    for fields in ({"tool_choice": "none"}, {"tools": []}, free):
+        assert upstream_body(parse_openai(ChatCompletionRequest, asked | fields), 1, lacking, CALLING)
+    with pytest.raises(FieldError, match=f"{lacked} is not supported by .* engine, Plain") as refused:
+        upstream_body(parse_openai(ChatCompletionRequest, asked), 1, lacking, CALLING)
+    assert refused.value.field == (param or lacked)
 
 
 def test_without_tools_nothing_of_them_goes_on() -> None:

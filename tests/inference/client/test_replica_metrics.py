@@ -1,4 +1,4 @@
-"""vLLM's metrics of several replicas as one text. The replicas are scripted."""
+"""Metrics of several replicas, and of both engines, as one text. The replicas are scripted."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from skyrl_tinker.inference.client import replica_metrics as subject
 from skyrl_tinker.inference.client.http_connection import JsonHttp
+from skyrl_tinker.inference.sglang.sglang_dialect import SGLANG
 from skyrl_tinker.inference.vllm.vllm_dialect import VLLM
 from tests.support.loop_time import skip
 from tests.support.waiting import until
@@ -31,6 +32,10 @@ def vllm(tokens: float, kind: type[Counter] | type[Gauge] = Counter) -> str:
     return generate_latest(registry).decode()
 
 
+def joined(texts: dict[str, str]) -> bytes:
+    return subject.joined({name: (text, VLLM) for name, text in texts.items()})
+
+
 def samples(text: bytes) -> dict[tuple[str, str], float]:
     """By name and replica; of buckets only the last."""
     families = text_string_to_metric_families(text.decode())
@@ -43,7 +48,7 @@ def samples(text: bytes) -> dict[tuple[str, str], float]:
 
 
 def test_each_sample_says_whose_it_is() -> None:
-    text = subject.joined({"0": vllm(5), "2": vllm(7)}, VLLM)
+    text = joined({"0": vllm(5), "2": vllm(7)})
     expected = {}
     for replica, tokens in (("0", 5.0), ("2", 7.0)):
         expected["vllm:generation_tokens_total", replica] = tokens
@@ -53,8 +58,16 @@ def test_each_sample_says_whose_it_is() -> None:
     assert b'vllm:generation_tokens_total{engine="0",model_name="tiny",replica="2"} 7.0' in text
 
 
+def test_each_engine_is_read_by_its_own_names() -> None:
+    other = vllm(7).replace("vllm:", "sglang:")
+    found = samples(subject.joined({"0": (vllm(5), VLLM), "1-0": (other + vllm(9), SGLANG)}))
+    assert found["vllm:generation_tokens_total", "0"] == 5
+    assert found["sglang:generation_tokens_total", "1-0"] == 7
+    assert ("vllm:generation_tokens_total", "1-0") not in found
+
+
 def test_each_family_is_told_once() -> None:
-    lines = subject.joined({"0": vllm(5), "1": vllm(7)}, VLLM).decode().splitlines()
+    lines = joined({"0": vllm(5), "1": vllm(7)}).decode().splitlines()
     told = [line for line in lines if line.startswith("#")]
     assert len(told) == len(set(told)) == 4
 
@@ -62,14 +75,12 @@ def test_each_family_is_told_once() -> None:
 def test_another_type_of_the_same_name_is_left_out() -> None:
     odd = vllm(7, Gauge).replace("vllm:generation_tokens", "vllm:waiting")
     other = vllm(5).replace("vllm:generation_tokens", "vllm:waiting")
-    assert ("vllm:waiting_total", "1") not in samples(subject.joined({"0": odd, "1": other}, VLLM))
+    assert ("vllm:waiting_total", "1") not in samples(joined({"0": odd, "1": other}))
 
 
 @pytest.mark.parametrize("text", ["", "no metrics\n", 'vllm:x{a="b" 1\n'])
 def test_a_text_that_is_none_does_no_harm(text: str) -> None:
-    assert samples(subject.joined({"0": text, "1": vllm(7)}, VLLM)) == samples(
-        subject.joined({"1": vllm(7)}, VLLM)
-    )
+    assert samples(joined({"0": text, "1": vllm(7)})) == samples(joined({"1": vllm(7)}))
 
 
 @asynccontextmanager
@@ -112,8 +123,8 @@ async def test_replicas_that_are_gone_hang_or_refuse_are_left_out(monkeypatch: p
     http = Counted("secret")
     async with serving(good) as first, serving(hangs) as second, serving(refuses) as third:
         urls = {0: first, 1: second, 2: third, 3: "http://127.0.0.1:9"}
-        of_bases = [(http, urls), (http, {0: first})]
-        reading = asyncio.create_task(subject.replica_metrics(of_bases, VLLM))
+        of_bases = [(http, urls, VLLM), (http, {0: first}, VLLM)]
+        reading = asyncio.create_task(subject.replica_metrics(of_bases))
         await until(lambda: http.ended == 4)
         skip(subject.WITHIN_S)
         text = await reading

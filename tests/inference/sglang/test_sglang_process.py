@@ -12,6 +12,7 @@ from skyrl_tinker.errors import StartupError
 from skyrl_tinker.inference.constants import TOKEN
 from skyrl_tinker.inference.sglang.sglang_process import SglangProcess
 from skyrl_tinker.server import preflight
+from skyrl_tinker.server.base_models import catalog
 from skyrl_tinker.server.base_models.base_model import resolve
 from skyrl_tinker.server.base_models.tiny_families import FAMILIES
 from tests.inference.support.samplers import spec_of, write_model
@@ -40,6 +41,22 @@ def test_adapters_have_as_many_places_as_are_set_beside_the_base(
     assert (environment[TOKEN], environment["SGLANG_RETURN_ORIGINAL_LOGPROB"]) == ("secret", "1")
 
 
+def test_tools_are_read_by_the_parser_that_is_set(facts: BaseModelFacts, tmp_path: Path) -> None:
+    spec = replace(spec_of(facts, tmp_path), engine=SGLANG)
+    assert not [flag for flag in SGLANG.command(spec, 81, "127.0.0.1") if "tool-" in flag]
+    given = " ".join(SGLANG.command(replace(spec, tool_parser="hermes"), 81, "127.0.0.1"))
+    assert "--tool-call-parser hermes" in given
+    assert SGLANG.environment(spec, 0, "lo", {})["SGLANG_FORWARD_UNKNOWN_TOOLS"] == "1"
+
+
+@pytest.mark.parametrize("name", ["glm47", "kimi_k3", "llama3_json"])
+def test_another_parser_of_tools_is_refused_by_name(facts: BaseModelFacts, name: str) -> None:
+    settings = {"base_model": facts.directory, "sampler_engine": "sglang"}
+    with pytest.raises(StartupError, match=f"tool_parser: found {name}, expected one of hermes, llama3"):
+        resolve(config.load(**settings, tool_parser=name))
+    resolve(config.load(**settings, tool_parser="hermes"))
+
+
 def test_a_server_of_full_parameters_alone_takes_no_adapters(facts: BaseModelFacts, tmp_path: Path) -> None:
     spec = replace(spec_of(facts, tmp_path), max_lora_rank=0, engine=SGLANG)
     assert not [
@@ -65,7 +82,6 @@ def _check(settings: config.Settings) -> None:
     [
         ({"router_replay": True}, "router_replay"),
         ({"reasoning_parser": "qwen3"}, "reasoning_parser"),
-        ({"tool_parser": "hermes"}, "tool_parser"),
         ({"sampled_logprobs": "processed"}, "processed_logprobs"),
         ({"prefill_urls": ("http://a:1",), "decode_urls": ("http://b:1",)}, "prefill_urls"),
         ({"sampler_urls": ("http://a:1",), "router_url": "http://b:1"}, "router_url"),
@@ -105,6 +121,65 @@ def test_servers_that_run_already_need_no_interpreter_here() -> None:
 def test_an_interpreter_for_the_other_engine_is_refused() -> None:
     with pytest.raises(StartupError, match="sampler_python: found sampler_engine vllm, expected sglang"):
         preflight.check_settings(config.load(sampler_python=Path("/env/python")))
+
+
+PYTHON = Path("/env/python")
+
+
+@pytest.mark.parametrize(
+    ("given", "bases"),
+    [
+        ({}, {"A": {"sampler_engine": "sglang", "sampler_python": PYTHON}}),
+        ({"sampler_python": PYTHON}, {"A": {"sampler_engine": "sglang"}}),
+        ({"sampler_engine": "sglang", "sampler_python": PYTHON}, {"A": {"sampler_engine": "vllm"}}),
+        (
+            {"sampler_engine": "sglang", "sampler_python": PYTHON},
+            {"A": {"sampler_urls": ["http://a:1"]}},
+        ),
+    ],
+)
+def test_one_interpreter_is_for_all_base_models_that_it_samples(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, object], bases: dict[str, object]
+) -> None:
+    asked: list[Path | None] = []
+    monkeypatch.setattr(SglangProcess, "check", lambda process: asked.append(process.python))
+    _check(config.load(**given, bases=bases))  # type: ignore[arg-type]
+    assert asked == [PYTHON]
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "message"),
+    [
+        ({}, {"sampler_python": PYTHON}, r"^bases\.A: sampler_python: found sampler_engine vllm, expected"),
+        ({"sampler_python": PYTHON}, {}, "^sampler_python: found sampler_engine vllm, expected sglang"),
+        (
+            {"sampler_python": PYTHON, "sampler_engine": "sglang", "sampler_urls": ["http://b:1"]},
+            {"sampler_engine": "vllm"},
+            "^sampler_python and sampler_urls: start the servers",
+        ),
+        (
+            {"sampler_engine": "sglang"},
+            {"sampler_urls": ["http://a:1"], "sampler_python": PYTHON},
+            r"^bases\.A: sampler_python and sampler_urls: start the servers",
+        ),
+        ({}, {"sampler_engine": "sglang", "reasoning_parser": "a"}, r"^bases\.A: reasoning_parser is not"),
+        ({"sampled_logprobs": "processed"}, {"sampler_engine": "sglang"}, r"^bases\.A: processed_logprobs"),
+        ({"weight_transport": "shared_memory"}, {"sampler_engine": "sglang"}, r"^bases\.A: weight_transport"),
+        ({"weight_transport": "shared_memory", "sampler_engine": "sglang"}, {}, "^weight_transport shared"),
+    ],
+)
+def test_a_base_model_is_refused_by_its_own_engine(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, object], own: dict[str, object], message: str
+) -> None:
+    monkeypatch.setattr(SglangProcess, "check", lambda *_: None)
+    with pytest.raises(StartupError, match=message):
+        _check(config.load(**given, bases={"A": own}))  # type: ignore[arg-type]
+
+
+def test_what_a_base_models_engine_lacks_is_told_of_it_alone(facts: BaseModelFacts, tmp_path: Path) -> None:
+    own = {facts.directory: {"sampler_engine": "sglang"}}
+    first, second = catalog.resolve_all(config.load(home=tmp_path, bases=own)).all
+    assert (str(first.sampler), second.sampler) == ("vLLM", SGLANG.abilities)
 
 
 def test_arguments_of_vllm_are_refused() -> None:
