@@ -17,15 +17,20 @@ def replica(host: str | None, weights_by: str | None, adapters_by: str | None) -
     }
 
 
+def served(base_model: str, context_length: int, **others: Any) -> dict[str, Any]:
+    given = {"base_model": base_model, "context_length": context_length}
+    return {"trainable": True, "sampleable": True, "state": "ready", "detail": "", **given, **others}
+
+
 NOW: dict[str, Any] = {
     "state": "ready",
     "detail": "",
     "server": {
         "device": "cpu",
         "base_models": [
-            {"base_model": "org/tiny", "context_length": 64, "trainable": True, "sampleable": True},
-            {"base_model": "org/teacher", "context_length": 32, "trainable": False, "sampleable": True},
-            {"base_model": "org/other", "context_length": 16, "trainable": True, "sampleable": False},
+            served("org/tiny", 64),
+            served("org/teacher", 32, trainable=False, state="stopped", detail="it starts when asked for"),
+            served("org/other", 16, sampleable=False),
         ],
         "sampler": "Plain",
     },
@@ -58,7 +63,7 @@ def test_status_names_the_sampling_engine_and_what_it_lacks() -> None:
 def test_status_has_a_line_for_each_base_model() -> None:
     first, second, third, *_ = status_lines(NOW)
     assert first == "ready     org/tiny on cpu, 64 tokens"
-    assert second == "ready     org/teacher on cpu, 32 tokens, sampling only"
+    assert second == "stopped   org/teacher on cpu, 32 tokens, sampling only: it starts when asked for"
     assert third == "ready     org/other on cpu, 16 tokens, training only"
 
 
