@@ -61,6 +61,8 @@ class Timeouts(Table):
     """Longest time that a model waits for a missing seq_id, as one of a client that is away; then that number
     counts as a failed request. The SDK tries to send one for 300 s
     """
+    base_idle_s: float = Field(1800.0, gt=0)
+    """Time without requests after which a base model stops that starts on demand"""
 
 
 class ConnectionLimits(Table):
@@ -154,6 +156,9 @@ class BaseOverrides(Table):
     roles: tuple[Literal["train", "sample"], ...] = Field(
         ("sample",), description='Its uses: ["train", "sample"], ["train"], or the default, ["sample"]'
     )
+    start: Literal["always", "on_demand"] = Field(
+        "always", description='"always", or "on_demand": with its first request, until timeouts.base_idle_s'
+    )
     context_length: int | None = Field(None, ge=2)
     """As the setting [default: the model's, at most 4096]"""
     trainer_ranks: int = Field(1, ge=1, le=64)
@@ -223,7 +228,7 @@ class BaseOverrides(Table):
 
     def applied(self, name: str) -> dict[str, Any]:
         """Return the settings by which those of this base model differ from the server's."""
-        own = {key: value for key, value in self if key != "roles"}
+        own = {key: value for key, value in self if key not in ("roles", "start")}
         inherited = {key for key in _INHERITED if own[key] is None}
         return {**_OF_FIRST, "base_model": name, **{key: own[key] for key in own.keys() - inherited}}
 
@@ -524,6 +529,11 @@ class Settings(BaseSettings):
             if name in (given, own.model_name):
                 return self.model_copy(update=own.applied(given))
         return self
+
+    def idle_s_of(self, name: str) -> float | None:
+        """Return the time without requests after which a base model stops, None for one that always runs."""
+        found = (own for given, own in self.bases.items() if name in (given, own.model_name))
+        return self.timeouts.base_idle_s if any(own.start == "on_demand" for own in found) else None
 
     @property
     def further_trained(self) -> list[Self]:

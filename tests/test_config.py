@@ -189,6 +189,14 @@ def test_a_base_model_may_have_a_sampling_engine_of_its_own() -> None:
     assert settings.sampler_engine == "sglang"
 
 
+def test_a_further_base_model_starts_on_demand_where_it_says_so() -> None:
+    own = {"B": {"start": "on_demand", "model_name": "b"}, "C": {"start": "always"}, "D": {}}
+    settings = config.load(base_model="A", timeouts={"base_idle_s": 60}, bases=own)
+    assert [settings.idle_s_of(name) for name in ("A", "B", "b", "C", "D")] == [None, 60.0, 60.0, None, None]
+    assert not hasattr(settings.for_base("b"), "start")
+    assert config.load(bases=own).idle_s_of("B") == 1800.0
+
+
 def test_a_further_base_model_is_trained_where_its_roles_say_so() -> None:
     names = ["org/teacher", "org/other:train,sample", "/models/a:b", "c:sample"]
     settings = config.load(trainer_ranks=2, token_budget=100, bases=names)
@@ -215,7 +223,7 @@ def test_a_base_model_may_only_be_trained() -> None:
 
 def test_keys_of_a_base_model_are_those_of_settings() -> None:
     for key, field in BaseOverrides.model_fields.items():
-        if key != "roles":
+        if key not in ("roles", "start"):
             setting = Settings.model_fields[key]
             assert field.annotation in (setting.annotation, (setting.annotation or int) | None)  # type: ignore[operator]
             assert field.metadata == setting.metadata
@@ -235,6 +243,7 @@ def test_keys_of_a_base_model_are_those_of_settings() -> None:
             r"bases\.B\n.*found replicas or sampler",
         ),
         ({"B": {"roles": ["grade"]}}, r"bases\.B\.roles\.0\n"),
+        ({"B": {"start": "never"}}, r"bases\.B\.start\n.*'always' or 'on_demand'"),
         ({"B": {"trainer_ranks": 0}}, r"bases\.B\.trainer_ranks\n"),
         ({"A": {"roles": ["sample"]}}, r"\nbases\n.*'A' names two base models"),
         ({"B": {"roles": ["sample"], "model_name": "mine"}}, r"\nbases\n.*'mine' names two base models"),

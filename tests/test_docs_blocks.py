@@ -85,6 +85,7 @@ BLOCKS = {
     'docs/running.md: base_model = "Qwen/Qwen3-8B"': (
         f"{HERE}::test_the_example_of_further_base_models_is_one"
     ),
+    'docs/running.md: base_model = "student"': f"{HERE}::test_the_example_of_one_on_demand_is_one",
     "docs/running.md: tinker checkpoint download tinker://RUN/weights/NA": "tests/e2e/test_download.py",
     "docs/running.md: from peft import PeftModel": GPU,
     "docs/running.md: [Unit]": "it needs systemd",
@@ -179,3 +180,9 @@ def test_the_example_of_further_base_models_is_one(tmp_path: Path) -> None:
         "sglang",
         Path.cwd() / "sglang-env/bin/python",
     )
+
+
+def test_the_example_of_one_on_demand_is_one(tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text(block('docs/running.md: base_model = "student"').text)
+    settings = config.load(tmp_path / "settings.toml")
+    assert (settings.idle_s_of("other"), settings.idle_s_of("student")) == (600.0, None)

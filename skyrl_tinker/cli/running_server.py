@@ -248,7 +248,8 @@ def status_lines(now: Facts) -> Iterator[str]:
         only = "" if base["trainable"] else ", sampling only"
         only = only if base["sampleable"] else ", training only"
         context = f"{base['context_length']} tokens{only}"
-        yield f"{now['state']:<9} {base['base_model']} on {server['device']}, {context}"
+        stopped = f": {base['detail']}" if base["state"] == "stopped" else ""
+        yield f"{base['state']:<9} {base['base_model']} on {server['device']}, {context}{stopped}"
     if now["detail"]:
         yield f"          {now['detail']}"
     for problem in now["problems"]:

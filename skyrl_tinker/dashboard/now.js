@@ -103,7 +103,7 @@ function byModel(models, of) {
 function served(server) {
   const one = server.base_models.length === 1;
   const models = byModel(server.base_models, (each) => [
-    ...(one ? [["model", each.base_model]] : []),
+    ...(one ? [["model", each.base_model]] : [["state", each.state === "stopped" ? `stopped: ${each.detail}` : each.state]]),
     ["context", `${number(each.context_length)} tokens`],
     ["runs on", `${server.device}, ${each.trainable ? plural(each.trainer_ranks, "trainer rank") : "sampling only"}, ${each.sampleable ? `${plural(each.replicas, "replica")}, ${each.placement}` : "training only"}`],
   ]);

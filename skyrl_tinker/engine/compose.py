@@ -110,7 +110,8 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
         for runtime in runtimes
     }
     starting = {runtime.facts.name: runtime.processes.parts for runtime in runtimes}
-    statuses = BaseStatuses(env.status, fleets, list(of), starting)
+    on_demand = [runtime.facts.name for runtime in runtimes if runtime.idle_s is not None]
+    statuses = BaseStatuses(env.status, fleets, list(of), starting, on_demand)
     openai = [
         _openai_server(store, metrics, *each, driver) for each, driver in zip(sampled, drivers, strict=True)
     ]

@@ -147,7 +147,8 @@ class BaseProcesses:
             clock, token = env.store.now, self._spec.token
             fleet = make_fleet(settings, token, placement, facts.directory, shutdowns, clock)
             samplers = make_samplers(settings, facts, trainer, fleet, env.metrics, storage, env.ray.address)
-        self.runtime = BaseRuntime(settings, facts, trainer, samplers, storage, placement, self)
+        idle_s = env.settings.idle_s_of(facts.name)
+        self.runtime = BaseRuntime(settings, facts, trainer, samplers, storage, placement, self, idle_s)
         shutdowns.append(self.end)
 
     async def start(self, report: ReportParts) -> None:

@@ -12,7 +12,8 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 
 KEY = "engine"
-EnginePhase = Literal["starting", "ready", "restarting", "failed"]
+EnginePhase = Literal["starting", "ready", "restarting", "failed", "stopped"]
+"""Only a base model is stopped."""
 PhaseDetail = tuple[EnginePhase, str]
 NO_BASES: Mapping[str, PhaseDetail] = MappingProxyType({})
 

@@ -94,7 +94,7 @@ def compose_training(
     exporter = Exporter(store, trainer, commits, pending, facts, root, storage)
     ephemeral = directories.ephemeral_dir
     creation = ModelCreation(store, trainer, facts, saver, snapshots, settings.max_lora_rank, storage)
-    lanes, woken = Lanes(), asyncio.Event()
+    lanes, woken = Lanes(), asyncio.Event() if samplers is None else samplers.gate.asked
 
     def written(row: QueuedRow) -> None:
         lanes.write_ended(row)

@@ -19,6 +19,7 @@ def announcement(settings: Settings, bases: Bases, *, keys: bool) -> str:
         f"{facts.name}, {facts.context_length} tokens of context, "
         + (_trained(settings.for_base(facts.name)) if facts.trainable else "sampling only")
         + ("" if facts.sampleable else ", training only")
+        + ("" if settings.idle_s_of(facts.name) is None else ", starts on demand")
         for facts in bases.all
     ]
     facts_of_it = {

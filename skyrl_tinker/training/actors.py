@@ -115,7 +115,7 @@ class Actors:
     """
 
     def __init__(self, spec: TrainerSpec) -> None:
-        """Ask for places in the cluster without waiting for them."""
+        """Take nothing of the cluster until `join`."""
         self._spec = spec
         self._placement = RankPlacement(spec)
         self._actors: tuple[Any, ...] = ()  # by rank; empty before `join`

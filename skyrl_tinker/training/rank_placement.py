@@ -10,7 +10,12 @@ from typing import Any
 import psutil
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from skyrl_tinker.errors import NoPlaceError
@@ -30,12 +35,11 @@ class RankPlacement:
     """
 
     def __init__(self, spec: TrainerSpec) -> None:
-        """Ask for the places; `reserve` waits for them."""
+        """Take no place until `reserve`."""
         self._needed = {"GPU": 1} if spec.device == "cuda" else {"CPU": 1}
+        self._ranks = spec.ranks
         self._here: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        bundles: list[dict[str, float]] = [dict(self._needed) for _ in range(spec.ranks)]
-        bundles[0][f"node:{self._here}"] = 0.001
-        self._group = placement_group(bundles, strategy="PACK")
+        self._group: PlacementGroup | None = None
         self._removed = False
         self.nodes: tuple[str, ...] = ()  # by rank, as Ray names them; empty before `reserve`
 
@@ -55,20 +59,24 @@ class RankPlacement:
         return first_elsewhere(self.nodes)
 
     async def reserve(self) -> list[dict[str, Any]]:
-        """Wait for the places; return the options of each rank's actor. Raises NoPlaceError."""
+        """Ask for the places, and wait; return the options of each rank's actor. Raises NoPlaceError."""
+        asked: list[dict[str, float]] = [dict(self._needed) for _ in range(self._ranks)]
+        asked[0][f"node:{self._here}"] = 0.001
+        self._group = group = placement_group(asked, strategy="PACK")
         deadline = time.monotonic() + ROOM_S
-        while not await asyncio.to_thread(self._group.wait, WAIT_S):  # ready() would start a process
+        while not await asyncio.to_thread(group.wait, WAIT_S):  # ready() would start a process
             if self._removed or time.monotonic() > deadline:
                 raise NoPlaceError(self._refusal())
-        node_of: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
+        node_of: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
         bundles = by_host(node_of)
         self.nodes = tuple(node_of[bundle] for bundle in bundles)
-        return [self._options(bundle) for bundle in bundles]
+        return [self._options(group, bundle) for bundle in bundles]
 
     def remove(self) -> None:
         """Give the places back. Idempotent."""
         self._removed = True
-        remove_placement_group(self._group)
+        if self._group is not None:
+            remove_placement_group(self._group)
 
     async def wait_gone(self, pids: Collection[int]) -> None:
         """Wait until these processes, by rank, have ended; those of a lost host have."""
@@ -80,13 +88,12 @@ class RankPlacement:
             *(_wait_gone(found, None if node == here else node) for node, found in by_node.items())
         )
 
-    def _options(self, bundle: int) -> dict[str, Any]:
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+    def _options(self, group: PlacementGroup, bundle: int) -> dict[str, Any]:
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         counts = {f"num_{name.lower()}s": count for name, count in self._needed.items()}
         return {"num_cpus": 0, **counts, "scheduling_strategy": place}
 
     def _refusal(self) -> str:
-        ranks = len(self._group.bundle_specs)
         ((kind, each),) = self._needed.items()
         found = {
             node["NodeManagerAddress"]: int(node["Resources"].get(kind, 0))
@@ -95,8 +102,8 @@ class RankPlacement:
         }
         listed = ", ".join(f"{count} at {address}" for address, count in sorted(found.items()))
         return (
-            f"the Ray cluster has no room for {ranks} trainer ranks with {each} {kind} each, the first on "
-            f"the engine's host {self._here}; it has {kind}s: {listed or 'none'}, which others may use"
+            f"the Ray cluster has no room for {self._ranks} trainer ranks with {each} {kind} each, the first "
+            f"on the engine's host {self._here}; it has {kind}s: {listed or 'none'}, which others may use"
         )
 
 

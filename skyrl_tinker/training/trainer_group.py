@@ -38,6 +38,7 @@ __all__ = ["CapturedState", "PassResult", "PreparedPass", "TrainerGroup", "Train
 
 INLINE_TOKENS = 2048
 """Most tokens of a batch that Ray sends within the calls (100 KB); more is serialised once for all ranks."""
+NOT_RUNNING = "the trainer's processes are not running"
 T = TypeVar("T")
 Follower = Callable[[str, Sequence[RankReply]], None]
 """(method, replies by rank): called after each call that all ranks have answered."""
@@ -76,7 +77,8 @@ class TrainerGroup:
         self.busy_s = 0.0  # of rank 0, so far
         self.exhausted_passes = 0  # that ran out of memory
         self.restarts = 0  # times that the ranks have been replaced
-        self.broken: TrainerError | None = None  # cause of their end
+        self.broken: TrainerError | None = TrainerError(NOT_RUNNING)
+        """Why there are no ranks, or what ended them."""
         self._require_ray = require_ray
         self._ranks = Actors(spec)
         self._ended = False
@@ -89,9 +91,10 @@ class TrainerGroup:
 
     @classmethod
     def launch(cls, spec: TrainerSpec, require_ray: Callable[[], None] = lambda: None) -> "TrainerGroup":
-        """Start the ranks; returns at once. `require_ray` raises TrainerLostError when Ray itself is gone.
+        """Prepare the ranks, which `ready` starts.
 
-        Raises TrainerError when Ray is not initialised.
+        `require_ray` raises TrainerLostError when Ray itself is gone. Raises TrainerError when Ray is not
+        initialised.
         """
         if not ray.is_initialized():
             raise TrainerError("call ray.init() first: Ray would otherwise start a default cluster")
@@ -102,7 +105,7 @@ class TrainerGroup:
         self._followers.append(follower)
 
     async def ready(self) -> None:
-        """Wait until every rank has joined the process group and loaded the base model.
+        """Start the ranks; return once each has joined the process group and loaded the base model.
 
         After `shutdown`, these are fresh ranks, whose deaths count anew.
         """
@@ -328,7 +331,7 @@ class TrainerGroup:
 
     async def shutdown(self) -> None:
         """Kill the ranks and wait until their processes are gone."""
-        self.broken = self.broken or TrainerError("the trainer's processes have been ended")
+        self.broken = self.broken or TrainerError(NOT_RUNNING)
         self._ended = True
         self._ranks.kill()
         await self._ranks.wait_gone()

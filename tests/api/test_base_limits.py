@@ -197,11 +197,20 @@ async def test_a_base_model_that_is_sampled_only_takes_no_model(world: World, se
     with reading(world.store) as conn:
         row = model_records.by_id(conn, ModelId(model))
     assert row is not None
-    own = {SMALL: BaseOverrides(roles=("sample",), replicas=2)}
+    own = {SMALL: BaseOverrides(roles=("sample",), replicas=2, start="on_demand")}
     async with running(settings.model_copy(update={"bases": own}), FACTS, ONLY_SAMPLED) as now:
         models = (await now.http.get("get_server_capabilities")).json()["supported_models"]
         assert [(each["trainable"], each["sampleable"]) for each in models] == [(True, True), (False, True)]
-        served = (await now.http.get("console/now")).json()["server"]["base_models"]
+        await now.set_engine("ready", "", **{BASE: ("ready", ""), SMALL: ("stopped", "it starts on demand")})
+        view = (await now.http.get("console/now")).json()
+        served = view["server"]["base_models"]
+        assert [(each["state"], each["detail"]) for each in served] == [
+            ("ready", ""),
+            ("stopped", "it starts on demand"),
+        ]
+        assert (view["ready"], [each["level"] for each in view["problems"]]) == (True, ["error"])
+        listed = await now.http.get("http://api/readyz")
+        assert (listed.status_code, listed.json()["base_models"][1]["state"]) == (200, "stopped")
         told = [(each["trainable"], each["trainer_ranks"], each["replicas"]) for each in served]
         assert told == [(True, 1, 1), (False, 0, 2)]
         session = await now.session()

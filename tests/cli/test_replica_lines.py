@@ -17,9 +17,9 @@ def replica(host: str | None, weights_by: str | None, adapters_by: str | None) -
     }
 
 
-def served(name: str, context: int, sampler: str, **roles: bool) -> dict[str, Any]:
-    facts = {"base_model": name, "context_length": context, "sampler": sampler}
-    return {**facts, "trainable": True, "sampleable": True, **roles}
+def served(base_model: str, context_length: int, sampler: str, **others: Any) -> dict[str, Any]:
+    given = {"base_model": base_model, "context_length": context_length, "sampler": sampler}
+    return {"trainable": True, "sampleable": True, "state": "ready", "detail": "", **given, **others}
 
 
 NOW: dict[str, Any] = {
@@ -29,7 +29,14 @@ NOW: dict[str, Any] = {
         "device": "cpu",
         "base_models": [
             served("org/tiny", 64, "Plain"),
-            served("org/teacher", 32, "Other", trainable=False),
+            served(
+                "org/teacher",
+                32,
+                "Other",
+                trainable=False,
+                state="stopped",
+                detail="it starts when asked for",
+            ),
             served("org/other", 16, "Plain", sampleable=False),
         ],
     },
@@ -62,7 +69,7 @@ def test_status_names_the_sampling_engine_and_what_it_lacks() -> None:
 def test_status_has_a_line_for_each_base_model() -> None:
     first, second, third, *_ = status_lines(NOW)
     assert first == "ready     org/tiny on cpu, 64 tokens"
-    assert second == "ready     org/teacher on cpu, 32 tokens, sampling only"
+    assert second == "stopped   org/teacher on cpu, 32 tokens, sampling only: it starts when asked for"
     assert third == "ready     org/other on cpu, 16 tokens, training only"
 
 

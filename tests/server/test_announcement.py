@@ -10,14 +10,16 @@ from tests.api.support.world import FACTS
 
 
 def test_it_has_a_line_for_each_base_model(tmp_path: Path) -> None:
-    settings = config.load(home=tmp_path, max_lora_rank=16, bases=["teacher"])
+    bases = {"teacher": {"start": "on_demand"}}
+    settings = config.load(home=tmp_path, max_lora_rank=16, bases=bases)
     teacher = replace(FACTS, names=("teacher",), trainable=False)
     lines = announcement(settings, Bases((FACTS, teacher)), keys=False).splitlines()
     assert (
         lines[1]
         == f"  model       {FACTS.name}, {FACTS.context_length} tokens of context, adapters up to rank 16"
     )
-    assert lines[2] == f"  model       teacher, {FACTS.context_length} tokens of context, sampling only"
+    about = f"{FACTS.context_length} tokens of context, sampling only, starts on demand"
+    assert lines[2] == f"  model       teacher, {about}"
     assert "samplers 2, side by side" in lines[3]
 
 

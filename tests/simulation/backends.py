@@ -121,6 +121,14 @@ class Ranks(ScriptedTrainer):
         point("after a call of a sender")
         return value
 
+    def lose(self) -> None:
+        """End these ranks, with all that they have, until `restart`."""
+        error = self._break("they have been ended")
+        standing, self._standing = self._standing, None
+        if standing is not None:
+            standing.set_exception(error)
+        self.trained.clear()
+
     def _require_alive_now(self) -> None:
         if self.broken is not None:
             raise self.broken
@@ -214,12 +222,22 @@ class Replicas:
         self._of = of
         self._draw = draw or _rest
         self._lives = 0
+        self._count = count
         self.groups: dict[str, Group] = {}  # of weight transports
-        self.running = [self._start() for _ in range(count)]
+        self.begin()
 
     @property
     def urls(self) -> tuple[str, ...]:
         return tuple(each.url for each in self.running)
+
+    def begin(self) -> None:
+        """Start them all, fresh ones."""
+        self.running = [self._start() for _ in range(self._count)]
+
+    def lose(self) -> None:
+        """End them all."""
+        for each in self.running:
+            each.lose()
 
     def _start(self) -> "_Sampler":
         self._lives += 1

@@ -70,6 +70,8 @@ OF_SYNCS = (
     *2 * ("an end of a sync is lost", "the answer to an end of a sync is lost"),
 )
 """Those that come in histories with full parameters only."""
+OF_RESTS = tuple(f"engine: {when} {what}" for when in ("before", "after") for what in ("a start", "an end"))
+"""Those that come in histories with a base model on demand only."""
 ANYWHERE, PASSED = frozenset({"the machine starts again", "the disk is full", *RARE}), 200
 """Faults that may come at every point of the engine and the API, and how many a history passes about."""
 DEATHS_OF_RANKS = frozenset(point for point in (*POINTS, *OF_SYNCS) if point.startswith("the ranks"))

@@ -40,6 +40,7 @@ from tests.simulation.faults import (
     AWAY,
     COMPARED,
     FOR_MINUTES,
+    OF_RESTS,
     OF_SAVES,
     OF_STORAGE,
     OF_SYNCS,
@@ -100,6 +101,12 @@ TEACHING = (2, 6, 11)
 """Seeds, modulo 13, of histories with a further base model, only sampled; but for those of OTHER_BASE."""
 TRAINED = (5, 9, 12)
 """Seeds, modulo 13, of histories with a further base model that is trained; but for those of OTHER_BASE."""
+RESTING, RESTS = (1, 2, 6), 3
+"""Thirteenths of seeds, modulo 10, of histories in which the further base model is there on demand; and most
+deaths about its starts and ends.
+"""
+IDLE_S, PAUSES_S = (0.5, 2.0, 8.0), (0.0, 0.0, 4.0, 20.0)
+"""Times to choose from without requests after which it stops, and between requests."""
 PROBED = (7, 8)
 """Seeds, modulo 13, of histories in which samplers are compared with the trainer after each sync."""
 FULL, FULL_FAULTS = (3, 9, 14), 4
@@ -262,6 +269,8 @@ class History:
         self._early = _stream("early", seed, 9, EARLY)
         self._trained = None if self._parks else _stream("trained", seed, 13, TRAINED)
         self._teaching = None if self._parks else _stream("teaching", seed, 13, TEACHING)
+        further = self._trained or self._teaching
+        self._resting = Random(f"resting of {seed}") if further and seed // 13 % 10 in RESTING else None
         self._clocks = _stream("clocks", seed, 13, CLOCKS)
         self._full = _stream("full", seed, 17, FULL)
         if self._full:
@@ -290,6 +299,8 @@ class History:
             self.faults.add(self._early, EARLY_FAULTS, OF_SAVES)
         if self._full:
             self.faults.add(self._full, FULL_FAULTS, OF_SYNCS)
+        if self._resting:
+            self.faults.add(self._resting, RESTS, OF_RESTS)
         if self._away:
             self.faults.prolong(self._away, Random(f"away of {seed}"))
 
@@ -307,6 +318,9 @@ class History:
         bases = (*self._bases, teacher.FURTHER) if self._teaching else self._bases
         server = Server(self._settings, bases, self.faults, *about)
         server.draws[teacher.NAME] = teacher.draw
+        if self._resting:
+            idle_s = self._resting.choice(IDLE_S)
+            server.idle_s = {facts.name: idle_s for facts in bases[1:]}
         self._server = server
         self._client = Client(server, self.faults)
         self._silent = Silent(self._client, self._silence) if self._silence else None
@@ -363,10 +377,13 @@ class History:
         created = await self._client.ok("create_model", model_body(session, rank, base_model))
         model = _Model(session, base_model, created["model_id"], self._requests())
         await self._client.result(created["request_id"])
-        sending = []
+        sending, newest = [], 0
         for request in _shuffled([each for each in model.requests if each.kind != MISSING], self._random):
             sending.append(asyncio.create_task(self._request(model, request)))
             await asyncio.sleep(self._random.choice((0.0, 0.001, 0.05, 0.5)))
+            newest = max(newest, request.seq_id)
+            if self._resting and newest == len(sending):  # none waits for one that is still to come
+                await asyncio.sleep(self._resting.choice(PAUSES_S))
         await asyncio.gather(*sending)
         if not (self._silent or self._away):  # else it would be over, too
             beating.cancel()

@@ -27,6 +27,7 @@ from skyrl_tinker.engine.bases.base_runtime import BaseRuntime, ReportParts
 from skyrl_tinker.engine.colocation.placement import SEPARATE
 from skyrl_tinker.engine.compose import Environment, compose, make_samplers
 from skyrl_tinker.engine.engine import Engine
+from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
@@ -52,6 +53,8 @@ STILL_S = 40.0
 """Most time for which an engine stands still that another one has replaced."""
 AHEAD_S = (0.0, 45.0, -90.0, 3600.0, -7200.0)
 """By how much a wall clock may be ahead of the database's."""
+STARTED_S = 8.0
+"""Most time that processes take to start or to end."""
 BEAT_S = 2.0
 """Time between two beats of the holder of the lease."""
 NO_CLOCKS: Mapping[str, float] = MappingProxyType({})
@@ -111,7 +114,7 @@ class Server:
 
     `apis`: number of API processes; the attribute has their apps by name. `clocks`: draws by how much they
     differ. `bases`: the first has so many `samplers`, a router before several; further ones have one, which
-    draws by `draws` if it is not trained.
+    draws by `draws` if it is not trained. `idle_s`: of those on demand, by name.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class Server:
         self.rollout_s = rollout_s
         self._samplers = samplers
         self.draws: dict[str, Draw] = {}
+        self.idle_s: dict[str, float] = {}
         self.engine_queues: Callable[[], bytes] | None = None
         self.ranks: dict[str, Ranks] = {}  # of those trained
         self.disk = Disk()
@@ -340,22 +344,55 @@ class Server:
         with patch("skyrl_tinker.engine.compose.CHUNK_BYTES", 0):  # a tensor is a chunk
             storage = open_storage(settings.checkpoint_root, settings.checkpoint_url)
             samplers = make_samplers(settings, facts, trainer, fleet, env.metrics, storage)
-        return BaseRuntime(settings, facts, trainer, samplers, storage, SEPARATE, Started())
+        idle_s = self.idle_s.get(facts.name)
+        started = Started(samplers, replicas, self.ranks.get(facts.name), on_demand=idle_s is not None)
+        return BaseRuntime(settings, facts, trainer, samplers, storage, SEPARATE, started, idle_s)
 
 
 class Started:
-    """Processes that are up."""
+    """Processes that are up, until they end; those on demand are not at first."""
 
     parts = ("all",)
 
+    def __init__(
+        self, samplers: Samplers, replicas: Replicas, ranks: Ranks | None, *, on_demand: bool
+    ) -> None:
+        """Take its parts. None of a base model on demand has a router."""
+        self._samplers = samplers
+        self._replicas = replicas
+        self._ranks = ranks
+        self._down = on_demand
+        if on_demand:
+            self._lose()
+
     async def start(self, report: ReportParts) -> None:
+        if self._down:
+            point("before a start")
+            await travel(STARTED_S)
+            if self._ranks is not None:
+                await self._ranks.restart()
+            self._replicas.begin()
+            self._samplers.fleet.open(self._replicas, self._replicas.urls, None)
+            self._down = False
+            point("after a start")
         await report(())
 
     async def check(self) -> None:
         pass
 
     async def end(self) -> None:
-        pass
+        point("before an end")
+        self._lose()
+        self._down = True
+        await travel(STARTED_S)
+        point("after an end")
+
+    def _lose(self) -> None:
+        self._samplers.fleet.close()
+        self._replicas.lose()
+        self._samplers.reset()
+        if self._ranks is not None:
+            self._ranks.lose()
 
 
 def _end(process: Process, _: str) -> None:

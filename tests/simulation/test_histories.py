@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.faults import OF_STORAGE, OF_SYNCS, POINTS
+from tests.simulation.faults import OF_RESTS, OF_STORAGE, OF_SYNCS, POINTS
 from tests.support.postgres import programs
 
 SIMULATE = Path(__file__).parents[2] / "scripts" / "simulate"
@@ -37,7 +37,7 @@ def test_every_request_is_answered_once_and_every_model_is_what_it_must_be() -> 
 @pytest.mark.parametrize(("database", "histories"), [((), MANY), (("--postgres",), MANY // 20)])
 def test_so_they_are_whatever_comes_about(database: tuple[str, ...], histories: int) -> None:
     report = simulate("--seed", "0", "--histories", str(histories), *database)
-    assert set(report["points"]) == {*POINTS, *OF_STORAGE, *OF_SYNCS}, "every fault comes about"
+    assert set(report["points"]) == {*POINTS, *OF_RESTS, *OF_STORAGE, *OF_SYNCS}, "every fault comes about"
 
 
 def test_a_seed_is_one_history_on_either_database_and_behind_any_other() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import ray
 
 from skyrl_tinker.domain.ids import ModelKey, RequestId
 from skyrl_tinker.domain.values import AdamParams, LoraSpec, PassItem, PassOutput, StepItem
@@ -29,6 +30,7 @@ from skyrl_tinker.errors import (
 from skyrl_tinker.system.user_directory import user_directory
 from skyrl_tinker.training import actors
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
+from tests.support.waiting import until
 from tests.training.support.passes import make_data, make_item
 from tests.training.support.saves import publish_weights, published_weights, save_state
 
@@ -298,6 +300,26 @@ async def test_a_killed_rank_raises_at_once_and_names_itself(ray_cluster: None, 
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+async def test_ranks_take_their_places_when_they_start_and_give_them_back(
+    ray_cluster: None, tied_model: str
+) -> None:
+    free = _free()
+    group = TrainerGroup.launch(_spec(tied_model, 2))
+    with pytest.raises(TrainerError, match="are not running"):
+        await group.create_model(A, SPECS[A])
+    assert _free() == free
+    for _ in range(2):
+        await group.ready()
+        await until(lambda: _free() == free - 2)
+        await group.shutdown()
+        await until(lambda: _free() == free)
+
+
+def _free() -> float:
+    """CPUs that nobody has reserved, as Ray tells a moment later."""
+    return float(ray.available_resources().get("CPU", 0.0))
+
+
 async def test_a_missing_base_model_names_rank_and_cause_and_may_come_later(
     ray_cluster: None, tied_model: str, tmp_path: Path
 ) -> None:
@@ -305,7 +327,7 @@ async def test_a_missing_base_model_names_rank_and_cause_and_may_come_later(
     with pytest.raises(TrainerError, match="rank 0 failed in join: OSError"):
         await group.ready()
     await group.shutdown()
-    with pytest.raises(TrainerError, match="have been ended"):
+    with pytest.raises(TrainerError, match="are not running"):
         await group.create_model(A, SPECS[A])
     shutil.copytree(tied_model, tmp_path / "late")
     await group.ready()

@@ -8,7 +8,6 @@ from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.api.services import Services
 from skyrl_tinker.api.waiting.queue_reasons import engine_reason, queue_reason
 from skyrl_tinker.api.waiting.server_snapshot import ServerSnapshot
-from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.domain.units import duration
 from skyrl_tinker.domain.values import BaseModelFacts
@@ -99,10 +98,28 @@ class NowView:
             version=__version__,
             device=self._deps.settings.device,
             started_at=None if started_at is None else utc(started_at),
-            base_models=[
-                _served(self._deps.settings.for_base(facts.name), facts) for facts in self._deps.bases.all
-            ],
+            base_models=[self._served(facts) for facts in self._deps.bases.all],
         )
+
+    def _served(self, facts: BaseModelFacts) -> ServedModel:
+        settings = self._deps.settings.for_base(facts.name)
+        state, detail = self._state_of(facts.name)
+        return ServedModel(
+            base_model=facts.name,
+            context_length=facts.context_length,
+            trainable=facts.trainable,
+            sampleable=facts.sampleable,
+            placement=settings.placement,
+            trainer_ranks=settings.trainer_ranks if facts.trainable else 0,
+            sampler=str(facts.sampler),
+            replicas=len(settings.external_urls) or settings.replicas,
+            state=state,
+            detail=self._told(detail),
+        )
+
+    def _state_of(self, base_model: str) -> tuple[str, str]:
+        engine = self._snapshot.engine
+        return engine.base_models.get(base_model, (engine.state, engine.detail))
 
     # Problems
 
@@ -130,7 +147,7 @@ class NowView:
             yield from self._happened(f"processes of {name}" if several else "processes", trained.incidents)
         for name, view in queues.sampling.items():
             whose = f" of {name}" if several else ""
-            if view.paused is not None:
+            if view.paused is not None and self._state_of(name)[0] != "stopped":
                 yield Problem(level="info", subject=f"samplers{whose}", text=view.paused)
             yield from self._happened(f"processes{whose}", view.incidents)
 
@@ -208,19 +225,6 @@ def _memory(gpus: GpuMemory) -> MemoryNow:
     found = host_memory()
     told = [GpuNow(used_bytes=used, total_bytes=total) for used, total in gpus.gpus]
     return MemoryNow(total_bytes=found.total, available_bytes=found.available, gpus=told)
-
-
-def _served(settings: Settings, facts: BaseModelFacts) -> ServedModel:
-    return ServedModel(
-        base_model=facts.name,
-        context_length=facts.context_length,
-        trainable=facts.trainable,
-        sampleable=facts.sampleable,
-        placement=settings.placement,
-        trainer_ranks=settings.trainer_ranks if facts.trainable else 0,
-        sampler=str(facts.sampler),
-        replicas=len(settings.external_urls) or settings.replicas,
-    )
 
 
 def sees_all(caller: Caller) -> bool:

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """`base_models`: (state, detail) by name; empty before the engine has reported."""
+    """`base_models`: (state, detail) by name, also "stopped"; empty before the engine has reported."""
 
     state: str  # starting | ready | failed | restarting
     detail: str

@@ -41,7 +41,7 @@ class BaseRuntime:
     """Base model with its trainer and samplers, which work while its processes run.
 
     `settings`: its own. `trainer` None: it is sampled only; `samplers` None: trained only. `storage`: of
-    checkpoints.
+    checkpoints. `idle_s`: time without requests after which it stops, None for one that always runs.
     """
 
     settings: Settings
@@ -51,3 +51,4 @@ class BaseRuntime:
     storage: Storage
     placement: Placement
     processes: Processes
+    idle_s: float | None = None

@@ -18,10 +18,12 @@ CLEAN_UP = "clean-up"
 """Part that none serves without."""
 _CHECK = "the comparison of trainer and sampler"
 _BACK = "models are brought back"
+ON_DEMAND = "it starts when it is asked for"
 _log = logging.getLogger(__name__)
 
 
 class _Phase(Enum):
+    STOPPED = auto()
     STARTING = auto()
     FAILED = auto()
     RETURNING = auto()  # the trainer brings models back
@@ -37,10 +39,13 @@ class _BaseState:
     parts: Collection[str] = ()
 
 
+_STOPPED = _BaseState(_Phase.STOPPED, ON_DEMAND)
+
+
 class BaseStatuses:
     """The engine takes work while any base model has a replica, and any trainer: requests of others wait.
 
-    At its start it waits until each base model serves or has failed; one must serve.
+    At its start it waits until each base model serves, has failed or is on demand; one must serve.
     """
 
     def __init__(
@@ -49,10 +54,12 @@ class BaseStatuses:
         fleets: Mapping[str, Fleet | None],
         trained: Collection[str] = (),
         starting: Mapping[str, Collection[str]] = NO_PARTS,
+        on_demand: Collection[str] = (),
     ) -> None:
         """`fleets`: by base model, None for one that is not sampled; `trained`: those that are trained.
 
-        `starting`: parts that the start of each waits for; there is also that of CLEAN_UP.
+        `starting`: parts that the start of each waits for; there is also that of CLEAN_UP. `on_demand`: those
+        that are stopped at first.
         """
         self._status = status
         self._fleets = fleets
@@ -60,22 +67,32 @@ class BaseStatuses:
         self._states = {name: self._started(name) for name in fleets}
         parts = {**starting, CLEAN_UP: [CLEAN_UP]} if starting else {}
         self._states |= {name: _BaseState(_Phase.STARTING, parts=each) for name, each in parts.items()}
+        self._states |= dict.fromkeys(on_demand, _STOPPED)
+        self._from_rest = {*on_demand}  # were stopped, and neither served nor failed since
         self._served: set[str] = set()  # base models that have been ready
         self.ready = False  # since the start
         self._settle()
 
     def others_may_serve(self, base_model: str) -> bool:
-        """Return whether another base model serves, or may still start."""
-        return any(not self._is(_Phase.FAILED, name) for name in self._fleets if name != base_model)
+        """Return whether another base model serves, or is being started."""
+        phases = (self._states[name].phase for name in self._fleets if name != base_model)
+        return any(phase not in (_Phase.FAILED, _Phase.STOPPED) for phase in phases)
 
     async def starting(self, base_model: str, parts: Collection[str]) -> None:
         """Report the parts that a start still waits for; one that has failed is so until it has started."""
-        if self._is(_Phase.STARTING, base_model):
+        if not self._is(_Phase.FAILED, base_model):
             await self._tell(base_model, _BaseState(_Phase.STARTING, parts=parts))
 
     async def failed(self, base_model: str, why: str) -> None:
         """Report that a base model does not start, or that its ranks are lost."""
+        self._from_rest.discard(base_model)
         await self._tell(base_model, _BaseState(_Phase.FAILED, why))
+
+    async def stopped(self, base_model: str) -> None:
+        """Report that a base model has stopped, and starts on demand."""
+        self._from_rest.add(base_model)
+        self._served.discard(base_model)
+        await self._tell(base_model, _STOPPED)
 
     async def started(self, base_model: str) -> None:
         """Report that all parts of a base model are there."""
@@ -108,6 +125,7 @@ class BaseStatuses:
         """Note which base models serve for the first time."""
         up = {name for name in self._fleets if self._is(_Phase.UP, name)}
         self._served |= up
+        self._from_rest -= up
         busy = (_Phase.STARTING, _Phase.RETURNING)
         if not self.ready and up and not any(state.phase in busy for state in self._states.values()):
             self.ready = True
@@ -119,12 +137,19 @@ class BaseStatuses:
             return "starting", "; ".join(filter(None, [self._missing(), absent]))
         if self._trained and not any(self._is(_Phase.UP, name) for name in self._trained):
             return "restarting", absent
-        sampled = [fleet for fleet in self._fleets.values() if fleet is not None]
+        sampled = [fleet for _, fleet in self._awaited()]
         if sampled and not any(fleet.size for fleet in sampled):
             return "restarting", f"{GONE}; models are unaffected"
         details = "; ".join([*filter(None, [absent]), *self._shortages()])
-        asleep = (state.detail for state in self._states.values() if state.detail)
-        return "ready", details or next(asleep, "")
+        up = (state for state in self._states.values() if state.phase is _Phase.UP)
+        return "ready", details or next((state.detail for state in up if state.detail), "")
+
+    def _awaited(self) -> Iterator[tuple[str, Fleet]]:
+        """Yield the fleets of the base models that are sampled, without those stopped or being started."""
+        away = (_Phase.STOPPED, _Phase.STARTING)
+        for name, fleet in self._fleets.items():
+            if fleet is not None and self._states[name].phase not in away:
+                yield name, fleet
 
     def _bases(self) -> dict[str, PhaseDetail]:
         return {name: self._of(name) for name in self._fleets}
@@ -133,6 +158,8 @@ class BaseStatuses:
         state, fleet = self._states[name], self._fleets[name]
         back: EnginePhase = "restarting" if name in self._served else "starting"
         match state.phase:
+            case _Phase.STOPPED:
+                return "stopped", state.detail
             case _Phase.STARTING:
                 return "starting", _waiting_for(state.parts)
             case _Phase.FAILED:
@@ -154,15 +181,17 @@ class BaseStatuses:
         for name, state in self._states.items():
             if state.phase is _Phase.FAILED:
                 yield state.detail
-            elif state.phase is _Phase.RETURNING and len(self._fleets) == 1:
+            elif state.phase is not _Phase.RETURNING or name in self._from_rest:
+                continue
+            elif len(self._fleets) == 1:
                 yield state.detail or "waiting for models"
-            elif state.phase is _Phase.RETURNING:
+            else:
                 yield f"{name}: {state.detail or _BACK}"
 
     def _shortages(self) -> Iterator[str]:
-        for name, fleet in self._fleets.items():
+        for name, fleet in self._awaited():
             whose = f" of {name}" if len(self._fleets) > 1 else ""
-            if fleet is not None and fleet.size < fleet.replicas and not self._is(_Phase.FAILED, name):
+            if fleet.size < fleet.replicas and not self._is(_Phase.FAILED, name):
                 yield f"{fleet.size} of {fleet.replicas} replicas{whose} serve"
 
 

@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Collection
 from contextlib import nullcontext
 
 from skyrl_tinker.engine.bases.base_runtime import BaseRuntime
-from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
+from skyrl_tinker.engine.bases.base_statuses import ON_DEMAND, BaseStatuses
 from skyrl_tinker.engine.sampler.sleep import SleepControl
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SkyrlTinkerError, TrainerLostError, root_cause
@@ -22,7 +23,8 @@ class BaseSupervisor:
     """Supervisor that tries a base model again which does not start, or whose ranks are lost.
 
     It does while others serve. Requests wait for the second try, as that may help, then fail until it has
-    started.
+    started. One on demand starts with a request, and stops when it has been idle for its `idle_s`: its models
+    come back with the next start, as after a crash.
     """
 
     def __init__(self, runtime: BaseRuntime, driver: TrainerDriver | None, statuses: BaseStatuses) -> None:
@@ -31,8 +33,9 @@ class BaseSupervisor:
         self._name = runtime.facts.name
         self._driver = driver
         self._statuses = statuses
+        self._asked = _event_of(runtime, driver)
         self._failures = 0  # in a row
-        self._pause()
+        self._pause(self._starting if runtime.idle_s is None else self._stopped)
 
     async def run(self, resumed: Awaitable[object]) -> None:
         """Start the base model and, once the models are `resumed`, run it.
@@ -41,10 +44,36 @@ class BaseSupervisor:
         """
         async with nullcontext() if self._driver is None else self._driver.background:
             while True:
-                await self._recover(await self._live(resumed))
+                if self._runtime.idle_s is not None and not self._failures:
+                    await self._rest()
+                lost = await self._live(resumed)
+                await (self._stop() if lost is None else self._recover(lost))
 
-    async def _live(self, resumed: Awaitable[object]) -> SkyrlTinkerError:
-        """Start the base model, and run it; return why it did not start, or was lost."""
+    @property
+    def _starting(self) -> str:
+        return f"base model {self._name} is being started"
+
+    @property
+    def _stopped(self) -> str:
+        return f"base model {self._name} is stopped: {ON_DEMAND}"
+
+    async def _rest(self) -> None:
+        """Wait for a request that needs the processes."""
+        while not self._is_asked():
+            self._asked.clear()
+            if self._driver is not None:
+                await self._driver.retire()
+            await self._asked.wait()
+        self._pause(self._starting)
+        await self._report_parts(self._runtime.processes.parts)
+
+    def _is_asked(self) -> bool:
+        samplers, driver = self._runtime.samplers, self._driver
+        sampled = samplers is not None and samplers.gate.in_use
+        return sampled or (driver is not None and driver.requests.asked)
+
+    async def _live(self, resumed: Awaitable[object]) -> SkyrlTinkerError | None:
+        """Start the base model, and run it; return why it did not start, or was lost, None if it was idle."""
         lost: BaseException | None = None
         try:
             await self._runtime.processes.start(self._report_parts)
@@ -58,25 +87,49 @@ class BaseSupervisor:
                 await self._serve()
             except* TrainerLostError as group:
                 lost = root_cause(group)
-        assert isinstance(lost, SkyrlTinkerError)
+        assert lost is None or isinstance(lost, SkyrlTinkerError)
         return lost
 
     async def _serve(self) -> None:
+        """Run the base model until it has been idle for long; then its requests wait."""
         runtime, driver = self._runtime, self._driver
         async with asyncio.TaskGroup() as tasks:
+            watches: list[asyncio.Task[None]] = []
             if (samplers := runtime.samplers) is not None:
-                tasks.create_task(samplers.fleet.supervise(self._statuses.report, samplers.equip))
+                supervised = samplers.fleet.supervise(self._statuses.report, samplers.equip)
                 sleep_control = SleepControl(samplers.fleet, samplers.drop_weights)
-                tasks.create_task(runtime.placement.run(sleep_control))
+                watches += map(tasks.create_task, (supervised, runtime.placement.run(sleep_control)))
             if runtime.trainer is not None and driver is not None:
-                tasks.create_task(driver.run(self._report_rebuild))
-                tasks.create_task(_watch_trainer(runtime.trainer, driver))
+                watches.append(tasks.create_task(_watch_trainer(runtime.trainer, driver)))
+                await driver.run(self._report_rebuild, self._may_stop)
+            elif samplers is not None and runtime.idle_s is not None:
+                await samplers.gate.idle_for(runtime.idle_s)
+            else:
+                await asyncio.get_running_loop().create_future()  # it always runs
+            self._pause(self._stopped)  # in the same step: no request comes in between
+            for watch in watches:
+                watch.cancel()
+
+    def _may_stop(self, untrained_s: float) -> bool:
+        """Return whether no request has come for long, of training not for `untrained_s`."""
+        samplers, most_s = self._runtime.samplers, self._runtime.idle_s
+        unsampled_s = math.inf if samplers is None else samplers.gate.idle_s
+        return most_s is not None and min(untrained_s, unsampled_s) >= most_s
+
+    async def _stop(self) -> None:
+        """End all of it, with nothing under way. Raises TrainerLostError when Ray is gone."""
+        if self._driver is not None:
+            await self._driver.settle()
+        await self._runtime.processes.end()
+        self._failures = 0
+        _log.info("%s: stopped, as it was idle; %s", self._name, ON_DEMAND)
+        await self._statuses.stopped(self._name)
 
     async def _recover(self, lost: SkyrlTinkerError) -> None:
         """End all of it, and wait for the next try."""
         if not self._statuses.others_may_serve(self._name):
             raise lost
-        self._pause()
+        self._pause(self._starting)
         await self._runtime.processes.end()
         pause_s = PAUSES_S[min(self._failures, len(PAUSES_S) - 1)]
         self._failures += 1
@@ -91,9 +144,8 @@ class BaseSupervisor:
                 await self._driver.requests.refuse(why)
         await asyncio.sleep(pause_s)
 
-    def _pause(self) -> None:
+    def _pause(self, why: str) -> None:
         """Have requests wait, with the reason."""
-        why = f"base model {self._name} is being started"
         if (samplers := self._runtime.samplers) is not None:
             samplers.gate.close(why)
             if self._driver is not None:
@@ -118,6 +170,14 @@ class BaseSupervisor:
             if self._runtime.samplers is not None:
                 self._runtime.samplers.replay_ended()
         await self._statuses.rebuild(self._name, detail, done=done)
+
+
+def _event_of(runtime: BaseRuntime, driver: TrainerDriver | None) -> asyncio.Event:
+    """Return the event that is set when a request waits."""
+    if driver is not None:
+        return driver.woken
+    assert runtime.samplers is not None, "a base model is trained or sampled"
+    return runtime.samplers.gate.asked
 
 
 async def _watch_trainer(trainer: TrainerGroup, driver: TrainerDriver) -> None:

@@ -107,10 +107,12 @@ class OpenAIServer:
 
         `version`: to sample, None for the base model. Raises SkyrlTinkerError before the answer has begun.
         """
-        call = await self._prepare(request, size, owner, version)
-        if call.request.stream:
-            return await self._stream(http, call)
-        return await self._complete(call), "ok"
+        async with AsyncExitStack() as upstream:
+            await upstream.enter_async_context(self._samplers.gate.passage())
+            call = await self._prepare(request, size, owner, version)
+            if call.request.stream:
+                return await self._stream(http, call, upstream)
+            return await self._complete(call), "ok"
 
     # From the client's request to the sampler's
 
@@ -119,7 +121,6 @@ class OpenAIServer:
     ) -> _OpenAICall:
         """Prepare a request, with the files of its version here. Call it before taking a turn."""
         facts, abilities = self.facts, self._abilities
-        await self._samplers.gate.passed()
         await self._samplers.fetch(version)
         texts = await off_loop(size, lambda: texts_to_count(request, facts, abilities))
         counts = await asyncio.gather(*(self._count_tokens(text) for text in texts))
@@ -152,27 +153,28 @@ class OpenAIServer:
         body = self._fleet.client.data.dialect.openai_body(call.body, name, priority)
         return {**body, **self._samplers.leases.cache_fields()}
 
-    async def _stream(self, http: web.Request, call: _OpenAICall) -> tuple[web.StreamResponse, OutcomeLabel]:
-        """Stream the answer; returns it with its outcome."""
+    async def _stream(
+        self, http: web.Request, call: _OpenAICall, upstream: AsyncExitStack
+    ) -> tuple[web.StreamResponse, OutcomeLabel]:
+        """Stream the answer; returns it with its outcome. `upstream`: left once the sampler has answered."""
         outcome: OutcomeLabel = "ok"
-        async with AsyncExitStack() as upstream:
-            priority = await upstream.enter_async_context(self._turn(call))
-            chunks = await self._with_retry(lambda: self._open(call, priority, upstream))
-            response = web.StreamResponse(
-                headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-            )
-            await response.prepare(http)
-            try:
-                async with _read_ahead(chunks, upstream) as ahead:
-                    async for chunk in ahead:
-                        if forwarded := _forwarded(call, chunk):
-                            await response.write(_PREFIX + forwarded + _SUFFIX)
-                await response.write(_PREFIX + _END + _SUFFIX)
-            except SkyrlTinkerError as error:  # too late for a status
-                outcome = error.category
-                body = error_body(error, failure_of(error).message)
-                await response.write(_PREFIX + orjson.dumps(body) + _SUFFIX)
-            await response.write_eof()
+        priority = await upstream.enter_async_context(self._turn(call))
+        chunks = await self._with_retry(lambda: self._open(call, priority, upstream))
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        await response.prepare(http)
+        try:
+            async with _read_ahead(chunks, upstream) as ahead:
+                async for chunk in ahead:
+                    if forwarded := _forwarded(call, chunk):
+                        await response.write(_PREFIX + forwarded + _SUFFIX)
+            await response.write(_PREFIX + _END + _SUFFIX)
+        except SkyrlTinkerError as error:  # too late for a status
+            outcome = error.category
+            body = error_body(error, failure_of(error).message)
+            await response.write(_PREFIX + orjson.dumps(body) + _SUFFIX)
+        await response.write_eof()
         return response, outcome
 
     async def _open(self, call: _OpenAICall, priority: int, upstream: AsyncExitStack) -> AsyncIterator[Chunk]:

@@ -74,6 +74,7 @@ class Fleet:
         self._cores = cores
         self.replicas = len(cores)
         self._members: dict[int, str] = {}
+        self._opened = False
         self._condemned: dict[int, Loss] = {}
         self._leaving: set[str] = set()  # former members whose processes may still run
         self._losses = 0
@@ -102,16 +103,16 @@ class Fleet:
         return 0 in self._cores
 
     def view(self, ways: tuple[Way, Way]) -> tuple[ReplicaView, ...]:
-        """Return all replicas, including those that are being replaced.
+        """Return all replicas, including those that are being replaced; none without servers.
 
         `ways`: of full parameters to replicas on this host, and on other hosts.
         """
-        urls = [self._members.get(index) for index in range(self.replicas)]
+        urls = [self._members.get(index) for index in range(self.replicas if self._opened else 0)]
         return tuple(_view(url, ways) if url else ReplicaView(None, "replaced") for url in urls)
 
     def open(self, servers: Servers, urls: Sequence[str], router: Router | None) -> None:
         """Begin with these servers, which are ready, and known to the router if it is ours."""
-        self._servers, self._router = servers, router
+        self._servers, self._router, self._opened = servers, router, True
         if router is not None:
             self._proxy_url = router.url
         self._members = dict(enumerate(urls))
@@ -119,7 +120,7 @@ class Fleet:
 
     def close(self) -> None:
         """Have no servers until `open`; requests to them are tried again then."""
-        self._members = {}
+        self._members, self._opened = {}, False
         self._condemned.clear()
         self._leaving.clear()
         self._losses += 1

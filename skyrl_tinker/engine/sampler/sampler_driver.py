@@ -242,10 +242,10 @@ class SamplerDriver:
         """Sample; `replicas` is filled with the addresses of the replicas that answered."""
         try:
             assert row.sampling_session_id is not None
-            await self._samplers.gate.passed()
-            source = await self._source(row.sampling_session_id)
-            request = self._read(body)
-            output = await self._sample(row, source, request)
+            async with self._samplers.gate.passage():
+                source = await self._source(row.sampling_session_id)
+                request = self._read(body)
+                output = await self._sample(row, source, request)
             replicas.extend(output.replicas)
             self._metrics.sampled(output, row.owner_id)
             records = _records(row, request, output) if request.record_stability_info else ()

@@ -36,6 +36,10 @@ SHOWN_MODELS = 16
 _log = logging.getLogger(__name__)
 
 
+MayEnd = Callable[[float], bool]
+"""Return whether the work may end, from the seconds for which there was none."""
+
+
 class Report(Protocol):
     async def __call__(self, detail: str, *, done: bool = False) -> None:
         """Report the progress of a rebuild of the models. `done`: all that do not sleep are back."""
@@ -62,6 +66,7 @@ class TrainerDriver:
         """`woken`: set when there may be work."""
         self.requests = requests
         self.facts = requests.facts
+        self.woken = woken
         self._store = store
         self._trainer = trainer
         self._lanes = lanes
@@ -75,7 +80,6 @@ class TrainerDriver:
         self._metrics = metrics
         self._occupancy = requests.occupancy
         self._placement = placement
-        self._woken = woken
         self._ahead: ReadyPass | None = None  # prepared, but not taken from the lanes
         self._unit_times = UnitTimes()
         self._worked_s = 0.0  # seconds on the current unit, in the trainer's phases
@@ -110,7 +114,7 @@ class TrainerDriver:
 
     def wake(self) -> None:
         """Make the driver check the ranks: they may be broken."""
-        self._woken.set()
+        self.woken.set()
 
     async def sweep(self) -> None:
         """Remove the files that an earlier engine left, of models of any base model, before `resume`."""
@@ -120,15 +124,14 @@ class TrainerDriver:
         """Continue where an earlier engine stopped, before `run`. Returns the models' next seq_ids."""
         return await self._models.open_ready()
 
-    async def run(self, report: Report) -> None:
-        """Bring back the models of earlier ranks, then run units of work.
+    async def run(self, report: Report, may_end: MayEnd = lambda _: False) -> None:
+        """Bring back the models of earlier ranks, then run units of work until there is none and it may end.
 
         Raises TrainerLostError if the ranks die again and again; it can run again, on others.
         """
         self._wanted = frozenset()
         await self._rebuild(report)
-        while True:
-            planned = await self._next_unit(report)
+        while (planned := await self._next_unit(report, may_end)) is not None:
             if not await self._awake(planned.rows, report):
                 continue
             if (unit := self._execution.with_room(planned)) is None:
@@ -145,28 +148,43 @@ class TrainerDriver:
             self._planner.charge(self._pace.attribute(unit.rows, self._worked_s, own_s))
             self._trainer.note_work()
 
-    async def _next_unit(self, report: Report) -> Unit | ReadyPass:
+    async def settle(self) -> None:
+        """Wait until nothing needs the ranks, once `run` has ended."""
+        await self._execution.settle()
+
+    async def retire(self) -> None:
+        """Release the models that are due, while there are no ranks."""
+        await self._models.retire(self._execution.start)
+
+    async def _next_unit(self, report: Report, may_end: MayEnd) -> Unit | ReadyPass | None:
+        """Return the next unit; None, in the same step, once there is none and the work may end."""
         if self._trainer.broken is not None:  # first: all later steps rely on its replay
             await self._rebuild(report)
-        self._woken.clear()  # before the search for work, so that no later event is lost
+        self.woken.clear()  # before the search for work, so that no later event is lost
         await self._execution.fetch_loads()
         await self._models.retire(self._execution.start)
         ready, self._ahead = self._ahead, None
-        wait_s = IDLE_S
+        since, wait_s = time.monotonic(), IDLE_S
         while (unit := self._planner.pop(ready.rows if ready else ())) is None:
+            if may_end(time.monotonic() - since) and self._is_over():
+                return None
             self._occupancy.no_work()
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    await self._woken.wait()
+                    await self.woken.wait()
             wait_s = IDLE_S
-            if not self._woken.is_set() and self._placement.trains and await self._use_idle_time(report):
+            if not self.woken.is_set() and self._placement.trains and await self._use_idle_time(report):
                 wait_s = min(IDLE_S, IDLE_PACE_S)
-            self._woken.clear()
+            self.woken.clear()
             if self._trainer.broken is not None:
                 await self._rebuild(report)
             await self._execution.fetch_loads()
             await self._models.retire(self._execution.start)
         return ready if ready is not None and ready.rows == unit.rows else unit
+
+    def _is_over(self) -> bool:
+        """Return whether no request needs the ranks, and a snapshot would not help."""
+        return not (self.woken.is_set() or self.requests.asked or self._snapshots.would_help)
 
     async def _use_idle_time(self, report: Report) -> bool:
         """Bring a model back, or take a snapshot; return True if more such work may follow soon."""

@@ -1,7 +1,7 @@
 """Training requests of one base model that wait: accepted, counted, and failed where they cannot run."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -118,14 +118,24 @@ class TrainingRequests:
         """Return whether a model is in training here."""
         return self._lanes.knows(model)
 
+    @property
+    def asked(self) -> bool:
+        """True while any request needs ranks for its result."""
+        return any(True for _ in self._pending())
+
+    def _pending(self) -> Iterator[QueuedRow]:
+        for row in self._metrics.pending():
+            needs_ranks = row.model_key is not None and row.kind is not RequestKind.UNLOAD_MODEL
+            if needs_ranks and row.base_model in self.facts.names:
+                yield row
+
     async def refuse(self, why: str) -> None:
         """Fail the requests of these models, and later ones until `accept`: there are no ranks for them."""
         self._refusal = why
         begun = Failure(f"{why}; this request has begun and may still take effect", "server")
         waiting = Failure(f"{why}; other base models are unaffected", "server")
-        rows = [row for row in self._metrics.pending() if row.base_model in self.facts.names]
-        training = [row for row in rows if row.model_key and row.kind is not RequestKind.UNLOAD_MODEL]
-        await self.expire([(row, waiting if self._lanes.waits(row) else begun) for row in training])
+        late = [(row, waiting if self._lanes.waits(row) else begun) for row in self._pending()]
+        await self.expire(late)
 
     def accept(self) -> None:
         """Take requests, as there are ranks for them."""

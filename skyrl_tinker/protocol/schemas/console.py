@@ -22,7 +22,7 @@ ReportedName = Annotated[Text, StringConstraints(min_length=1, max_length=MOST_N
 
 
 class ServedModel(Message):
-    """Base model that is served, and where it runs.
+    """Base model that is served, where it runs, and its state there, as /readyz has it.
 
     `trainable` false: it is sampled only, by no rank. `sampleable` false: it is trained only, by no replica.
     `sampler`: its sampling engine, and the abilities that it lacks.
@@ -36,6 +36,8 @@ class ServedModel(Message):
     trainer_ranks: int
     sampler: str
     replicas: int
+    state: str
+    detail: str
 
 
 class ServerNow(Message):

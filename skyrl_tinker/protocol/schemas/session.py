@@ -106,7 +106,10 @@ class HealthResponse(Message):
 
 
 class BaseModelState(Message):
-    """State of a base model: starting, ready, restarting or failed, which is tried again."""
+    """State of a base model: starting, ready, restarting, failed, which is tried again, or stopped.
+
+    A stopped one starts with its first request.
+    """
 
     base_model: str
     state: str
@@ -114,7 +117,10 @@ class BaseModelState(Message):
 
 
 class ReadyResponse(Message):
-    """State of the engine, and of its base models: starting, ready, restarting or failed."""
+    """State of the engine, and of its base models: starting, ready, restarting or failed.
+
+    A base model may also be stopped, and start with its first request.
+    """
 
     state: str
     detail: str

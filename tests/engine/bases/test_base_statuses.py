@@ -130,3 +130,68 @@ async def test_the_engine_is_ready_once_each_base_model_serves_or_does_not_start
     assert told()["base_models"]["b"] == ["starting", "models are brought back"]
     await statuses.rebuild("b", "", done=True)
     assert (told()["state"], told()["base_models"]["b"]) == ("ready", ["ready", ""])
+
+
+async def test_one_on_demand_is_stopped_and_nobody_waits_for_it(store: Store, bell: Doorbell) -> None:
+    first, other = SimpleNamespace(size=1, replicas=1), SimpleNamespace(size=0, replicas=1)
+    fleets: dict[str, Any] = {"a": first, "b": other}
+    parts = {name: {f"trainer of {name}"} for name in fleets}
+    statuses = BaseStatuses(EngineStatus(store, bell), fleets, ["a", "b"], parts, ["b"])
+
+    def told() -> tuple[tuple[str, str], list[str]]:
+        with reading(store) as conn:
+            value = server_state.get(conn, "engine")
+        assert value is not None
+        return (value["state"], value["detail"]), value["base_models"]["b"]
+
+    stopped = ["stopped", "it starts when it is asked for"]
+    await statuses.started(CLEAN_UP)
+    assert told() == (("starting", "waiting for trainer of a"), stopped)
+    await statuses.started("a")
+    await statuses.rebuild("a", "", done=True)
+    assert told() == (("ready", ""), stopped)
+    for _ in range(2):
+        assert not statuses.others_may_serve("a")
+        await statuses.starting("b", ["trainer of b"])
+        assert statuses.others_may_serve("a")
+        assert told() == (("ready", ""), ["starting", "waiting for trainer of b"])
+        other.size = 1
+        await statuses.started("b")
+        await statuses.rebuild("b", "replaying 1 of 2 units")
+        assert told() == (("ready", ""), ["starting", "replaying 1 of 2 units"])
+        await statuses.rebuild("b", "", done=True)
+        assert told() == (("ready", ""), ["ready", ""])
+        await statuses.rebuild("b", "the trainer is restarted")
+        assert told() == (
+            ("ready", "b: the trainer is restarted"),
+            ["restarting", "the trainer is restarted"],
+        )
+        await statuses.rebuild("b", "", done=True)
+        other.size = 0
+        await statuses.stopped("b")
+        assert told() == (("ready", ""), stopped)
+    await statuses.failed("b", "b does not start")
+    assert told() == (("ready", "b does not start"), ["failed", "b does not start"])
+    await statuses.started("b")
+    assert told()[0] == ("ready", "b: models are brought back; 0 of 1 replicas of b serve")
+
+
+async def test_nobody_waits_for_samplers_of_one_on_demand_where_no_other_has_any(
+    store: Store, bell: Doorbell
+) -> None:
+    fleets: dict[str, Any] = {"a": None, "b": SimpleNamespace(size=0, replicas=1)}
+    parts = {"a": {"trainer of a"}, "b": {"sampler of b"}}
+    statuses = BaseStatuses(EngineStatus(store, bell), fleets, ["a"], parts, ["b"])
+
+    def state() -> str:
+        with reading(store) as conn:
+            value = server_state.get(conn, "engine")
+        assert value is not None
+        return str(value["state"])
+
+    await statuses.started(CLEAN_UP)
+    await statuses.started("a")
+    await statuses.rebuild("a", "", done=True)
+    assert state() == "ready"
+    await statuses.starting("b", ["sampler of b"])
+    assert state() == "ready"

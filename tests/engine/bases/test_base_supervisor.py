@@ -1,7 +1,7 @@
 """The start of one base model beside others: what ends it, and what its requests are told."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +13,7 @@ from skyrl_tinker.engine.bases.base_runtime import ReportParts
 from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
 from skyrl_tinker.engine.bases.base_supervisor import BaseSupervisor
 from skyrl_tinker.engine.colocation.placement import SEPARATE
+from skyrl_tinker.engine.scheduling.sample_gate import SampleGate
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.errors import SamplerError, StartupError, TrainerError, TrainerLostError
 from skyrl_tinker.store.doorbell import Doorbell
@@ -55,16 +56,21 @@ async def _fail(error: Exception) -> None:
 
 
 class Driver:
-    """Brings no model back, and works until it is `lost`; fails of `deaths` before that."""
+    """Brings no model back, and works until it is `lost`; fails of `deaths` before that.
+
+    It ends where it may, `untrained_s` after its last unit, as long as nothing is `asked`.
+    """
 
     paused: str | None = None
     refused: str | None = None
+    asked = False
+    untrained_s = 0.0
 
     def __init__(self) -> None:
         self.requests = self
         self.background = nullcontext()
-        self.lost = asyncio.Event()
-        self.runs, self.deaths = 0, 0
+        self.lost, self.woken = asyncio.Event(), asyncio.Event()
+        self.runs, self.deaths, self.retired, self.settled = 0, 0, 0, 0
 
     async def refuse(self, why: str) -> None:
         self.refused = why
@@ -72,15 +78,28 @@ class Driver:
     def accept(self) -> None:
         self.paused = self.refused = None
 
-    async def run(self, report: Any) -> None:
+    async def run(self, report: Any, may_end: Callable[[float], bool]) -> None:
         self.runs += 1
         if self.deaths:
             self.deaths -= 1
         else:
             await report("", done=True)
-            await self.lost.wait()
+            while not self.lost.is_set():
+                if not self.asked and may_end(self.untrained_s):
+                    return
+                await asyncio.sleep(0)
             self.lost.clear()
         raise TrainerLostError("rank 0 died")
+
+    async def retire(self) -> None:
+        self.retired += 1
+
+    async def settle(self) -> None:
+        self.settled += 1
+
+    def ask(self) -> None:
+        self.asked = True
+        self.woken.set()
 
 
 async def _nothing(*_: object) -> None:
@@ -105,21 +124,34 @@ class Replayed(ScriptedSamplers):
 
 
 class Case:
-    def __init__(self, store: Store, bell: Doorbell, *failures: Exception, others: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        bell: Doorbell,
+        *failures: Exception,
+        others: tuple[str, ...],
+        idle_s: float | None = None,
+        trained: bool = True,
+    ) -> None:
         """`others`: base models beside this one, which serve."""
         self.processes, self.driver = Scripted(*failures), Driver()
         self.samplers = Replayed(["b"])
         serving = SimpleNamespace(size=1, replicas=1)
         fleets = cast(Any, dict.fromkeys(("b", *others), serving))
-        self.statuses = BaseStatuses(EngineStatus(store, bell), fleets, ["b"], {"b": self.processes.parts})
+        on_demand = ["b"] if idle_s is not None else []
+        starting = {"b": self.processes.parts}
+        self.statuses = BaseStatuses(EngineStatus(store, bell), fleets, ["b"] * trained, starting, on_demand)
+        self.samplers.gate.asked = self.driver.woken
         runtime = SimpleNamespace(
             facts=self.samplers.facts,
             trainer=SimpleNamespace(watch=_nothing, broken=None),
             samplers=self.samplers,
             placement=SEPARATE,
             processes=self.processes,
+            idle_s=idle_s,
         )
-        self.supervisor = BaseSupervisor(cast(Any, runtime), cast(Any, self.driver), self.statuses)
+        driver = cast(Any, self.driver) if trained else None
+        self.supervisor = BaseSupervisor(cast(Any, runtime), driver, self.statuses)
 
 
 @asynccontextmanager
@@ -151,7 +183,7 @@ async def test_one_that_does_not_start_fails_its_requests_alone_and_is_tried_aga
     async with running(case) as task:
         await until(lambda: processes.starts == 1)
         assert gate.reason == case.driver.paused == "base model b is being started"
-        sample = asyncio.create_task(gate.passed())
+        sample = asyncio.create_task(_sample(gate))
         processes.go_on.release()
         await until(lambda: processes.starts == 2)
         assert not case.statuses.others_may_serve("a")
@@ -162,13 +194,13 @@ async def test_one_that_does_not_start_fails_its_requests_alone_and_is_tried_aga
         with pytest.raises(SamplerError, match=told):
             await sample
         with pytest.raises(SamplerError, match=told):
-            await gate.passed()
+            await _sample(gate)
         assert case.driver.refused == WHY
         assert processes.ends == 2
         processes.go_on.release()
         assert not case.samplers.replayed
         await until(lambda: gate.reason is None and case.samplers.replayed)
-        await gate.passed()
+        await _sample(gate)
         assert case.driver.paused is case.driver.refused is None
         assert case.statuses.others_may_serve("a")
         assert not task.done()
@@ -210,3 +242,116 @@ async def test_one_whose_ranks_are_lost_is_started_again_by_itself(
         processes.go_on.release()
         await until(lambda: driver.runs == 4 and driver.refused is None and case.samplers.replayed)
         assert not task.done()
+
+
+def state(case: Case) -> tuple[str, str]:
+    return case.statuses._bases()["b"]
+
+
+STARTING = "base model b is being started"
+STOPPED = "base model b is stopped: it starts when it is asked for"
+
+
+async def test_one_on_demand_starts_with_a_request_and_stops_once_it_is_idle(
+    store: Store, bell: Doorbell
+) -> None:
+    case = Case(store, bell, others=("a",), idle_s=60.0)
+    processes, driver, gate = case.processes, case.driver, case.samplers.gate
+    async with running(case) as task:
+        await until(lambda: driver.retired)
+        assert (processes.starts, state(case)[0]) == (0, "stopped")
+        assert gate.reason == driver.paused == STOPPED
+        driver.woken.set()  # as when a session ends
+        await until(lambda: driver.retired == 2)
+        assert processes.starts == 0, "nobody needs ranks"
+        driver.ask()
+        await until(lambda: processes.starts == 1)
+        assert gate.reason == driver.paused == STARTING
+        assert state(case) == ("starting", "waiting for sampler of b")
+        processes.go_on.release()
+        await until(lambda: gate.reason is None and case.samplers.replayed)
+        assert state(case)[0] == "ready"
+        driver.untrained_s, gate._left_at = 61.0, gate._left_at - 61.0
+        async with gate.passage():
+            driver.asked = False
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert (processes.ends, gate.reason) == (0, None), "a sample is under way"
+        gate._left_at -= 61.0
+        await until(lambda: driver.retired > 2)
+        assert (processes.ends, driver.settled, state(case)[0]) == (1, 1, "stopped")
+        assert gate.reason == driver.paused == STOPPED
+        assert not case.samplers.replayed
+        driver.ask()
+        processes.go_on.release()
+        await until(lambda: gate.reason is None)
+        assert (processes.starts, driver.runs) == (2, 2)
+        assert not task.done()
+
+
+async def test_one_that_is_only_sampled_starts_and_stops_as_its_samples_come(
+    store: Store, bell: Doorbell
+) -> None:
+    case = Case(store, bell, others=("a",), idle_s=0.001, trained=False)
+    processes, gate = case.processes, case.samplers.gate
+    async with running(case) as task:
+        for number in (1, 2):
+            await until(lambda: state(case)[0] == "stopped")
+            sample = asyncio.create_task(_sample(gate))
+            await until(lambda number=number: processes.starts == number)  # type: ignore[misc]
+            processes.go_on.release()
+            await sample
+            await until(lambda number=number: processes.ends == number)  # type: ignore[misc]
+        assert not task.done()
+
+
+async def _sample(gate: SampleGate) -> None:
+    async with gate.passage():
+        pass
+
+
+async def test_a_request_that_comes_while_it_stops_waits_for_the_next_start(
+    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(store, bell, others=("a",), idle_s=0.0)
+    processes, driver, gate = case.processes, case.driver, case.samplers.gate
+    ending, ended = asyncio.Event(), asyncio.Event()
+
+    async def end() -> None:
+        ending.set()
+        await ended.wait()
+
+    monkeypatch.setattr(processes, "end", end)
+    async with running(case):
+        driver.ask()
+        processes.go_on.release()
+        await until(lambda: driver.runs)
+        driver.asked = False
+        await ending.wait()
+        sample = asyncio.create_task(_sample(gate))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not sample.done()
+        ended.set()
+        processes.go_on.release()
+        await sample
+        assert processes.starts == 2
+
+
+async def test_one_on_demand_that_does_not_start_is_tried_again_and_rests_once_it_was_up(
+    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.01,))
+    case = Case(store, bell, SamplerError(LOG), others=("a",), idle_s=0.001, trained=False)
+    processes, gate = case.processes, case.samplers.gate
+    async with running(case):
+        sample = asyncio.create_task(_sample(gate))
+        await until(lambda: processes.starts == 1)
+        processes.go_on.release()
+        await until(lambda: state(case) == ("failed", WHY))
+        await until(lambda: processes.starts == 2)
+        assert not sample.done()
+        processes.go_on.release()
+        await sample
+        await until(lambda: not gate.asked.is_set())  # it rests
+        assert (processes.starts, processes.ends) == (2, 2)

@@ -1,5 +1,6 @@
 """OpenAI's requests go to the server of the base model that they name, or of the weights at their path."""
 
+import asyncio
 from dataclasses import replace
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 from tests.engine.support.world import FACTS
+from tests.support.scripted_samplers import ScriptedSamplers
 
 STUDENT = replace(FACTS, names=("student", "S"))
 TEACHER = replace(FACTS, names=("teacher",))
@@ -60,3 +62,29 @@ async def test_what_is_not_served_is_refused_with_all_that_is(routes: OpenAIRout
         await routes.find("other", None)
     with pytest.raises(UserError, match=r"is of base model 'other', expected student, teacher$"):
         await routes.find(await saved(store, "other"), None)
+
+
+async def test_a_request_waits_for_the_samplers_and_uses_them_until_its_end(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none, samplers = cast(Any, None), ScriptedSamplers()
+    server = OpenAIServer(store, cast(Any, samplers), none, STUDENT, none, none, Metrics())
+    gate, prepared, go_on = samplers.gate, asyncio.Event(), asyncio.Event()
+
+    async def prepare(*_: object) -> None:
+        prepared.set()
+        await go_on.wait()
+        raise UserError("the prompt is too long")
+
+    monkeypatch.setattr(server, "_prepare", prepare)
+    gate.close("they are being started")
+    answering = asyncio.create_task(server.answer(none, none, 1, None, None))
+    await gate.asked.wait()
+    assert (gate.in_use, prepared.is_set()) == (True, False)
+    gate.open()
+    await prepared.wait()
+    assert gate.in_use
+    go_on.set()
+    with pytest.raises(UserError, match="the prompt is too long"):
+        await answering
+    assert not gate.in_use

@@ -93,7 +93,8 @@ class World:
         self.reports: list[str] = []
         self.ready = False
         self.lost: Callable[[], Awaitable[None]] | None = None
-        """Called when the ranks are lost; then it runs on fresh ones."""
+        """Called when the ranks are lost, or the work has ended; then it runs on fresh ones."""
+        self.may_end = False
 
     async def _run(self) -> None:
         async def report(detail: str, *, done: bool = False) -> None:
@@ -103,7 +104,7 @@ class World:
         async def train() -> None:
             while True:
                 try:
-                    await self.driver.run(report)
+                    await self.driver.run(report, lambda _: self.may_end)
                 except* TrainerLostError:
                     if self.lost is None:
                         raise

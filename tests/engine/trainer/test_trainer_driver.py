@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -12,14 +13,18 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import AdamParams, Failure
+from skyrl_tinker.engine.trainer import trainer_driver
 from skyrl_tinker.protocol.stored_requests import OptimStepBody, SaveWeightsBody
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import cancellation, queue
 from skyrl_tinker.store.model_records import ModelRow
+from skyrl_tinker.store.replay import snapshot_records
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.training.trainer_group import PassResult
 from tests.engine.support import journal
 from tests.engine.support.world import World
+from tests.support.reads import reading
 
 
 async def test_requests_arriving_3_2_1_run_as_1_2_3(world: World) -> None:
@@ -232,3 +237,78 @@ async def test_a_model_given_up_while_there_was_no_memory_for_its_pass_is_told(w
     await world.done(late)
     assert (await journal.error_of(world.store, late)).message == "a request is missing"
     assert world.workers.names().count("pass") == 1
+
+
+async def test_work_ends_once_nothing_waits_and_no_snapshot_would_help(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.01)
+    ended, again, run_pass = asyncio.Event(), asyncio.Event(), world.workers.run_pass
+
+    async def long_pass(*args: Any) -> PassResult:
+        world.workers.busy_s += 1.0
+        return await run_pass(*args)
+
+    monkeypatch.setattr(world.workers, "run_pass", long_pass)
+    tries, snapshots = 0, world.driver._snapshots
+    take_idle = snapshots.take_idle
+
+    async def take_at_last() -> None:
+        nonlocal tries
+        tries += 1
+        if tries > 2:
+            await take_idle()
+
+    monkeypatch.setattr(snapshots, "take_idle", take_at_last)
+
+    async def pause() -> None:
+        ended.set()
+        await again.wait()
+
+    world.lost = pause
+    model = await world.model()
+    step = await journal.submit_step(world.store, model, 2)
+    await world.taken_in()
+    world.may_end = True
+    for _ in range(10):
+        world.driver.wake()
+        await asyncio.sleep(0)
+    assert not ended.is_set(), "a request waits for an earlier one"
+    with reading(world.store) as conn:
+        key = await journal.key_of(world.store, model)
+        assert snapshot_records.find(conn, key) is None
+    passed = await journal.submit_pass(world.store, model, 1)
+    for each in (passed, step):
+        assert (await world.done(each)).status is FutureStatus.DONE
+    await ended.wait()
+    await world.driver.settle()
+    with reading(world.store) as conn:
+        snapshot = snapshot_records.find(conn, key)
+    assert snapshot is not None
+    assert snapshot.seq_id == 2
+    late = await journal.submit_pass(world.store, model, 3)
+    await world.until(lambda: world.driver.requests.asked)
+    world.may_end = False
+    again.set()
+    assert (await world.done(late)).status is FutureStatus.DONE
+
+
+async def test_a_model_that_is_unloaded_needs_no_ranks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.01)
+    ended = asyncio.Event()
+
+    async def rest() -> None:
+        ended.set()
+        await asyncio.get_running_loop().create_future()
+
+    world.lost = rest
+    model = await world.model()
+    world.may_end = True
+    world.driver.wake()
+    await ended.wait()
+    world.driver.woken.clear()
+    unload = await world.store.write(lambda conn: cancellation.submit_unload(conn, None, model))
+    await world.until(world.driver.woken.is_set)
+    assert not world.driver.requests.asked
+    await world.driver.retire()
+    assert (await world.done(unload)).status is FutureStatus.DONE
