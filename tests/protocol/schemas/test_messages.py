@@ -1,6 +1,7 @@
 """Requests as SDKs old and new send them; responses read by the SDK's own models."""
 
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 import tinker.types as sdk
@@ -114,7 +115,10 @@ CHECKPOINT = Checkpoint(
     expires_at=NOW,
 )
 
-UNREAD = {"create_model_via_load_weights", "sampler"}  # for older SDKs, and for others
+UNREAD: Any = {  # for older SDKs, and for others
+    "create_model_via_load_weights": True,
+    "supported_models": {"__all__": {"sampler"}},
+}
 RESPONSES = [
     (
         ClientConfigResponse(
