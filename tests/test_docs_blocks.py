@@ -103,6 +103,7 @@ BLOCKS = {
     "docs/security.md: openssl req -x509 -newkey rsa:2048 -nodes -days 30": (
         "tests/api/test_tls.py::test_the_sdk_trains_and_samples_over_tls"
     ),
+    "docs/security.md: [Interface]": "tests/faults/test_tunnel.py",
     "docs/security.md: server {": "it needs nginx",
     "docs/security.md: tinker.example {": "it needs Caddy",
     "docs/sizing.md: skyrl-tinker plan --base-model Qwen/Qwen3-8B --gpu": "tests/cli/test_plan.py",

@@ -122,6 +122,12 @@ def test_pods_may_run_in_a_restricted_namespace() -> None:
             assert container.spec["securityContext"] == closed
 
 
+def test_ray_tells_nobody_about_the_cluster() -> None:
+    nodes = [container.spec["env"] for pod in pods().values() for container in pod if "RAY_" in str(container)]
+    assert len(nodes) > 1
+    assert all({"name": "RAY_USAGE_STATS_ENABLED", "value": "0"} in environment for environment in nodes)
+
+
 def test_their_variables_are_settings_and_their_secrets_are_named_in_the_docs() -> None:
     named = [each for pod in pods().values() for container in pod for each in container.spec.get("env", [])]
     prefix = "SKYRL_TINKER_"

@@ -53,6 +53,7 @@ class HostServer:
         ours = (sys.executable, "-m", "skyrl_tinker", command, "--home", home, "--port", str(API_PORT))
         env = {**ray_environment(), "PATH": os.environ["PATH"]}
         self._log = home.with_suffix(".out").open("wb")
+        self._http = httpx.Client(timeout=5)
         self.process = host.popen(
             *ours, *options, env=env, cwd=_ROOT, stdout=self._log, stderr=subprocess.STDOUT
         )
@@ -67,7 +68,7 @@ class HostServer:
     def state(self) -> dict[str, Any]:
         """Return what /readyz says; nothing where it cannot be reached."""
         try:
-            answer = httpx.get(f"{self.url}/readyz", timeout=5)
+            answer = self._http.get(f"{self.url}/readyz")
         except httpx.TransportError:
             return {}
         found: dict[str, Any] = answer.json()
@@ -90,6 +91,7 @@ class HostServer:
         for process in (self._relay, self.process):
             process.terminate()
             process.wait()
+        self._http.close()
         self._log.close()
 
 

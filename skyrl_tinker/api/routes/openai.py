@@ -1,5 +1,7 @@
 """OpenAI-compatible routes: requests are validated here and answered by the engine."""
 
+import asyncio
+
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from sqlalchemy import Connection
@@ -87,7 +89,14 @@ async def _relay(request: Request, deps: Services, model: type[OpenAIRequest]) -
             return await deps.engine.relay(request)
     except EngineUnavailableError:
         engine = await deps.store.read(engine_state)
-        unavailable = SamplerError(f"the engine is {engine.state}: {engine.detail}; try again")
-        return shaped(request.url.path, unavailable, 503, {"Retry-After": str(RETRY_AFTER_S)})
+        return _unavailable(request, f"the engine is {engine.state}: {engine.detail}; try again")
+    except asyncio.CancelledError:
+        if not deps.waiter.stopped:
+            raise
+        return _unavailable(request, "this server process is shutting down; try again")
     except ClientDisconnect:
         return Response(status_code=CLIENT_GONE)
+
+
+def _unavailable(request: Request, reason: str) -> Response:
+    return shaped(request.url.path, SamplerError(reason), 503, {"Retry-After": str(RETRY_AFTER_S)})

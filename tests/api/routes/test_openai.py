@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from sqlalchemy.exc import OperationalError
 
+from skyrl_tinker.api.middleware import arriving_body
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
@@ -110,6 +111,20 @@ async def test_every_refusal_has_the_form_of_openai(
     async with httpx.AsyncClient(transport=transport) as quiet:
         oai = oai.with_options(http_client=quiet)
         assert (await refused(openai.InternalServerError, "internal error: ZeroDivision")).status_code == 500
+
+
+async def test_a_body_that_does_not_come_is_refused_in_that_form_too(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arriving_body, "GRACE_S", 0.1)
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    answer = await http.post("/oai/api/v1/completions", content=slow())
+    assert answer.status_code == 408
+    assert "found 1 bytes and then too little" in answer.json()["error"]["message"]
 
 
 async def test_an_engine_that_fails_beyond_its_own_words_is_a_server_error(
@@ -211,6 +226,26 @@ async def test_a_stream_that_breaks_off_ends_with_an_error(world: World, http: h
         answer = await http.post("/oai/api/v1/completions", json={**COMPLETION, "stream": True})
     assert answer.status_code == 200
     assert "the engine stopped" in answer.text.splitlines()[-2]
+
+
+async def test_an_answer_that_a_shutdown_cuts_off_is_to_be_asked_for_again(
+    world: World, http: httpx.AsyncClient
+) -> None:
+    begun = asyncio.Event()
+
+    async def handler(_: web.Request) -> web.Response:
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with engine(world, web.post("/oai/api/v1/completions", handler)):
+        asked = asyncio.create_task(http.post("/oai/api/v1/completions", json=COMPLETION))
+        await begun.wait()
+        world.services.waiter.stop()
+        asked.cancel()  # as uvicorn does, in a process that ends
+        answer = await asked
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+    assert answer.json()["error"]["message"] == "this server process is shutting down; try again"
 
 
 async def test_an_answer_that_nobody_waits_for_is_given_up(world: World) -> None:
