@@ -346,7 +346,7 @@ class Settings(BaseSettings):
     )
     gradient_checkpointing: bool | None = None
     """Keep only the inputs of the layers for the backward pass and compute the rest again: less memory for a
-    third more work [default: in micro-batches that would not fit otherwise]
+    third more work [default: of as many layers as would not fit otherwise]
     """
     resident_models: int = Field(0, ge=0)
     """LoRA models on the trainer's devices at once, others wait on the host; 0 = all [on cuda: as planned]"""

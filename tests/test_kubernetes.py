@@ -123,7 +123,9 @@ def test_pods_may_run_in_a_restricted_namespace() -> None:
 
 
 def test_ray_tells_nobody_about_the_cluster() -> None:
-    nodes = [container.spec["env"] for pod in pods().values() for container in pod if "RAY_" in str(container)]
+    nodes = [
+        container.spec["env"] for pod in pods().values() for container in pod if "RAY_" in str(container)
+    ]
     assert len(nodes) > 1
     assert all({"name": "RAY_USAGE_STATS_ENABLED", "value": "0"} in environment for environment in nodes)
 

@@ -85,12 +85,12 @@ LORA = LoraSpec(32, 1)
 # Rows of the 8B, fake
 
 
-def profile(tokens: int, tenants: int, *, recompute: bool, rows: int = 1) -> RowProfile:
+def profile(tokens: int, tenants: int, *, recompute: int = 0, rows: int = 1) -> RowProfile:
     """Return the profile of the last of `rows` rows."""
-    training = Training(QWEN3_8B, "cuda", "bfloat16", LORA, tenants, recompute)
+    training = Training(QWEN3_8B, "cuda", "bfloat16", LORA, tenants)
     with row_profile.fake_ranks(1) as ranks:
         trainer = FakeTrainer(training, ranks)
-        return [trainer.measure(tokens) for _ in range(rows)][-1]
+        return [trainer.measure(tokens, recompute=recompute) for _ in range(rows)][-1]
 
 
 def plain_operations(tokens: int) -> int:
@@ -244,8 +244,8 @@ def write_model(directory: Path, config: dict[str, Any], dtype: torch.dtype) -> 
 
 def rows_of_8b(arguments: argparse.Namespace) -> dict[str, float]:
     tokens, tenants = arguments.tokens, arguments.tenants
-    one = profile(tokens, 1, recompute=False, rows=2)
-    many = profile(tokens, tenants, recompute=False, rows=2)
+    one = profile(tokens, 1, rows=2)
+    many = profile(tokens, tenants, rows=2)
     plain = plain_operations(tokens)
     print(f"\n8B, a row of {tokens} tokens, forward and backward")
     print(f"{'':<28}{'operations':>12}{'reads':>8}{'saved GB':>10}{'peak GB':>10}")
@@ -253,7 +253,7 @@ def rows_of_8b(arguments: argparse.Namespace) -> dict[str, float]:
         memory = f"{found.saved / 1e9:>10.2f}{found.peak / 1e9:>10.2f}"
         print(f"{name:<28}{found.operations:>12}{found.reads:>8}{memory}")
     print(f"{'transformers, no adapter':<28}{plain:>12}")
-    long = profile(arguments.context, 1, recompute=True)
+    long = profile(arguments.context, 1, recompute=QWEN3_8B["num_hidden_layers"])
     total = long.weights + long.state + long.peak
     print(f"\n8B, a row of {arguments.context} tokens, layers recomputed, GB on one GPU")
     for name, size in (

@@ -147,8 +147,8 @@ def _why(fast: int, small: int) -> str:
     if fast == small:  # by gradient_checkpointing, or because all fits
         return f"rows of up to {fast:,} tokens fit"
     return (
-        f"rows of up to {fast:,} tokens keep all activations; of longer ones, up to {small:,}, the layers "
-        "are recomputed"
+        f"rows of up to {fast:,} tokens keep all activations; of longer ones, up to {small:,}, as many "
+        "layers as need be are recomputed"
     )
 
 

@@ -196,11 +196,13 @@ class MemoryEstimate:
             yield MemoryLine(TRAINER, f"{name} of {resident} x {one}", resident * count * weight)
         if not demand.full:
             yield MemoryLine(TRAINER, "their gradients before the pass, to undo it", (resident - 1) * weight)
-        chosen = self.fast if self.fast.needed(tokens) <= self.row_room() else self.small
-        for name, memory in (("all activations kept", costs.kept), ("layers recomputed", costs.recomputed)):
-            row = f"row of {tokens} tokens, {name}"
-            yield MemoryLine(TRAINER, row, memory.needed(tokens), memory is chosen)
-        yield MemoryLine(TRAINER, "lost to the allocator (assumed)", ALLOCATOR_WASTE * chosen.needed(tokens))
+        row, layers = costs.row(tokens), costs.layers
+        chosen = row.again_within(self.row_room(), demand.given.get("gradient_checkpointing"))
+        for again in sorted({0, chosen, layers}):
+            name = f"{again} of {layers} layers recomputed" if again else "all activations kept"
+            yield MemoryLine(TRAINER, f"row of {tokens} tokens, {name}", row.needed(again), again == chosen)
+        waste = ALLOCATOR_WASTE * row.needed(chosen)
+        yield MemoryLine(TRAINER, "lost to the allocator (assumed)", waste)
         if demand.full:
             yield MemoryLine(TRAINER, "transfer buffers", self._transfer)
         yield MemoryLine(TRAINER, "CUDA contexts (assumed)", demand.gpu_bytes - self.room)

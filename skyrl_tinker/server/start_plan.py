@@ -66,7 +66,7 @@ def measure_costs(config: Mapping[str, Any], demand: Demand, ranks: int) -> Memo
     request = {"config": config, "rank": demand.rank, "tokens": tokens, "ranks": ranks}
     module = "skyrl_tinker.server.costs_process"
     costs = json.loads(_run(_NO_PLAN, "-m", module, given=json.dumps(request)))
-    rows = {name: RowMemory(**costs[name]) for name in ("kept", "recomputed")}
+    rows = {name: RowMemory(**costs[name]) for name in ("kept", "recomputed", "layer")}
     return MemoryCosts(**{**costs, **rows})
 
 

@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ class Worker:
         ranks = self._ranks
         activations = ActivationMemory.measure(self._base, self.spec.gradient_checkpointing, ranks)
         self._runner = PassRunner(self._base, self._models, ranks, activations.recomputed)
+        self._frugal_runner = replace(self._runner, recomputed=activations.most_recomputed)
         freeze_gc()
 
     @_out_of_memory("create_model")
@@ -138,14 +140,18 @@ class Worker:
         self._device_cache.add(key)
 
     def run_pass(self, batch: TrainingInputBatch, token_budget: int | None = None) -> RankOutput:
-        """Run a pass in rows of `token_budget` tokens, by default that of the spec."""
+        """Run a pass in rows of `token_budget` tokens, by default that of the spec.
+
+        If they are fewer, memory has run out before: all layers run again, whatever seems to fit.
+        """
         budget, loaded = token_budget or self.spec.token_budget, False
         try:
             self._have_onloaded()
             self._load_models([info.model for info in batch.requests])
             loaded = True
             self._device_cache.mark_changed({info.model for info in batch.requests if info.backward})
-            return self._runner.execute_pass(batch, budget)
+            runner = self._frugal_runner if budget < self.spec.token_budget else self._runner
+            return runner.execute_pass(batch, budget)
         except ExhaustedError as error:
             reason = str(error)  # refused below: the error's traceback keeps the pass's allocations alive
         if not loaded:

@@ -30,8 +30,8 @@ def _costs(content: Mapping[str, Any], demand: Demand, ranks: int) -> MemoryCost
     """Measured ones of Qwen3-8B, rounded, without the seconds that it takes."""
     assert content == QWEN3_8B
     trained = 2_800_000 * demand.rank
-    rows = (RowMemory(GB, per_token, 32768) for per_token in (6_800_000, 540_000))
-    return MemoryCosts(8_190_735_360, trained, 2 * 8_190_735_360 // ranks, 16 * trained, *rows)
+    rows = (RowMemory(GB, per_token, 32768) for per_token in (6_800_000, 540_000, 180_000))
+    return MemoryCosts(8_190_735_360, trained, 2 * 8_190_735_360 // ranks, 16 * trained, *rows, layers=36)
 
 
 def _no_costs(*_: Any) -> MemoryCosts:
@@ -96,7 +96,7 @@ def test_gpus_by_arguments_of_vllm_are_counted(model: Path) -> None:
             (
                 "does not fit on 1 GPU of 20 GB: a row of 4096 tokens",
                 "(GPU of a trainer rank, GB: weights of the frozen base 16.4, ",
-                "row of 4096 tokens, layers recomputed 3.2, ",
+                "row of 4096 tokens, 36 of 36 layers recomputed 3.2, ",
                 "set a smaller context_length, token_budget, max_lora_rank or resident_models",
             ),
         ),

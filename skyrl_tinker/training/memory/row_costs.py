@@ -32,13 +32,14 @@ class _Profiles:
         self._trainers = trainers
         self._rows = [self._measure(length, recompute) for length in (_SHORT, tokens)]
 
-    def _measure(self, tokens: int, recompute: bool) -> tuple[RowProfile, RowProfile]:
+    def _measure(self, tokens: int, recompute: bool) -> list[RowProfile]:
         """Measure a row. Of fewer layers counts what the forward pass leaves, half of the work."""
         few, more = self._trainers
-        return (
-            few.measure(tokens, recompute=recompute, backward=False),
-            more.measure(tokens, recompute=recompute),
-        )
+        again = _FEW * recompute
+        return [
+            few.measure(tokens, recompute=again, backward=False),
+            more.measure(tokens, recompute=again + recompute),
+        ]
 
     def parameters(self) -> int:
         few, more = (sum(each.numel() for each in trainer.network.parameters()) for trainer in self._trainers)
@@ -53,7 +54,16 @@ class _Profiles:
         return self._extrapolate(few.state, more.state)
 
     def row_memory(self) -> RowMemory:
-        (short, few), (long, most) = ((pair[0].tokens, self._peak(*pair)) for pair in self._rows)
+        return self._line([self._peak(*pair) for pair in self._rows])
+
+    def layer_beyond(self, other: "_Profiles") -> RowMemory:
+        """Return what a layer keeps for backward, less what one of the other profiles does."""
+        mine, others = ([more.saved - few.saved for few, more in each._rows] for each in (self, other))
+        return self._line([a - b for a, b in zip(mine, others, strict=True)])
+
+    def _line(self, sizes: Sequence[int]) -> RowMemory:
+        """Return the line through the sizes of the short and the long row."""
+        (short, long), (few, most) = (pair[0].tokens for pair in self._rows), sizes
         per_token = (most - few) / (long - short)
         return RowMemory(ceil(few - per_token * short), ceil(per_token), long)
 
@@ -84,4 +94,6 @@ def measure_costs(training: Training, tokens: int, ranks: Ranks) -> MemoryCosts:
         state=weights + state if full else state,
         kept=kept.row_memory(),
         recomputed=recomputed.row_memory(),
+        layer=kept.layer_beyond(recomputed),
+        layers=int(training.config["num_hidden_layers"]),
     )

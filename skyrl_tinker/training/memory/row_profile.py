@@ -49,7 +49,6 @@ class Training:
     dtype: str  # float32 | bfloat16
     lora: LoraSpec = _FULL  # of each tenant; rank 0: full parameters
     tenants: int = 1
-    gradient_checkpointing: bool = False
 
     def with_layers(self, layers: int) -> "Training":
         changed = dict(self.config, num_hidden_layers=layers)
@@ -119,8 +118,8 @@ class FakeTrainer:
         self.network = freeze(causal_lm, mesh)
         return {key: _BlankAdapter(training.lora, self.network.targets, self._ranks.device) for key in keys}
 
-    def measure(self, tokens: int, *, recompute: bool | None = None, backward: bool = True) -> RowProfile:
-        """Measure a row that the tenants share equally. `recompute`: else as the training says.
+    def measure(self, tokens: int, *, recompute: int = 0, backward: bool = True) -> RowProfile:
+        """Measure a row that the tenants share equally, the first `recompute` layers of which run again.
 
         Without `backward` it is the profile of the forward pass.
         """
@@ -128,8 +127,6 @@ class FakeTrainer:
         row = whole_row(batch)
         with planning(self.training.device), self._mode:
             fake = _map_tensors(row, self._mode.from_tensor)
-            if recompute is None:
-                recompute = self.training.gradient_checkpointing
             return measure_row(
                 self.network,
                 self._models,
@@ -190,7 +187,7 @@ def measure_row(
     row: Row,
     ranks: Ranks,
     *,
-    recompute: bool,
+    recompute: int,
     backward: bool = True,
 ) -> RowProfile:
     """Run the row, real or fake, as in a pass that adds to existing gradients, and count its costs."""

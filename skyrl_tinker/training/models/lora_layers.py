@@ -27,13 +27,13 @@ class Active(NamedTuple):
 
     models: tuple[LoraModel, ...]  # of each request
     sizes: list[int]  # tokens of each request and, if any, the rest of the row
-    recompute: bool = False  # run layers again in backward
+    recompute: int = 0  # layers that run again in backward, the first ones
     merged: MergedAdapters | None = None  # on a GPU
     runs: tuple[tuple[int, int], ...] = ()  # (count, length): consecutive sequences of equal length
     replayed: Replayed | None = None
 
     @classmethod
-    def from_adapters(cls, adapters: Adapters, embedded: torch.Tensor, recompute: bool, row: Row) -> "Active":
+    def from_adapters(cls, adapters: Adapters, embedded: torch.Tensor, recompute: int, row: Row) -> "Active":
         """Lay adapters over a row, `embedded` [1, T, D]; the spans tile it but for its end."""
         sizes = [len(span) for span, _ in adapters]
         if rest := embedded.shape[1] - sum(sizes):

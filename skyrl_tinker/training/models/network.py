@@ -82,13 +82,13 @@ class Network(nn.Module):
         return logprobs
 
     def forward(
-        self, row: Row, adapters: Adapters = (), *, whole_backward: bool = False, recompute: bool = False
+        self, row: Row, adapters: Adapters = (), *, whole_backward: bool = False, recompute: int = 0
     ) -> torch.Tensor:
         """Compute target logprobs [C] float32. The adapters' spans tile the row's datums, or there are none.
 
         `whole_backward`: let gradients flow down to the first layer even if no adapter needs it there, so
-        that all ranks gather the same layers in backward. `recompute`: keep less for backward, and run the
-        layers again there.
+        that all ranks gather the same layers in backward. `recompute`: number of layers,
+        the first ones, that keep their inputs only and run again in backward.
         """
         embedded = self.causal_lm.get_input_embeddings()(row.tokens)
         if whole_backward and not embedded.requires_grad:

@@ -15,15 +15,16 @@ _Forward = Callable[..., Any]
 def install(layers: Sequence[nn.Module], routing: Routing) -> None:
     """Wrap the layers, before `fully_shard`: FSDP's hooks then gather the weights for both runs.
 
-    Rows whose routing says so are run with checkpoints.
+    Of each row the first layers run with checkpoints, as many as its routing says. Backward has freed all
+    that the others keep before it runs the first of them again.
     """
-    for layer in layers:
-        layer.forward = partial(_forward, layer.forward, routing)
+    for number, layer in enumerate(layers):
+        layer.forward = partial(_forward, layer.forward, routing, number)
 
 
-def _forward(forward: _Forward, routing: Routing, *args: Any, **kwargs: Any) -> Any:
+def _forward(forward: _Forward, routing: Routing, number: int, *args: Any, **kwargs: Any) -> Any:
     """Run, with a checkpoint or without; layers draw no random numbers, so their state need not be kept."""
-    if not routing.active.recompute:
+    if number >= routing.active.recompute:
         return forward(*args, **kwargs)
     routed = partial(_routed, forward, routing, routing.active)
     return checkpoint(routed, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

@@ -97,8 +97,8 @@ class PassRunner:
     base: Network
     models: Mapping[ModelKey, TrainableModel]
     ranks: Ranks
-    recomputed: Callable[[int, int], bool]
-    """(tokens of a row, rank of its adapters) -> whether its layers run again in backward."""
+    recomputed: Callable[[int, int], int]
+    """(tokens of a row, rank of its adapters) -> layers that run again in backward, the first ones."""
 
     def execute_pass(self, batch: TrainingInputBatch, budget: int) -> RankOutput:
         """Execute a pass in rows of `budget` tokens; a request without finite loss and gradient fails alone.
@@ -262,7 +262,7 @@ class PassRunner:
         row = make_row(batch, micro.segments, device) if micro.segments else idle_row(device)
         shared = self.ranks.world > 1
         adapters = self._adapters(micro, row)
-        recompute = micro.backward and self.recomputed(row.tokens.shape[1], self._rank(adapters))
+        recompute = self.recomputed(row.tokens.shape[1], self._rank(adapters)) if micro.backward else 0
         with torch.set_grad_enabled(micro.backward):
             network = self._network(micro.network)
             whole = micro.backward and shared

@@ -42,59 +42,57 @@ def _training(directory: str, **changed: Any) -> Training:
 
 def _worker(ranks: Ranks, training: Training, directory: str) -> Worker:
     """Worker with real tensors."""
-    on = training.gradient_checkpointing
-    spec = TrainerSpec(directory, 1, "cpu", training.dtype, 1, 512, gradient_checkpointing=on)
-    worker = Worker(spec, 0)
+    worker = Worker(TrainerSpec(directory, 1, "cpu", training.dtype, 1, 512), 0)
     worker.attach(ranks)
     for number in range(1, training.tenants + 1):
         worker.create_model(ModelKey(number), training.lora)
     return worker
 
 
-def _measure(worker: Worker, ranks: Ranks, tokens: int) -> RowProfile:
+def _measure(worker: Worker, ranks: Ranks, tokens: int, recompute: int = 0) -> RowProfile:
     batch = even_batch(list(worker._models), tokens, VOCAB)
-    recompute = bool(worker.spec.gradient_checkpointing)
     return measure_row(worker._base, worker._models, batch, whole_row(batch), ranks, recompute=recompute)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("recompute", [0, 1, 2])
 @pytest.mark.parametrize(("tenants", "tokens"), [(1, 96), (3, 480)])
 def test_a_fake_row_costs_what_a_real_one_does(
-    ranks: Ranks, untied_model: str, dtype: str, checkpointing: bool, tenants: int, tokens: int
+    ranks: Ranks, untied_model: str, dtype: str, recompute: int, tenants: int, tokens: int
 ) -> None:
-    training = _training(untied_model, dtype=dtype, tenants=tenants, gradient_checkpointing=checkpointing)
+    training = _training(untied_model, dtype=dtype, tenants=tenants)
     worker, fake = _worker(ranks, training, untied_model), FakeTrainer(training, ranks)
     for _ in range(2):  # in the first row, FSDP still allocates
-        expected, found = _measure(worker, ranks, tokens), fake.measure(tokens)
+        expected = _measure(worker, ranks, tokens, recompute)
+        found = fake.measure(tokens, recompute=recompute)
     assert found == expected
     assert min(found.operations, found.reads, found.saved, found.peak - found.saved) > 0
 
 
 @pytest.mark.parametrize("with_liger", [True, False], ids=["liger-kernel", "torch"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("recompute", [0, 1, 2])
 @pytest.mark.parametrize("arch", ["qwen3", "gemma3"])
 def test_a_fake_row_for_cuda_costs_what_a_real_one_does_that_takes_its_way(
     ranks: Ranks,
     tmp_path: Path,
     arch: str,
-    checkpointing: bool,
+    recompute: int,
     with_liger: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In float32 attention is the same on both, by segments; all else runs as on CUDA."""
     monkeypatch.setattr(liger, "installed", lambda: with_liger)
     write_tiny(tmp_path, arch=arch)
-    training = _training(str(tmp_path), device="cuda", tenants=2, gradient_checkpointing=checkpointing)
+    training = _training(str(tmp_path), device="cuda", tenants=2)
     worker, fake = _worker(ranks, training, str(tmp_path)), FakeTrainer(training, ranks)
     with planning("cuda"):
-        expected = _measure(worker, ranks, 256)
-    found = fake.measure(256)
+        expected = _measure(worker, ranks, 256, recompute)
+    found = fake.measure(256, recompute=recompute)
     views = 0 if with_liger else 2  # gradients of SDPA are laid out otherwise than those of fake tensors
     assert found == replace(expected, operations=expected.operations - views)
-    eager = FakeTrainer(replace(training, device="cpu"), ranks).measure(256)
+    eager = FakeTrainer(replace(training, device="cpu"), ranks).measure(256, recompute=recompute)
     assert expected.operations < eager.operations
-    assert expected.saved < eager.saved or checkpointing
+    assert expected.saved < eager.saved or recompute
 
 
 def test_memory_counts_what_autograd_saves(ranks: Ranks, untied_model: str) -> None:
@@ -106,7 +104,7 @@ def test_memory_counts_what_autograd_saves(ranks: Ranks, untied_model: str) -> N
     before = [*worker._models[ModelKey(1)].tensors(), row.tokens, row.positions, row.targets]
     before += [row.segments.cu_seqlens, *row.inputs.values(), *worker._base.parameters()]
     with _saved_storages() as saved:
-        profile = measure_row(worker._base, worker._models, batch, row, ranks, recompute=False)
+        profile = measure_row(worker._base, worker._models, batch, row, ranks, recompute=0)
     own = {*saved} - {tensor.untyped_storage()._cdata for tensor in before}
     logits, logprobs, clone = tokens * VOCAB * 4, tokens * 4, profile.state // 4
     assert profile.saved - clone - logits - logprobs == pytest.approx(
@@ -135,14 +133,15 @@ def _saved_storages() -> Iterator[dict[int, int]]:
 
 
 def test_layers_add_the_same_each(ranks: Ranks, untied_model: str) -> None:
-    for checkpointing in (False, True):
-        training = _training(untied_model, gradient_checkpointing=checkpointing)
+    training = _training(untied_model)
+    trainers = {layers: FakeTrainer(training.with_layers(layers), ranks) for layers in (2, 3, 7)}
+    for recompute in (False, True):
         two, three, seven = (
-            FakeTrainer(training.with_layers(layers), ranks).measure(256) for layers in (2, 3, 7)
+            trainer.measure(256, recompute=recompute * layers) for layers, trainer in trainers.items()
         )
         for name in ("weights", "state", "saved", "peak"):
             a, b, c = (getattr(profile, name) for profile in (two, three, seven))
-            assert c - a == 5 * (b - a), (name, checkpointing)
+            assert c - a == 5 * (b - a), (name, recompute)
 
 
 def test_a_tensor_counts_until_nothing_refers_to_it_at_the_size_it_has() -> None:

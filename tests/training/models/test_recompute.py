@@ -1,6 +1,7 @@
 """Gradient checkpointing changes what is kept, never a number."""
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from skyrl_tinker.domain.values import AdamParams, LoraSpec, PassItem, PassOutpu
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
+from tests.support.tiny_models import write_tiny
 from tests.training.conftest import MakeWorker
 from tests.training.support.passes import (
     assert_equal,
@@ -34,6 +36,7 @@ LORA = {1: LoraSpec(4, 1), 2: LoraSpec(16, 2, train_mlp=False), 3: LoraSpec(1, 3
 FULL = 4
 FULL_SPEC = LoraSpec(0, 0)
 DTYPES = ("float32", "bfloat16")
+LAYERS = 4
 
 
 def _mixed() -> list[PassItem]:
@@ -45,52 +48,69 @@ def _mixed() -> list[PassItem]:
     ]
 
 
+@pytest.fixture(scope="module", params=["qwen3", "qwen3-moe", "gemma3", "gpt-oss"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Model of four layers, some families' of more than one kind."""
+    path = tmp_path_factory.mktemp(request.param)
+    write_tiny(path, arch=request.param, layers=LAYERS)
+    return str(path)
+
+
+def _run_again(worker: Worker, layers: int) -> None:
+    """Have the first so many layers of every row run again."""
+    worker._runner = replace(worker._runner, recomputed=lambda tokens, rank: layers)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_mixed_tenants_have_the_same_bits(make_worker: MakeWorker, model_directory: str, dtype: str) -> None:
+def test_mixed_tenants_have_the_same_bits(make_worker: MakeWorker, directory: str, dtype: str) -> None:
     found = []
-    for on in (True, False):
-        worker = make_worker(model_directory, 96, dtype, LORA, gradient_checkpointing=on)
+    for layers in (0, 1, LAYERS // 2, LAYERS):
+        worker = make_worker(directory, 96, dtype, LORA)
+        _run_again(worker, layers)
         outputs = run_pass(worker, *_mixed())
         found.append((outputs, {model: gradients_of(worker, model) for model in LORA}))
-    (outputs, gradients), (expected, others) = found
-    for output, other in zip(outputs, expected, strict=True):
-        assert isinstance(output, PassOutput)
-        assert isinstance(other, PassOutput)
-        assert output.metrics == other.metrics
-        for a, b in zip(output.logprobs, other.logprobs, strict=True):
-            np.testing.assert_array_equal(a, b)
-    for model in LORA:
-        assert_equal(gradients[model], others[model])
+    (expected, others), *rest = found
+    for outputs, gradients in rest:
+        for output, other in zip(outputs, expected, strict=True):
+            assert isinstance(output, PassOutput)
+            assert isinstance(other, PassOutput)
+            assert output.metrics == other.metrics
+            for a, b in zip(output.logprobs, other.logprobs, strict=True):
+                np.testing.assert_array_equal(a, b)
+        for model in LORA:
+            assert_equal(gradients[model], others[model])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_full_parameters_have_the_same_bits(
-    make_worker: MakeWorker, model_directory: str, dtype: str
-) -> None:
+def test_full_parameters_have_the_same_bits(make_worker: MakeWorker, directory: str, dtype: str) -> None:
     found = []
-    for on in (True, False):
-        worker = make_worker(model_directory, 96, dtype, {FULL: FULL_SPEC}, gradient_checkpointing=on)
+    for layers in (0, 1, LAYERS // 2, LAYERS):
+        worker = make_worker(directory, 96, dtype, {FULL: FULL_SPEC})
+        _run_again(worker, layers)
         for number in range(2):
             run_one(worker, make_item(FULL, make_data((40, 30, 20), number)))
         step(worker, FULL)
         model = worker._models[ModelKey(FULL)]
-        found.append(dict(enumerate(model.local(model.moments[0]) + model._weights())))
-    for number, tensor in found[0].items():
-        assert torch.equal(tensor, found[1][number])
+        found.append([*model.local(model.moments[0]), *model._weights()])
+    expected, *rest = found
+    for tensors in rest:
+        assert all(map(torch.equal, tensors, expected))
 
 
 @pytest.mark.parametrize("models", [tuple(LORA), (FULL,)])
-def test_only_the_inputs_of_layers_are_kept(
+def test_only_the_inputs_of_layers_that_run_again_are_kept(
     make_worker: MakeWorker, untied_model: str, models: tuple[int, ...]
 ) -> None:
     kept = []
-    for on in (True, False):
+    for layers in range(3):
         specs = {model: LORA.get(model, FULL_SPEC) for model in models}
-        worker = make_worker(untied_model, 96, models=specs, gradient_checkpointing=on)
+        worker = make_worker(untied_model, 96, models=specs)
+        _run_again(worker, layers)
         kept.append(_bytes_kept(worker, [make_item(model, make_data((32,), 1)) for model in models]))
-    tokens, hidden, layers = 32 * len(models), 64, 2
-    assert kept[1] - kept[0] > tokens * hidden * 4 * layers * 5  # a layer keeps far more than its input
-    assert kept[0] < kept[1] / 2
+    tokens, hidden = 32 * len(models), 64
+    for fewer, more in itertools.pairwise(kept):
+        assert fewer - more > tokens * hidden * 4 * 5  # a layer keeps far more than its input
+    assert kept[2] < kept[0] / 2
 
 
 def _bytes_kept(worker: Worker, items: list[PassItem]) -> int:
@@ -161,6 +181,6 @@ def test_ranks_that_choose_differently_call_the_same_collectives(untied_model: s
     root = Path(__file__).parents[3]
     result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    for kept, recomputed in json.loads(result.stdout):  # of an adapter, and of full parameters
-        assert recomputed == kept
+    for kept, *recomputed in json.loads(result.stdout):  # of an adapter, and of full parameters
+        assert recomputed == [kept, kept]
         assert len(kept) > 2  # both layers and the rest, in both directions

@@ -1,4 +1,4 @@
-"""Print the collectives of a row on one of eight ranks, with and without recomputed layers, as JSON.
+"""Print the collectives of a row on one of eight ranks, with no, one and two recomputed layers, as JSON.
 
 A process of its own, since it forms a process group.
 """
@@ -26,18 +26,16 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def collectives(config: dict[str, Any], rank: int, recompute: bool) -> list[tuple[str, list[list[int]]]]:
+def collectives(config: dict[str, Any], rank: int, recompute: int) -> list[tuple[str, list[list[int]]]]:
     with fake_ranks(8) as ranks:
         lora = LoraSpec(rank, 0)
-        trainer = FakeTrainer(Training(config, "cuda", "bfloat16", lora, 1, recompute), ranks)
-        trainer.measure(64)  # in the first row, FSDP still allocates
+        trainer = FakeTrainer(Training(config, "cuda", "bfloat16", lora), ranks)
+        trainer.measure(64, recompute=recompute)  # in the first row, FSDP still allocates
         with Collectives() as mode:
-            trainer.measure(64)
+            trainer.measure(64, recompute=recompute)
     return mode.found
 
 
 if __name__ == "__main__":
     model = json.loads(sys.argv[1])
-    print(
-        json.dumps([[collectives(model, rank, recompute) for recompute in (False, True)] for rank in (8, 0)])
-    )
+    print(json.dumps([[collectives(model, rank, recompute) for recompute in range(3)] for rank in (8, 0)]))
