@@ -123,8 +123,12 @@ async def subject(
     untied_model: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Subject:
-    scripted = request.param == "stand-in"
-    made: Subject = Scripted() if scripted else Real(lambda: make_worker(untied_model), monkeypatch)
+    made: Subject
+    if request.param == "stand-in":
+        made = Scripted()
+    else:
+        made = Real(lambda: make_worker(untied_model), monkeypatch)
+        await made.trainer.ready()
     for model in (A, B):
         await made.trainer.create_model(model, SPEC)
     return made
