@@ -217,21 +217,21 @@ def test_the_bill_has_each_under_its_name(
     server, service = both
     began = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     hours = began, began + timedelta(hours=2)
-    rest = tinker.RestClient(base_url=server.url)
-    before = billed(rest, hours)
+    admin = tinker.AdminClient(base_url=server.url)
+    before = billed(admin, hours)
     for number, model in enumerate(models):
         client = Client("", service, model)
         train(client.new_lora(), TOKENS[: 20 + number])
         client.base_sampler().compute_logprobs(prompt(TOKENS[: 10 + number])).result()
     kinds = [("training", 19), ("sampling_prefill", 10)]
     expected = {(model, kind): count + number for number, model in enumerate(models) for kind, count in kinds}
-    assert billed(rest, hours) - before == expected
+    assert billed(admin, hours) - before == expected
 
 
-def billed(rest: tinker.RestClient, hours: tuple[datetime, datetime]) -> Counter[tuple[str, str]]:
+def billed(admin: tinker.AdminClient, hours: tuple[datetime, datetime]) -> Counter[tuple[str, str]]:
     """Count tokens by base model and kind."""
     found: Counter[tuple[str, str]] = Counter()
-    for event in rest.get_billing_usage(*hours).result().data:
+    for event in admin.get_billing_usage(*hours).result().data:
         info = event.event_info
         if info.type in ("training", "sampling_prefill"):
             found[event.base_model, info.type] += info.token_count
