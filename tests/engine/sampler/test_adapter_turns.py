@@ -126,6 +126,25 @@ def test_what_would_have_to_start_over_ends_first(tmp_path: Path, given: dict[st
 
 
 @simulated
+async def test_what_cannot_be_interrupted_leaves_its_place_though_it_overlaps(tmp_path: Path) -> None:
+    """Once the turn is over, its later requests wait for the next one."""
+    samplers, (busy, small) = samplers_of(Batch()), adapters(tmp_path)
+
+    async def stream(after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        while True:
+            await samplers.sample(busy, ask(100, seed=5))
+
+    async with asyncio.TaskGroup() as tasks:
+        streams = [tasks.create_task(stream(each * 0.3)) for each in range(3)]
+        await asyncio.sleep(1)
+        async with asyncio.timeout(60):
+            assert await duration(samplers, small, ask(3)) < TURN_S + 100 * TOKEN_S + 0.1
+        for each in streams:
+            each.cancel()
+
+
+@simulated
 async def test_what_an_interruption_left_nothing_of_is_not_interrupted_again(tmp_path: Path) -> None:
     replica, (first, second) = Batch(), adapters(tmp_path)
     replica.keep = lambda drawn: 0
