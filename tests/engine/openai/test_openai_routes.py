@@ -1,17 +1,21 @@
 """OpenAI's requests go to the server of the base model that they name, or of the weights at their path."""
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from skyrl_tinker.domain.ids import CheckpointKind
+from skyrl_tinker.domain.ids import CheckpointKind, OwnerId
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.engine.openai.openai_routes import OpenAIRoutes
-from skyrl_tinker.engine.openai.openai_server import OpenAIServer
+from skyrl_tinker.engine.openai.openai_server import OpenAIServer, _OpenAICall
+from skyrl_tinker.engine.scheduling.priorities import Priorities
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError, UserError
+from skyrl_tinker.protocol.schemas.openai import CompletionRequest
 from skyrl_tinker.store import checkpoint_records, sampling_sessions
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.store import Store
@@ -88,3 +92,18 @@ async def test_a_request_waits_for_the_samplers_and_uses_them_until_its_end(
     with pytest.raises(UserError, match="the prompt is too long"):
         await answering
     assert not gate.in_use
+
+
+async def test_a_request_counts_for_its_owner_in_the_sampler(store: Store) -> None:
+    """As a sample does: beside a large request, another owner's comes before the next of the first."""
+    none: Any = None
+    samplers: Any = SimpleNamespace(priorities=Priorities())
+    driver: Any = SimpleNamespace(turn=lambda *_: nullcontext())
+    server = OpenAIServer(store, samplers, none, STUDENT, none, driver, Metrics())
+    request = CompletionRequest(model="student", prompt="a")
+    first, other = (
+        _OpenAICall(request, owner, None, [1000], {"max_tokens": 3000}, none)
+        for owner in map(OwnerId, (1, 2))
+    )
+    async with server._turn(first) as earliest, server._turn(first) as next_one, server._turn(other) as small:
+        assert (earliest, next_one, small) == (0, 4000, 0)
