@@ -21,7 +21,7 @@ TopK = Annotated[
     AfterValidator(lambda top_k: top_k or -1),
 ]
 Seed = Annotated[StrictInt, AfterValidator(lambda seed: seed % SEEDS)]
-"""Of any size, signed ones too: taken modulo 2^63, so that -1 is 2^63 - 1."""
+"""Of up to 64 bits, signed ones too: taken modulo 2^63, so that -1 is 2^63 - 1."""
 
 
 def check_stops(stops: Sequence[str | int]) -> None:

@@ -83,6 +83,11 @@ def test_what_clients_send_without_asking_for_anything_is_accepted(fields: dict[
     chat(**fields)
 
 
+@pytest.mark.parametrize(("seed", "read"), [(-1, 2**63 - 1), (2**63, 0), (7, 7)])
+def test_seeds_are_read_as_those_of_samples(seed: int, read: int) -> None:
+    assert chat(seed=seed).seed == read
+
+
 @pytest.mark.parametrize("said", [{"content": None}, {}, {"content": ""}])
 def test_an_assistant_may_have_said_nothing(said: dict[str, Any]) -> None:
     read = chat(messages=[*CHAT["messages"], {"role": "assistant", **said}]).messages[1]
