@@ -19,9 +19,9 @@ _SECRETS = re.compile(
 )
 _PATHS = re.compile(
     r"(?P<quote>['\"])/(?:(?!(?P=quote)).)*/(?P<quoted>(?:(?!(?P=quote))[^/])+)/*(?P=quote)"
-    r"|(?<![\w./:~…-])/(?:[^\s/:;,'\"()]+/)+(?P<bare>[^\s/:;,'\"()]+)/*"
+    r"|(?<![\w./:~…>-])/(?:[^\s/:;,'\"()]+/)+(?P<bare>[^\s/:;,'\"()]+)/*"
 )
-"""Absolute paths, which may have spaces where they are quoted; not URLs, nor tinker:// paths."""
+"""Absolute paths, with spaces where they are quoted; not URLs, nor tinker:// paths and their form."""
 
 
 def redact(text: str) -> str:

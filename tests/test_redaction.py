@@ -85,6 +85,10 @@ def test_log_lines_and_tracebacks_are_without_secrets() -> None:
             "http://127.0.0.1:80/v1/models and s3://bucket/a/b",
         ),
         ("tinker://run:train:0/weights/a exists", "tinker://run:train:0/weights/a exists"),
+        (
+            "tinker://<run>/<weights|sampler_weights>/<name>",
+            "tinker://<run>/<weights|sampler_weights>/<name>",
+        ),
         ("0.5 GB/s, 3/4 of 'a', and/or 'b'", "0.5 GB/s, 3/4 of 'a', and/or 'b'"),
     ],
 )
