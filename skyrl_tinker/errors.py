@@ -17,7 +17,8 @@ SkyrlTinkerError              500  server
 ├── TrainerLostError          500  server   fresh ranks do not help, or Ray is gone: only a new engine does
 ├── ExhaustedError            500  server   the ranks lack memory for this; models are as before
 ├── SamplerError              500  server   the inference plane failed
-│   └── SamplerPausedError    500  server   somebody has paused the replica: it takes no request yet
+│   ├── SamplerPausedError    500  server   somebody has paused the replica: it takes no request yet
+│   └── RequestGivenUpError   500  server   the replica gave up one request, and goes on with others
 ├── StorageError              500  server   a disk is broken; models and weights are as before
 │   ├── DiskFullError         500  server   it has no room: the same work may succeed later
 │   └── StorageAwayError      500  server   object storage does not answer: it may later
@@ -159,6 +160,10 @@ class DatabaseError(OverloadedError):
 
 
 class SamplerPausedError(SamplerError):
+    pass
+
+
+class RequestGivenUpError(SamplerError):
     pass
 
 

@@ -276,9 +276,24 @@ def test_an_answer_is_an_object_and_a_wrong_schema_is_refused(oai: openai.OpenAI
     answer = oai.chat.completions.create(**asked, response_format={"type": "json_object"})
     assert answer.choices[0].message.content.strip().startswith("{")
     wrong: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "no such type"}}}
-    with pytest.raises(openai.BadRequestError):
+    with pytest.raises(openai.BadRequestError, match="response_format: the sampler makes no answer"):
         oai.chat.completions.create(**asked, response_format=wrong)
     assert oai.chat.completions.create(**asked).choices
+
+
+@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"type": "object", "patternProperties": {"(": {}}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_the_sampler_gives_up_is_refused(
+    oai: openai.OpenAI, client: Client, schema: Any, stream: bool
+) -> None:
+    """Not as a failure of the server, which clients try again."""
+    wrong: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    asked: Any = {"model": client.model, "messages": CHAT, "max_tokens": 8, "stream": stream}
+    with pytest.raises(
+        openai.BadRequestError, match="response_format: the sampler makes no answer"
+    ) as refused:
+        oai.chat.completions.create(**asked, response_format=wrong)
+    assert refused.value.param == "response_format"
 
 
 def test_a_chat_completion(oai: openai.OpenAI, client: Client) -> None:

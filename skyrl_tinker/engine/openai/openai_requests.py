@@ -85,11 +85,16 @@ def require_one_sequence(request: OpenAIRequest, prompts: int) -> None:
 
 
 def prompt_lengths(request: OpenAIRequest, counts: Sequence[int], facts: BaseModelFacts) -> list[int]:
-    """Return the tokens of each prompt; `counts`: of texts_to_count. FieldError: unknown token id."""
+    """Return the tokens of each prompt; `counts`: of texts_to_count. FieldError: unknown id, or none."""
     lists = _token_lists(request)
     for tokens in lists:
         _require_known(tokens, "prompt", facts)
-    return [*counts, *map(len, lists)]
+    lengths = [*counts, *map(len, lists)]
+    if 0 in lengths:
+        chat = isinstance(request, ChatCompletionRequest)
+        name = "messages" if chat else f"prompt[{lengths.index(0)}]"
+        raise FieldError(f"{name}: empty, expected at least one token", "messages" if chat else "prompt")
+    return lengths
 
 
 def _require_known(tokens: Sequence[int], field: str, facts: BaseModelFacts) -> None:

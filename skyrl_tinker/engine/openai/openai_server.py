@@ -27,18 +27,25 @@ from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.priorities import share_of
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics, OutcomeLabel
-from skyrl_tinker.errors import NotFoundError, SamplerError, SkyrlTinkerError
-from skyrl_tinker.inference.client.sampling_port import AnswerReader
-from skyrl_tinker.protocol.schemas.openai import (
-    ChatCompletionRequest,
-    error_body,
+from skyrl_tinker.errors import (
+    NotFoundError,
+    RequestGivenUpError,
+    SamplerError,
+    SkyrlTinkerError,
+    UserError,
 )
+from skyrl_tinker.inference.client.sampling_port import AnswerReader
+from skyrl_tinker.protocol.schemas.openai import ChatCompletionRequest, FieldError, error_body
 from skyrl_tinker.store import usage_records
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.off_loop import off_loop
 
 _PREFIX, _SUFFIX, _END = b"data: ", b"\n\n", b"[DONE]"
 """Prefix of events in a stream, and the text of its last one."""
+_GIVEN_UP = (
+    "it gave up, as where a schema refers to itself without an end, where a pattern is none, or where "
+    "weights have diverged"
+)
 T = TypeVar("T")
 Chunk = dict[str, Any]
 Refusal = Callable[[int, str], SkyrlTinkerError]
@@ -69,6 +76,21 @@ class _OpenAICall:
     def path(self) -> Path:
         chat = isinstance(self.request, ChatCompletionRequest)
         return "/v1/chat/completions" if chat else "/v1/completions"
+
+    @contextmanager
+    def naming_grammar(self) -> Iterator[None]:
+        """Raise FieldError where the sampler refuses, or gives up, a request that a grammar restricts.
+
+        Its lengths and tokens were checked, and samplers go on: another one would do the same.
+        """
+        try:
+            yield
+        except (UserError, RequestGivenUpError) as error:
+            field = self.request.restricted_by
+            if field is None or isinstance(error, FieldError | NotFoundError):
+                raise
+            why = _GIVEN_UP if isinstance(error, RequestGivenUpError) else str(error)
+            raise FieldError(f"{field}: the sampler makes no answer that fits it: {why}", field) from error
 
     def renamed(self, response: dict[str, Any]) -> bytes:
         """Encode a response under the client's name for the model."""
@@ -145,7 +167,7 @@ class OpenAIServer:
 
     async def _send(self, call: _OpenAICall, priority: int) -> Any:
         async with self._samplers.leases.open(call.version) as name:
-            with self._headers(call) as headers:
+            with self._headers(call) as headers, call.naming_grammar():
                 body = self._body(call, name, priority)
                 return await self._fleet.client.data.openai(call.path, body, headers=headers)
 
@@ -184,7 +206,8 @@ class OpenAIServer:
             body = self._body(call, name, priority)
             headers = stack.enter_context(self._headers(call))
             data = self._fleet.client.data
-            pieces = await stack.enter_async_context(data.stream(call.path, body, headers=headers))
+            with call.naming_grammar():
+                pieces = await stack.enter_async_context(data.stream(call.path, body, headers=headers))
             chunks = self._counted(call, _chunks(pieces, data.dialect.refusal))
             first = await anext(chunks)
             upstream.push_async_exit(stack.pop_all())
@@ -195,14 +218,16 @@ class OpenAIServer:
         usage: dict[str, Any] | None = None
         written: dict[int, int] = {}  # tokens, by choice
         try:
-            async for written_chunk in chunks:
-                chunk = call.read(written_chunk)
-                so_far = chunk.get("usage")
-                if not chunk.get("choices"):
-                    usage = so_far
-                elif so_far:
-                    written |= {choice["index"]: so_far["completion_tokens"] for choice in chunk["choices"]}
-                yield chunk
+            with call.naming_grammar():
+                async for written_chunk in chunks:
+                    chunk = call.read(written_chunk)
+                    so_far = chunk.get("usage")
+                    if not chunk.get("choices"):
+                        usage = so_far
+                    elif so_far:
+                        tokens = so_far["completion_tokens"]
+                        written |= {choice["index"]: tokens for choice in chunk["choices"]}
+                    yield chunk
         finally:
             if usage is None and written:
                 usage = {"prompt_tokens": sum(call.prompts), "completion_tokens": sum(written.values())}

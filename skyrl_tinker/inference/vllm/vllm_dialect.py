@@ -5,7 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_tinker.domain.values import SampleRequest
-from skyrl_tinker.errors import NotFoundError, SamplerError, SamplerPausedError, UserError
+from skyrl_tinker.errors import (
+    NotFoundError,
+    RequestGivenUpError,
+    SamplerError,
+    SamplerPausedError,
+    UserError,
+)
 from skyrl_tinker.inference.client.generated import SamplerResponse, diverged, refused
 from skyrl_tinker.inference.client.sampling_port import Advice, AnswerReader, Json, Post
 from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES, PROBE
@@ -65,6 +71,8 @@ class VllmDialect:
             return diverged()
         if status == 503 and "Generation is paused" in message:  # vLLM 0.32 has such a request wait itself
             return SamplerPausedError("the sampler is paused")
+        if status == 500 and message == "Internal server error":  # vLLM's words for the finish reason "error"
+            return RequestGivenUpError("the sampler gave the request up")
         return refused(status, message)
 
     async def detokenize(self, post: Post, tokens: Sequence[int]) -> str:

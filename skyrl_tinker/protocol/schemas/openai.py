@@ -290,6 +290,11 @@ class OpenAIRequest(OpenAIMessage):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
+    @property
+    def restricted_by(self) -> str | None:
+        """Return the field that restricts answers by a grammar, if there is one."""
+        return None
+
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> "OpenAIRequest":
         if self.stream_options is not None and not self.stream:
@@ -390,16 +395,20 @@ class ChatCompletionRequest(OpenAIRequest):
         """Return whether arguments of a call must fit the tool's schema."""
         return any(tool.function.strict for tool in self.called)
 
+    @property
+    def restricted_by(self) -> str | None:
+        if self.response_format is not None:
+            return "response_format"
+        if self.calls_strictly:
+            return "tools"
+        return "parallel_tool_calls" if self.calls_once else None
+
     @model_validator(mode="after")
     def _logprobs_are_of_the_model_alone(self) -> "ChatCompletionRequest":
         """Refuse logprobs of sequences that a grammar restricts: they are of another distribution."""
-        found = {
-            "response_format": self.response_format is not None,
-            "a strict tool": self.calls_strictly,
-            "parallel_tool_calls: false": self.calls_once,
-        }
-        if self.logprobs and any(found.values()):
-            grammar = next(name for name, given in found.items() if given)
+        if self.logprobs and self.restricted_by:
+            words = {"tools": "a strict tool", "parallel_tool_calls": "parallel_tool_calls: false"}
+            grammar = words.get(self.restricted_by, self.restricted_by)
             raise ValueError(f"logprobs: not with {grammar}, whose grammar changes the distribution")
         if self.called and self.response_format is not None:
             raise ValueError("response_format: not with tools, whose calls are of another form")

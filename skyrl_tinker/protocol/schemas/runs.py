@@ -72,7 +72,7 @@ class TrainingRunQuery(StrictQuery):
 
 class TrainingRunsQuery(TrainingRunQuery, Paging):
     limit: int = Field(20, ge=1, le=MOST_ITEMS, description="most runs in the response")
-    project_id: str | None = Field(None, description="only runs of sessions in this project")
+    project_id: Text | None = Field(None, description="only runs of sessions in this project")
 
 
 class TrainingRunsResponse(Message):

@@ -87,7 +87,7 @@ class HeartbeatResponse(Message):
 class FinishReason(Message):
     """Reason of an end. One of a newer SDK is kept as it is, and in lists its session has no status."""
 
-    type: Annotated[str, StringConstraints(min_length=1, max_length=64)] = "success"
+    type: Annotated[Text, StringConstraints(min_length=1, max_length=64)] = "success"
 
 
 class FinishSessionRequest(Message):

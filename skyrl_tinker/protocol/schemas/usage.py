@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import AwareDatetime, Field
 
-from skyrl_tinker.protocol.schemas.base import Message, StrictQuery
+from skyrl_tinker.protocol.schemas.base import Message, StrictQuery, Text
 
 
 class AuditQuery(StrictQuery):
@@ -103,7 +103,7 @@ class UsageResponse(Message):
 
 
 class StorageQuery(StrictQuery):
-    project_id: str | None = Field(None, description="only checkpoints of sessions in this project")
+    project_id: Text | None = Field(None, description="only checkpoints of sessions in this project")
 
 
 class StorageItem(Message):

@@ -109,6 +109,7 @@ async def test_an_unknown_session_is_404(world: World) -> None:
         ("create_model", "user_metadata", {"user_metadata": {"k": "a\0b"}}),
         ("sessions/search", "user_metadata", {"user_metadata": {"k": "a\0b"}}),
         ("session_heartbeat", "session_id", {"session_id": "a\0b"}),
+        ("sessions/any/finish", "reason.type", {"reason": {"type": "a\0b"}}),
     ],
 )
 async def test_a_nul_is_refused_by_the_name_of_its_field(
@@ -119,6 +120,14 @@ async def test_a_nul_is_refused_by_the_name_of_its_field(
     answer = await world.post(route, (needed if route == "create_model" else {}) | wrong)
     assert answer.status_code == 400
     assert answer.json()["detail"].startswith(rf"{field}: 'a\x00b' has the character NUL, expected text")
+
+
+@pytest.mark.parametrize("route", ["training_runs", "billing/usage/checkpoints/current", "console/runs"])
+async def test_a_nul_in_a_query_is_refused_by_the_name_of_its_field(world: World, route: str) -> None:
+    name = "search" if route == "console/runs" else "project_id"
+    answer = await world.http.get(route, params={name: "a\0b"})
+    assert answer.status_code == 400
+    assert rf"query.{name}: 'a\x00b' has the character NUL" in answer.json()["detail"]
 
 
 async def test_metadata_of_a_save_with_a_nul_fails_the_save_alone(world: World) -> None:

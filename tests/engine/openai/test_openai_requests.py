@@ -12,6 +12,7 @@ from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities, chat_abilities
 from skyrl_tinker.engine.openai.openai_requests import (
     OpenAIRequest,
+    prompt_lengths,
     require_one_sequence,
     texts_to_count,
     upstream_body,
@@ -48,6 +49,15 @@ def test_where_prompts_are_computed_apart_a_request_has_one_sequence() -> None:
     require_one_sequence(parse_openai(CompletionRequest, {"model": "m", "prompt": [5]}), 1)
     with pytest.raises(FieldError, match="n: found 6 sequences in all, expected 1 with prefill_urls"):
         require_one_sequence(several, 2)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "counts", "named"), [("", [0], 0), (["a", ""], [1, 0], 1), ([[5], []], [], 1)]
+)
+def test_an_empty_prompt_is_refused_by_name(prompt: Any, counts: list[int], named: int) -> None:
+    request = parse_openai(CompletionRequest, {"model": "m", "prompt": prompt})
+    with pytest.raises(FieldError, match=rf"prompt\[{named}\]: empty, expected at least one token"):
+        prompt_lengths(request, counts, FACTS)
 
 
 @pytest.mark.parametrize("added", [True, False])
