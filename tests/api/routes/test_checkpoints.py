@@ -30,6 +30,15 @@ async def test_a_user_s_checkpoints_are_listed_newest_first_and_in_pages(world: 
     assert page["cursor"] == {"offset": 1, "limit": 2, "total_count": 4}
 
 
+@pytest.mark.parametrize(
+    "route", ["checkpoints", "sessions", "console/runs", "console/requests", "console/requests/1/items"]
+)
+async def test_every_page_has_a_bound(world: World, route: str) -> None:
+    """Each of its items may have metadata."""
+    answer = await world.http.get(route, params={"limit": 1001})
+    assert (answer.status_code, "query.limit" in answer.json()["detail"]) == (400, True)
+
+
 @pytest.mark.parametrize("route", ["training_runs", "models"])
 async def test_a_run_s_checkpoints_are_listed_in_the_order_of_their_saves(world: World, route: str) -> None:
     run = await world.model()
