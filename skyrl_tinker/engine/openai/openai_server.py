@@ -22,7 +22,7 @@ from skyrl_tinker.engine.openai.openai_requests import (
     upstream_body,
 )
 from skyrl_tinker.engine.outbox import failure_of, persistently
-from skyrl_tinker.engine.sampler.fleet import Fleet
+from skyrl_tinker.engine.sampler.fleet import ATTEMPTS, Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.priorities import share_of
@@ -46,6 +46,7 @@ _GIVEN_UP = (
     "it gave up, as where a schema refers to itself without an end, where a pattern is none, or where "
     "weights have diverged"
 )
+ATTEMPTS_WITH_GRAMMAR = 2
 T = TypeVar("T")
 Chunk = dict[str, Any]
 Refusal = Callable[[int, str], SkyrlTinkerError]
@@ -161,7 +162,7 @@ class OpenAIServer:
 
     async def _complete(self, call: _OpenAICall) -> web.Response:
         async with self._turn(call) as priority:
-            response = call.read(await self._with_retry(lambda: self._send(call, priority)))
+            response = call.read(await self._with_retry(call, lambda: self._send(call, priority)))
         self._count(call, response["usage"])
         return web.Response(body=call.renamed(response), content_type="application/json")
 
@@ -181,7 +182,7 @@ class OpenAIServer:
         """Stream the answer; returns it with its outcome. `upstream`: left once the sampler has answered."""
         outcome: OutcomeLabel = "ok"
         priority = await upstream.enter_async_context(self._turn(call))
-        chunks = await self._with_retry(lambda: self._open(call, priority, upstream))
+        chunks = await self._with_retry(call, lambda: self._open(call, priority, upstream))
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
@@ -260,12 +261,16 @@ class OpenAIServer:
         self._counting.add(task)
         task.add_done_callback(self._counting.discard)
 
-    async def _with_retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Make an attempt, and another one if the sampler died in it or had lost the adapter."""
+    async def _with_retry(self, call: _OpenAICall, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Make an attempt, and others if the sampler died in it or had lost the adapter.
+
+        A sampler may have died of a grammar: no third one is tried with it.
+        """
+        attempts = ATTEMPTS if call.request.restricted_by is None else ATTEMPTS_WITH_GRAMMAR
         try:
-            return await self._fleet.with_retry(attempt)
+            return await self._fleet.with_retry(attempt, attempts)
         except NotFoundError:
-            return await self._fleet.with_retry(attempt)
+            return await self._fleet.with_retry(attempt, attempts)
 
 
 def _forwarded(call: _OpenAICall, chunk: Chunk) -> bytes | None:

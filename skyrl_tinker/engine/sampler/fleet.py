@@ -143,13 +143,12 @@ class Fleet:
             if self._router is not None:
                 tasks.create_task(self._keep_router(self._router))
 
-    async def with_retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
+    async def with_retry(self, attempt: Callable[[], Awaitable[T]], attempts: int = ATTEMPTS) -> T:
         """Make the attempt, and repeat it immediately if replicas were lost meanwhile and others serve.
 
         Waits while no replica serves, and for the trainer if it died while sending weights. Raises
-        SamplerError if the attempt failed for another reason.
+        SamplerError if the attempt failed for another reason, or as often as there are `attempts`.
         """
-        attempts = ATTEMPTS
         while True:
             await self._wait_for(lambda: self.size > 0)
             losses = self._losses

@@ -7,7 +7,6 @@ a field of NEUTRAL with a value that asks for nothing: clients send those of Ope
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-import orjson
 from pydantic import (
     BeforeValidator,
     ConfigDict,
@@ -20,6 +19,7 @@ from pydantic import (
 )
 
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
+from skyrl_tinker.protocol.schemas.answer_schemas import check_schema
 from skyrl_tinker.protocol.schemas.base import MOST_PROBLEMS, Items, Message, StrictInt, describe
 from skyrl_tinker.protocol.schemas.sampling_rules import (
     MaxTokens,
@@ -35,8 +35,6 @@ MAX_TEXTS = 1024
 """Most completions of one request: prompts x n."""
 MAX_TOP_LOGPROBS = 20
 MAX_TOOLS = 128
-MAX_SCHEMA = 64 * 1024
-"""Most characters of the schema of an answer: a sampler compiles it, for up to some seconds."""
 OWNER_HEADER = "X-Skyrl-Tinker-Owner"
 """Set by the API for the engine: the owner whose checkpoints the request may name. Clients cannot set it."""
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat's is the rest of the context
@@ -204,8 +202,7 @@ class JsonSchema(OpenAIMessage):
     @field_validator("of_answer")
     @classmethod
     def _is_short(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        if (size := len(orjson.dumps(schema))) > MAX_SCHEMA:
-            raise ValueError(f"{size} characters, expected at most {MAX_SCHEMA}")
+        check_schema(schema)
         return schema
 
 
@@ -402,6 +399,16 @@ class ChatCompletionRequest(OpenAIRequest):
         if self.calls_strictly:
             return "tools"
         return "parallel_tool_calls" if self.calls_once else None
+
+    @model_validator(mode="after")
+    def _arguments_can_be_restricted(self) -> "ChatCompletionRequest":
+        if self.restricted_by != "response_format":
+            schemas = [tool.function.parameters or {} for tool in self.called] if self.restricted_by else []
+            try:
+                check_schema({"anyOf": schemas})
+            except ValueError as error:
+                raise ValueError(f"tools: parameters: {error}") from error
+        return self
 
     @model_validator(mode="after")
     def _logprobs_are_of_the_model_alone(self) -> "ChatCompletionRequest":

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from skyrl_tinker.engine.openai.openai_server import OpenAIServer, _OpenAICall
+from skyrl_tinker.engine.sampler.fleet import ATTEMPTS
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError, SamplerError, SkyrlTinkerError
 from skyrl_tinker.inference.vllm.vllm_dialect import VLLM
@@ -95,3 +96,20 @@ async def test_other_failures_are_what_they_were() -> None:
     assert not isinstance(await failure((404, "no such adapter"), response_format=FORMAT), FieldError)
     assert isinstance(await failure((503, "gone"), response_format=FORMAT), SamplerError)
     assert isinstance(await failure(GIVEN_UP), SamplerError)
+
+
+async def test_no_third_sampler_is_lost_with_a_grammar() -> None:
+    """One that stands still while it compiles is replaced, as one that hangs."""
+    none: Any = None
+    tried: list[int] = []
+
+    async def with_retry(_: object, attempts: int) -> None:
+        tried.append(attempts)
+
+    fleet: Any = SimpleNamespace(with_retry=with_retry)
+    server = OpenAIServer(none, none, fleet, FACTS, none, none, Metrics())
+    for fields in ({"response_format": FORMAT}, {}):
+        asked = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], **fields}
+        request = parse_openai(ChatCompletionRequest, asked)
+        await server._with_retry(_OpenAICall(request, None, None, [1], {}, none), none)
+    assert tried == [2, ATTEMPTS]

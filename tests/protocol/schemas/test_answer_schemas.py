@@ -1,0 +1,88 @@
+"""What a schema may cost a sampler, which compiles it before it answers anybody else."""
+
+from typing import Any
+
+import pytest
+
+from skyrl_tinker.protocol.schemas.answer_schemas import MAX_PATTERNS, MAX_SCHEMA, check_schema, pattern_size
+from skyrl_tinker.protocol.schemas.openai import ChatCompletionRequest, FieldError, parse_openai
+
+
+@pytest.mark.parametrize(
+    ("pattern", "size"),
+    [
+        ("", 0),
+        ("abc", 3),
+        (r"\d[a-z\]{3}]", 2),
+        ("a{3}b", 4),
+        ("[a-z]{2,7}", 7),
+        ("a{4,}", 4),
+        ("a{0}", 1),
+        ("(ab{3}){10}c", 41),
+        ("((a{10}){10}){10}", 1000),
+        ("{3}a{,3}", 5),
+        (")a", 2),
+        ("(a", 1),
+        (r"\(a\)", 3),
+        (f"a{{{'9' * 10_000}}}", 10**6),
+        ("(" * 50 + "a" + "{999999})" * 50, 10**12),
+    ],
+)
+def test_what_repeats_counts_each_time(pattern: str, size: int) -> None:
+    assert pattern_size(pattern) == size
+
+
+def of(pattern: str, count: int = 1) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{n}": {"pattern": pattern} for n in range(count)}}
+
+
+def test_expressions_count_together_wherever_they_are() -> None:
+    check_schema(of("a" * (MAX_PATTERNS // 10), 10))
+    check_schema({"type": "object", "properties": {"pattern": {"type": "string"}}})
+    wrong = (
+        "10100 characters of regular expressions, those that repeat counted each time, expected at most 1000"
+    )
+    for schema in (
+        of("(.{100}){10}[0-9]{100}[a-z]{9000}"),
+        of("(.{10}){10}x", 100),
+        {"anyOf": [{"items": of("a{10100}")}]},
+        {"patternProperties": {"a{10100}": {}}},
+    ):
+        with pytest.raises(ValueError, match=wrong):
+            check_schema(schema)
+
+
+def test_a_schema_has_a_length() -> None:
+    with pytest.raises(ValueError, match=f"expected at most {MAX_SCHEMA}"):
+        check_schema({"const": "x" * MAX_SCHEMA})
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": of(".{9999}")},
+                }
+            },
+            "response_format",
+        ),
+        ({"tools": [{"function": {"name": "a", "strict": True, "parameters": of(".{9999}")}}]}, "tools"),
+        (
+            {
+                "tools": [{"function": {"name": "a", "parameters": of(".{9999}")}}],
+                "parallel_tool_calls": False,
+            },
+            "tools",
+        ),
+    ],
+)
+def test_it_is_refused_where_it_would_be_compiled(fields: dict[str, Any], named: str) -> None:
+    asked = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    with pytest.raises(FieldError, match=rf"{named}.*: 9999 characters of regular expressions"):
+        parse_openai(ChatCompletionRequest, asked | fields)
+    parse_openai(
+        ChatCompletionRequest, asked | {"tools": [{"function": {"name": "a", "parameters": of(".{9999}")}}]}
+    )
