@@ -52,8 +52,8 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.factory import CHUNK_BYTES, TransportName, backend_of, choose, make_transport
-from skyrl_tinker.weight_sync.gloo import LOOPBACK
 from skyrl_tinker.weight_sync.no_senders import NoSenders
+from skyrl_tinker.weight_sync.transport import LOOPBACK
 
 if TYPE_CHECKING:
     from skyrl_tinker.engine.telemetry.otlp_export import SpanExport

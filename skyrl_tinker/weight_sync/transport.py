@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 """JSON object that is sent to the workers of a replica."""
 
+LOOPBACK = "127.0.0.1"
 SyncPhase = Literal["open", "init", "pause", "start", "update", "finish"]
 
 
@@ -118,9 +120,12 @@ class SenderTransport(WeightTransport):
     """Transport with a sender in each rank of the trainer, made by `factory(rank)`."""
 
     factory: Callable[[int], "ChunkSender"]
+    sender: type["ChunkSender"]
     takes_captured = True
 
-    def __init__(self, senders: Senders, chunk_bytes: int) -> None:
+    def __init__(self, senders: Senders, chunk_bytes: int, host: str = LOOPBACK) -> None:
+        """`host`: address of rank 0's host, loopback where all members are on it."""
+        self.factory = partial(self.sender, host=host)
         self._senders = senders
         self.limit = chunk_bytes
         self._opened = False
@@ -157,7 +162,9 @@ class ChunkSender(ABC):
     device: str
     everywhere = False
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, host: str = LOOPBACK) -> None:
+        """`host`: address at which members on other hosts reach this one."""
+        self._host = host
         self._buffer: ChunkBuffer | None = None
         self._loaded: torch.Tensor | None = None
 
