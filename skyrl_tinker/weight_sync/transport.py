@@ -31,7 +31,6 @@ class CapturedWeights(Protocol):
 
         Results by rank. Raises TrainerError when a rank has died.
         """
-        ...
 
 
 WeightSource = Path | CapturedWeights
@@ -62,11 +61,9 @@ class WeightTransport(Protocol):
 
         `members` becomes () where the trainer has been restarted since: it is in no group.
         """
-        ...
 
     async def form(self, workers: Sequence[int]) -> Sequence[Message]:
         """Return the init message of each replica, given how many workers each has."""
-        ...
 
     async def meet(self) -> None:
         """Do the trainer's part of init, while the replicas run their init calls; by default nothing."""
@@ -77,7 +74,6 @@ class WeightTransport(Protocol):
 
         From `open` on the next chunk is read ahead, so that this takes little time.
         """
-        ...
 
     async def send(self) -> None:
         """Do the trainer's part of an update, while the replicas run their update calls; likewise."""
@@ -85,7 +81,6 @@ class WeightTransport(Protocol):
 
     async def close(self) -> None:
         """Release the source and the buffers for it."""
-        ...
 
     async def leave(self) -> None:
         """Leave the group, so that no replica waits for the trainer any more; `members` becomes ().
@@ -101,19 +96,15 @@ class Senders(Protocol):
     @property
     def restarts(self) -> int:
         """Times that the ranks were replaced, by others whose senders have opened nothing."""
-        ...
 
     async def open_sender(self, factory: Callable[[int], Any]) -> None:
         """Make the sender `factory(rank)` in every rank."""
-        ...
 
     async def sender_call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of all senders; results by rank."""
-        ...
 
     async def root_call(self, method: str, *args: Any) -> Any:
         """Call a method of rank 0's sender."""
-        ...
 
 
 class SenderTransport(WeightTransport):
