@@ -39,7 +39,7 @@ from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.engine.training_half import TrainingHalf, compose_training
+from skyrl_tinker.engine.training_half import compose_training
 from skyrl_tinker.engine.upkeep.cleanup import Cleanup
 from skyrl_tinker.inference.client.replica_metrics import replica_metrics
 from skyrl_tinker.inference.sampling_engine import engine_of
@@ -52,8 +52,8 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.factory import CHUNK_BYTES, TransportName, backend_of, choose, make_transport
-from skyrl_tinker.weight_sync.gloo import LOOPBACK
 from skyrl_tinker.weight_sync.no_senders import NoSenders
+from skyrl_tinker.weight_sync.transport import LOOPBACK
 
 if TYPE_CHECKING:
     from skyrl_tinker.engine.telemetry.otlp_export import SpanExport
@@ -99,7 +99,7 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
     spill, storage, warnings = make_tmpfs_spill(settings), runtimes[0].storage, WarningBoard(store)
     versions = EphemeralVersions(store, every, samples.forget_sources, spill, settings)
     halves = [
-        _training_half(store, outbox, metrics, versions, warnings, runtime, runtime.trainer)
+        compose_training(runtime, runtime.trainer, store, outbox, versions, warnings, metrics)
         for runtime in runtimes
         if runtime.trainer is not None
     ]
@@ -156,31 +156,6 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
             _open_address(settings),
         ),
         make_span_export(settings, store, metrics),
-    )
-
-
-def _training_half(
-    store: Store,
-    outbox: Outbox,
-    metrics: Metrics,
-    versions: EphemeralVersions,
-    warnings: WarningBoard,
-    runtime: BaseRuntime,
-    trainer: TrainerGroup,
-) -> TrainingHalf:
-    trainer.follow(partial(metrics.activity.ranks, runtime.facts.name))
-    return compose_training(
-        runtime.settings,
-        runtime.facts,
-        store,
-        outbox,
-        trainer,
-        runtime.samplers,
-        versions,
-        warnings,
-        metrics,
-        runtime.placement,
-        runtime.storage,
     )
 
 

@@ -142,6 +142,7 @@ class BaseProcesses:
         if facts.trainable:
             spec = trainer_spec(settings, env.directories, facts)
             trainer = TrainerGroup.launch(spec, env.ray.require_alive)
+            trainer.follow(partial(env.metrics.activity.ranks, facts.name))
         placement = SEPARATE if trainer is None else make_placement(settings, trainer)
         if facts.sampleable:
             clock, token = env.store.now, self._spec.token

@@ -4,17 +4,14 @@ import asyncio
 from dataclasses import dataclass
 from functools import partial
 
-from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
-from skyrl_tinker.domain.values import BaseModelFacts
-from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
+from skyrl_tinker.engine.bases.base_runtime import BaseRuntime
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.parity.probe import allowed_gap
 from skyrl_tinker.engine.parity.warning_board import WarningBoard
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
-from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.saves.sampler_saves import Publisher
@@ -35,7 +32,7 @@ from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.trainer.training_requests import TrainingRequests
 from skyrl_tinker.engine.trainer.unit_execution import Executors, UnitExecution
 from skyrl_tinker.engine.unit_commits import UnitCommits
-from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage, open_storage
+from skyrl_tinker.storage.checkpoint_storage import open_storage
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
@@ -55,19 +52,16 @@ class TrainingHalf:
 
 
 def compose_training(
-    settings: Settings,
-    facts: BaseModelFacts,
+    base: BaseRuntime,
+    trainer: TrainerGroup,
     store: Store,
     outbox: Outbox,
-    trainer: TrainerGroup,
-    samplers: Samplers | None,
     versions: EphemeralVersions,
     warnings: WarningBoard,
     metrics: Metrics,
-    placement: Placement = SEPARATE,
-    storage: Storage = LOCAL_DISK,
 ) -> TrainingHalf:
-    directories = Directories(settings)
+    settings, facts, samplers = base.settings, base.facts, base.samplers
+    placement, storage, directories = base.placement, base.storage, Directories(settings)
     root = directories.checkpoint_root
     drift_monitor = DriftMonitor(
         warnings,
@@ -147,7 +141,7 @@ def _register_gauges(
     replay: Replay,
 ) -> None:
     watch = partial(metrics.watch_base, base_model)
-    watch("training_backlog_tokens", "Estimated tokens of waiting passes", driver.requests.backlog)
+    watch("training_backlog_tokens", "Estimated tokens of waiting passes", driver.requests.lanes.backlog)
     watch("exhausted_passes", "Passes that ran out of memory", lambda: float(trainer.exhausted_passes))
     watch("trainer_restarts", "Times that dead workers were replaced", lambda: float(trainer.restarts))
     watch("snapshots", "Snapshots of models taken", lambda: float(snapshots.taken))

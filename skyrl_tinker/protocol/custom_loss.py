@@ -6,9 +6,9 @@ runs: training.losses.custom_graph.
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 
 import orjson
+from pydantic import TypeAdapter
 
 from skyrl_tinker.domain.custom_loss_ops import FUNCTIONS, METHODS, public_name, returned
 from skyrl_tinker.domain.values import CustomLoss, Datum
@@ -23,6 +23,7 @@ MAX_NAME = 128
 MAX_BYTES = 256 << 10
 """Bound of the nodes as compact JSON."""
 
+_LOSS = TypeAdapter(CustomLoss)
 _INPUT = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 _NODE = re.compile(rf"[A-Za-z_][A-Za-z0-9_]{{0,{MAX_NAME - 1}}}")
 _METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
@@ -68,14 +69,11 @@ def check_custom_inputs(loss: CustomLoss, data: Sequence[Datum]) -> None:
 
 def to_bytes(loss: CustomLoss) -> bytes:
     """Return the stored form."""
-    return orjson.dumps(asdict(loss), option=orjson.OPT_SORT_KEYS)
+    return orjson.dumps(loss, option=orjson.OPT_SORT_KEYS)
 
 
 def from_bytes(stored: bytes) -> CustomLoss:
-    loss = orjson.loads(stored)
-    return CustomLoss(
-        loss["name"], tuple((name, rank) for name, rank in loss["inputs"]), tuple(loss["nodes"])
-    )
+    return _LOSS.validate_json(stored)
 
 
 def _check_rank(field: str, rank: int, expected: int, loss: CustomLoss) -> None:

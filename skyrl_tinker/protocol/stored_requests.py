@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 import orjson
+from pydantic import TypeAdapter
 
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.domain.values import AdamParams, DimuonParams, SampleRequest, SamplingParams, TargetTokens
+from skyrl_tinker.domain.values import AdamParams, DimuonParams, SampleRequest
 from skyrl_tinker.errors import UserError
 
 _NOT_COMPARED = ("type", "sampling_session_seq_id")
+_SAMPLE = TypeAdapter(SampleRequest)
 _PARAMS = {params.family: params for params in (AdamParams, DimuonParams)}
 
 
@@ -123,25 +125,4 @@ def sample_body(request: SampleRequest) -> bytes:
 
 
 def sample_from_body(body: bytes) -> SampleRequest:
-    value = orjson.loads(body)
-    params = value.pop("params")
-    targets = value.pop("target_prompt_logprobs")
-    return SampleRequest(
-        prompt=tuple(value.pop("prompt")),
-        params=SamplingParams(stop=_tuple(params.pop("stop")), **params),
-        target_prompt_logprobs=None if targets is None else _targets(targets),
-        **value,
-    )
-
-
-def _targets(value: dict[str, Any]) -> TargetTokens:
-    return TargetTokens(
-        (value["shape"][0], value["shape"][1]),
-        tuple(value["tokens"]),
-        _tuple(value["crow"]),
-        _tuple(value["col"]),
-    )
-
-
-def _tuple(items: list[Any] | None) -> tuple[Any, ...] | None:
-    return None if items is None else tuple(items)
+    return _SAMPLE.validate_json(body)

@@ -1,13 +1,13 @@
 """Common part of gloo and NCCL: rank 0 of the trainer broadcasts each chunk to all replicas' workers."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.weight_sync.chunks import WeightChunk
-from skyrl_tinker.weight_sync.transport import ChunkSender, Message, Senders, SenderTransport, WeightSource
+from skyrl_tinker.weight_sync.transport import ChunkSender, Message, SenderTransport, WeightSource
 
 if TYPE_CHECKING:
     import torch
@@ -21,10 +21,8 @@ class BroadcastTransport(SenderTransport):
     Rank 0's sender alone reads files; captured weights are read by all senders and passed on to rank 0's.
     """
 
-    def __init__(self, senders: Senders, chunk_bytes: int) -> None:
-        super().__init__(senders, chunk_bytes)
-        self._rendezvous: tuple[Any, ...] = ()
-        self._read = senders.root_call
+    _rendezvous: tuple[Any, ...]
+    _read: Callable[..., Awaitable[Any]]
 
     async def open(self, source: WeightSource) -> Sequence[WeightChunk]:
         self._read = self._senders.sender_call
@@ -78,9 +76,7 @@ class BroadcastSender(ChunkSender):
     Rank 0's sender is in the group; the others only help it to read captured weights.
     """
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank)
-        self._group: Any = None  # made by `meet`
+    _group: Any = None  # made by `meet`
 
     def send(self) -> None:
         assert self._loaded is not None, "load() comes first"

@@ -23,7 +23,6 @@ class ChunkSource(Protocol):
 
     def fill(self, index: int, buffer: torch.Tensor) -> None:
         """Write the bytes of a chunk to [size] uint8, on the current stream. Raises SkyrlTinkerError."""
-        ...
 
 
 class FileSource:

@@ -51,7 +51,7 @@ class CudaIpcTransport(SenderTransport):
     backend = "ipc"
     staged = False
     ways: tuple[Way, Way] = ("cuda ipc", "cuda ipc")
-    factory = CudaIpcSender
+    sender = CudaIpcSender
     _handles = ""
 
     async def open(self, source: WeightSource) -> Sequence[WeightChunk]:

@@ -6,11 +6,11 @@ from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import Way
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.weight_sync.cuda_ipc import CudaIpcTransport
-from skyrl_tinker.weight_sync.gloo import LOOPBACK, GlooTransport
+from skyrl_tinker.weight_sync.gloo import GlooTransport
 from skyrl_tinker.weight_sync.nccl import NcclTransport
 from skyrl_tinker.weight_sync.shared_memory import SharedMemoryTransport
 from skyrl_tinker.weight_sync.torch_groups import TorchGlooTransport, TorchNcclTransport
-from skyrl_tinker.weight_sync.transport import Senders, WeightTransport
+from skyrl_tinker.weight_sync.transport import LOOPBACK, Senders, SenderTransport, WeightTransport
 
 Setting = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
 TransportName = Literal["shared_memory", "gloo", "nccl", "cuda_ipc", "torch_gloo", "torch_nccl"]
@@ -22,14 +22,14 @@ _TORCH: dict[Device, tuple[Setting, TransportName]] = {
     "cuda": ("nccl", "torch_nccl"),
 }
 
-_TRANSPORTS: dict[TransportName, type[WeightTransport]] = {
-    "shared_memory": SharedMemoryTransport,
+_SENDING: dict[TransportName, type[SenderTransport]] = {
     "gloo": GlooTransport,
     "nccl": NcclTransport,
     "cuda_ipc": CudaIpcTransport,
     "torch_gloo": TorchGlooTransport,
     "torch_nccl": TorchNcclTransport,
 }
+_TRANSPORTS: dict[TransportName, type[WeightTransport]] = {"shared_memory": SharedMemoryTransport, **_SENDING}
 
 
 def choose(setting: Setting, device: Device, *, colocated: bool, torch_groups: bool = False) -> TransportName:
@@ -75,12 +75,4 @@ def make_transport(
     """`host`: address of rank 0's host for samplers on others, loopback where there are none."""
     if name == "shared_memory":
         return SharedMemoryTransport(chunk_bytes)
-    if name == "gloo":
-        return GlooTransport(senders, chunk_bytes, host)
-    if name == "nccl":
-        return NcclTransport(senders, chunk_bytes)
-    if name == "torch_gloo":
-        return TorchGlooTransport(senders, chunk_bytes, host)
-    if name == "torch_nccl":
-        return TorchNcclTransport(senders, chunk_bytes, host)
-    return CudaIpcTransport(senders, chunk_bytes)
+    return _SENDING[name](senders, chunk_bytes, host)

@@ -21,7 +21,7 @@ from skyrl_tinker.system.interfaces import address_towards
 from skyrl_tinker.system.listeners import closing_new_listeners
 from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
 from skyrl_tinker.weight_sync.chunks import WeightChunk
-from skyrl_tinker.weight_sync.transport import Message, Senders
+from skyrl_tinker.weight_sync.transport import LOOPBACK, Message
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroupGloo
 
 NAME = "gloo"
-LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(seconds=60)
 """Limit for the members to meet, and for one chunk. A member that hangs fails the broadcast for all."""
 CONNECT_S = 10.0
@@ -41,12 +40,7 @@ GAVE_UP = "the trainer gave up the group before all samplers had joined"
 
 class GlooSender(BroadcastSender):
     device = "cpu"
-
-    def __init__(self, rank: int, host: str = LOOPBACK) -> None:
-        """`host`: address at which members on other hosts reach this one."""
-        super().__init__(rank)
-        self._host = host
-        self._meeting: _FileMeeting | PortMeeting | None = None
+    _meeting: "_FileMeeting | PortMeeting | None" = None
 
     def prepare(self) -> str:
         """Return the address at which the members meet, a new one for each meeting."""
@@ -79,11 +73,7 @@ class GlooTransport(BroadcastTransport):
     backend = "skyrl_staged"
     staged = True
     ways: tuple[Way, Way] = ("gloo", "gloo")
-
-    def __init__(self, senders: Senders, chunk_bytes: int, host: str = LOOPBACK) -> None:
-        """`host`: address of rank 0's host, loopback where all members are on it."""
-        super().__init__(senders, chunk_bytes)
-        self.factory = partial(GlooSender, host=host)
+    sender = GlooSender
 
     def join_message(self, address: str, rank_offset: int, world: int) -> Message:
         group = {"meeting": address, "rank_offset": rank_offset, "world_size": world}

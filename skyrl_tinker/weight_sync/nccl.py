@@ -15,7 +15,7 @@ from skyrl_tinker.domain.values import Way
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
 from skyrl_tinker.weight_sync.chunks import WeightChunk
-from skyrl_tinker.weight_sync.transport import Message
+from skyrl_tinker.weight_sync.transport import LOOPBACK, Message
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +32,8 @@ class NcclSender(BroadcastSender):
     warms_up = True
     """Whether the communicator begins with a reduction, as that of vLLM's members does."""
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank)
+    def __init__(self, rank: int, host: str = LOOPBACK) -> None:
+        super().__init__(rank, host)
         # A separate stream: a broadcast and queued training do not wait for each other.
         self._stream: Any = None
         self._waiting: Future[Any] = Future()  # for a call of NCCL to end
@@ -111,7 +111,7 @@ class NcclTransport(BroadcastTransport):
     backend = "nccl"
     staged = False
     ways: tuple[Way, Way] = ("nccl", "nccl")
-    factory = NcclSender
+    sender = NcclSender
 
     def join_message(self, address: str, rank_offset: int, world: int) -> Message:
         # vLLM cuts an update behind the tensor that exceeds the buffer. Our chunks are within it or a single

@@ -4,24 +4,15 @@ The members load a chunk as soon as it arrives: they do not stage. Not run on a 
 """
 
 import base64
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from skyrl_tinker.domain.values import Way
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
+from skyrl_tinker.weight_sync.broadcast import BroadcastTransport
 from skyrl_tinker.weight_sync.chunks import WeightChunk
-from skyrl_tinker.weight_sync.gloo import (
-    GAVE_UP,
-    LOOPBACK,
-    GlooSender,
-    PortMeeting,
-    join_gloo,
-    open_port,
-)
+from skyrl_tinker.weight_sync.gloo import GAVE_UP, GlooSender, PortMeeting, join_gloo, open_port
 from skyrl_tinker.weight_sync.nccl import NcclSender
-from skyrl_tinker.weight_sync.transport import Message, Senders
+from skyrl_tinker.weight_sync.transport import Message
 
 if TYPE_CHECKING:
     import torch
@@ -56,13 +47,9 @@ class TorchNcclSender(NcclSender):
     """Sender that joins with its first broadcast, as members of torch's groups do."""
 
     warms_up = False
-
-    def __init__(self, rank: int, host: str = LOOPBACK) -> None:
-        super().__init__(rank)
-        self._host = host
-        self._meeting: PortMeeting | None = None
-        self._id = ""
-        self._world = 0
+    _meeting: PortMeeting | None = None
+    _id = ""
+    _world = 0
 
     def prepare(self) -> str:
         self._id = super().prepare()
@@ -89,15 +76,9 @@ class TorchNcclSender(NcclSender):
 
 
 class TorchGroupTransport(BroadcastTransport):
-    """Transport with SGLang's messages. `sender`: (rank, address of its host) -> sender."""
+    """Transport with SGLang's messages."""
 
-    backend: str
     staged = False
-    sender: Callable[..., BroadcastSender]
-
-    def __init__(self, senders: Senders, chunk_bytes: int, host: str = LOOPBACK) -> None:
-        super().__init__(senders, chunk_bytes)
-        self.factory = partial(self.sender, host=host)
 
     def join_message(self, address: str, rank_offset: int, world: int) -> Message:
         host, _, port = address.rpartition(":")

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 """JSON object that is sent to the workers of a replica."""
 
+LOOPBACK = "127.0.0.1"
 SyncPhase = Literal["open", "init", "pause", "start", "update", "finish"]
 
 
@@ -29,7 +31,6 @@ class CapturedWeights(Protocol):
 
         Results by rank. Raises TrainerError when a rank has died.
         """
-        ...
 
 
 WeightSource = Path | CapturedWeights
@@ -60,11 +61,9 @@ class WeightTransport(Protocol):
 
         `members` becomes () where the trainer has been restarted since: it is in no group.
         """
-        ...
 
     async def form(self, workers: Sequence[int]) -> Sequence[Message]:
         """Return the init message of each replica, given how many workers each has."""
-        ...
 
     async def meet(self) -> None:
         """Do the trainer's part of init, while the replicas run their init calls; by default nothing."""
@@ -75,7 +74,6 @@ class WeightTransport(Protocol):
 
         From `open` on the next chunk is read ahead, so that this takes little time.
         """
-        ...
 
     async def send(self) -> None:
         """Do the trainer's part of an update, while the replicas run their update calls; likewise."""
@@ -83,7 +81,6 @@ class WeightTransport(Protocol):
 
     async def close(self) -> None:
         """Release the source and the buffers for it."""
-        ...
 
     async def leave(self) -> None:
         """Leave the group, so that no replica waits for the trainer any more; `members` becomes ().
@@ -99,28 +96,27 @@ class Senders(Protocol):
     @property
     def restarts(self) -> int:
         """Times that the ranks were replaced, by others whose senders have opened nothing."""
-        ...
 
     async def open_sender(self, factory: Callable[[int], Any]) -> None:
         """Make the sender `factory(rank)` in every rank."""
-        ...
 
     async def sender_call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of all senders; results by rank."""
-        ...
 
     async def root_call(self, method: str, *args: Any) -> Any:
         """Call a method of rank 0's sender."""
-        ...
 
 
 class SenderTransport(WeightTransport):
     """Transport with a sender in each rank of the trainer, made by `factory(rank)`."""
 
     factory: Callable[[int], "ChunkSender"]
+    sender: type["ChunkSender"]
     takes_captured = True
 
-    def __init__(self, senders: Senders, chunk_bytes: int) -> None:
+    def __init__(self, senders: Senders, chunk_bytes: int, host: str = LOOPBACK) -> None:
+        """`host`: address of rank 0's host, loopback where all members are on it."""
+        self.factory = partial(self.sender, host=host)
         self._senders = senders
         self.limit = chunk_bytes
         self._opened = False
@@ -157,7 +153,9 @@ class ChunkSender(ABC):
     device: str
     everywhere = False
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, host: str = LOOPBACK) -> None:
+        """`host`: address at which members on other hosts reach this one."""
+        self._host = host
         self._buffer: ChunkBuffer | None = None
         self._loaded: torch.Tensor | None = None
 

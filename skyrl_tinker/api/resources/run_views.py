@@ -1,9 +1,8 @@
 """Training runs and checkpoints: rows to schemas."""
 
-import json
 from collections.abc import Mapping
 from itertools import islice
-from typing import Any, Literal
+from typing import Literal
 
 from skyrl_tinker.domain.ids import CheckpointKind, ModelState
 from skyrl_tinker.domain.tinker_path import TinkerPath
@@ -35,7 +34,7 @@ def training_run(run: Run) -> TrainingRun:
         corrupted=row.state in (ModelState.FAILED, ModelState.LOST),
         last_checkpoint=last and checkpoint(last),
         last_sampler_checkpoint=last_sampler and checkpoint(last_sampler),
-        user_metadata=as_strings(row.user_metadata),
+        user_metadata=row.user_metadata,
     )
 
 
@@ -52,7 +51,6 @@ def run_summary(run: Run) -> RunSummary:
     told = {
         "run_id": row.model_id,
         "lora_rank": None if row.state is ModelState.FAILED else row.lora_rank,
-        "user_metadata": as_strings(row.user_metadata),
         "steps": point.step if point else 0,
         "loss_fn_config": row.loss_fn_config or {},
         "last": point and point.measured,
@@ -69,12 +67,7 @@ def checkpoint(row: CheckpointRow) -> Checkpoint:
         tinker_path=str(path),
         size_bytes=row.size_bytes,
         public=row.public,
-        user_metadata=as_strings(row.user_metadata),
+        user_metadata=row.user_metadata,
         expires_at=None if row.expires_at is None else utc(row.expires_at),
         base_model=row.base_model,
     )
-
-
-def as_strings(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Turn values into strings: create_model accepts any JSON, the SDK reads strings only."""
-    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}

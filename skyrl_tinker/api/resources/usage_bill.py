@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.api.resources.run_views import as_strings
 from skyrl_tinker.api.security.tokens import user_urn
 from skyrl_tinker.domain.ids import Reach, RequestKind
 from skyrl_tinker.protocol.schemas.base import utc
@@ -104,7 +103,7 @@ def _token_count(info: EventInfo) -> int:
 def session_entries(conn: Connection, session_ids: Sequence[str]) -> Iterator[str]:
     """Yield the entries of `sessions` in a bill, as JSON."""
     for session, metadata in session_listing.metadata_of(conn, session_ids).items():
-        value = UsageSession(user_metadata=as_strings(metadata))
+        value = UsageSession(user_metadata=metadata)
         yield f"{json.dumps(session)}:{value.model_dump_json()}"
 
 

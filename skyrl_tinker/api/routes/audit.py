@@ -1,6 +1,6 @@
 """Audit log of sessions and checkpoints."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, time
 from functools import partial
 from typing import Annotated
@@ -19,12 +19,6 @@ from skyrl_tinker.store.database.rows import PAGE
 from skyrl_tinker.store.store import Store
 
 _DAY_S = 86400
-_RESOURCES: Mapping[str, str] = {
-    "checkpoints": "checkpoint",
-    "projects": "project",
-    "teams": "team",
-    "organizations": "organization",
-}
 
 router = APIRouter(tags=["audit"])
 
@@ -38,7 +32,8 @@ async def list_events(query: Annotated[AuditQuery, Query()], deps: Deps, reach: 
     An admin key sees the events of all owners, and those of no key.
     """
     start = datetime.combine(query.day or datetime.now(UTC).date(), time(), UTC).timestamp()
-    return await streamed(_json(deps.store, reach, start, _RESOURCES.get(query.event_type)))
+    resource = None if query.event_type == "all" else query.event_type.removesuffix("s")
+    return await streamed(_json(deps.store, reach, start, resource))
 
 
 async def _json(store: Store, reach: Reach, start: float, resource: str | None) -> AsyncIterator[str]:

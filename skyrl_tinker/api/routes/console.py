@@ -85,13 +85,9 @@ async def list_runs(query: Annotated[RunsQuery, Query()], deps: Deps, reach: Rea
 
 @router.get("/runs/{run}", summary="A training run with the measures of its last step")
 async def get_run(run: str, deps: Deps, reach: Reached) -> RunSummary:
-    def read(conn: Connection) -> RunSummary:
-        found = training_runs.find(conn, reach, ModelId(run), "owned")
-        if found is None:
-            raise NotFoundError(f"no training run {run}")
-        return run_summary(found)
-
-    return await deps.store.fetch(read)
+    return await deps.store.fetch(
+        lambda conn: run_summary(training_runs.find(conn, reach, ModelId(run), "owned"))
+    )
 
 
 @router.get(

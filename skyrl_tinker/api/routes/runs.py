@@ -11,7 +11,6 @@ from skyrl_tinker.api.requests.responses import json_by_parts
 from skyrl_tinker.api.resources.run_views import training_run
 from skyrl_tinker.api.services import Deps, Reached
 from skyrl_tinker.domain.ids import ModelId, ModelKey
-from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.protocol.schemas.runs import (
     Cursor,
     TrainingRun,
@@ -49,6 +48,4 @@ async def get_training_run(
     row = await deps.store.read(
         lambda conn: training_runs.find(conn, reach, ModelId(run), query.access_scope)
     )
-    if row is None:
-        raise NotFoundError(f"no training run {run}")
     return training_run(row)

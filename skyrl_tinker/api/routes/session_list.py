@@ -10,7 +10,6 @@ from starlette.responses import Response
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.requests.responses import json_from_rows
-from skyrl_tinker.api.resources.run_views import as_strings
 from skyrl_tinker.api.security.tokens import user_urn
 from skyrl_tinker.api.services import Deps, Owner, Reached
 from skyrl_tinker.domain.ids import SessionId
@@ -69,13 +68,7 @@ async def search_sessions(request: Request, deps: Deps, reach: Reached, owner: O
 async def get_session(
     session_id: str, query: Annotated[SessionQuery, Query()], deps: Deps, reach: Reached
 ) -> SessionContents:
-    contents = await deps.store.read(lambda conn: session_listing.totals(conn, reach, SessionId(session_id)))
-    return SessionContents(
-        training_run_ids=contents.training_runs,
-        sampler_ids=contents.samplers,
-        user_metadata=as_strings(contents.user_metadata),
-        display_name=contents.display_name,
-    )
+    return await deps.store.read(lambda conn: session_listing.contents(conn, reach, SessionId(session_id)))
 
 
 @router.put(
@@ -113,14 +106,13 @@ def _page(matches: Iterator[AnyRow], limit: int) -> SessionSearchResponse:
 
 
 def _summary(match: AnyRow) -> SessionSummary:
-    told = {"owner": user_urn(match.owner), "user_metadata": as_strings(match.user_metadata)}
-    return SessionSummary(**{**match._mapping, **told}, status=_status(match))
+    told = {"owner": user_urn(match.owner), "status": _status(match)}
+    return SessionSummary(**{**match._mapping, **told})
 
 
 def _status(match: AnyRow) -> ActiveStatus | FinishedStatus | None:
     if match.finished_at is None:
         return ActiveStatus()
-    for reason in session_listing.REASONS:
-        if reason == match.finish_reason:
-            return FinishedStatus(reason=FinishedReason(type=reason), detail=match.finish_detail)
-    return None
+    if match.finish_reason not in session_listing.REASONS:
+        return None
+    return FinishedStatus(reason=FinishedReason(type=match.finish_reason), detail=match.finish_detail)

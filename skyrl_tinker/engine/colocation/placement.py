@@ -24,41 +24,33 @@ class Placement(Protocol):
 
     def training(self) -> AbstractAsyncContextManager[None]:
         """Enclose a unit of trainer work. Inside, the trainer's state is on its devices."""
-        ...
 
     def sampling(self) -> AbstractAsyncContextManager[None]:
         """Enclose a sample. A long one pauses during the trainer's phase and then goes on."""
-        ...
 
     def awake(self) -> AbstractAsyncContextManager[None]:
         """Enclose work that must not pause: changes of adapters, weights, replicas. Samplers are awake."""
-        ...
 
     def updating(self) -> AbstractAsyncContextManager[bool]:
         """Enclose the replacement of all weights, which may happen before the samplers' caches wake.
 
         Yields whether samplers are awake. If not, only their weights are, and they go on after the update.
         """
-        ...
 
     @property
     def asleep(self) -> bool:
         """True while samples pause because it is not their phase."""
-        ...
 
     @property
     def trains(self) -> bool:
         """True while the trainer's contexts open without a wait."""
-        ...
 
     @property
     def totals(self) -> Mapping[PhaseState, PhaseTotals]:
         """Phases and switches so far, without the current one."""
-        ...
 
     async def run(self, samplers: "Sleeper") -> None:
         """Alternate phases until it is cancelled. Before and after, only the samplers' contexts open."""
-        ...
 
 
 class Separate:
@@ -103,11 +95,9 @@ class Sleeper(Protocol):
 
     async def wake_weights(self) -> None:
         """Wake the weights alone, so that they can be replaced."""
-        ...
 
     async def wake_caches(self) -> None:
         """Wake the rest, and let requests go on."""
-        ...
 
 
 @dataclass(slots=True)

@@ -5,18 +5,10 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from secrets import token_hex
-from typing import Protocol
 
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, SampleSource, newest
-
-
-class Swaps(Protocol):
-    """Interface of WeightSwaps. Only requests of an inflight target run during a swap, and they go on."""
-
-    async def swap(self, new: WeightVersion | None) -> None:
-        """Load `new` on the samplers; after an error they serve the old weights or are replaced."""
-        ...
+from skyrl_tinker.engine.sampler.weight_swaps import WeightSwaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +32,8 @@ class FullWeights:
     whose weights are replaced while they run.
     """
 
-    def __init__(self, swaps: Swaps) -> None:
+    def __init__(self, swaps: WeightSwaps) -> None:
+        """Only requests of an inflight target run during a swap, and they go on."""
         self._swaps = swaps
         self._state = _BASE
         self._inside = 0

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +135,10 @@ class ModelCreation:
         except Exception:  # of any kind: without its weights the new model is useless
             await self._trainer.release(model.key)
             raise
-        ready = (
-            _set_spec(model, checkpoint, config),
-            _set_ready(model),
-            keep,
-            _note_parent(model, checkpoint),
+        set_spec = partial(
+            model_records.set_spec, key=model.key, spec=checkpoint.spec, optimizer_config=config
         )
+        ready = set_spec, _set_ready(model), keep, _note_parent(model, checkpoint)
         return Finished(_loaded(model, body.path), ready, Effect.LOADED)
 
     async def load(self, model: ModelRow, body: LoadWeightsBody, files: LoadFiles) -> Finished:
@@ -184,22 +183,10 @@ def optimizer_family(config: Mapping[str, Any]) -> OptimizerFamily:
     return family
 
 
-def _set_ready(model: ModelRow) -> Op[None]:
-    def op(conn: Connection) -> None:
-        model_records.set_state(conn, model.key, ModelState.READY, was=[ModelState.CREATING])
-
-    return op
-
-
-def _set_spec(model: ModelRow, checkpoint: CheckpointRow, optimizer_config: Mapping[str, Any]) -> Op[None]:
-    def op(conn: Connection) -> None:
-        model_records.set_spec(conn, model.key, checkpoint.spec, optimizer_config)
-
-    return op
+def _set_ready(model: ModelRow) -> Op[bool]:
+    return partial(model_records.set_state, key=model.key, state=ModelState.READY, was=[ModelState.CREATING])
 
 
 def _note_parent(model: ModelRow, checkpoint: CheckpointRow) -> Op[None]:
-    def op(conn: Connection) -> None:
-        model_records.note_parent(conn, model.key, checkpoint.model_id, checkpoint.created_at)
-
-    return op
+    parent, saved_at = checkpoint.model_id, checkpoint.created_at
+    return partial(model_records.note_parent, key=model.key, parent=parent, saved_at=saved_at)

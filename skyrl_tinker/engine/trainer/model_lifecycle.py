@@ -22,7 +22,6 @@ from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.store import model_records
-from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
@@ -168,7 +167,8 @@ class ModelLifecycle:
         self._close(model, failure)
         pending = await read_persistently(self._store, lambda conn: queue.pending_of(conn, model))
         failures = [(future_id, failure) for future_id in pending]  # including saves that had begun
-        await self._outbox.send(failures, _set_state(model, ModelState.PARKED, reason))
+        park = partial(model_records.set_state, key=model, state=ModelState.PARKED, reason=reason)
+        await self._outbox.send(failures, park)
         self._lanes.forget(model)
 
     async def _release(self, model: ModelKey, failure: Failure) -> "asyncio.Future[None]":
@@ -185,7 +185,8 @@ class ModelLifecycle:
         self, model: ModelKey, state: ModelState, reason: str, outcomes: Iterable[tuple[int, FutureOutcome]]
     ) -> "asyncio.Future[None]":
         self._snapshots.pause(model)
-        return self._commits.add(UnitEnd(dict(outcomes), (_set_state(model, state, reason),)))
+        end = partial(model_records.set_state, key=model, state=state, reason=reason)
+        return self._commits.add(UnitEnd(dict(outcomes), (end,)))
 
     async def _remove(self, model: ModelKey, committed: "asyncio.Future[None]") -> None:
         """Remove a model's files and records, once its end is committed."""
@@ -216,13 +217,6 @@ def _row(conn: Connection, model: ModelKey) -> ModelRow:
     row = model_records.by_key(conn, model)
     assert row is not None, "futures refer to models"
     return row
-
-
-def _set_state(model: ModelKey, state: ModelState, reason: str) -> Op[Any]:
-    def op(conn: Connection) -> None:
-        model_records.set_state(conn, model, state, reason)
-
-    return op
 
 
 def _failure_of(model: ModelRow) -> Failure:

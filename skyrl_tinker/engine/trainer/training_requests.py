@@ -41,7 +41,7 @@ class TrainingRequests:
         """`woken`: set when there may be work."""
         self.facts = facts
         self._store = store
-        self._lanes = lanes
+        self.lanes = lanes
         self._models = models
         self._outbox = outbox
         self._metrics = metrics
@@ -64,10 +64,10 @@ class TrainingRequests:
             closed = looked_up.closed.get(model_of(row))
             if row.kind is RequestKind.UNLOAD_MODEL:
                 self._models.unload(row)
-            elif closed is None and self._lanes.ended(row):
+            elif closed is None and self.lanes.ended(row):
                 refused.append((row.id, UNLOADED))
             elif closed is None:
-                self._lanes.add(row, looked_up.refusals.get(row.id))
+                self.lanes.add(row, looked_up.refusals.get(row.id))
             elif row.status is FutureStatus.PENDING:
                 refused.append((row.id, closed))
         await self._outbox.send(refused)
@@ -76,24 +76,20 @@ class TrainingRequests:
         if self._refusal is not None:
             await self.refuse(self._refusal)
 
-    def backlog(self) -> int:
-        """Estimate the tokens of waiting passes."""
-        return self._lanes.backlog()
-
     def lane_statuses(self) -> dict[ModelKey, LaneStatus]:
         """Return the lanes with waiting rows."""
-        return self._lanes.statuses()
+        return self.lanes.statuses()
 
     def gaps(self) -> dict[ModelKey, Gap]:
         """Return the current gaps of lanes."""
-        return self._lanes.gaps()
+        return self.lanes.gaps()
 
     async def expire(self, late: Sequence[tuple[QueuedRow, Failure]]) -> None:
         """Fail requests that waited too long; later ones go on, as after any failed request."""
         for row, failure in late:
             if row.seq_id:
-                self._lanes.expire(row, failure.message)
-        begun = {row.id for row, _ in late if not self._lanes.waits(row)}  # these may have taken effect
+                self.lanes.expire(row, failure.message)
+        begun = {row.id for row, _ in late if not self.lanes.waits(row)}  # these may have taken effect
         await self._outbox.send(
             ((row.id, failure) for row, failure in late if row.seq_id != 0), replayed=begun
         )
@@ -116,7 +112,7 @@ class TrainingRequests:
 
     def knows(self, model: ModelKey) -> bool:
         """Return whether a model is in training here."""
-        return self._lanes.knows(model)
+        return self.lanes.knows(model)
 
     @property
     def asked(self) -> bool:
@@ -134,7 +130,7 @@ class TrainingRequests:
         self._refusal = why
         begun = Failure(f"{why}; this request has begun and may still take effect", "server")
         waiting = Failure(f"{why}; other base models are unaffected", "server")
-        late = [(row, waiting if self._lanes.waits(row) else begun) for row in self._pending()]
+        late = [(row, waiting if self.lanes.waits(row) else begun) for row in self._pending()]
         await self.expire(late)
 
     def accept(self) -> None:

@@ -101,7 +101,6 @@ class Dialect(Protocol):
 
     def body(self, model: str, request: SampleRequest, *, eos: Sequence[int], context: int) -> dict[str, Any]:
         """Make the body of a request. Raises UserError if the prompt leaves no room for a token."""
-        ...
 
     def call(
         self, request: SampleRequest, attempt: str, priority: int, *, straight: bool
@@ -110,15 +109,12 @@ class Dialect(Protocol):
 
         SamplerControl ends it by its id `attempt`; the lowest `priority` goes first; `straight`: no router.
         """
-        ...
 
     def openai_body(self, given: Json, model: str, priority: int) -> dict[str, Any]:
         """Return an OpenAI request in the engine's form; only its `stop` and `stop_token_ids` end it."""
-        ...
 
     def openai_reader(self, request: Json) -> AnswerReader:
         """Return the reader of the answer to an OpenAI request, or of the chunks of its stream."""
-        ...
 
     def parse(
         self, payload: Json, request: SampleRequest, *, model: str, switched: bool, replica: str | None
@@ -128,11 +124,9 @@ class Dialect(Protocol):
         Raises SamplerError if a prompt was not scored although nothing was aborted, UserError for weights
         that give no finite numbers.
         """
-        ...
 
     def refusal(self, status: int, message: str) -> UserError | SamplerError:
         """Return the error for an error status and its message."""
-        ...
 
     async def detokenize(self, post: Post, tokens: Sequence[int]) -> str: ...
     def control(

@@ -1,5 +1,6 @@
 """Base of all messages, and types of their fields."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import chain, repeat
@@ -49,6 +50,11 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
+def _as_strings(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Turn values into strings: create_model accepts any JSON, the SDK reads strings only."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
+
+
 def _refuse_nul(value: T) -> T:
     if wrong := next((text for text in _texts(value) if "\0" in text), None):
         raise ValueError(f"{shorten(wrong)} has the character NUL, expected text without it")
@@ -57,6 +63,8 @@ def _refuse_nul(value: T) -> T:
 
 Text = Annotated[str, StringConstraints(max_length=512), AfterValidator(_refuse_nul)]
 """Name, path or id, which the database stores or compares, and lists repeat: PostgreSQL's has no NUL."""
+Strings = Annotated[dict[str, str], BeforeValidator(_as_strings)]
+"""User metadata in answers, whatever JSON it was given as."""
 TextDict = Annotated[dict[str, str], Field(fail_fast=True), AfterValidator(_refuse_nul)]
 NullableDict = Annotated[
     dict[str, Any],

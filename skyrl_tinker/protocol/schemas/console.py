@@ -7,7 +7,7 @@ from pydantic import Field, Strict, StringConstraints
 
 from skyrl_tinker.domain.values import Way
 from skyrl_tinker.protocol.queue_views import TokenRates
-from skyrl_tinker.protocol.schemas.base import MAX_INT64, Message, StrictMessage, StrictRequest, Text
+from skyrl_tinker.protocol.schemas.base import MAX_INT64, Message, StrictMessage, StrictRequest, Strings, Text
 from skyrl_tinker.protocol.schemas.runs import Paging
 
 MOST_S = 10 * 366 * 86400
@@ -244,7 +244,7 @@ class RunSummary(Message):
     lora_rank: int | None
     state: str
     state_reason: str | None
-    user_metadata: dict[str, str]
+    user_metadata: Strings
     created_at: datetime
     last_request_at: datetime
     last_heartbeat_at: datetime

@@ -12,6 +12,7 @@ from skyrl_tinker.protocol.schemas.base import (
     StrictInt,
     StrictMessage,
     StrictQuery,
+    Strings,
     Text,
 )
 
@@ -44,7 +45,7 @@ class Checkpoint(Message):
     tinker_path: str
     size_bytes: int | None = None
     public: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Strings | None = None
     expires_at: datetime | None = None
     base_model: str
 
@@ -61,7 +62,7 @@ class TrainingRun(Message):
     lora_rank: int | None = None
     last_checkpoint: Checkpoint | None = None
     last_sampler_checkpoint: Checkpoint | None = None
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Strings | None = None
 
 
 class TrainingRunQuery(StrictQuery):

@@ -5,7 +5,15 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field, StringConstraints
 
-from skyrl_tinker.protocol.schemas.base import Items, Message, StrictMessage, StrictQuery, Text, TextDict
+from skyrl_tinker.protocol.schemas.base import (
+    Items,
+    Message,
+    StrictMessage,
+    StrictQuery,
+    Strings,
+    Text,
+    TextDict,
+)
 from skyrl_tinker.protocol.schemas.runs import MOST_ITEMS, AccessScope, Paging
 
 FinishedBy = Literal["success", "errored", "interrupted"]
@@ -33,7 +41,7 @@ class SessionContents(Message):
 
     training_run_ids: list[str]
     sampler_ids: list[str]
-    user_metadata: dict[str, str]
+    user_metadata: Strings
     display_name: str | None = None
 
 
@@ -98,7 +106,7 @@ class SessionSummary(Message):
     checkpoints_count: int
     checkpoint_storage_bytes: int
     display_name: str | None
-    user_metadata: dict[str, str]
+    user_metadata: Strings
 
 
 class SessionSearchResponse(Message):

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import AwareDatetime, Field
 
-from skyrl_tinker.protocol.schemas.base import Message, StrictQuery, Text
+from skyrl_tinker.protocol.schemas.base import Message, StrictQuery, Strings, Text
 
 
 class AuditQuery(StrictQuery):
@@ -91,7 +91,7 @@ class UsageEvent(Message):
 
 
 class UsageSession(Message):
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Strings | None = None
 
 
 class UsageResponse(Message):

@@ -1,7 +1,6 @@
 """Sessions as REST shows them: listed, summed up, searched, put into projects."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import (
@@ -22,7 +21,12 @@ from sqlalchemy import (
 
 from skyrl_tinker.domain.ids import OwnerId, Reach, SessionId
 from skyrl_tinker.errors import NotFoundError
-from skyrl_tinker.protocol.schemas.session_list import SearchCursor, SessionSearchRequest, StatusQuery
+from skyrl_tinker.protocol.schemas.session_list import (
+    SearchCursor,
+    SessionContents,
+    SessionSearchRequest,
+    StatusQuery,
+)
 from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.checkpoint_records import is_live
 from skyrl_tinker.store.database.rows import AnyRow, total
@@ -34,16 +38,6 @@ REASONS = ("success", "errored", "interrupted")
 """Reasons with which clients finish sessions; all others are the server's."""
 
 
-@dataclass(frozen=True, slots=True)
-class SessionTotals:
-    """Everything that a session has created."""
-
-    training_runs: list[str]
-    samplers: list[str]
-    user_metadata: Mapping[str, Any]
-    display_name: str | None
-
-
 def list_ids(conn: Connection, reach: Reach, limit: int, offset: int) -> list[str]:
     """Return a page of session ids, newest first."""
     query = select(Session.session_id).where(within(reach))
@@ -51,8 +45,8 @@ def list_ids(conn: Connection, reach: Reach, limit: int, offset: int) -> list[st
     return list(conn.scalars(query))
 
 
-def totals(conn: Connection, reach: Reach, session_id: SessionId) -> SessionTotals:
-    """Return the session's models and samplers. Raises NotFoundError if the caller sees no such session."""
+def contents(conn: Connection, reach: Reach, session_id: SessionId) -> SessionContents:
+    """Return all that the session has created. Raises NotFoundError if the caller sees no such session."""
     query = select(Session.user_metadata, Session.display_name)
     row = conn.execute(query.where(Session.session_id == session_id, within(reach))).one_or_none()
     if row is None:
@@ -63,11 +57,8 @@ def totals(conn: Connection, reach: Reach, session_id: SessionId) -> SessionTota
         .where(SamplingSession.session_id == session_id)
         .order_by(SamplingSession.created_at, SamplingSession.sampling_session_seq_id)
     )
-    return SessionTotals(
-        list(conn.scalars(runs)),
-        list(conn.scalars(samplers)),
-        row.user_metadata,
-        row.display_name,
+    return SessionContents(
+        training_run_ids=list(conn.scalars(runs)), sampler_ids=list(conn.scalars(samplers)), **row._mapping
     )
 
 

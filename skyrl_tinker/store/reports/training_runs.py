@@ -83,10 +83,11 @@ def runs_of(conn: Connection, reach: Reach, keys: Sequence[ModelKey]) -> list[Ru
     return [runs[key] for key in keys if key in runs]
 
 
-def find(conn: Connection, reach: Reach, model_id: ModelId, scope: Scope) -> Run | None:
-    """Return a run, None if the caller does not see it."""
-    runs = _runs(conn, reach, Model.model_id == model_id, _visible(conn, reach, scope))
-    return next(iter(runs.values()), None)
+def find(conn: Connection, reach: Reach, model_id: ModelId, scope: Scope) -> Run:
+    """Return a run. Raises NotFoundError if the caller does not see it."""
+    for run in _runs(conn, reach, Model.model_id == model_id, _visible(conn, reach, scope)).values():
+        return run
+    raise NotFoundError(f"no training run {model_id}")
 
 
 def list_checkpoints(

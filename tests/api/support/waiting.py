@@ -14,6 +14,7 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.engine.bases.base_runtime import BaseRuntime
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.bases.train_dispatch import TrainDispatch
 from skyrl_tinker.engine.colocation.placement import SEPARATE, Placement
@@ -33,6 +34,7 @@ from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.training_half import compose_training
 from skyrl_tinker.protocol.queue_views import QueuesView, ReplicaView
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK
 from skyrl_tinker.store.doorbell import SocketBell
 from skyrl_tinker.store.store import Store
 from tests.api.support.world import FACTS, Json, World, running
@@ -83,18 +85,10 @@ class Waiting:
         self.samples = SampleDispatch([self.sampler], outbox, metrics)
         forget = self.samples.forget_sources
         versions = EphemeralVersions(store, [samplers], forget, spill, self.settings)
-        half = compose_training(
-            self.settings,
-            FACTS,
-            store,
-            outbox,
-            trainer,
-            samplers,
-            versions,
-            WarningBoard(store),
-            metrics,
-            self.placement,
+        base = BaseRuntime(
+            self.settings, FACTS, trainer, samplers, LOCAL_DISK, self.placement, cast(Any, None)
         )
+        half = compose_training(base, trainer, store, outbox, versions, WarningBoard(store), metrics)
         self.driver = half.driver
         self.training = TrainDispatch([self.driver], store, metrics)
         self._intake = Intake(store, self.bell, self.training, self.samples, metrics)

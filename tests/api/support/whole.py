@@ -7,8 +7,10 @@ from typing import Any, cast
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.engine.bases.base_runtime import BaseRuntime
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.bases.train_dispatch import TrainDispatch
+from skyrl_tinker.engine.colocation.placement import SEPARATE
 from skyrl_tinker.engine.compose import make_tmpfs_spill
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
@@ -18,6 +20,7 @@ from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.training_half import compose_training
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.store import Store
 from tests.api.support.world import FACTS, World, running
@@ -40,10 +43,8 @@ class Engine:
         spill = make_tmpfs_spill(settings)
         samples = SampleDispatch([self.sampler], outbox, metrics)
         versions = EphemeralVersions(store, [samplers], samples.forget_sources, spill, settings)
-        warnings = WarningBoard(store)
-        half = compose_training(
-            settings, FACTS, store, outbox, trainer, samplers, versions, warnings, metrics
-        )
+        base = BaseRuntime(settings, FACTS, trainer, samplers, LOCAL_DISK, SEPARATE, cast(Any, None))
+        half = compose_training(base, trainer, store, outbox, versions, WarningBoard(store), metrics)
         self.driver = half.driver
         self.training = TrainDispatch([self.driver], store, metrics)
         self.intake = Intake(store, bell, self.training, samples, metrics)

@@ -290,8 +290,8 @@ class _IpcOnCpu:
     def restarts(self) -> int:
         return self._ranks.restarts
 
-    async def open_sender(self, factory: Callable[[int], Any]) -> None:
-        assert factory is CudaIpcSender
+    async def open_sender(self, factory: Any) -> None:
+        assert factory.func is CudaIpcSender
         await self._ranks.open_sender(CudaIpcOnCpu)
 
 

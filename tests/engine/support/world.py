@@ -8,8 +8,10 @@ from typing import Any, cast
 from skyrl_tinker.config import Parity, Recovery, Settings
 from skyrl_tinker.domain.ids import FutureStatus, ModelId
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
+from skyrl_tinker.engine.bases.base_runtime import BaseRuntime
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.bases.train_dispatch import TrainDispatch
+from skyrl_tinker.engine.colocation.placement import SEPARATE
 from skyrl_tinker.engine.compose import make_tmpfs_spill
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.outbox import Outbox
@@ -73,18 +75,8 @@ class World:
         spill = make_tmpfs_spill(settings)
         samples = SampleDispatch([sampler], outbox, metrics)
         versions = EphemeralVersions(store, [samplers], samples.forget_sources, spill, settings)
-        half = compose_training(
-            settings,
-            FACTS,
-            store,
-            outbox,
-            trainer,
-            samplers,
-            versions,
-            WarningBoard(store),
-            metrics,
-            storage=storage,
-        )
+        base = BaseRuntime(settings, FACTS, trainer, samplers, storage, SEPARATE, cast(Any, None))
+        half = compose_training(base, trainer, store, outbox, versions, WarningBoard(store), metrics)
         self.driver, self.creation = half.driver, half.creation
         self.training = TrainDispatch([self.driver], store, metrics)
         self.bell = bell
