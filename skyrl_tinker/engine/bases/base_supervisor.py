@@ -23,8 +23,8 @@ class BaseSupervisor:
     """Supervisor that tries a base model again which does not start, or whose ranks are lost.
 
     It does while others serve. Requests wait for the second try, as that may help, then fail until it has
-    started. One on demand starts with a request, and stops when it has been idle for its `idle_s`: its models
-    come back with the next start, as after a crash.
+    started. One on demand starts with a request, also after a failure, and stops when it has been idle for
+    its `idle_s`: its models come back with the next start, as after a crash.
     """
 
     def __init__(self, runtime: BaseRuntime, driver: TrainerDriver | None, statuses: BaseStatuses) -> None:
@@ -44,7 +44,7 @@ class BaseSupervisor:
         """
         async with nullcontext() if self._driver is None else self._driver.background:
             while True:
-                if self._runtime.idle_s is not None and not self._failures:
+                if self._runtime.idle_s is not None:
                     await self._rest()
                 lost = await self._live(resumed)
                 await (self._stop() if lost is None else self._recover(lost))
@@ -58,9 +58,12 @@ class BaseSupervisor:
         return f"base model {self._name} is stopped: {ON_DEMAND}"
 
     async def _rest(self) -> None:
-        """Wait for a request that needs the processes."""
+        """Wait for a request that needs the processes, also where those before it have failed."""
         while not self._is_asked():
             self._asked.clear()
+            if self._driver is not None:
+                self._driver.requests.accept()
+            self._pause(self._stopped)
             if self._driver is not None:
                 await self._driver.retire()
             await self._asked.wait()

@@ -355,3 +355,30 @@ async def test_one_on_demand_that_does_not_start_is_tried_again_and_rests_once_i
         await sample
         await until(lambda: not gate.asked.is_set())  # it rests
         assert (processes.starts, processes.ends) == (2, 2)
+
+
+async def test_one_on_demand_that_does_not_start_is_not_tried_again_without_demand(
+    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.01,))
+    case = Case(store, bell, *[SamplerError(LOG)] * 3, others=("a",), idle_s=60.0)
+    processes, driver, gate = case.processes, case.driver, case.samplers.gate
+    for _ in range(4):
+        processes.go_on.release()
+    async with running(case) as task:
+        await until(lambda: driver.retired)
+        driver.ask()
+        await until(lambda: processes.ends == 2 and driver.refused == WHY)
+        driver.asked = False  # as refused requests do not wait
+        await until(lambda: gate.reason == driver.paused == STOPPED)
+        assert (driver.refused, state(case)) == (None, ("failed", WHY))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert processes.starts == 2
+        with pytest.raises(SamplerError, match=WHY):  # it starts it, waits, and fails with it
+            await _sample(gate)
+        await until(lambda: gate.reason == STOPPED)
+        assert (processes.starts, processes.ends) == (3, 3)
+        await _sample(gate)
+        assert processes.starts == 4
+        assert not task.done()
