@@ -17,6 +17,7 @@ from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.bases.base_runtime import BaseRuntime
 from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
 from skyrl_tinker.engine.bases.base_supervisor import BaseSupervisor
+from skyrl_tinker.engine.bases.base_switch import BaseSwitch
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.bases.train_dispatch import TrainDispatch
 from skyrl_tinker.engine.deadlines import Deadlines
@@ -116,9 +117,11 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
         _openai_server(store, metrics, *each, driver) for each, driver in zip(sampled, drivers, strict=True)
     ]
     _register_gauges(metrics, runtimes[0], every, samples)
+    supervisors = [BaseSupervisor(runtime, of.get(runtime.facts.name), statuses) for runtime in runtimes]
+    switch = BaseSwitch(supervisors)
     return Parts(
         statuses,
-        [BaseSupervisor(runtime, of.get(runtime.facts.name), statuses) for runtime in runtimes],
+        supervisors,
         warnings,
         training,
         samples,
@@ -151,7 +154,9 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
                 samples.views(),
                 metrics.trained_meter.rates(),
                 metrics.sampled_meter.rates(),
+                switch.idle(),
             ),
+            switch.change,
             settings.bodies.json_mb * MiB,
             _open_address(settings),
         ),

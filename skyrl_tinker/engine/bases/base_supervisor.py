@@ -16,6 +16,8 @@ from skyrl_tinker.training.trainer_group import TrainerGroup
 PAUSES_S = (1.0, 5.0, 30.0)
 """Time until the next try after each failure in a row."""
 PING_S, PING_TIMEOUT_S = 2.0, 30.0
+LOOK_S = 1.0
+"""Time between two looks whether one that is only sampled may stop."""
 _log = logging.getLogger(__name__)
 
 
@@ -35,6 +37,9 @@ class BaseSupervisor:
         self._statuses = statuses
         self._asked = _event_of(runtime, driver)
         self._failures = 0  # in a row
+        self._rests = runtime.idle_s is not None  # it waits for a request that needs it
+        self._runs = False  # it serves
+        self._start_asked = self._stop_asked = False  # by an administrator
         self._pause(self._starting if runtime.idle_s is None else self._stopped)
 
     async def run(self, resumed: Awaitable[object]) -> None:
@@ -50,6 +55,36 @@ class BaseSupervisor:
                 await (self._stop() if lost is None else self._recover(lost))
 
     @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds without requests of one on demand; None where it does not run, or always does."""
+        if not self._runs or self._runtime.idle_s is None:
+            return None
+        samplers, driver = self._runtime.samplers, self._driver
+        unsampled_s = math.inf if samplers is None else samplers.gate.idle_s
+        return unsampled_s if driver is None else min(driver.idle_s, unsampled_s)
+
+    def ask_start(self) -> str:
+        """Start it without a request, if it is on demand; return what follows."""
+        self._stop_asked = False
+        if self._runs:
+            return f"base model {self._name} runs"
+        self._start_asked = True
+        self._asked.set()
+        return self._starting
+
+    def ask_stop(self) -> str:
+        """Stop it as soon as nothing needs it, if it is on demand; return what follows."""
+        self._start_asked = False
+        if self._rests:
+            return self._stopped
+        self._stop_asked = True
+        return f"base model {self._name} stops once no request waits or runs"
+
+    @property
     def _starting(self) -> str:
         return f"base model {self._name} is being started"
 
@@ -59,6 +94,7 @@ class BaseSupervisor:
 
     async def _rest(self) -> None:
         """Wait for a request that needs the processes, also where those before it have failed."""
+        self._rests = True
         while not self._is_asked():
             self._asked.clear()
             if self._driver is not None:
@@ -67,13 +103,14 @@ class BaseSupervisor:
             if self._driver is not None:
                 await self._driver.retire()
             await self._asked.wait()
+        self._rests = False
         self._pause(self._starting)
         await self._report_parts(self._runtime.processes.parts)
 
     def _is_asked(self) -> bool:
         samplers, driver = self._runtime.samplers, self._driver
         sampled = samplers is not None and samplers.gate.in_use
-        return sampled or (driver is not None and driver.requests.asked)
+        return self._start_asked or sampled or (driver is not None and driver.requests.asked)
 
     async def _live(self, resumed: Awaitable[object]) -> SkyrlTinkerError | None:
         """Start the base model, and run it; return why it did not start, or was lost, None if it was idle."""
@@ -86,10 +123,12 @@ class BaseSupervisor:
             lost = root_cause(group)
         if lost is None:
             await self._accept()
+            self._runs, self._start_asked = True, False
             try:
                 await self._serve()
             except* TrainerLostError as group:
                 lost = root_cause(group)
+            self._runs = False
         assert lost is None or isinstance(lost, SkyrlTinkerError)
         return lost
 
@@ -105,33 +144,46 @@ class BaseSupervisor:
             if runtime.trainer is not None and driver is not None:
                 watches.append(tasks.create_task(_watch_trainer(runtime.trainer, driver)))
                 await driver.run(self._report_rebuild, self._may_stop)
-            elif samplers is not None and runtime.idle_s is not None:
-                await samplers.gate.idle_for(runtime.idle_s)
             else:
-                await asyncio.get_running_loop().create_future()  # it always runs
+                await self._until_idle()
             self._pause(self._stopped)  # in the same step: no request comes in between
             for watch in watches:
                 watch.cancel()
 
     def _may_stop(self, untrained_s: float) -> bool:
-        """Return whether no request has come for long, of training not for `untrained_s`."""
+        """Return whether no request has come for long, of training not for `untrained_s`.
+
+        Once it has been asked to stop: whether samplers serve none.
+        """
         samplers, most_s = self._runtime.samplers, self._runtime.idle_s
+        if most_s is None or (samplers is not None and samplers.gate.in_use):
+            return False
         unsampled_s = math.inf if samplers is None else samplers.gate.idle_s
-        return most_s is not None and min(untrained_s, unsampled_s) >= most_s
+        return self._stop_asked or min(untrained_s, unsampled_s) >= most_s
+
+    async def _until_idle(self) -> None:
+        """Return, in the same step, once one without a trainer may stop."""
+        while True:
+            if self._may_stop(math.inf):
+                return
+            await asyncio.sleep(min(LOOK_S, self._runtime.idle_s or LOOK_S))
 
     async def _stop(self) -> None:
         """End all of it, with nothing under way. Raises TrainerLostError when Ray is gone."""
         if self._driver is not None:
             await self._driver.settle()
         await self._runtime.processes.end()
+        why = "as was asked" if self._stop_asked else "as it was idle"
+        self._stop_asked = False
         self._failures = 0
-        _log.info("%s: stopped, as it was idle; %s", self._name, ON_DEMAND)
+        _log.info("%s: stopped, %s; %s", self._name, why, ON_DEMAND)
         await self._statuses.stopped(self._name)
 
     async def _recover(self, lost: SkyrlTinkerError) -> None:
         """End all of it, and wait for the next try."""
         if not self._statuses.others_may_serve(self._name):
             raise lost
+        self._start_asked = False
         self._pause(self._starting)
         await self._runtime.processes.end()
         pause_s = PAUSES_S[min(self._failures, len(PAUSES_S) - 1)]

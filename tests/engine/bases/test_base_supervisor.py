@@ -62,6 +62,7 @@ class Driver:
     """
 
     paused: str | None = None
+    idle_s = 0.0
     refused: str | None = None
     asked = False
     untrained_s = 0.0
@@ -382,3 +383,62 @@ async def test_one_on_demand_that_does_not_start_is_not_tried_again_without_dema
         await _sample(gate)
         assert processes.starts == 4
         assert not task.done()
+
+
+async def test_it_starts_and_stops_as_an_administrator_asks_and_no_request_is_cut(
+    store: Store, bell: Doorbell
+) -> None:
+    case = Case(store, bell, others=("a",), idle_s=60.0)
+    processes, driver, gate, base = case.processes, case.driver, case.samplers.gate, case.supervisor
+    async with running(case) as task:
+        await until(lambda: driver.retired)
+        assert (base.ask_stop(), base.idle_s) == (STOPPED, None)
+        for number in (1, 2):
+            assert base.ask_start() == STARTING
+            await until(lambda number=number: processes.starts == number)  # type: ignore[misc]
+            processes.go_on.release()
+            await until(lambda: gate.reason is None)
+            assert (state(case)[0], base.ask_start()) == ("ready", "base model b runs")
+            async with gate.passage():
+                assert base.ask_stop() == "base model b stops once no request waits or runs"
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                assert (gate.reason, processes.ends, base.idle_s) == (None, number - 1, 0.0)
+            await until(lambda: state(case)[0] == "stopped")
+            assert (processes.ends, gate.reason) == (number, STOPPED)
+        driver.ask()
+        processes.go_on.release()
+        await until(lambda: gate.reason is None)
+        driver.asked = False
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert processes.ends == 2, "what was asked before is done"
+        assert not task.done()
+
+
+async def test_a_start_takes_back_that_it_was_to_stop(store: Store, bell: Doorbell) -> None:
+    case = Case(store, bell, others=("a",), idle_s=60.0, trained=False)
+    processes, gate, base = case.processes, case.samplers.gate, case.supervisor
+    async with running(case):
+        base.ask_start()
+        processes.go_on.release()
+        await until(lambda: gate.reason is None)
+        async with gate.passage():
+            base.ask_stop()
+            base.ask_start()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (processes.ends, gate.reason) == (0, None)
+
+
+async def test_a_start_that_an_administrator_asked_for_is_tried_once(
+    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.0,))
+    case = Case(store, bell, SamplerError(LOG), others=("a",), idle_s=60.0)
+    case.processes.go_on.release()
+    async with running(case):
+        await until(lambda: case.driver.retired)
+        case.supervisor.ask_start()
+        await until(lambda: case.driver.retired > 1)
+        assert (state(case), case.processes.starts) == (("failed", WHY), 1)
