@@ -98,6 +98,11 @@ class BaseStatuses:
         self._served.discard(base_model)
         await self._tell(base_model, _STOPPED)
 
+    async def waits(self, base_model: str, why: str) -> None:
+        """Report that a base model is stopped and was asked for, and why it does not start yet."""
+        if not self._is(_Phase.FAILED, base_model):
+            await self._tell(base_model, _BaseState(_Phase.STOPPED, why))
+
     async def started(self, base_model: str) -> None:
         """Report that all parts of a base model are there."""
         await self._tell(base_model, self._started(base_model))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Awaitable, Collection
 from contextlib import nullcontext
 
+from skyrl_tinker.engine.bases.base_room import BaseRoom
 from skyrl_tinker.engine.bases.base_runtime import BaseRuntime
 from skyrl_tinker.engine.bases.base_statuses import ON_DEMAND, BaseStatuses
 from skyrl_tinker.engine.sampler.sleep import SleepControl
@@ -16,6 +17,8 @@ from skyrl_tinker.training.trainer_group import TrainerGroup
 PAUSES_S = (1.0, 5.0, 30.0)
 """Time until the next try after each failure in a row."""
 PING_S, PING_TIMEOUT_S = 2.0, 30.0
+ROOM_IDLE_S = 60.0
+"""Time without requests after which one on demand stops for another that lacks GPUs."""
 LOOK_S = 1.0
 """Time between two looks whether one that is only sampled may stop."""
 _log = logging.getLogger(__name__)
@@ -29,12 +32,16 @@ class BaseSupervisor:
     its `idle_s`: its models come back with the next start, as after a crash.
     """
 
-    def __init__(self, runtime: BaseRuntime, driver: TrainerDriver | None, statuses: BaseStatuses) -> None:
-        """`driver`: of its trainer, if it has one."""
+    def __init__(
+        self, runtime: BaseRuntime, driver: TrainerDriver | None, statuses: BaseStatuses, room: BaseRoom
+    ) -> None:
+        """`driver`: of its trainer, if it has one. `room`: of all on demand."""
         self._runtime = runtime
         self._name = runtime.facts.name
         self._driver = driver
         self._statuses = statuses
+        self._room = room
+        self._waits = ""  # why it does not start yet
         self._asked = _event_of(runtime, driver)
         self._failures = 0  # in a row
         self._rests = runtime.idle_s is not None  # it waits for a request that needs it
@@ -104,8 +111,19 @@ class BaseSupervisor:
                 await self._driver.retire()
             await self._asked.wait()
         self._rests = False
+        await self._room.enter(self._name, lambda: self.idle_s or 0.0, self._await_room)
+        self._waits = ""
         self._pause(self._starting)
         await self._report_parts(self._runtime.processes.parts)
+
+    async def _await_room(self, why: str) -> None:
+        """Tell why it does not start yet, and release models that are due."""
+        if why != self._waits:
+            self._waits = why
+            self._pause(f"base model {self._name} is stopped: {why}")
+            await self._statuses.waits(self._name, why)
+        if self._driver is not None:
+            await self._driver.retire()
 
     def _is_asked(self) -> bool:
         samplers, driver = self._runtime.samplers, self._driver
@@ -153,12 +171,15 @@ class BaseSupervisor:
     def _may_stop(self, untrained_s: float) -> bool:
         """Return whether no request has come for long, of training not for `untrained_s`.
 
-        Once it has been asked to stop: whether samplers serve none.
+        Once it has been asked to stop: whether samplers serve none. While another waits for its GPUs a
+        shorter time counts, which a script's own work between two requests seldom takes.
         """
         samplers, most_s = self._runtime.samplers, self._runtime.idle_s
         if most_s is None or (samplers is not None and samplers.gate.in_use):
             return False
         unsampled_s = math.inf if samplers is None else samplers.gate.idle_s
+        if self._room.wants(self._name):
+            most_s = min(most_s, ROOM_IDLE_S)
         return self._stop_asked or min(untrained_s, unsampled_s) >= most_s
 
     async def _until_idle(self) -> None:
@@ -173,6 +194,7 @@ class BaseSupervisor:
         if self._driver is not None:
             await self._driver.settle()
         await self._runtime.processes.end()
+        self._room.leave(self._name)
         why = "as was asked" if self._stop_asked else "as it was idle"
         self._stop_asked = False
         self._failures = 0
@@ -186,6 +208,7 @@ class BaseSupervisor:
         self._start_asked = False
         self._pause(self._starting)
         await self._runtime.processes.end()
+        self._room.leave(self._name)
         pause_s = PAUSES_S[min(self._failures, len(PAUSES_S) - 1)]
         self._failures += 1
         _log.error("%s: the next try is in %.0f s: %s", self._name, pause_s, lost)

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from skyrl_tinker.engine.bases import base_supervisor
+from skyrl_tinker.engine.bases import base_room, base_supervisor
+from skyrl_tinker.engine.bases.base_room import BaseRoom
 from skyrl_tinker.engine.bases.base_runtime import ReportParts
 from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
 from skyrl_tinker.engine.bases.base_supervisor import BaseSupervisor
@@ -133,6 +134,7 @@ class Case:
         others: tuple[str, ...],
         idle_s: float | None = None,
         trained: bool = True,
+        room: BaseRoom | None = None,
     ) -> None:
         """`others`: base models beside this one, which serve."""
         self.processes, self.driver = Scripted(*failures), Driver()
@@ -152,7 +154,7 @@ class Case:
             idle_s=idle_s,
         )
         driver = cast(Any, self.driver) if trained else None
-        self.supervisor = BaseSupervisor(cast(Any, runtime), driver, self.statuses)
+        self.supervisor = BaseSupervisor(cast(Any, runtime), driver, self.statuses, room or BaseRoom())
 
 
 @asynccontextmanager
@@ -442,3 +444,39 @@ async def test_a_start_that_an_administrator_asked_for_is_tried_once(
         case.supervisor.ask_start()
         await until(lambda: case.driver.retired > 1)
         assert (state(case), case.processes.starts) == (("failed", WHY), 1)
+
+
+async def test_one_that_lacks_gpus_waits_until_another_has_been_idle_and_stopped(
+    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_room, "LOOK_S", 0.01)
+    room = BaseRoom(2, {"b": 2, "c": 1})
+    case = Case(store, bell, others=("a",), idle_s=3600.0, room=room)
+    processes, driver, gate = case.processes, case.driver, case.samplers.gate
+    told: list[str] = []
+
+    async def hear(why: str) -> None:
+        told.append(why)
+
+    async with running(case):
+        await room.enter("c", lambda: 5.0, hear)
+        driver.ask()
+        await until(lambda: state(case) == ("stopped", "it waits for 2 GPUs of c"))
+        assert gate.reason == driver.paused == "base model b is stopped: it waits for 2 GPUs of c"
+        assert (room.wants("c"), processes.starts, told) == (True, 0, [])
+        assert case.statuses.others_may_serve("a") is case.statuses.ready
+        room.leave("c")
+        processes.go_on.release()
+        await until(lambda: gate.reason is None)
+        assert not room.wants("c")
+        waiting = asyncio.create_task(room.enter("c", lambda: 0.0, hear))
+        await until(lambda: told)
+        assert told[0] == "it waits for 1 GPU of b"
+        driver.untrained_s, gate._left_at = 59.0, gate._left_at - 61.0
+        driver.asked = False
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (processes.ends, waiting.done()) == (0, False), "it was used a moment ago"
+        driver.untrained_s = 61.0
+        await waiting
+        assert (processes.ends, state(case)[0]) == (1, "stopped")
