@@ -274,7 +274,9 @@ def _base_model(settings: Settings) -> str:
     described = [_described(settings)]
     for own, given in zip(catalog.further(settings), settings.bases.values(), strict=True):
         with catalog.refusals(own):
-            described.append(f"{_described(own)}{'' if given.trains else ', sampling only'}")
+            only = "" if given.trains else ", sampling only"
+            start = ", starts on demand" if given.start == "on_demand" else ""
+            described.append(f"{_described(own)}{only}{start}")
     return "; ".join(described)
 
 

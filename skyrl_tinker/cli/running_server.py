@@ -126,6 +126,11 @@ class RunningServer:
         path = f"/api/v1/console/runs/{quote(run, safe='')}/metrics"
         self._ask("POST", path, json={"step": step, "values": dict(values)})
 
+    def change_base(self, base_model: str, action: str) -> Facts:
+        """Start or stop a base model on demand. Raises StartupError if it is refused."""
+        body = {"base_model": base_model, "action": action}
+        return self._ask("POST", "/api/v1/console/admin/bases", json=body)
+
     def end(self, session: str) -> None:
         """Finish a session; its models leave the trainer."""
         self._ask("POST", f"/api/v1/sessions/{quote(session, safe='')}/finish", json={})
@@ -285,6 +290,26 @@ def status_lines(now: Facts) -> Iterator[str]:
             for each in now["queue"]
         ],
     )
+
+
+def base_lines(bases: Sequence[Facts]) -> Iterator[str]:
+    """Yield base models with their uses, how each starts, its state, ranks and replicas."""
+    rows = [
+        (
+            each["base_model"],
+            ",".join(role for role, can in (("train", "trainable"), ("sample", "sampleable")) if each[can]),
+            each["start"],
+            each["state"],
+            "" if each["since"] is None else _since(each["since"]),
+            "" if each["idle_s"] is None else duration(each["idle_s"]),
+            each["trainer_ranks"],
+            each["replicas"] if each["sampleable"] else 0,
+            each["detail"],
+        )
+        for each in bases
+    ]
+    heads = ("base model", "roles", "start", "state", "for", "idle for", "ranks", "replicas", "detail")
+    yield from _table(heads, rows)
 
 
 def process_lines(now: Facts) -> Iterator[str]:

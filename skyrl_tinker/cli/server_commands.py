@@ -20,12 +20,15 @@ from skyrl_tinker.domain.units import counted
 app = typer.Typer()
 checkpoints = typer.Typer(no_args_is_help=True, help="Checkpoints of a server.", rich_markup_mode=None)
 app.add_typer(checkpoints, name="checkpoints")
+bases = typer.Typer(rich_markup_mode=None)
+app.add_typer(bases, name="bases")
 
 Url = Annotated[
     str | None,
     typer.Option(help="Of the server [default: that of --home or --config, else TINKER_BASE_URL]"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
+BaseModel = Annotated[str, typer.Argument(metavar="NAME", help="Base model on demand, as `bases` names it")]
 OfRun = Annotated[str | None, typer.Option("--run", help="Only those of a run")]
 OlderThan = Annotated[
     int | None,
@@ -186,6 +189,47 @@ def delete_checkpoints(
             typer.confirm(f"delete {counted(len(paths), 'checkpoint')}?", abort=True)
         deleted = sum(server.delete_checkpoint(tinker_path.parse(path)) for path in paths)
         show([f"deleted: {deleted}"])
+
+
+@bases.callback(invoke_without_command=True)
+def list_bases(
+    context: typer.Context,
+    url: Url = None,
+    home: Home = None,
+    config_file: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show base models: roles, start, state and for how long, idle time, trainer ranks and replicas.
+
+    Each rank holds a GPU, and each replica its GPUs, only while a base model runs, on CPUs memory, which `ps`
+    has. One with the start "on_demand" starts with a request, or by `bases start`.
+    """
+    if context.invoked_subcommand is not None:
+        if as_json or any(each is not None for each in (url, home, config_file)):
+            raise typer.BadParameter("expected options after start or stop")
+        return
+    with one_line_errors(), understood():
+        found = _running(url, home, config_file).now()["server"]["base_models"]
+        show([json.dumps(found)] if as_json else running_server.base_lines(found))
+
+
+@bases.command()
+def start(name: BaseModel, url: Url = None, home: Home = None, config_file: Config = None) -> None:
+    """Start a base model on demand, before it is asked for. It stops once it has been idle, as always."""
+    _change_base("start", name, url, home, config_file)
+
+
+@bases.command()
+def stop(name: BaseModel, url: Url = None, home: Home = None, config_file: Config = None) -> None:
+    """Stop a base model on demand, once no request waits or runs; the next one starts it again."""
+    _change_base("stop", name, url, home, config_file)
+
+
+def _change_base(
+    action: str, name: str, url: str | None, home: Path | None, config_file: Path | None
+) -> None:
+    with one_line_errors(), understood():
+        show([_running(url, home, config_file).change_base(name, action)["detail"]])
 
 
 @app.command()

@@ -14,9 +14,11 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.engine.bases.base_room import BaseRoom
 from skyrl_tinker.engine.bases.base_runtime import BaseRuntime
 from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
 from skyrl_tinker.engine.bases.base_supervisor import BaseSupervisor
+from skyrl_tinker.engine.bases.base_switch import BaseSwitch
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.bases.train_dispatch import TrainDispatch
 from skyrl_tinker.engine.deadlines import Deadlines
@@ -116,9 +118,14 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
         _openai_server(store, metrics, *each, driver) for each, driver in zip(sampled, drivers, strict=True)
     ]
     _register_gauges(metrics, runtimes[0], every, samples)
+    room = _make_room(env, runtimes)
+    supervisors = [
+        BaseSupervisor(runtime, of.get(runtime.facts.name), statuses, room) for runtime in runtimes
+    ]
+    switch = BaseSwitch(supervisors)
     return Parts(
         statuses,
-        [BaseSupervisor(runtime, of.get(runtime.facts.name), statuses) for runtime in runtimes],
+        supervisors,
         warnings,
         training,
         samples,
@@ -151,12 +158,22 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
                 samples.views(),
                 metrics.trained_meter.rates(),
                 metrics.sampled_meter.rates(),
+                switch.idle(),
             ),
+            switch.change,
             settings.bodies.json_mb * MiB,
             _open_address(settings),
         ),
         make_span_export(settings, store, metrics),
     )
+
+
+def _make_room(env: Environment, runtimes: Sequence[BaseRuntime]) -> BaseRoom:
+    """Make the room of base models on demand: the GPUs that the others leave."""
+    needs = {each.facts.name: each.gpus for each in runtimes if each.idle_s is not None}
+    if not any(needs.values()):
+        return BaseRoom()
+    return BaseRoom(env.ray.gpus - sum(each.gpus for each in runtimes if each.idle_s is None), needs)
 
 
 def _sampler_driver(

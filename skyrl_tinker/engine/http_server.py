@@ -18,7 +18,7 @@ from skyrl_tinker.engine.scheduling.throughput import SLOT_S
 from skyrl_tinker.engine.telemetry.engine_metrics import CONTENT_TYPE, Metrics
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.protocol.queue_views import QueuesView
-from skyrl_tinker.protocol.schemas.console import RecentRates
+from skyrl_tinker.protocol.schemas.console import ChangeBaseRequest, RecentRates
 from skyrl_tinker.store.cluster.signing_secrets import ENGINE_HEADER
 
 SHUTDOWN_S = 1.0
@@ -44,6 +44,7 @@ class EngineHttpServer:
         metrics: Metrics,
         replica_metrics: Callable[[], Awaitable[bytes]],
         queues: Callable[[], QueuesView],
+        change_base: Callable[[ChangeBaseRequest], str],
         body_bytes: int,
         network: OpenAddress | None = None,
     ) -> None:
@@ -53,12 +54,14 @@ class EngineHttpServer:
         self._metrics = metrics
         self._replica_metrics = replica_metrics
         self._queues = queues
+        self._change_base = change_base
         app = web.Application(client_max_size=body_bytes, middlewares=[self._authorized])
         reports = [
             web.get("/metrics", self._metrics_text),
             web.get("/queues", self._queues_json),
             web.get("/activity", self._activity_json),
             web.get("/rates", self._rates_json),
+            web.post("/bases", self._base_changed),
         ]
         app.add_routes([*openai.routes(), *reports])
         # A client that goes away cancels its handler.
@@ -111,6 +114,10 @@ class EngineHttpServer:
 
     async def _queues_json(self, _: web.Request) -> web.Response:
         return web.Response(body=self._queues().to_bytes(), content_type="application/json")
+
+    async def _base_changed(self, request: web.Request) -> web.Response:
+        asked = ChangeBaseRequest.model_validate_json(await request.read())
+        return web.Response(text=self._change_base(asked))
 
     async def _activity_json(self, request: web.Request) -> web.Response:
         activity = self._metrics.activity.since(float(request.query["since"]))

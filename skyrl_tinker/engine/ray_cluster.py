@@ -51,13 +51,22 @@ class RayCluster:
                 return daemon.pid
         return None
 
-    def require_gpus(self, trainer: int, samplers: int) -> None:
-        """Raise StartupError if the cluster has fewer GPUs: actors would wait for them indefinitely."""
-        gpus = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
-        if gpus < trainer + samplers:
+    @property
+    def gpus(self) -> int:
+        """GPUs of all hosts."""
+        return int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+
+    def require_gpus(self, trainer: int, samplers: int, on_demand: int = 0) -> None:
+        """Raise StartupError if the cluster has fewer GPUs: actors would wait for them indefinitely.
+
+        `on_demand`: of the largest base model on demand, beside those of the others.
+        """
+        needed = trainer + samplers + on_demand
+        if self.gpus < needed:
+            largest = f", {on_demand} for the largest base model on demand" if on_demand else ""
             raise StartupError(
-                f"--device cuda needs {trainer + samplers} GPUs ({trainer} for trainer ranks, {samplers} "
-                f"for samplers), found {gpus}"
+                f"--device cuda needs {needed} GPUs ({trainer} for trainer ranks, {samplers} "
+                f"for samplers{largest}), found {self.gpus}"
             )
 
     def stop(self) -> None:

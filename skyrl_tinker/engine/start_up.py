@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
+from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu, WeightVersion
 from skyrl_tinker.engine.bases.base_runtime import BaseRuntime, ReportParts
@@ -63,14 +64,20 @@ class StartUp:
         """Make them; their processes are still to start. Raises StartupError where GPUs lack."""
         env, settings = self._env, self._env.settings
         if settings.device == "cuda":
-            samplers = sum(sampler_gpus(settings.for_base(facts.name)) for facts in self._bases.all)
-            env.ray.require_gpus(settings.all_trainer_ranks, samplers)
+            self._require_gpus()
         storage = open_storage(settings.checkpoint_root, settings.checkpoint_url)
         several = len(self._bases.all) > 1
         return [
             BaseProcesses(env, facts, number, storage, self._shutdowns, several=several).runtime
             for number, facts in enumerate(self._bases.all)
         ]
+
+    def _require_gpus(self) -> None:
+        settings = self._env.settings
+        needs = {facts.name: _gpus(settings.for_base(facts.name), facts) for facts in self._bases.all}
+        on_demand = [needs.pop(name) for name in [*needs] if settings.idle_s_of(name) is not None]
+        ranks, samplers = (sum(each) for each in zip(*needs.values(), strict=True))
+        self._env.ray.require_gpus(ranks, samplers, max(map(sum, on_demand), default=0))
 
     async def tidy_up(self) -> None:
         """Remove the incomplete files of an earlier engine.
@@ -106,6 +113,11 @@ class StartUp:
 
     async def _write(self, op: Op[T]) -> T:
         return await persistently(lambda: self._env.store.write(op))
+
+
+def _gpus(settings: Settings, facts: BaseModelFacts) -> tuple[int, int]:
+    """Return the GPUs of a base model's ranks, and those of its samplers beside them."""
+    return settings.trainer_ranks if facts.trainable else 0, sampler_gpus(settings)
 
 
 class BaseProcesses:
@@ -149,7 +161,8 @@ class BaseProcesses:
             fleet = make_fleet(settings, token, placement, facts.directory, shutdowns, clock)
             samplers = make_samplers(settings, facts, trainer, fleet, env.metrics, storage, env.ray.address)
         idle_s = env.settings.idle_s_of(facts.name)
-        self.runtime = BaseRuntime(settings, facts, trainer, samplers, storage, placement, self, idle_s)
+        gpus = sum(_gpus(settings, facts)) if settings.device == "cuda" else 0
+        self.runtime = BaseRuntime(settings, facts, trainer, samplers, storage, placement, self, idle_s, gpus)
         shutdowns.append(self.end)
 
     async def start(self, report: ReportParts) -> None:

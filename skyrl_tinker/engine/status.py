@@ -15,6 +15,7 @@ KEY = "engine"
 EnginePhase = Literal["starting", "ready", "restarting", "failed", "stopped"]
 """Only a base model is stopped."""
 PhaseDetail = tuple[EnginePhase, str]
+SINCE = "base_models_since"
 NO_BASES: Mapping[str, PhaseDetail] = MappingProxyType({})
 
 
@@ -24,12 +25,18 @@ class EngineStatus:
     def __init__(self, store: Store, bell: Doorbell) -> None:
         self._store = store
         self._bell = bell
+        self._since: dict[str, tuple[EnginePhase, float]] = {}  # phases of base models
 
     async def report(
         self, phase: EnginePhase, detail: str, bases: Mapping[str, PhaseDetail] = NO_BASES
     ) -> None:
         """Report the engine's own phase, and those of its base models by their names."""
-        value = {"state": phase, "detail": detail, "since": time.time(), "base_models": dict(bases)}
+        now = time.time()
+        for name, (own, _) in bases.items():
+            if name not in self._since or self._since[name][0] != own:
+                self._since[name] = own, now
+        since = {name: at for name, (_, at) in self._since.items()}
+        value = {"state": phase, "detail": detail, "since": now, "base_models": dict(bases), SINCE: since}
 
         def op(conn: Connection) -> None:
             server_state.put(conn, KEY, value)

@@ -139,13 +139,14 @@ class SamplingView:
 class QueuesView:
     """Queues of trainers and samplers by the name of their base model.
 
-    `trained`, `sampled`: rates of all together.
+    `trained`, `sampled`: rates of all together. `idle`: seconds without requests of those on demand that run.
     """
 
     training: Mapping[str, TrainingView]
     sampling: Mapping[str, SamplingView]
     trained: TokenRates = TokenRates()
     sampled: TokenRates = TokenRates()
+    idle: Mapping[str, float] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         return orjson.dumps(self, option=orjson.OPT_NON_STR_KEYS)

@@ -10,7 +10,7 @@ from typing import Any
 
 from skyrl_tinker.config import BaseOverrides, Settings
 from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
-from skyrl_tinker.domain.units import GB
+from skyrl_tinker.domain.units import GB, counted
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.inference.sampling_engine import engine_of
@@ -147,30 +147,37 @@ def beside_further(
 ) -> tuple[Settings, Gpus]:
     """Return the settings with those planned for further base models, and the GPUs that these leave.
 
-    `tell` receives the plan of each. StartupError if one does not fit.
+    Of those on demand the largest counts alone: they run one after another where they do not fit beside each
+    other. `tell` receives the plan of each. StartupError if one does not fit.
     """
-    left, bases = gpus.count, dict(settings.bases)
+    taken, most, bases = 0, 0, dict(settings.bases)
     for name, given in settings.bases.items():
         own = settings.for_base(name)
         copies = engine_of(own).workers(1)
         way = GpuDivision("separate", own.trainer_ranks, own.replicas, own.tensor_parallel_size, copies)
         samplers = 0 if own.external_urls else way.samplers
         ranks = way.ranks if given.trains else 0
-        left -= samplers + ranks
-        share = replace(gpus, count=samplers + ranks)
+        on_demand, need = given.start == "on_demand", samplers + ranks
+        taken, most = (taken, max(most, need)) if on_demand else (taken + need, most)
+        left = gpus.count - taken - most
+        share = replace(gpus, count=need)
+        whose = f"{name}, on demand," if on_demand else name
         with catalog.refusals(own):
             if left < 1:
-                taken = f"{'trainer_ranks and ' if ranks else ''}replicas x tensor_parallel_size"
+                numbers = f"{'trainer_ranks and ' if ranks else ''}replicas x tensor_parallel_size"
                 raise StartupError(
-                    f"{taken} take {share.count} GPUs, found {gpus.count} in all, and base_model needs one"
+                    f"{numbers} take {need} GPUs, found {gpus.count} in all, and base_model needs one"
                 )
             if settings.plan and ranks and not own.external_urls:
-                planned = _planned(own, share, costs_of, tell, f" {name}")
+                planned = _planned(own, share, costs_of, tell, f" {whose}")
                 keys = BaseOverrides.model_fields.keys() & planned.keys()
                 bases[name] = given.model_copy(update={key: planned[key] for key in keys})
             elif settings.plan and samplers:
                 _require_sampler(own, share, way, costs_of)
-                tell(f"{name} is sampled on {_named(share)}")
+                tell(f"{whose} is sampled on {_named(share)}")
+    if sum(given.start == "on_demand" for given in bases.values()) > 1:
+        tell(f"base models on demand share {counted(most, 'GPU')}: one that is idle stops for another")
+    left = gpus.count - taken - most
     return settings.model_copy(update={"bases": bases} if bases else {}), replace(gpus, count=left)
 
 

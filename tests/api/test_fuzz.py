@@ -1,6 +1,7 @@
 """Whatever comes, the API answers it, and never with a fault of its own. A real process on a real store."""
 
 import asyncio
+import re
 import socket
 import ssl
 from collections import Counter
@@ -32,8 +33,8 @@ NO_ENGINE = ("/readyz", "/oai/api/v1/completions", "/oai/api/v1/chat/completions
 LONG = hypothesis.settings.get_current_profile_name() == "long"
 PASSES = 10_000 if LONG else 500
 PROMISES = 1_000 if LONG else 100
-REFUSED = "external_weights_upload"
-"""Part of the names of routes that take nothing."""
+REFUSED = re.compile("external_weights_upload|console/admin/bases")
+"""Parts of the names of routes that take nothing, the last one as no base model is on demand here."""
 CASES = {GenerationMode.POSITIVE: 20 if LONG else 4, GenerationMode.NEGATIVE: 10 if LONG else 2}
 ENDS = ("/finish", "/unload_model", "/auth/apikey/me")
 """Comes last, in this order: what is made below would be gone, and in the end the key."""
@@ -217,7 +218,7 @@ def test_what_the_openapi_document_allows_and_what_it_forbids_is_never_a_fault(t
         for mode, count in CASES.items():
             with suppress(Unsatisfiable):  # nothing can be wrong with a request without parameters
                 _try(target, found.as_strategy(generation_mode=mode), count, seen)
-    with_a_body = {name for name in statuses if name.startswith(("post", "put")) and REFUSED not in name}
+    with_a_body = {name for name in statuses if name.startswith(("post", "put")) and not REFUSED.search(name)}
     past_parsing = {name for name in with_a_body if set(statuses[name]) - {400}}
     assert len(past_parsing) > 0.9 * len(with_a_body), with_a_body - past_parsing
     assert sum(sum(seen.values()) for seen in statuses.values()) > 300

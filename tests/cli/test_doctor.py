@@ -195,6 +195,8 @@ def test_it_looks_at_each_base_model(capsys: pytest.CaptureFixture[str], tmp_pat
     assert findings["base model"].startswith("tiny, made on first use; ")
     assert findings["base model"].endswith("vLLM, sampling only"), findings
     assert "(4.5 needed)" in findings["memory"]
+    both = {str(tmp_path / "teacher"): {"roles": ["train", "sample"], "start": "on_demand"}}
+    assert _doctor(capsys, home=tmp_path, bases=both)["base model"].endswith("vLLM, starts on demand")
     found = _doctor(capsys, home=tmp_path, bases=[str(tmp_path)])["base model"]
     assert found.startswith(f"FAIL  bases.{tmp_path}: "), found
 

@@ -1,8 +1,8 @@
-"""Hosts and ways of the replicas as `status` and `ps` show them."""
+"""Replicas and base models as `status`, `ps` and `bases` show them."""
 
 from typing import Any
 
-from skyrl_tinker.cli.running_server import process_lines, status_lines
+from skyrl_tinker.cli.running_server import base_lines, process_lines, status_lines
 
 
 def replica(host: str | None, weights_by: str | None, adapters_by: str | None) -> dict[str, Any]:
@@ -89,3 +89,15 @@ def test_ps_shows_host_and_ways_of_each_replica() -> None:
     assert near.endswith("shared memory  shared memory")
     assert far.split() == ["org/tiny", "http://10.0.0.2:8100", "10.0.0.2", "serving", "base", "gloo", "pull"]
     assert replaced.split() == ["org/tiny", "replaced", "base"]
+
+
+def test_base_models_are_listed_with_their_uses_states_and_idle_times() -> None:
+    given = NOW["server"]["base_models"]
+    more = {"trainer_ranks": 1, "replicas": 2, "start": "always", "since": None, "idle_s": None}
+    on_demand = {**more, "trainer_ranks": 0, "start": "on_demand", "idle_s": 65}
+    on_demand["since"] = "2020-01-01T00:00:00Z"
+    first, second, third = list(base_lines([given[0] | more, given[1] | on_demand, given[2] | more]))[-3:]
+    assert first.split() == ["org/tiny", "train,sample", "always", "ready", "1", "2"]
+    assert second.split()[:4] == ["org/teacher", "sample", "on_demand", "stopped"]
+    assert second.split()[-8:] == ["s", "0", "2", "it", "starts", "when", "asked", "for"]
+    assert third.split() == ["org/other", "train", "always", "ready", "1", "0"]

@@ -12,7 +12,8 @@ import tinker
 from safetensors.numpy import load_file, save_file
 
 from tests.e2e.support.client import Client, logprobs_of, prompt, random_tokens, train
-from tests.support.serve import HEAL_S, Serve, serving
+from tests.e2e.support.two_bases import served, write_models
+from tests.support.serve import HEAL_S, Serve
 from tests.support.tiny_models import write_tiny
 from tests.support.waiting import wait_until
 
@@ -24,27 +25,20 @@ TOKENS = random_tokens(40, seed=4)
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """The second has weights that are not numbers, which the comparison of trainer and sampler finds."""
-    directory = tmp_path_factory.mktemp("models")
-    write_tiny(directory / "first", vocab=512)
-    write_tiny(directory / "second", arch="llama", vocab=512, seed=1)
-    weights = directory / "second" / "model.safetensors"
+    models = write_models(tmp_path_factory.mktemp("models"), vocab=512)
+    weights = Path(models[1]) / "model.safetensors"
     damaged = {name: np.full_like(value, np.nan) for name, value in load_file(weights).items()}
     save_file(damaged, weights, metadata={"format": "pt"})
-    return str(directory / "first"), str(directory / "second")
+    return models
 
 
 @pytest.fixture(scope="module")
-def server(models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+def both(
+    models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Serve, tinker.ServiceClient]]:
     home = tmp_path_factory.mktemp("isolation") / "home"
-    options = ["--base-model", models[0], "--also", f"{models[1]}:train,sample"]
-    with serving(home, "--context-length", "64", *options) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def service(server: Serve) -> Iterator[tinker.ServiceClient]:
-    with tinker.ServiceClient(base_url=server.url, api_key="tml-local") as made:
-        yield made
+    with served(home, "--base-model", models[0], "--also", f"{models[1]}:train,sample") as found:
+        yield found
 
 
 def states(server: Serve) -> dict[str, str]:
@@ -53,8 +47,9 @@ def states(server: Serve) -> dict[str, str]:
 
 
 def test_the_other_serves_and_its_own_requests_fail_until_it_starts(
-    server: Serve, service: tinker.ServiceClient, models: tuple[str, str]
+    both: tuple[Serve, tinker.ServiceClient], models: tuple[str, str]
 ) -> None:
+    server, service = both
     engine = server.find("engine")
     wait_until(lambda: states(server) == {"first": "ready", "second": "failed"})
     first = Client("", service, models[0]).new_lora()

@@ -1,5 +1,8 @@
 """A base model that starts with its first request, beside a busy one, and stops while it is idle."""
 
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,9 +17,9 @@ import tinker
 from tinker import types
 
 from tests.e2e.support.client import Client, datum, prompt, random_tokens
+from tests.e2e.support.two_bases import served, write_models
 from tests.support.processes import title, vllm_servers
-from tests.support.serve import HEAL_S, KINDS, Serve, serving
-from tests.support.tiny_models import write_tiny
+from tests.support.serve import HEAL_S, KINDS, Serve
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.long
@@ -27,10 +30,7 @@ TOKENS = random_tokens(40, seed=4)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    directory = tmp_path_factory.mktemp("models")
-    write_tiny(directory / "first", vocab=512)
-    write_tiny(directory / "second", arch="llama", vocab=1024, seed=1)
-    return str(directory / "first"), str(directory / "second")
+    return write_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +41,8 @@ def server(
     settings = home.parent / "settings.toml"
     second = f'[bases."{models[1]}"]\nroles = ["train", "sample"]\nstart = "on_demand"\n'
     settings.write_text(f"timeouts.base_idle_s = {IDLE_S}\n{second}")
-    options = ["--base-model", models[0], "--context-length", "64", "--config", str(settings)]
-    with (
-        serving(home, *options) as served,
-        tinker.ServiceClient(base_url=served.url, api_key="tml-local") as service,
-    ):
-        yield served, service
+    with served(home, "--base-model", models[0], "--config", str(settings)) as found:
+        yield found
 
 
 class Steps:
@@ -177,3 +173,35 @@ def test_a_wait_says_that_it_is_being_started(
             told |= {each["reason"] for each in now["queue"] if each["kind"] == "training"}
         made.result(HEAL_S)
     assert f"base model {models[1]} is being started" in told
+
+
+def _says(server: Serve, *command: str) -> subprocess.CompletedProcess[str]:
+    arguments = [sys.executable, "-m", "skyrl_tinker", "bases", *command, "--url", server.url]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_its_owner_starts_and_stops_it_and_cuts_nothing(
+    server: tuple[Serve, tinker.ServiceClient], models: tuple[str, str]
+) -> None:
+    serve, service = server
+    first, second = models
+    wait_until(lambda: state(serve, second) == "stopped", HEAL_S)
+    assert _says(serve, "start", second).stdout == f"base model {second} is being started\n"
+    wait_until(lambda: state(serve, second) == "ready", HEAL_S)
+    model = Steps(service, second)
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(model.train, 8)
+        wait_until(lambda: model.losses or training.done())
+        stopping = _says(serve, "stop", second)
+        training.result(HEAL_S)
+    assert stopping.stdout == f"base model {second} stops once no request waits or runs\n"
+    wait_until(lambda: state(serve, second) == "stopped", HEAL_S)
+    assert f"{second}: stopped, as was asked" in (serve.home / "logs" / "engine.log").read_text()
+    listed = json.loads(_says(serve, "--json").stdout)
+    assert [(each["base_model"], each["start"], each["state"]) for each in listed] == [
+        (first, "always", "ready"),
+        (second, "on_demand", "stopped"),
+    ]
+    assert second in _says(serve).stdout
+    refused = _says(serve, "stop", first)
+    assert (refused.returncode, "which always runs as the first one" in refused.stderr) == (1, True)

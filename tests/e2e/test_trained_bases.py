@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -14,11 +13,11 @@ import tinker
 from tinker import types
 
 from tests.e2e.support.client import Client, datum, logprobs_of, prompt, random_tokens, train
+from tests.e2e.support.two_bases import served, write_models
 from tests.e2e.test_import_adapter import run_import
 from tests.support.peft_adapters import save_adapter, token_logprobs
 from tests.support.processes import title
-from tests.support.serve import HEAL_S, KINDS, Serve, serving
-from tests.support.tiny_models import write_tiny
+from tests.support.serve import HEAL_S, KINDS, Serve
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.long
@@ -29,19 +28,7 @@ TOKENS = random_tokens(40, seed=4)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    directory = tmp_path_factory.mktemp("models")
-    write_tiny(directory / "first", vocab=512)
-    write_tiny(directory / "second", arch="llama", vocab=1024, seed=1)
-    return str(directory / "first"), str(directory / "second")
-
-
-@contextmanager
-def served(home: Path, *options: str) -> Iterator[tuple[Serve, tinker.ServiceClient]]:
-    with (
-        serving(home, "--context-length", "64", *options) as server,
-        tinker.ServiceClient(base_url=server.url, api_key="tml-local") as service,
-    ):
-        yield server, service
+    return write_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def make(home: Path, address: OpenAddress | None) -> EngineHttpServer:
     queues = cast(QueuesView, None)
     openai = cast(Any, NoRoutes())
     socket = directories.engine_socket
-    return EngineHttpServer(socket, openai, Metrics(), no_replicas, lambda: queues, 1 << 20, address)
+    return EngineHttpServer(socket, openai, Metrics(), no_replicas, lambda: queues, str, 1 << 20, address)
 
 
 def token_of(home: Path) -> str:

@@ -1,7 +1,9 @@
 """What a start tidies up, on the real store."""
 
+import re
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,12 +17,14 @@ from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.compose import Environment, make_tmpfs_spill
+from skyrl_tinker.engine.ray_cluster import RayCluster
 from skyrl_tinker.engine.recovery import parking
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.sampler.version_files import has_files
 from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.errors import StartupError
 from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
 from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.doorbell import Doorbell
@@ -135,3 +139,35 @@ async def test_a_full_disk_delays_a_start(
     starting, _ = start_up(store, bell, tmp_path / "home")
     await starting.tidy_up()
     assert failures == []
+
+
+class Cluster(RayCluster):
+    """Cluster of some GPUs, without Ray."""
+
+    gpus = 4
+
+    def __init__(self) -> None:
+        pass
+
+
+def test_gpus_are_required_for_those_that_always_run_and_the_largest_on_demand(
+    store: Store, bell: Doorbell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def require(*starts: str) -> None:
+        own = {"roles": ["train", "sample"], "trainer_ranks": 2}
+        bases = {f"base{number}": {**own, "start": start} for number, start in enumerate(starts)}
+        settings = config.load(home=tmp_path, device="cuda", placement="separate", bases=bases)
+        directories, status = Directories(settings), EngineStatus(store, bell)
+        env = Environment(settings, directories, Cluster(), store, bell, status, Metrics())
+        served = Bases(tuple(replace(FACTS, names=(name,)) for name in ("first", *bases)))
+        StartUp(env, served, [])._require_gpus()
+
+    for starts, told in (
+        (("on_demand", "on_demand"), "needs 5 GPUs (1 for trainer ranks, 1 for samplers, 3 for the largest"),
+        (("on_demand", "always"), "needs 8 GPUs (3 for trainer ranks, 2 for samplers, 3 for the largest"),
+        (("always", "always"), "needs 8 GPUs (5 for trainer ranks, 3 for samplers), found 4"),
+    ):
+        with pytest.raises(StartupError, match=re.escape(told)):
+            require(*starts)
+    monkeypatch.setattr(Cluster, "gpus", 5)
+    require("on_demand", "on_demand")

@@ -179,6 +179,23 @@ def test_trained_base_models_are_planned_each_on_its_own_gpus(model: Path) -> No
         _place(model, 3, trainer_ranks=1, replicas=1, bases={str(other): own})
 
 
+def test_of_base_models_on_demand_the_largest_has_gpus(model: Path) -> None:
+    others = []
+    for name in ("a", "b"):
+        (other := model / name).mkdir()
+        (other / "config.json").write_text(json.dumps(QWEN3_8B))
+        others.append(str(other))
+    large: dict[str, Any] = {"roles": ["train", "sample"], "trainer_ranks": 2, "start": "on_demand"}
+    small: dict[str, Any] = {"start": "on_demand"}
+    placed, told = _place(model, 5, trainer_ranks=1, replicas=1, bases={others[0]: large, others[1]: small})
+    assert (placed.trainer_ranks, placed.replicas) == (1, 1)
+    assert f"planned {others[0]}, on demand, for 3 GPUs of 80 GB" in told
+    assert f"{others[1]}, on demand, is sampled on 1 GPU of 80 GB" in told
+    assert "base models on demand share 3 GPUs: one that is idle stops for another" in told
+    with pytest.raises(StartupError, match=rf"^bases\.{others[1]}: .* take 1 GPUs, found 4 in all"):
+        _place(model, 4, trainer_ranks=1, bases={others[0]: large, others[1]: {}})
+
+
 def test_a_server_without_samplers_trains_on_all_gpus(model: Path) -> None:
     (other := model / "other").mkdir()
     (other / "config.json").write_text(json.dumps(QWEN3_8B))

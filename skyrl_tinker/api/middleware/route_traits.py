@@ -58,6 +58,7 @@ TRAITS: Mapping[str, Trait] = {
             "unload_model": Trait.NONE,
             "cancel_future": Trait.NONE,
             "console/admin/keys": Trait.NONE,
+            "console/admin/bases": Trait.NONE,
         }.items()
     },
 }

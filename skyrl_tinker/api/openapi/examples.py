@@ -5,6 +5,7 @@ from typing import Any
 
 from skyrl_tinker.protocol.schemas.base import Message
 from skyrl_tinker.protocol.schemas.console import (
+    ChangeBaseRequest,
     CreateKeyRequest,
     LimitKeyRequest,
     ReportRequest,
@@ -152,6 +153,7 @@ EXAMPLES: Mapping[type[Message], Json] = {
     },
     CreateKeyRequest: {"name": "alice", "admin": False, "expires_in_s": 7776000},
     RotateKeyRequest: {"overlap_s": 3600},
+    ChangeBaseRequest: {"base_model": "tiny", "action": "stop"},
     LimitKeyRequest: {"limits": {"models": 4, "stored_gb": 200, "sessions": "default"}},
     ReportRequest: {"step": 7, "values": {"reward": 0.5, "length": 212.0}},
     CancelFutureRequest: {"request_id": _REQUEST},

@@ -104,6 +104,7 @@ class NowView:
     def _served(self, facts: BaseModelFacts) -> ServedModel:
         settings = self._deps.settings.for_base(facts.name)
         state, detail = self._state_of(facts.name)
+        since, queues = self._snapshot.engine.since.get(facts.name), self._snapshot.queues
         return ServedModel(
             base_model=facts.name,
             context_length=facts.context_length,
@@ -115,6 +116,9 @@ class NowView:
             replicas=len(settings.external_urls) or settings.replicas,
             state=state,
             detail=self._told(detail),
+            start="always" if self._deps.settings.idle_s_of(facts.name) is None else "on_demand",
+            since=None if since is None else utc(since),
+            idle_s=None if queues is None else queues.idle.get(facts.name),
         )
 
     def _state_of(self, base_model: str) -> tuple[str, str]:

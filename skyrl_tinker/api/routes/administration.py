@@ -1,18 +1,24 @@
-"""Keys of all owners, for the dashboard of an administrator. Each change is in the audit log."""
+"""Keys of all owners, and base models on demand, for administrators. Each change is in the audit log."""
 
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
 from starlette.responses import JSONResponse, Response
 
+from skyrl_tinker.api.error_responses import shaped
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.requests.responses import json_from_rows
+from skyrl_tinker.api.resources.base_administration import on_demand, require_administrator
 from skyrl_tinker.api.resources.key_administration import overview, require_admin, require_other
 from skyrl_tinker.api.services import CallerDep, Deps, Services
+from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError, engine_state
+from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.protocol.schemas.base import MAX_INT64
 from skyrl_tinker.protocol.schemas.console import (
     AdminResponse,
+    ChangeBaseRequest,
+    ChangeBaseResponse,
     CreateKeyRequest,
     KeyLimitsResponse,
     LimitKeyRequest,
@@ -20,9 +26,10 @@ from skyrl_tinker.protocol.schemas.console import (
     RotateKeyRequest,
 )
 from skyrl_tinker.protocol.validation.key_limits import changes_of
-from skyrl_tinker.store import api_keys
+from skyrl_tinker.store import api_keys, audit_log
 from skyrl_tinker.store.database.group_commit import Op, T
 
+RETRY_AFTER_S = 5
 KeyId = Annotated[int, Path(ge=1, le=MAX_INT64)]
 router = APIRouter(tags=["console"], prefix="/console/admin")
 
@@ -90,6 +97,30 @@ async def revoke_key(key: KeyId, deps: Deps, caller: CallerDep) -> dict[str, str
     require_other(caller, key)
     await _change(deps, lambda conn: api_keys.revoke(conn, str(key), caller.name))
     return {}
+
+
+@router.post(
+    "/bases",
+    summary="Start or stop a base model on demand; nothing under way is cut",
+    response_model=ChangeBaseResponse,
+    openapi_extra=takes(ChangeBaseRequest),
+)
+async def change_base(request: Request, deps: Deps, caller: CallerDep) -> JSONResponse:
+    require_administrator(caller)
+    asked = await read_model(request, ChangeBaseRequest)
+    name = on_demand(deps.settings, deps.bases, asked.base_model)
+    event = f"base_{asked.action}"
+    await deps.store.write(
+        lambda conn: audit_log.record_key(conn, event, None, by=caller.name, base_model=name)
+    )
+    body = ChangeBaseRequest(base_model=name, action=asked.action).model_dump_json().encode()
+    try:
+        told = await deps.engine.post("/bases", body)
+    except EngineUnavailableError:
+        engine = await deps.store.read(engine_state)
+        error = SamplerError(f"the engine is {engine.state}: {engine.detail}; try again")
+        return shaped(request.url.path, error, 503, {"Retry-After": str(RETRY_AFTER_S)})
+    return JSONResponse(ChangeBaseResponse(base_model=name, detail=told.decode()).model_dump())
 
 
 def _from_now(deps: Services, seconds: float | None) -> float | None:

@@ -36,11 +36,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """`base_models`: (state, detail) by name, also "stopped"; empty before the engine has reported."""
+    """`base_models`: (state, detail) by name, also "stopped"; empty before the engine has reported.
+
+    `since`: of these states, in UTC seconds of the engine's host.
+    """
 
     state: str  # starting | ready | failed | restarting
     detail: str
     base_models: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    since: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def ready(self) -> bool:
@@ -53,7 +57,7 @@ def engine_state(conn: Connection) -> EngineState:
     if value is None:
         return EngineState("starting", "the engine has not reported yet")
     bases = {name: (state, detail) for name, (state, detail) in value.get("base_models", {}).items()}
-    return EngineState(value["state"], value["detail"], bases)
+    return EngineState(value["state"], value["detail"], bases, value.get("base_models_since", {}))
 
 
 class EngineUnavailableError(Exception):
@@ -87,11 +91,19 @@ class EngineClient:
 
     async def get(self, path: str) -> bytes:
         """Return the body. EngineUnavailableError, also when there is none within GET_S."""
+        return await self._ask("GET", path)
+
+    async def post(self, path: str, body: bytes) -> bytes:
+        """Return the body of the answer. EngineUnavailableError, also when there is none within GET_S."""
+        return await self._ask("POST", path, body)
+
+    async def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
         try:
             way = await self._way()
+            url, headers = way.url + path, way.headers
             async with (
                 asyncio.timeout(GET_S),
-                way.pool.get(way.url + path, headers=way.headers, raise_for_status=True) as answer,
+                way.pool.request(method, url, data=body, headers=headers, raise_for_status=True) as answer,
             ):
                 return await answer.read()
         except (aiohttp.ClientError, TimeoutError) as error:

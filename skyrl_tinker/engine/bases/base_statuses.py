@@ -74,9 +74,13 @@ class BaseStatuses:
         self._settle()
 
     def others_may_serve(self, base_model: str) -> bool:
-        """Return whether another base model serves, or is being started."""
+        """Return whether another base model serves, or is being started.
+
+        Since the engine has been ready also whether one is stopped: it starts on demand.
+        """
+        away = {_Phase.FAILED} if self.ready else {_Phase.FAILED, _Phase.STOPPED}
         phases = (self._states[name].phase for name in self._fleets if name != base_model)
-        return any(phase not in (_Phase.FAILED, _Phase.STOPPED) for phase in phases)
+        return any(phase not in away for phase in phases)
 
     async def starting(self, base_model: str, parts: Collection[str]) -> None:
         """Report the parts that a start still waits for; one that has failed is so until it has started."""
@@ -93,6 +97,11 @@ class BaseStatuses:
         self._from_rest.add(base_model)
         self._served.discard(base_model)
         await self._tell(base_model, _STOPPED)
+
+    async def waits(self, base_model: str, why: str) -> None:
+        """Report that a base model is stopped and was asked for, and why it does not start yet."""
+        if not self._is(_Phase.FAILED, base_model):
+            await self._tell(base_model, _BaseState(_Phase.STOPPED, why))
 
     async def started(self, base_model: str) -> None:
         """Report that all parts of a base model are there."""

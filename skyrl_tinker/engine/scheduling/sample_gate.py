@@ -23,7 +23,7 @@ class SampleGate:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last request left it; 0 while any is inside, or waits."""
+        """Seconds since the last request left it, or it was opened; 0 while any is inside, or waits."""
         return 0.0 if self._users else time.monotonic() - self._left_at
 
     @property
@@ -31,17 +31,11 @@ class SampleGate:
         """True while any request is inside, or waits."""
         return self._users > 0
 
-    async def idle_for(self, seconds: float) -> None:
-        """Return, in the same step, once it has been idle for so long."""
-        while True:
-            if (left_s := seconds - self.idle_s) <= 0:
-                return
-            await asyncio.sleep(left_s)
-
     def close(self, reason: str, *, refuses: bool = False) -> None:
         self._set(reason, refuses=refuses)
 
     def open(self) -> None:
+        self._left_at = time.monotonic()
         self._set(None, refuses=False)
 
     @asynccontextmanager

@@ -87,6 +87,7 @@ class TrainerDriver:
         self._told_asleep = False
         self._wanted: frozenset[ModelKey] = frozenset()  # the models of the unit that runs
         self._taken = 0  # snapshots at the last idle check
+        self._idle_since: float | None = None  # None while there is work
         self.background: AbstractAsyncContextManager[None] = execution
         """Work that goes on while ranks are lost: call `run` within it."""
 
@@ -111,6 +112,12 @@ class TrainerDriver:
             incidents=tuple(self._incidents),
             paused=self.requests.paused,
         )
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds for which there was no work; 0 while there is, or any request waits for some."""
+        since = self._idle_since
+        return 0.0 if since is None or self.requests.asked else time.monotonic() - since
 
     def wake(self) -> None:
         """Make the driver check the ranks: they may be broken."""
@@ -166,6 +173,7 @@ class TrainerDriver:
         ready, self._ahead = self._ahead, None
         since, wait_s = time.monotonic(), IDLE_S
         while (unit := self._planner.pop(ready.rows if ready else ())) is None:
+            self._idle_since = since
             if may_end(time.monotonic() - since) and self._is_over():
                 return None
             self._occupancy.no_work()
@@ -180,6 +188,7 @@ class TrainerDriver:
                 await self._rebuild(report)
             await self._execution.fetch_loads()
             await self._models.retire(self._execution.start)
+        self._idle_since = None
         return ready if ready is not None and ready.rows == unit.rows else unit
 
     def _is_over(self) -> bool:

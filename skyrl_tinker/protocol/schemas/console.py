@@ -25,7 +25,8 @@ class ServedModel(Message):
     """Base model that is served, where it runs, and its state there, as /readyz has it.
 
     `trainable` false: it is sampled only, by no rank. `sampleable` false: it is trained only, by no replica.
-    `sampler`: its sampling engine, and the abilities that it lacks.
+    `sampler`: its sampling engine, and the abilities that it lacks. `start`: always or on_demand. `since`: of
+    the state. `idle_s`: time without requests; null where it always runs, or does not run.
     """
 
     base_model: str
@@ -38,6 +39,9 @@ class ServedModel(Message):
     replicas: int
     state: str
     detail: str
+    start: str
+    since: datetime | None
+    idle_s: float | None
 
 
 class ServerNow(Message):
@@ -373,6 +377,20 @@ class LimitKeyRequest(StrictRequest):
     """Limits by name: a number, "none", or "default" for that of all keys."""
 
     limits: dict[str, float | Literal["none", "default"]] = Field(fail_fast=True)
+
+
+class ChangeBaseRequest(StrictRequest):
+    """Base model that is on demand, by any of its names. `stop`: once no request waits or runs."""
+
+    base_model: Text
+    action: Literal["start", "stop"]
+
+
+class ChangeBaseResponse(Message):
+    """Base model by its canonical name, and what follows."""
+
+    base_model: str
+    detail: str
 
 
 class NewSecretResponse(Message):

@@ -227,6 +227,7 @@ ELSEWHERE = {
     ("POST", "/api/v1/console/admin/keys/{key}/rotate"): "test_only_an_admin_key_administers",
     ("PUT", "/api/v1/console/admin/keys/{key}/limits"): "test_only_an_admin_key_administers",
     ("DELETE", "/api/v1/console/admin/keys/{key}"): "test_only_an_admin_key_administers",
+    ("POST", "/api/v1/console/admin/bases"): "test_only_an_admin_starts_and_stops_where_there_are_keys",
     ("GET", "/api/v1/console/now"): "test_keys_see_their_own_queue_and_only_admins_the_processes",
     ("POST", "/oai/api/v1/completions"): "test_the_engine_hears_who_asks_from_the_api_alone",
     ("POST", "/oai/api/v1/chat/completions"): "test_the_engine_hears_who_asks_from_the_api_alone",

@@ -106,7 +106,13 @@ class Waiting:
         )
         routes = OpenAIRoutes(store, [openai], metrics)
         self.gateway = EngineHttpServer(
-            Directories(self.settings).engine_socket, routes, metrics, _no_replicas, self._view, MiB
+            Directories(self.settings).engine_socket,
+            routes,
+            metrics,
+            _no_replicas,
+            self._view,
+            lambda asked: f"{asked.base_model}: {asked.action}",
+            MiB,
         )
 
     @property

@@ -147,11 +147,12 @@ async def test_one_on_demand_is_stopped_and_nobody_waits_for_it(store: Store, be
     stopped = ["stopped", "it starts when it is asked for"]
     await statuses.started(CLEAN_UP)
     assert told() == (("starting", "waiting for trainer of a"), stopped)
+    assert not statuses.others_may_serve("a"), "the engine has not been ready"
     await statuses.started("a")
     await statuses.rebuild("a", "", done=True)
     assert told() == (("ready", ""), stopped)
     for _ in range(2):
-        assert not statuses.others_may_serve("a")
+        assert statuses.others_may_serve("a"), "b starts on demand"
         await statuses.starting("b", ["trainer of b"])
         assert statuses.others_may_serve("a")
         assert told() == (("ready", ""), ["starting", "waiting for trainer of b"])
@@ -172,6 +173,7 @@ async def test_one_on_demand_is_stopped_and_nobody_waits_for_it(store: Store, be
         assert told() == (("ready", ""), stopped)
     await statuses.failed("b", "b does not start")
     assert told() == (("ready", "b does not start"), ["failed", "b does not start"])
+    assert not statuses.others_may_serve("a")
     await statuses.started("b")
     assert told()[0] == ("ready", "b: models are brought back; 0 of 1 replicas of b serve")
 

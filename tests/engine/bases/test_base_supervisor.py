@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from skyrl_tinker.engine.bases import base_supervisor
+from skyrl_tinker.engine.bases import base_room, base_supervisor
+from skyrl_tinker.engine.bases.base_room import BaseRoom
 from skyrl_tinker.engine.bases.base_runtime import ReportParts
 from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
 from skyrl_tinker.engine.bases.base_supervisor import BaseSupervisor
@@ -62,6 +63,7 @@ class Driver:
     """
 
     paused: str | None = None
+    idle_s = 0.0
     refused: str | None = None
     asked = False
     untrained_s = 0.0
@@ -132,6 +134,7 @@ class Case:
         others: tuple[str, ...],
         idle_s: float | None = None,
         trained: bool = True,
+        room: BaseRoom | None = None,
     ) -> None:
         """`others`: base models beside this one, which serve."""
         self.processes, self.driver = Scripted(*failures), Driver()
@@ -151,7 +154,7 @@ class Case:
             idle_s=idle_s,
         )
         driver = cast(Any, self.driver) if trained else None
-        self.supervisor = BaseSupervisor(cast(Any, runtime), driver, self.statuses)
+        self.supervisor = BaseSupervisor(cast(Any, runtime), driver, self.statuses, room or BaseRoom())
 
 
 @asynccontextmanager
@@ -355,3 +358,125 @@ async def test_one_on_demand_that_does_not_start_is_tried_again_and_rests_once_i
         await sample
         await until(lambda: not gate.asked.is_set())  # it rests
         assert (processes.starts, processes.ends) == (2, 2)
+
+
+async def test_one_on_demand_that_does_not_start_is_not_tried_again_without_demand(
+    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.01,))
+    case = Case(store, bell, *[SamplerError(LOG)] * 3, others=("a",), idle_s=60.0)
+    processes, driver, gate = case.processes, case.driver, case.samplers.gate
+    for _ in range(4):
+        processes.go_on.release()
+    async with running(case) as task:
+        await until(lambda: driver.retired)
+        driver.ask()
+        await until(lambda: processes.ends == 2 and driver.refused == WHY)
+        driver.asked = False  # as refused requests do not wait
+        await until(lambda: gate.reason == driver.paused == STOPPED)
+        assert (driver.refused, state(case)) == (None, ("failed", WHY))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert processes.starts == 2
+        with pytest.raises(SamplerError, match=WHY):  # it starts it, waits, and fails with it
+            await _sample(gate)
+        await until(lambda: gate.reason == STOPPED)
+        assert (processes.starts, processes.ends) == (3, 3)
+        await _sample(gate)
+        assert processes.starts == 4
+        assert not task.done()
+
+
+async def test_it_starts_and_stops_as_an_administrator_asks_and_no_request_is_cut(
+    store: Store, bell: Doorbell
+) -> None:
+    case = Case(store, bell, others=("a",), idle_s=60.0)
+    processes, driver, gate, base = case.processes, case.driver, case.samplers.gate, case.supervisor
+    async with running(case) as task:
+        await until(lambda: driver.retired)
+        assert (base.ask_stop(), base.idle_s) == (STOPPED, None)
+        for number in (1, 2):
+            assert base.ask_start() == STARTING
+            await until(lambda number=number: processes.starts == number)  # type: ignore[misc]
+            processes.go_on.release()
+            await until(lambda: gate.reason is None)
+            assert (state(case)[0], base.ask_start()) == ("ready", "base model b runs")
+            async with gate.passage():
+                assert base.ask_stop() == "base model b stops once no request waits or runs"
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                assert (gate.reason, processes.ends, base.idle_s) == (None, number - 1, 0.0)
+            await until(lambda: state(case)[0] == "stopped")
+            assert (processes.ends, gate.reason) == (number, STOPPED)
+        driver.ask()
+        processes.go_on.release()
+        await until(lambda: gate.reason is None)
+        driver.asked = False
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert processes.ends == 2, "what was asked before is done"
+        assert not task.done()
+
+
+async def test_a_start_takes_back_that_it_was_to_stop(store: Store, bell: Doorbell) -> None:
+    case = Case(store, bell, others=("a",), idle_s=60.0, trained=False)
+    processes, gate, base = case.processes, case.samplers.gate, case.supervisor
+    async with running(case):
+        base.ask_start()
+        processes.go_on.release()
+        await until(lambda: gate.reason is None)
+        async with gate.passage():
+            base.ask_stop()
+            base.ask_start()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (processes.ends, gate.reason) == (0, None)
+
+
+async def test_a_start_that_an_administrator_asked_for_is_tried_once(
+    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.0,))
+    case = Case(store, bell, SamplerError(LOG), others=("a",), idle_s=60.0)
+    case.processes.go_on.release()
+    async with running(case):
+        await until(lambda: case.driver.retired)
+        case.supervisor.ask_start()
+        await until(lambda: case.driver.retired > 1)
+        assert (state(case), case.processes.starts) == (("failed", WHY), 1)
+
+
+async def test_one_that_lacks_gpus_waits_until_another_has_been_idle_and_stopped(
+    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_room, "LOOK_S", 0.01)
+    room = BaseRoom(2, {"b": 2, "c": 1})
+    case = Case(store, bell, others=("a",), idle_s=3600.0, room=room)
+    processes, driver, gate = case.processes, case.driver, case.samplers.gate
+    told: list[str] = []
+
+    async def hear(why: str) -> None:
+        told.append(why)
+
+    async with running(case):
+        await room.enter("c", lambda: 5.0, hear)
+        driver.ask()
+        await until(lambda: state(case) == ("stopped", "it waits for 2 GPUs of c"))
+        assert gate.reason == driver.paused == "base model b is stopped: it waits for 2 GPUs of c"
+        assert (room.wants("c"), processes.starts, told) == (True, 0, [])
+        assert case.statuses.others_may_serve("a") is case.statuses.ready
+        room.leave("c")
+        processes.go_on.release()
+        await until(lambda: gate.reason is None)
+        assert not room.wants("c")
+        waiting = asyncio.create_task(room.enter("c", lambda: 0.0, hear))
+        await until(lambda: told)
+        assert told[0] == "it waits for 1 GPU of b"
+        driver.untrained_s, gate._left_at = 59.0, gate._left_at - 61.0
+        driver.asked = False
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (processes.ends, waiting.done()) == (0, False), "it was used a moment ago"
+        driver.untrained_s = 61.0
+        await waiting
+        assert (processes.ends, state(case)[0]) == (1, "stopped")

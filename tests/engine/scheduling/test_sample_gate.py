@@ -49,14 +49,9 @@ async def test_a_request_that_is_cancelled_or_refused_is_no_use_any_more() -> No
     assert not gate.in_use
 
 
-async def test_it_is_idle_once_nobody_has_used_it_for_the_time() -> None:
-    gate, inside, leave = SampleGate(), asyncio.Event(), asyncio.Event()
-    using = asyncio.create_task(_use(gate, inside, leave))
-    await inside.wait()
-    idle = asyncio.create_task(gate.idle_for(0.001))
-    await until(lambda: gate.idle_s == 0.0)
-    assert not idle.done()
-    leave.set()
-    await idle
-    assert gate.idle_s >= 0.001
-    await using
+async def test_it_is_not_idle_of_old_when_it_opens() -> None:
+    gate = SampleGate()
+    gate.close("it is stopped")
+    gate._left_at -= 60.0
+    gate.open()
+    assert gate.idle_s < 60.0

@@ -1,0 +1,60 @@
+"""GPUs of base models on demand, which each holds while it runs: one that has been idle stops for another."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+
+from skyrl_tinker.domain.units import counted
+
+LOOK_S = 1.0
+"""Time between two looks at who is idle, while a base model waits."""
+
+
+class BaseRoom:
+    def __init__(self, gpus: int = 0, needs: Mapping[str, int] | None = None) -> None:
+        """`gpus`: those that base models leave which always run. `needs`: of each on demand, by name."""
+        self._gpus = gpus
+        self._needs = needs or {}
+        self._idle: dict[str, Callable[[], float]] = {}  # of those that hold GPUs
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+        self._wanted: str | None = None
+
+    def wants(self, name: str) -> bool:
+        """Return whether another base model waits for the GPUs of this one."""
+        return self._wanted == name
+
+    async def enter(
+        self, name: str, idle_s: Callable[[], float], waits: Callable[[str], Awaitable[None]]
+    ) -> None:
+        """Take the GPUs of a base model; where they lack, wait until others have left, one after another.
+
+        The one longest idle is wanted: it may stop. `idle_s`: of this one, from now on. `waits` gets the
+        reason of the wait, at each look.
+        """
+        async with self._turn:
+            try:
+                while self._lacks(name):
+                    self._freed.clear()
+                    self._wanted = max(self._holders(), key=lambda each: self._idle[each]())
+                    held = ", ".join(self._holders())
+                    await waits(f"it waits for {counted(self._needs[name], 'GPU')} of {held}")
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_S):
+                            await self._freed.wait()
+            finally:
+                self._wanted = None
+            self._idle[name] = idle_s
+
+    def leave(self, name: str) -> None:
+        """Give back what a base model holds, if it does."""
+        self._idle.pop(name, None)
+        self._freed.set()
+
+    def _holders(self) -> list[str]:
+        return [name for name in self._idle if self._needs.get(name, 0)]
+
+    def _lacks(self, name: str) -> bool:
+        """Return whether GPUs lack that others hold."""
+        held = sum(self._needs.get(each, 0) for each in self._idle)
+        return bool(self._holders()) and self._needs.get(name, 0) > self._gpus - held

@@ -1,0 +1,26 @@
+"""Two small base models, and a server of both."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import tinker
+
+from tests.support.serve import Serve, serving
+from tests.support.tiny_models import write_tiny
+
+
+def write_models(directory: Path, vocab: int = 1024) -> tuple[str, str]:
+    """A first, and a second of another family; `vocab`: of the second."""
+    write_tiny(directory / "first", vocab=512)
+    write_tiny(directory / "second", arch="llama", vocab=vocab, seed=1)
+    return str(directory / "first"), str(directory / "second")
+
+
+@contextmanager
+def served(home: Path, *options: str) -> Iterator[tuple[Serve, tinker.ServiceClient]]:
+    with (
+        serving(home, "--context-length", "64", *options) as server,
+        tinker.ServiceClient(base_url=server.url, api_key="tml-local") as service,
+    ):
+        yield server, service
