@@ -26,6 +26,7 @@ from skyrl_tinker.inference.client.http_connection import HttpAnswer
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.protocol.queue_views import QueuesView
+from skyrl_tinker.protocol.schemas.console import ChangeBaseRequest
 from skyrl_tinker.system.atomic_directory import storage_errors
 from skyrl_tinker.training.trainer_group import PassResult
 from tests.simulation.faults import AWAY, UNREAD, fault, point, prolonged, random_of_history, travel
@@ -413,7 +414,7 @@ class SamplerHttp:
 
 
 class QueuesOnly:
-    """The engine's HTTP server, without HTTP: the API reads the queues."""
+    """The engine's HTTP server, without HTTP: the API reads the queues, an administrator changes bases."""
 
     def __init__(
         self,
@@ -422,10 +423,12 @@ class QueuesOnly:
         metrics: object,
         replica_metrics: object,
         queues: Callable[[], QueuesView],
+        change_base: Callable[[ChangeBaseRequest], str],
         size: int,
         network: None,
     ) -> None:
         self._queues = queues
+        self._change_base = change_base
         self.address = None
 
     async def start(self) -> None:
@@ -433,6 +436,7 @@ class QueuesOnly:
         assert process is not None
         process.ready = True
         process.server.engine_queues = lambda: self._queues().to_bytes()
+        process.server.change_base = self._change_base
 
     async def close(self) -> None:
         """Close nothing."""

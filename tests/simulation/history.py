@@ -25,6 +25,7 @@ from skyrl_tinker.domain.peft_config import ADAPTER_FILE
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.parity.drift_monitor import METRIC
 from skyrl_tinker.engine.trainer.model_returns import DIE_EACH_TIME
+from skyrl_tinker.protocol.schemas.console import ChangeBaseRequest
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database import tables
 from skyrl_tinker.store.database.migrate import migrate
@@ -107,6 +108,8 @@ deaths about its starts and ends.
 """
 IDLE_S, PAUSES_S = (0.5, 2.0, 8.0), (0.0, 0.0, 4.0, 20.0)
 """Times to choose from without requests after which it stops, and between requests."""
+ASKED_S = (0.1, 1.0, 5.0, 30.0)
+"""Times to choose from until an administrator starts or stops it."""
 PROBED = (7, 8)
 """Seeds, modulo 13, of histories in which samplers are compared with the trainer after each sync."""
 FULL, FULL_FAULTS = (3, 9, 14), 4
@@ -326,6 +329,7 @@ class History:
         self._silent = Silent(self._client, self._silence) if self._silence else None
         self._teacher = Teacher(self._client, server, self._teaching) if self._teaching else None
         telling = asyncio.create_task(self._tell())
+        asking = asyncio.create_task(self._ask_of_bases(bases[1:])) if self._resting else None
         try:
             async with asyncio.timeout(LONG_WITHIN_S if self._away or self._silence else WITHIN_S):
                 await asyncio.wait((telling, server.failure), return_when=asyncio.FIRST_COMPLETED)
@@ -335,7 +339,17 @@ class History:
             assert not loop.errors, loop.errors
         finally:
             telling.cancel()
+            if asking:
+                asking.cancel()
             server.stop()
+
+    async def _ask_of_bases(self, on_demand: Sequence[BaseModelFacts]) -> None:
+        """Start and stop base models on demand as an administrator, of an engine that may have died."""
+        random, actions = self._resting, ("start", "stop", "stop")
+        while random:
+            await asyncio.sleep(random.choice(ASKED_S))
+            asked = {"base_model": random.choice(on_demand).name, "action": random.choice(actions)}
+            self._server.change_base(ChangeBaseRequest.model_validate(asked))
 
     async def _tell(self) -> None:
         count = self._random.choice(MODELS)

@@ -32,6 +32,7 @@ from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import LeaseLostError, root_cause
+from skyrl_tinker.protocol.schemas.console import ChangeBaseRequest
 from skyrl_tinker.storage.checkpoint_storage import open_storage
 from skyrl_tinker.store.cluster.server_lease import Lease, own_epoch
 from skyrl_tinker.store.database.abstract_database import LeaseFence
@@ -133,6 +134,7 @@ class Server:
         self.draws: dict[str, Draw] = {}
         self.idle_s: dict[str, float] = {}
         self.engine_queues: Callable[[], bytes] | None = None
+        self.change_base: Callable[[ChangeBaseRequest], str] = lambda _: ""
         self.ranks: dict[str, Ranks] = {}  # of those trained
         self.disk = Disk()
         self.home = settings.root.parent  # of all hosts
