@@ -358,6 +358,13 @@ async def test_one_on_demand_that_does_not_start_is_tried_again_and_rests_once_i
         await sample
         await until(lambda: not gate.asked.is_set())  # it rests
         assert (processes.starts, processes.ends) == (2, 2)
+        processes.failures.append(SamplerError(LOG))
+        sample = asyncio.create_task(_sample(gate))
+        processes.go_on.release()
+        await until(lambda: processes.starts == 4)
+        assert not sample.done(), "failures before the last run count no more"
+        processes.go_on.release()
+        await sample
 
 
 async def test_one_on_demand_that_does_not_start_is_not_tried_again_without_demand(
