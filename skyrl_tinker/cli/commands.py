@@ -194,7 +194,7 @@ def import_adapter(
 )
 def plan(
     base_model: Annotated[str, typer.Option(help="A directory with config.json, or a hub name")],
-    gpus: Annotated[int, typer.Option(min=1, max=64)] = 1,
+    gpus: Annotated[int, typer.Option(help="GPUs to plan for", min=1, max=64)] = 1,
     gpu_memory: Annotated[float, typer.Option(help="GB of each GPU", min=1)] = 80,
     full: Annotated[bool, typer.Option("--full", help="As --max-lora-rank 0: all parameters train")] = False,
     tenants: Annotated[int, typer.Option(help="Models in training at once", min=1)] = 1,
