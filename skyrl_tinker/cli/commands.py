@@ -204,9 +204,9 @@ def plan(
     """Show whether `serve` with these options fits on GPUs, before there are any, and the command to copy.
 
     Options that are given are kept, the others have the defaults of `serve`. Exit code 1 if it does not fit.
-    Each base model of --also has GPUs of its own, at first one for each use, of which the rest is left to
-    --base-model. The trainer's forward and backward run on tensors without content, which takes seconds on a
-    CPU and no weights: config.json is enough.
+    Each base model of --also has GPUs of its own, one for training and one for sampling as its roles say, and
+    --base-model has the rest. The trainer's forward and backward run on tensors without content, which takes
+    seconds on a CPU and no weights: config.json is enough.
     """
     from skyrl_tinker.cli import plan_output
     from skyrl_tinker.server import start_plan
