@@ -78,7 +78,7 @@ async def _no_route(request: Request, _: Exception) -> JSONResponse:
     root = (
         "base_url is this server's root with /oai/api/v1"
         if path.startswith(OPENAI)
-        else ("TINKER_BASE_URL is this server's root, without /api/v1")
+        else "TINKER_BASE_URL is this server's root, without /api/v1 (for OpenAI clients with /oai/api/v1)"
     )
     message = f"not found: no route {request.method} {path}: {root}, and /docs lists its routes"
     return shaped(path, FieldError(message, "", "unknown_url"), 404)

@@ -194,7 +194,7 @@ def import_adapter(
 )
 def plan(
     base_model: Annotated[str, typer.Option(help="A directory with config.json, or a hub name")],
-    gpus: Annotated[int, typer.Option(min=1, max=64)] = 1,
+    gpus: Annotated[int, typer.Option(help="GPUs to plan for", min=1, max=64)] = 1,
     gpu_memory: Annotated[float, typer.Option(help="GB of each GPU", min=1)] = 80,
     full: Annotated[bool, typer.Option("--full", help="As --max-lora-rank 0: all parameters train")] = False,
     tenants: Annotated[int, typer.Option(help="Models in training at once", min=1)] = 1,
@@ -204,10 +204,10 @@ def plan(
     """Show whether `serve` with these options fits on GPUs, before there are any, and the command to copy.
 
     Options that are given are kept, the others have the defaults of `serve`. Exit code 1 if it does not fit.
-    Each base model of --also has GPUs of its own, at first one for each use, of which the rest is left to
-    --base-model; of those with the start "on_demand" (SKYRL_TINKER_BASES) the largest counts alone. The
-    trainer's forward and backward run on tensors without content, which takes seconds on a CPU and no
-    weights: config.json is enough.
+    Each base model of --also has GPUs of its own, one for training and one for sampling as its roles say, and
+    --base-model has the rest; of those with the start "on_demand" (SKYRL_TINKER_BASES) the largest counts
+    alone. The trainer's forward and backward run on tensors without content, which takes seconds on a CPU
+    and no weights: config.json is enough.
     """
     from skyrl_tinker.cli import plan_output
     from skyrl_tinker.server import start_plan

@@ -9,8 +9,8 @@ import typer
 
 from skyrl_tinker.cli.database import existing_database
 from skyrl_tinker.cli.options import seconds, with_added, with_settings
-from skyrl_tinker.config import Settings
-from skyrl_tinker.protocol.validation.key_limits import NAMES, changes_of
+from skyrl_tinker.config import Settings, description_of
+from skyrl_tinker.protocol.validation.key_limits import KeyLimits, changes_of
 
 if TYPE_CHECKING:  # the other commands need none of its imports
     from sqlalchemy import Connection
@@ -28,7 +28,13 @@ Duration = Annotated[
     typer.Option(parser=seconds, metavar="DURATION", help="End the key so long from now, as in 12h or 90d"),
 ]
 
-Limit = Annotated[str | None, typer.Option(metavar="NUMBER|none|default", show_default=False)]
+Limits = {
+    name: Annotated[
+        str | None,
+        typer.Option(metavar="NUMBER|none|default", show_default=False, help=description_of(field)),
+    ]
+    for name, field in KeyLimits.model_fields.items()
+}
 
 
 @app.command()
@@ -196,7 +202,7 @@ def rotate_secrets(settings: Settings) -> None:
 
 @app.command()
 @with_settings("home", "database_url")
-@with_added(dict.fromkeys(NAMES, Limit))
+@with_added(Limits)
 def limit(settings: Settings, key: Which, **limits: str | None) -> None:
     """Give one key limits of its own, and print them: a number, `none`, or `default` for that of all keys.
 

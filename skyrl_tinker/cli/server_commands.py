@@ -25,7 +25,10 @@ app.add_typer(bases, name="bases")
 
 Url = Annotated[
     str | None,
-    typer.Option(help="Of the server [default: that of --home or --config, else TINKER_BASE_URL]"),
+    typer.Option(
+        help="Of the server [default: that of --home or --config, else TINKER_BASE_URL, else that of the "
+        "default home]"
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
 BaseModel = Annotated[str, typer.Argument(metavar="NAME", help="Base model on demand, as `bases` names it")]
@@ -62,7 +65,9 @@ def top(
     home: Home = None,
     config_file: Config = None,
     interval: Annotated[float, typer.Option(help="Seconds", min=0.2)] = 2.0,
-    times: Annotated[int | None, typer.Option(help="[default: until Ctrl-C]", min=1)] = None,
+    times: Annotated[
+        int | None, typer.Option(help="Times to show them [default: until Ctrl-C]", min=1)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show `status` and `ps` again and again."""
@@ -94,7 +99,7 @@ def follow(
     ],
     run: Annotated[
         str | None,
-        typer.Option(help="[default: that of its last checkpoint, else the run that was used last]"),
+        typer.Option(help="Id of the run [default: that of its last checkpoint, else the one used last]"),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="End at the end of the file")] = False,
     url: Url = None,

@@ -4,6 +4,7 @@ import resource
 import sqlite3
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -137,6 +138,20 @@ def test_the_shown_settings_are_a_file_that_gives_them_again(tmp_path: Path) -> 
     fields = config.Settings.model_fields
     expected = {key.partition(".NAME")[0] for name in fields for key in config.keys_of(name) or (name,)}
     assert {line.removeprefix("# ").split()[0] for line in shown.splitlines()[1:]} == expected
+
+
+def test_every_option_of_every_command_says_its_meaning() -> None:
+    def unexplained(group: Any, path: str = "") -> list[str]:
+        found = []
+        for name, command in group.commands.items():
+            if hasattr(command, "commands"):
+                found += unexplained(command, f"{path}{name} ")
+            for each in command.params:
+                if each.param_type_name == "option" and (each.help or "[").startswith("["):
+                    found.append(f"{path}{name} {each.name}")
+        return found
+
+    assert unexplained(get_command(app)) == []
 
 
 def test_all_of_make_model_has_help() -> None:
@@ -348,3 +363,4 @@ def test_a_limit_that_no_integer_of_64_bits_has_is_refused(tmp_path: Path, optio
     huge = "9" * 400 if option == "--stored-gb" else "9" * 23
     told = one_line("keys", "limit", "a", option, huge, "--home", tmp_path)
     assert told.startswith(f"skyrl-tinker: {option[2:].replace('-', '_')}: ")
+    assert told.endswith(", expected a number, none or default\n")

@@ -104,7 +104,8 @@ def changes_of(given: Mapping[str, Any]) -> dict[str, Any]:
     try:
         read = KeyLimits.model_validate(numbers)
     except ValidationError as error:
-        raise UserError(describe(error.errors(include_url=False))) from error
+        told = describe(error.errors(include_url=False))
+        raise UserError(f"{told}, expected a number, none or default") from error
     return {name: _WORDS[value] if value in _WORDS else getattr(read, name) for name, value in given.items()}
 
 

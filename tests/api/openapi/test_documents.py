@@ -119,3 +119,4 @@ async def test_a_path_that_is_no_route_says_where_the_routes_are(world: World) -
     assert answer.status_code == 404
     assert "no route GET /api/v1/api/v1/get_server_capabilities" in answer.json()["detail"]
     assert "/docs" in answer.json()["detail"]
+    assert "OpenAI clients with /oai/api/v1" in answer.json()["detail"]
