@@ -159,6 +159,12 @@ class DatabaseError(OverloadedError):
     status = 503
 
 
+class UnavailableError(OverloadedError):
+    """Part of the server that is away now, and comes back."""
+
+    status = 503
+
+
 class SamplerPausedError(SamplerError):
     pass
 

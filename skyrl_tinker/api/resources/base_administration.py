@@ -1,16 +1,8 @@
-"""Base models on demand, for the holder of an admin key; on a server without keys for anybody."""
+"""Base models on demand, as an administrator starts and stops them."""
 
-from skyrl_tinker.api.resources.key_administration import require_admin
-from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.errors import UserError
-
-
-def require_administrator(caller: Caller) -> None:
-    """Raise ForbiddenError for a key that is no admin's. Without keys all see and end the work of all."""
-    if caller.owner is not None:
-        require_admin(caller)
 
 
 def on_demand(settings: Settings, bases: Bases, name: str) -> str:

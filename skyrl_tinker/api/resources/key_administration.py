@@ -12,13 +12,13 @@ from skyrl_tinker.store.database.rows import values_of
 from skyrl_tinker.store.reports.owner_totals import NOTHING, totals_by_owner
 
 
-def require_admin(caller: Caller) -> None:
-    """Raise ForbiddenError unless the caller has an admin key.
+def require_admin(caller: Caller, *, keyless: bool = False) -> None:
+    """Raise ForbiddenError unless the caller has an admin key; `keyless`: or the server has no keys.
 
-    Not even on a server without keys: another user of the machine could make the first key, and lock out
-    whom the home belongs to.
+    Keys are not for whom a server without keys lets in: another user of the machine could make the first
+    one, and lock out whom the home belongs to. All else such a server shows and ends for everybody.
     """
-    if not caller.admin:
+    if not caller.admin and not (keyless and caller.owner is None):
         raise ForbiddenError(
             f"X-API-Key: found {'no admin key' if caller.owner else 'none'}, expected an admin key, made by "
             "`skyrl-tinker keys create --name NAME --admin` on the server's machine"

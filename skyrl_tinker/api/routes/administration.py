@@ -5,15 +5,13 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request
 from starlette.responses import JSONResponse, Response
 
-from skyrl_tinker.api.error_responses import shaped
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.requests.responses import json_from_rows
-from skyrl_tinker.api.resources.base_administration import on_demand, require_administrator
+from skyrl_tinker.api.resources.base_administration import on_demand
 from skyrl_tinker.api.resources.key_administration import overview, require_admin, require_other
 from skyrl_tinker.api.services import CallerDep, Deps, Services
-from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError, engine_state
-from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError
 from skyrl_tinker.protocol.schemas.base import MAX_INT64
 from skyrl_tinker.protocol.schemas.console import (
     AdminResponse,
@@ -29,7 +27,6 @@ from skyrl_tinker.protocol.validation.key_limits import changes_of
 from skyrl_tinker.store import api_keys, audit_log
 from skyrl_tinker.store.database.group_commit import Op, T
 
-RETRY_AFTER_S = 5
 KeyId = Annotated[int, Path(ge=1, le=MAX_INT64)]
 router = APIRouter(tags=["console"], prefix="/console/admin")
 
@@ -106,7 +103,7 @@ async def revoke_key(key: KeyId, deps: Deps, caller: CallerDep) -> dict[str, str
     openapi_extra=takes(ChangeBaseRequest),
 )
 async def change_base(request: Request, deps: Deps, caller: CallerDep) -> JSONResponse:
-    require_administrator(caller)
+    require_admin(caller, keyless=True)
     asked = await read_model(request, ChangeBaseRequest)
     name = on_demand(deps.settings, deps.bases, asked.base_model)
     event = f"base_{asked.action}"
@@ -116,10 +113,8 @@ async def change_base(request: Request, deps: Deps, caller: CallerDep) -> JSONRe
     body = ChangeBaseRequest(base_model=name, action=asked.action).model_dump_json().encode()
     try:
         told = await deps.engine.post("/bases", body)
-    except EngineUnavailableError:
-        engine = await deps.store.read(engine_state)
-        error = SamplerError(f"the engine is {engine.state}: {engine.detail}; try again")
-        return shaped(request.url.path, error, 503, {"Retry-After": str(RETRY_AFTER_S)})
+    except EngineUnavailableError as error:
+        raise await deps.engine.refusal() from error
     return JSONResponse(ChangeBaseResponse(base_model=name, detail=told.decode()).model_dump())
 
 

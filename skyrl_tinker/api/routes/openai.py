@@ -7,12 +7,11 @@ from fastapi.responses import Response
 from sqlalchemy import Connection
 from starlette.requests import ClientDisconnect
 
-from skyrl_tinker.api.error_responses import shaped
 from skyrl_tinker.api.openapi.documents import OPENAI_ERRORS, answers, takes
 from skyrl_tinker.api.requests.request_body import json_object
 from skyrl_tinker.api.services import Deps, Owner, Services, caller_of
-from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError, engine_state
-from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.api.waiting.engine_client import RETRY_AFTER_S, EngineUnavailableError
+from skyrl_tinker.errors import UnavailableError
 from skyrl_tinker.protocol.schemas.openai import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -26,7 +25,6 @@ from skyrl_tinker.protocol.validation.sampling import stop_bytes
 from skyrl_tinker.store.reports import openai_models
 from skyrl_tinker.system.off_loop import off_loop
 
-RETRY_AFTER_S = 5
 CLIENT_GONE = 499  # nginx's status for a closed connection
 
 router = APIRouter(tags=["openai"], prefix="/oai/api/v1", responses=OPENAI_ERRORS)
@@ -87,16 +85,11 @@ async def _relay(request: Request, deps: Services, model: type[OpenAIRequest]) -
         async with deps.backlogs.held(caller):
             deps.queues.accepted(base_model)
             return await deps.engine.relay(request)
-    except EngineUnavailableError:
-        engine = await deps.store.read(engine_state)
-        return _unavailable(request, f"the engine is {engine.state}: {engine.detail}; try again")
+    except EngineUnavailableError as error:
+        raise await deps.engine.refusal() from error
     except asyncio.CancelledError:
         if not deps.waiter.stopped:
             raise
-        return _unavailable(request, "this server process is shutting down; try again")
+        raise UnavailableError("this server process is shutting down; try again", RETRY_AFTER_S) from None
     except ClientDisconnect:
         return Response(status_code=CLIENT_GONE)
-
-
-def _unavailable(request: Request, reason: str) -> Response:
-    return shaped(request.url.path, SamplerError(reason), 503, {"Retry-After": str(RETRY_AFTER_S)})

@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 from starlette.requests import ClientDisconnect
 
-from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.errors import SamplerError, UnavailableError
 from skyrl_tinker.protocol.schemas.openai import OWNER_HEADER, error_body
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.cluster.signing_secrets import ENGINE_HEADER, SigningSecrets
@@ -25,6 +25,7 @@ from skyrl_tinker.store.store import Store
 
 EVENTS, JSON = "text/event-stream", "application/json"
 GET_S = 5.0
+RETRY_AFTER_S = 5
 _KEEPALIVE = {
     socket.TCP_KEEPIDLE: 5,
     socket.TCP_KEEPINTVL: 5,
@@ -108,6 +109,11 @@ class EngineClient:
                 return await answer.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineUnavailableError from error
+
+    async def refusal(self) -> UnavailableError:
+        """Return the error for a request that met an EngineUnavailableError."""
+        engine = await self._store.read(engine_state)
+        return UnavailableError(f"the engine is {engine.state}: {engine.detail}; try again", RETRY_AFTER_S)
 
     async def relay(self, request: Request) -> Response:
         """Return the engine's answer to this request, streamed if it is a stream.
