@@ -72,16 +72,35 @@ def _plan(estimates: Sequence[MemoryEstimate]) -> CapacityPlan:
 def _problem(estimate: MemoryEstimate, longest: int) -> tuple[str | None, str | None]:
     demand = estimate.demand
     if longest < demand.longest_row:
-        recomputed = estimate.small is estimate.costs.recomputed
+        without = "" if estimate.small is estimate.costs.recomputed else "out"
+        fits = f"at most {longest} tokens do" if longest else "no row does"
+        models = f" with {estimate.resident} models in training" if estimate.resident > 1 else ""
         problem = (
-            f"a row of {demand.longest_row} tokens does not fit beside the weights into "
-            f"{demand.gpu_bytes / GB:g} GB, {'even with recomputed' if recomputed else 'without recomputed'} "
-            f"layers: at most {longest} tokens do"
+            f"a row of {demand.longest_row} tokens does not fit into {estimate.room / GB:.1f} of "
+            f"{demand.gpu_bytes / GB:g} GB beside {estimate.state_bytes / GB:.1f} GB of weights, gradients "
+            f"and moments, with{without} recomputed layers: {fits}{models}; expected "
+            f"{_remedies(estimate, longest)}"
         )
-        many = estimate.resident > 1
-        return problem + (f" with {estimate.resident} models in training" if many else ""), TRAINER
+        return problem, TRAINER
     refused = sampler_problem(estimate)
     return refused, SAMPLER if refused else None
+
+
+def _remedies(estimate: MemoryEstimate, longest: int) -> str:
+    """Name the changes that may make the longest row fit, the smallest first."""
+    demand, found = estimate.demand, list[str]()
+    if estimate.small is not estimate.costs.recomputed:
+        found.append("gradient_checkpointing on")
+    if longest:
+        name = "token_budget" if demand.context <= longest else "context_length"
+        found.append(f"a {name} of at most {longest}")
+    if "resident_models" in demand.given:
+        found.append("a smaller resident_models")
+    if demand.full and demand.tenants > 1:
+        found.append("fewer models in training")
+    if estimate.costs.weights < estimate.room:
+        found.append("a max_lora_rank over 0" if demand.full else "a smaller max_lora_rank")
+    return " or ".join((*found, "more or larger GPUs"))
 
 
 def sampler_problem(estimate: MemoryEstimate) -> str | None:
@@ -91,7 +110,11 @@ def sampler_problem(estimate: MemoryEstimate) -> str | None:
         return None
     if estimate.cache_tokens < demand.context:
         tokens = max(0, int(estimate.cache_tokens))
-        return f"the samplers have room for {tokens} tokens, not for a sequence of {demand.context}"
+        return (
+            f"the samplers have room for {tokens} tokens, not for a sequence of {demand.context}; set a "
+            "larger tensor_parallel_size or gpu_memory_utilization, or a smaller context_length, max_loras "
+            "or max_lora_rank"
+        )
     if estimate.arriving > estimate.beside_sampler:
         return (
             f"new weights take {estimate.arriving / GB:.1f} GB of a sampler's GPU as they arrive, and it "
@@ -118,7 +141,7 @@ def _choices(estimate: MemoryEstimate) -> tuple[Choice, ...]:
         Choice("trainer_ranks", division.ranks, f"{costs.weights / GB:.1f} GB of the base on each"),
         *_sampler_choices(estimate),
         Choice("context_length", demand.context, "by default the model's, at most 4096"),
-        Choice("token_budget", budget, _why(fast, small)),
+        *([Choice("token_budget", budget, _why(fast, small))] if small else []),
     ]
     reserved = "nothing for adapters" if demand.full else "memory for adapters of this rank"
     why = f"samplers reserve {reserved}" if division.replicas else "the default"

@@ -101,7 +101,12 @@ class MemoryEstimate:
         return 1 + max(0, int(left // (self._between_passes(2) - self._between_passes(1))))
 
     def row_room(self) -> float:
-        return (self.room - self._between_passes(self.resident)) / (1 + ALLOCATOR_WASTE)
+        return (self.room - self.state_bytes) / (1 + ALLOCATOR_WASTE)
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes on a trainer's GPU that rows cannot have."""
+        return self._between_passes(self.resident)
 
     def _between_passes(self, models: int) -> float:
         """Bytes between passes, and a pass's gradients of each adapter beyond the first."""
@@ -194,7 +199,7 @@ class MemoryEstimate:
         weight = _FLOAT32 * costs.trained / (self.division.ranks if demand.full else 1)
         for name, count in (("weights", 1), ("gradients", 1), ("moments", 2)):
             yield MemoryLine(TRAINER, f"{name} of {resident} x {one}", resident * count * weight)
-        if not demand.full:
+        if resident > 1 and not demand.full:
             yield MemoryLine(TRAINER, "their gradients before the pass, to undo it", (resident - 1) * weight)
         row, layers = costs.row(tokens), costs.layers
         chosen = row.again_within(self.row_room(), demand.given.get("gradient_checkpointing"))

@@ -17,7 +17,7 @@ from skyrl_tinker.inference.sampling_engine import engine_of
 from skyrl_tinker.server.base_models import base_model, catalog
 from skyrl_tinker.server.capacity_plan import MOST_TOKENS, CapacityPlan, make_plan, sampler_problem
 from skyrl_tinker.server.gpu_division import GpuDivision, divide
-from skyrl_tinker.server.memory_estimate import SAMPLER, TRAINER, Demand, MemoryEstimate, MemoryLine
+from skyrl_tinker.server.memory_estimate import SAMPLER, Demand, MemoryEstimate, MemoryLine
 from skyrl_tinker.system import processes
 from skyrl_tinker.weight_sync.factory import CHUNK_BYTES
 
@@ -30,11 +30,6 @@ _KEPT = (
     "max_lora_rank",
     "resident_models",
 )
-_REMEDIES = {
-    TRAINER: "a smaller context_length, token_budget, max_lora_rank or resident_models, or use more GPUs",
-    SAMPLER: "a larger tensor_parallel_size or gpu_memory_utilization, or a smaller context_length, "
-    "max_loras or max_lora_rank",
-}
 _NO_PLAN = "no plan can be made (serve --no-plan starts without one)"
 _PROBE = """
 import torch
@@ -219,8 +214,8 @@ def _refusal(settings: Settings, gpus: Gpus, problem: str, place: str, lines: Se
     together = sum(line.bytes for line in counted) / GB
     return (
         f"--base-model {settings.base_model} does not fit on {_named(gpus)}: {problem} ({place}, "
-        f"GB: {', '.join(sizes)}, together {together:.1f}); set {_REMEDIES[place]}, or --no-plan (the "
-        "setting plan) to start all the same"
+        f"GB: {', '.join(sizes)}, together {together:.1f}); or --no-plan (the setting plan) to start all the "
+        "same"
     )
 
 

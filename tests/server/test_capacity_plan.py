@@ -108,6 +108,14 @@ def test_what_does_not_fit_is_refused_with_the_length_that_would() -> None:
     )
     assert shorter.problem is None
     assert longer.problem is not None
+    assert f"expected a context_length of at most {plan.longest} or a smaller max_lora_rank or" in plan.problem
+
+
+def test_what_leaves_no_room_for_any_row_is_refused_with_what_would_help() -> None:
+    plan = make_plan(replace(DEMAND, gpus=2, gpu_bytes=70 * GB, rank=0), FACTS, full_costs)
+    assert plan.problem is not None
+    assert plan.problem.endswith("no row does; expected a max_lora_rank over 0 or more or larger GPUs")
+    assert "token_budget" not in settings_of(plan), "none of no tokens is proposed"
     huge = make_plan(DEMAND, FACTS, lambda ranks: costs(ranks, scale=10))
     assert huge.problem is not None
 
@@ -146,7 +154,7 @@ def test_a_replica_takes_the_gpus_of_its_other_parallelism_too() -> None:
 def test_rows_and_models_that_are_given_must_fit() -> None:
     crowded = replace(DEMAND, gpu_bytes=36 * GB, context=4096)
     for given, names in (
-        ({"token_budget": 32768}, "a row of 32768 tokens .* even with recomputed layers"),
+        ({"token_budget": 32768}, "a row of 32768 tokens .* with recomputed layers"),
         ({"gradient_checkpointing": False}, "a row of 4096 tokens .* without recomputed layers"),
         ({"resident_models": 12}, "with 12 models in training"),
     ):

@@ -97,7 +97,7 @@ def test_gpus_by_arguments_of_vllm_are_counted(model: Path) -> None:
                 "does not fit on 1 GPU of 20 GB: a row of 4096 tokens",
                 "(GPU of a trainer rank, GB: weights of the frozen base 16.4, ",
                 "row of 4096 tokens, 36 of 36 layers recomputed 3.2, ",
-                "set a smaller context_length, token_budget, max_lora_rank or resident_models",
+                "no row does; expected a smaller max_lora_rank or more or larger GPUs (",
             ),
         ),
         (
