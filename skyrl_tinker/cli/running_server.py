@@ -387,9 +387,12 @@ def run_lines(runs: Facts) -> Iterator[str]:
         yield f"and {hidden} of the tinker command without steps, which --json has"
     if before := runs["total"] - len(runs["runs"]):
         yield f"and {before} before"
+    ended: dict[tuple[str, str], list[str]] = {}  # one cause may end many
     for run in runs["runs"]:
         if run["state"] in ("failed", "lost", "parked"):
-            yield f"{run['run_id']} is {run['state']}: {run['state_reason']}"
+            ended.setdefault((run["state"], run["state_reason"]), []).append(run["run_id"])
+    for (state, reason), ids in ended.items():
+        yield f"{', '.join(ids)} {'is' if len(ids) == 1 else 'are'} {state}: {reason}"
 
 
 def checkpoint_lines(found: Sequence[Facts]) -> Iterator[str]:

@@ -128,3 +128,15 @@ def test_runs_are_told_with_all_their_steps_and_ages_and_without_those_of_the_ti
     assert head.startswith("name")
     assert hidden == "and 1 of the tinker command without steps, which --json has"
     assert before == "and 1 before"
+
+
+def test_what_ended_many_runs_is_told_once() -> None:
+    ended = RUN | {"name": "", "steps_before": 0, "steps": 0, "last_request_at": datetime.now(UTC).isoformat()}
+    cause = {"state": "lost", "state_reason": "its snapshot cannot be read"}
+    several = [ended | cause | {"run_id": f"run-{each}"} for each in range(3)]
+    another = ended | {"run_id": "run-3", "state": "failed", "state_reason": "no room"}
+    told = list(run_lines({"runs": [*several, another], "total": 4}))
+    assert told[-2:] == [
+        "run-0, run-1, run-2 are lost: its snapshot cannot be read",
+        "run-3 is failed: no room",
+    ]
