@@ -19,7 +19,8 @@ SMALL = ("group_size=8", "max_tokens=24")
 def test_the_recipe_of_the_page_learns(kitchen: Kitchen) -> None:
     """It runs as written, but for the server's model and the place of its log."""
     written = block("docs/cookbook.md: export TINKER_BASE_URL=http://127.0.0.1:8000 TINKE").text
-    words = shlex.split(written.partition(" -m tinker_cookbook.recipes.math_rl.train ")[2])
+    given = written.partition(" -m tinker_cookbook.recipes.math_rl.train ")[2]
+    words = shlex.split(given.replace("\\\n", ""))
     settings = [word for word in words if word.partition("=")[0] not in ("model_name", "log_path")]
     run = kitchen.cook("math_rl.train", "page", *settings)
     rewards = run.column("env/all/reward/total")
