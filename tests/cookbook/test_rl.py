@@ -26,7 +26,7 @@ def test_the_recipe_of_the_page_learns(kitchen: Kitchen) -> None:
     rewards = run.column("env/all/reward/total")
     assert max(rewards[:2]) < -0.08
     assert np.mean(rewards[-3:]) > -0.02
-    assert [each["name"] for each in run.checkpoints] == ["000010", "final"]
+    assert [each["name"] for each in run.checkpoints] == ["000010", "000020", "final"]
 
 
 def test_rl_loop_learns(kitchen: Kitchen, taught: Run) -> None:
