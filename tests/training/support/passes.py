@@ -109,7 +109,8 @@ def assert_close(
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         limit = tolerance * max(1.0, float(tensor.abs().max()))
-        assert float((found[name] - tensor).abs().max()) <= limit, name
+        off = float((found[name] - tensor).abs().max())
+        assert off <= limit, f"{name}: off by {off:.3g}, at most {limit:.3g}"
 
 
 def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
