@@ -4,7 +4,16 @@ from typing import Any
 
 import pytest
 
-from skyrl_tinker.protocol.schemas.answer_schemas import MAX_PATTERNS, MAX_SCHEMA, check_schema, pattern_size
+from skyrl_tinker.protocol.schemas.answer_schemas import (
+    MAX_DIGITS,
+    MAX_PAIRS,
+    MAX_PATTERNS,
+    MAX_REFERENCES,
+    MAX_SCHEMA,
+    MAX_URIS,
+    check_schema,
+    pattern_size,
+)
 from skyrl_tinker.protocol.schemas.openai import ChatCompletionRequest, FieldError, parse_openai
 
 
@@ -50,6 +59,70 @@ def test_expressions_count_together_wherever_they_are() -> None:
     ):
         with pytest.raises(ValueError, match=wrong):
             check_schema(schema)
+
+
+def with_properties(count: int, schema: Any, required: int = 0) -> dict[str, Any]:
+    names = [f"p{n}" for n in range(count)]
+    return {"type": "object", "properties": dict.fromkeys(names, schema), "required": names[:required]}
+
+
+@pytest.mark.parametrize(
+    ("most", "more", "found"),
+    [
+        (
+            with_properties(
+                100, {"type": "number", "minimum": 12345678901234567, "exclusiveMaximum": 0.25}, 100
+            ),
+            with_properties(
+                100, {"type": "number", "minimum": 12345678901234567, "exclusiveMaximum": 0.125}, 100
+            ),
+            f"2100 digits of minimum and maximum, expected at most {MAX_DIGITS}",
+        ),
+        (
+            with_properties(200, {"type": "string"}),
+            with_properties(201, {"type": "string"}),
+            f"20100 pairs of optional properties of one object, expected at most {MAX_PAIRS}",
+        ),
+        (
+            with_properties(1000, {"type": "string"}, 800),
+            with_properties(1000, {"type": "string"}, 799),
+            "20100 pairs",
+        ),
+        (
+            {"anyOf": [with_properties(100, {}) for _ in range(4)]},
+            {"anyOf": [with_properties(100, {}) for _ in range(5)]},
+            "24750 pairs",
+        ),
+        (
+            {"anyOf": [{"$ref": "#/$defs/a"}] * MAX_REFERENCES},
+            {"anyOf": [{"$ref": "#/$defs/a"}] * (MAX_REFERENCES + 1)},
+            rf"251 \$ref, expected at most {MAX_REFERENCES}",
+        ),
+        (
+            {"anyOf": [{"format": "uri"}] * MAX_URIS + [{"format": "date"}] * 100},
+            {"anyOf": [{"format": "uri"}] * MAX_URIS + [{"format": "uri-reference"}]},
+            f"21 strings of format uri, expected at most {MAX_URIS}",
+        ),
+    ],
+)
+def test_parts_that_are_slow_to_compile_have_bounds(most: Any, more: Any, found: str) -> None:
+    check_schema(most)
+    with pytest.raises(ValueError, match=found):
+        check_schema(more)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [f"value{n}" for n in range(4000)]},
+        with_properties(1000, {"type": "string"}, 1000),
+        with_properties(400, {"type": "integer", "minimum": 0, "maximum": 100}, 400),
+        {"$ref": 5, "required": [[]], "properties": {"a": 1, "format": {}}, "format": 1, "minimum": "a"},
+        with_properties(5, {"properties": ["a"], "required": "a", "pattern": 1, "patternProperties": 1}),
+    ],
+)
+def test_other_schemas_are_the_samplers_to_judge(schema: Any) -> None:
+    check_schema(schema)
 
 
 def test_a_schema_has_a_length() -> None:
