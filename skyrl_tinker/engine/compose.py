@@ -126,14 +126,14 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
         Intake(store, bell, training, samples, metrics),
         Cleanup(store, training, samples, is_loading, versions, settings, storage),
         Deadlines(store, metrics, training, samples, outbox, gaps, settings.timeouts.request_s),
-        _make_http_server(env, every, training, samples, openai, BaseSwitch(bases)),
+        _make_http_server(env, runtimes, training, samples, openai, BaseSwitch(bases)),
         make_span_export(settings, store, metrics),
     )
 
 
 def _make_http_server(
     env: Environment,
-    samplers: Sequence[Samplers],
+    runtimes: Sequence[BaseRuntime],
     training: TrainDispatch,
     samples: SampleDispatch,
     openai: Sequence[OpenAIServer],
@@ -143,13 +143,14 @@ def _make_http_server(
 
     def queues() -> QueuesView:
         rates = metrics.trained_meter.rates(), metrics.sampled_meter.rates()
-        return QueuesView(training.views(), samples.views(), *rates, switch.idle())
+        pids = {each.facts.name: each.processes.pids for each in runtimes}
+        return QueuesView(training.views(), samples.views(), *rates, switch.idle(), pids)
 
     return EngineHttpServer(
         env.directories.engine_socket,
         OpenAIRoutes(env.store, openai, metrics),
         metrics,
-        lambda: replica_metrics([each.fleet.endpoints for each in samplers]),
+        lambda: replica_metrics([each.samplers.fleet.endpoints for each in runtimes if each.samplers]),
         queues,
         switch.change,
         env.settings.bodies.json_mb * MiB,

@@ -109,16 +109,16 @@ async def change_base(request: Request, deps: Deps, caller: CallerDep) -> JSONRe
     require_administrator(caller)
     asked = await read_model(request, ChangeBaseRequest)
     name = on_demand(deps.settings, deps.bases, asked.base_model)
-    event = f"base_{asked.action}"
-    await deps.store.write(
-        lambda conn: audit_log.record_key(conn, event, None, by=caller.name, base_model=name)
-    )
+    details = {"by": caller.name, "base_model": name}
     body = ChangeBaseRequest(base_model=name, action=asked.action).model_dump_json().encode()
     try:
         told = await deps.engine.post("/bases", body)
     except EngineUnavailableError:
         engine = await deps.store.read(engine_state)
-        error = SamplerError(f"the engine is {engine.state}: {engine.detail}; try again")
+        details["error"] = f"the engine is {engine.state}: {engine.detail}"
+    await deps.store.write(lambda conn: audit_log.record_key(conn, f"base_{asked.action}", None, **details))
+    if "error" in details:
+        error = SamplerError(f"{details['error']}; try again")
         return shaped(request.url.path, error, 503, {"Retry-After": str(RETRY_AFTER_S)})
     return JSONResponse(ChangeBaseResponse(base_model=name, detail=told.decode()).model_dump())
 
