@@ -7,6 +7,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -274,8 +275,9 @@ class Settings(BaseSettings):
     """Name that clients use for the base model [default: the base model as given]"""
     bases: dict[str, BaseOverrides] = {}
     """A further base model, given as base_model is; give it once for each. It is sampled only, as a teacher
-    is; with :train,sample behind its name it is trained, too, with :train only trained. With keys of its own
-    as a table [bases.NAME] in a file, or JSON in the environment
+    is; with :train,sample behind its name it is trained, too, with :train only trained. With on_demand there,
+    as in :sample,on_demand, it starts with its first request. With keys of its own as a table [bases.NAME] in
+    a file, or JSON in the environment
     """
     host: str = "127.0.0.1"
     """Address to listen on"""
@@ -722,7 +724,7 @@ def _no_json(error: SettingsError) -> UserError:
 def _read_pairs(name: str, pairs: Sequence[str]) -> dict[str, Any]:
     """Read texts NAME=VALUE, of which a name alone is true. Values of vLLM are JSON where they can be.
 
-    Those of `bases` are names, with roles behind them or without.
+    Those of `bases` are names, with uses behind them or without. Raises UserError for unknown uses.
     """
     if name == "bases":
         return dict(map(_read_base, pairs))
@@ -732,11 +734,16 @@ def _read_pairs(name: str, pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _read_base(text: str) -> tuple[str, dict[str, Any]]:
-    """Read NAME or NAME:ROLES. A name may contain colons itself."""
-    name, _, roles = text.rpartition(":")
-    if name and {*roles.split(",")} <= {"train", "sample"}:
-        return name, {"roles": roles.split(",")}
-    return text, {"roles": ["sample"]}
+    """Read NAME or NAME:USES, which are roles, and on_demand. A name may contain colons itself."""
+    name, _, behind = text.rpartition(":")
+    uses, known = behind.split(","), ("train", "sample", "on_demand")
+    if not name or not any(get_close_matches(each, known) for each in uses):
+        return text, {"roles": ["sample"]}
+    if unknown := [each for each in uses if each not in known]:
+        expected = "expected train, sample or on_demand, with commas between them"
+        raise UserError(f"--also {text}: found {unknown[0]!r} behind the name, {expected}")
+    roles = [each for each in uses if each != "on_demand"] or ["sample"]
+    return name, {"roles": roles} | ({"start": "on_demand"} if "on_demand" in uses else {})
 
 
 def _json_or_text(value: str) -> Any:

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from skyrl_tinker import config
 from skyrl_tinker.config import BaseOverrides, Settings
+from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas.session import SdkFlags
 from skyrl_tinker.protocol.validation.key_limits import KeyLimits
 
@@ -210,6 +211,34 @@ def test_a_further_base_model_is_trained_where_its_roles_say_so() -> None:
     assert (other.base_model, other.trainer_ranks, other.token_budget) == ("org/other", 1, 100)
     assert settings.all_trainer_ranks == 3
     assert not config.load(bases={"B": {}}).bases["B"].trains
+
+
+@pytest.mark.parametrize(
+    ("given", "roles"),
+    [
+        ("B:on_demand", ("sample",)),
+        ("B:train,sample,on_demand", ("train", "sample")),
+        ("B:on_demand,train", ("train",)),
+    ],
+)
+def test_also_says_that_a_base_model_starts_on_demand(given: str, roles: tuple[str, ...]) -> None:
+    own = config.load(bases=[given, "C:sample"]).bases
+    assert (own["B"].roles, own["B"].start, own["C"].start) == (roles, "on_demand", "always")
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("B:train,smple", "smple"),
+        ("B:on-demand", "on-demand"),
+        ("a:b:grade,train", "grade"),
+        ("B:train,", ""),
+    ],
+)
+def test_unknown_uses_behind_a_name_are_refused(given: str, found: str) -> None:
+    said = f"--also {given}: found '{found}' behind the name, expected train, sample or on_demand, "
+    with pytest.raises(UserError, match=re.escape(said)):
+        config.load(bases=[given])
 
 
 def test_a_base_model_may_only_be_trained() -> None:

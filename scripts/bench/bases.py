@@ -4,15 +4,19 @@
 usage: scripts/bench/bases.py [--steps N] [--turns N]
 
 Servers of tiny models, one after another: each base model alone, the first beside a second that is only
-sampled, and both trained. Two models of each base model train, all at once where there are two, and their
-losses are compared. Then, in turns, a model of the first trains and samples for as long as the second needs
-to come back: undisturbed, with the second's rank killed, and with the core of its sampler killed.
+sampled, both trained, and the second on demand. Two models of each base model train, all at once where there
+are two, and their losses are compared. Then, in turns, a model of the first trains and samples for as long as
+the second needs to come back: undisturbed, with the second's rank killed, and with the core of its sampler
+killed. On demand the second is started and stopped in turns, by the route of `skyrl-tinker bases`, beside
+such a first.
 
 Ends by itself, with the default arguments within ten minutes. Prints, as its last line, one JSON object:
 bit_equal: losses beside another base model are those of a server of its own; ready_s and pss_mb: of each
 server, when it was ready and idle (MB of PSS); step_ms and sample_ms of the first base model (p50) while
 nothing is killed, the rank, the core; errors of its requests; back_s: from the kill until the second answers
-(p50); same: its logprobs are those of before.
+(p50); same: its logprobs are those of before. Of the one on demand: start_s and stop_s, from the order until
+it is ready, or has no process left; freed: share of its memory that is back then; starting_ms: steps of the
+first alone, and while the second starts.
 """
 
 import argparse
@@ -57,9 +61,13 @@ def started(home: Path, figures: dict[str, Any], name: str, *bases: str) -> Iter
     began = time.monotonic()
     with serving(home / name, "--base-model", first, "--context-length", "64", *also) as server:
         figures["ready_s"][name] = round(time.monotonic() - began, 1)
-        figures["pss_mb"][name] = round(sum(each.memory_full_info().pss for each in server.tree()) / 1e6)
+        figures["pss_mb"][name] = round(pss(server) / 1e6)
         with tinker.ServiceClient(base_url=server.url) as service:
             yield server, Client(server.url, service, first)
+
+
+def pss(server: Serve) -> int:
+    return sum(int(each.memory_full_info().pss) for each in server.tree())
 
 
 def curves(service: tinker.ServiceClient, models: Sequence[str], steps: int) -> list[list[float]]:
@@ -102,6 +110,17 @@ class First(threading.Thread):
                 times.append(1000 * (time.monotonic() - began))
 
 
+@contextmanager
+def busy(training: tinker.TrainingClient, sampler: tinker.SamplingClient) -> Iterator[First]:
+    worker = First(training, sampler)
+    worker.start()
+    try:
+        yield worker
+    finally:
+        worker.stop.set()
+        worker.join()
+
+
 def rank_of(server: Serve, second: str) -> Callable[[], psutil.Process]:
     """Return a finder of the second base model's rank, by a kill of one of the two."""
     ranks = server.find_all("trainer")
@@ -134,20 +153,17 @@ def disturbed(server: Serve, clients: Sequence[Client], turns: int) -> dict[str,
     errors: list[str] = []
     window_s = 0.0
     for turn, kill in enumerate((*KILLS[1:], *(turns * KILLS)), 1 - len(KILLS)):
-        worker = First(first, samplers[0])
-        worker.start()
-        began = time.monotonic()
-        if kill == "rank":
-            rank().kill()
-        elif kill == "core":
-            core_of(clients[1].model).kill()
-        else:
-            time.sleep(window_s)
-        same &= logprobs_of(second, PROBE).tolist() == expected
-        samplers[1].sample(prompt(PROBE), 1, SAMPLING).result()
-        back_s = time.monotonic() - began
-        worker.stop.set()
-        worker.join()
+        with busy(first, samplers[0]) as worker:
+            began = time.monotonic()
+            if kill == "rank":
+                rank().kill()
+            elif kill == "core":
+                core_of(clients[1].model).kill()
+            else:
+                time.sleep(window_s)
+            same &= logprobs_of(second, PROBE).tolist() == expected
+            samplers[1].sample(prompt(PROBE), 1, SAMPLING).result()
+            back_s = time.monotonic() - began
         errors += worker.errors
         window_s = max(window_s, back_s)
         if turn < 0:  # only tells how long to look
@@ -160,6 +176,43 @@ def disturbed(server: Serve, clients: Sequence[Client], turns: int) -> dict[str,
         for what in ("step_ms", "sample_ms", "back_s")
     }
     return {**medians, "errors": errors, "same": same}
+
+
+def change(server: Serve, base_model: str, action: str, state: str) -> float:
+    """Start or stop a base model; return the seconds until it is in that state."""
+    began, url = time.monotonic(), f"{server.url}/api/v1/console/admin/bases"
+    httpx.post(url, json={"base_model": base_model, "action": action}, timeout=30).raise_for_status()
+
+    def reached() -> bool:
+        told = httpx.get(f"{server.url}/readyz", timeout=30).json()["base_models"]
+        return any(each["base_model"] == base_model and each["state"] == state for each in told)
+
+    wait_until(reached)
+    return time.monotonic() - began
+
+
+def on_demand(server: Serve, client: Client, second: str, turns: int) -> dict[str, Any]:
+    first, sampler = client.new_lora(), client.base_sampler()
+    train(first, PROBE)
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    steps_ms: defaultdict[str, list[float]] = defaultdict(list)
+    for _ in range(turns):
+        before = pss(server)
+        with busy(first, sampler) as worker:
+            found["start_s"].append(change(server, second, "start", "ready"))
+        steps_ms["beside_a_start"] += worker.step_ms
+        with busy(first, sampler) as worker:
+            time.sleep(found["start_s"][-1])
+        steps_ms["alone"] += worker.step_ms
+        train(Client("", client.service, second).new_lora(), PROBE)
+        used = pss(server)
+        found["stop_s"].append(change(server, second, "stop", "stopped"))
+        found["freed"].append((used - pss(server)) / (used - before))
+    medians = {what: round(statistics.median(each), 2) for what, each in found.items()}
+    return {
+        **medians,
+        "starting_ms": {name: round(statistics.median(each), 1) for name, each in steps_ms.items()},
+    }
 
 
 def main() -> None:
@@ -185,6 +238,9 @@ def main() -> None:
             figures["bit_equal"] = curves(client.service, models, arguments.steps) == alone
             clients = [Client("", client.service, model) for model in models]
             figures |= disturbed(server, clients, arguments.turns)
+        second = f"{models[1]}:train,sample,on_demand"
+        with started(home, figures, "on_demand", models[0], second) as (server, client):
+            figures |= on_demand(server, client, models[1], arguments.turns)
     print(json.dumps(figures))
 
 

@@ -35,17 +35,19 @@ class ProcessTable:
         self._pid_file = pid_file
         self._known: dict[int, psutil.Process] = {}
 
-    def rows(self, server: Identity | None, gpu_bytes: Mapping[int, int]) -> list[ProcessUse]:
+    def rows(
+        self, server: Identity | None, gpu_bytes: Mapping[int, int], base_models: Mapping[int, str]
+    ) -> list[ProcessUse]:
         """Return `server`, the process of `serve`, and its descendants, as of some seconds ago.
 
-        `gpu_bytes`: by pid.
+        `gpu_bytes`: by pid. `base_models`: by the pids of ranks and sampling servers.
         """
         listed = read_pid_file(self._pid_file)
         self._know([*([] if server is None else [server]), *listed])
         return [
             row
             for process in self._known.values()
-            if (row := _row(process, gpu_bytes.get(process.pid))) is not None
+            if (row := self._row(process, gpu_bytes, base_models)) is not None
         ]
 
     def _know(self, identities: Iterable[Identity]) -> None:
@@ -57,21 +59,29 @@ class ProcessTable:
                 known[identity.pid] = process
         self._known = known
 
+    def _row(
+        self, process: psutil.Process, gpu_bytes: Mapping[int, int], base_models: Mapping[int, str]
+    ) -> ProcessUse | None:
+        """Return the memory and CPU of a process, None if it has ended."""
+        try:
+            with process.oneshot():
+                return ProcessUse(
+                    name=_name(process),
+                    pid=process.pid,
+                    base_model=self._base_model(process, base_models),
+                    rss_bytes=process.memory_info().rss,
+                    gpu_bytes=gpu_bytes.get(process.pid),
+                    cpu_percent=process.cpu_percent(),
+                    age_s=max(0.0, time.time() - process.create_time()),
+                )
+        except psutil.Error:
+            return None
 
-def _row(process: psutil.Process, gpu_bytes: int | None) -> ProcessUse | None:
-    """Return the memory and CPU of a process, None if it has ended."""
-    try:
-        with process.oneshot():
-            return ProcessUse(
-                name=_name(process),
-                pid=process.pid,
-                rss_bytes=process.memory_info().rss,
-                gpu_bytes=gpu_bytes,
-                cpu_percent=process.cpu_percent(),
-                age_s=max(0.0, time.time() - process.create_time()),
-            )
-    except psutil.Error:
-        return None
+    def _base_model(self, process: psutil.Process | None, base_models: Mapping[int, str]) -> str | None:
+        """Return that of a process, or of the next one above it that has one."""
+        while process is not None and process.pid not in base_models:
+            process = self._known.get(process.ppid())
+        return None if process is None else base_models[process.pid]
 
 
 def _name(process: psutil.Process) -> str:

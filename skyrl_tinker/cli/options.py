@@ -32,7 +32,7 @@ def option(setting: str) -> Any:
         name = setting.replace("_", "-")
         return typer.Option(f"--{name}/--no-{name}" if field.default else f"--{name}", help=description)
     if setting == "bases":
-        return typer.Option("--also", help=description, metavar="NAME_OR_DIR[:ROLES]")
+        return typer.Option("--also", help=description, metavar="NAME_OR_DIR[:USES]")
     metavar = "NAME=VALUE" if config.takes_pairs(setting) else _values(field.annotation)
     parser = path if Path in (field.annotation, *get_args(field.annotation)) else None
     return typer.Option(help=description + _default(field), metavar=metavar, parser=parser)

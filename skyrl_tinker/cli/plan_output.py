@@ -43,14 +43,17 @@ def _serve(settings: Settings) -> str:
     for name in sorted(settings.model_fields_set, key=[*Settings.model_fields].index):
         value, option = getattr(settings, name), name.replace("_", "-")
         if name == "bases":
-            words += chain.from_iterable(
-                ("--also", f"{each}:{','.join(own.roles)}") for each, own in value.items()
-            )
+            words += chain.from_iterable(("--also", _also(each, own)) for each, own in value.items())
         elif isinstance(value, bool):
             words.append(f"--{option}" if value else f"--no-{option}")
         else:
             words += [f"--{option}", str(value)]
     return shlex.join(words)
+
+
+def _also(name: str, own: BaseOverrides) -> str:
+    uses = [*own.roles, *(["on_demand"] if own.start == "on_demand" else [])]
+    return f"{name}:{','.join(uses)}"
 
 
 def _size(size: float) -> str:

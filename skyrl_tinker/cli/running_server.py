@@ -293,7 +293,8 @@ def status_lines(now: Facts) -> Iterator[str]:
 
 
 def base_lines(bases: Sequence[Facts]) -> Iterator[str]:
-    """Yield base models with their uses, how each starts, its state, ranks and replicas."""
+    """Yield base models with their uses, how each starts, its state, ranks and replicas, and their memory."""
+    on_gpus = any(each["gpu_bytes"] for each in bases)
     rows = [
         (
             each["base_model"],
@@ -304,12 +305,30 @@ def base_lines(bases: Sequence[Facts]) -> Iterator[str]:
             "" if each["idle_s"] is None else duration(each["idle_s"]),
             each["trainer_ranks"],
             each["replicas"] if each["sampleable"] else 0,
+            _mib(each["rss_bytes"]),
+            *([_mib(each["gpu_bytes"])] if on_gpus else []),
             each["detail"],
         )
         for each in bases
     ]
-    heads = ("base model", "roles", "start", "state", "for", "idle for", "ranks", "replicas", "detail")
+    sizes = ("memory", *(["GPU memory"] if on_gpus else []))
+    heads = (
+        "base model",
+        "roles",
+        "start",
+        "state",
+        "for",
+        "idle for",
+        "ranks",
+        "replicas",
+        *sizes,
+        "detail",
+    )
     yield from _table(heads, rows)
+
+
+def _mib(size: int | None) -> str:
+    return f"{size / MiB:.0f} MiB" if size else ""
 
 
 def process_lines(now: Facts) -> Iterator[str]:

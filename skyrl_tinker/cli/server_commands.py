@@ -204,10 +204,11 @@ def list_bases(
     config_file: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show base models: roles, start, state and for how long, idle time, trainer ranks and replicas.
+    """Show base models: roles, start, state and for how long, idle time, trainer ranks, replicas, memory.
 
-    Each rank holds a GPU, and each replica its GPUs, only while a base model runs, on CPUs memory, which `ps`
-    has. One with the start "on_demand" starts with a request, or by `bases start`.
+    Each rank holds a GPU, and each replica its GPUs, only while a base model runs. Memory is that of its
+    ranks and samplers, resident, as in `ps`; where there are keys, an admin's shows it, and none with
+    --ray-address. One with the start "on_demand" starts with a request, or by `bases start`.
     """
     if context.invoked_subcommand is not None:
         if as_json or any(each is not None for each in (url, home, config_file)):

@@ -92,79 +92,79 @@ class Parts:
 
 def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
     """Make the parts. At least one of the runtimes has a trainer."""
-    settings, store, directories, metrics = env.settings, env.store, env.directories, env.metrics
-    outbox = Outbox(store, env.bell, metrics)
+    settings, store, bell, metrics = env.settings, env.store, env.bell, env.metrics
+    outbox, storage, warnings = Outbox(store, bell, metrics), runtimes[0].storage, WarningBoard(store)
     sampled = [(runtime, runtime.samplers) for runtime in runtimes if runtime.samplers is not None]
     every = [samplers for _, samplers in sampled]
     drivers = [_sampler_driver(store, outbox, metrics, *each) for each in sampled]
     samples = SampleDispatch(drivers, outbox, metrics)
-    spill, storage, warnings = make_tmpfs_spill(settings), runtimes[0].storage, WarningBoard(store)
-    versions = EphemeralVersions(store, every, samples.forget_sources, spill, settings)
+    versions = EphemeralVersions(store, every, samples.forget_sources, make_tmpfs_spill(settings), settings)
     halves = [
         compose_training(runtime, runtime.trainer, store, outbox, versions, warnings, metrics)
         for runtime in runtimes
         if runtime.trainer is not None
     ]
     training = TrainDispatch([half.driver for half in halves], store, metrics)
-    of = {driver.facts.name: driver for driver in training.drivers}
-    fleets = {
-        runtime.facts.name: None if runtime.samplers is None else runtime.samplers.fleet
-        for runtime in runtimes
-    }
-    starting = {runtime.facts.name: runtime.processes.parts for runtime in runtimes}
-    on_demand = [runtime.facts.name for runtime in runtimes if runtime.idle_s is not None]
-    statuses = BaseStatuses(env.status, fleets, list(of), starting, on_demand)
     openai = [
         _openai_server(store, metrics, *each, driver) for each, driver in zip(sampled, drivers, strict=True)
     ]
     _register_gauges(metrics, runtimes[0], every, samples)
-    room = _make_room(env, runtimes)
-    supervisors = [
-        BaseSupervisor(runtime, of.get(runtime.facts.name), statuses, room) for runtime in runtimes
-    ]
-    switch = BaseSwitch(supervisors)
+    statuses = _make_statuses(env, runtimes)
+    room, of = _make_room(env, runtimes), {driver.facts.name: driver for driver in training.drivers}
+    bases = [BaseSupervisor(runtime, of.get(runtime.facts.name), statuses, room) for runtime in runtimes]
+
+    def is_loading(directory: str) -> bool:
+        return any(half.creation.is_loading(directory) for half in halves)
+
+    gaps = Gaps(store, bell, training, settings.timeouts.gap_s)
     return Parts(
         statuses,
-        supervisors,
+        bases,
         warnings,
         training,
         samples,
-        Intake(store, env.bell, training, samples, metrics),
-        Cleanup(
-            store,
-            training,
-            samples,
-            lambda directory: any(half.creation.is_loading(directory) for half in halves),
-            versions,
-            settings,
-            storage,
-        ),
-        Deadlines(
-            store,
-            metrics,
-            training,
-            samples,
-            outbox,
-            Gaps(store, env.bell, training, settings.timeouts.gap_s),
-            settings.timeouts.request_s,
-        ),
-        EngineHttpServer(
-            directories.engine_socket,
-            OpenAIRoutes(store, openai, metrics),
-            metrics,
-            lambda: replica_metrics([each.fleet.endpoints for each in every]),
-            lambda: QueuesView(
-                training.views(),
-                samples.views(),
-                metrics.trained_meter.rates(),
-                metrics.sampled_meter.rates(),
-                switch.idle(),
-            ),
-            switch.change,
-            settings.bodies.json_mb * MiB,
-            _open_address(settings),
-        ),
+        Intake(store, bell, training, samples, metrics),
+        Cleanup(store, training, samples, is_loading, versions, settings, storage),
+        Deadlines(store, metrics, training, samples, outbox, gaps, settings.timeouts.request_s),
+        _make_http_server(env, runtimes, training, samples, openai, BaseSwitch(bases)),
         make_span_export(settings, store, metrics),
+    )
+
+
+def _make_http_server(
+    env: Environment,
+    runtimes: Sequence[BaseRuntime],
+    training: TrainDispatch,
+    samples: SampleDispatch,
+    openai: Sequence[OpenAIServer],
+    switch: BaseSwitch,
+) -> EngineHttpServer:
+    metrics = env.metrics
+
+    def queues() -> QueuesView:
+        rates = metrics.trained_meter.rates(), metrics.sampled_meter.rates()
+        pids = {each.facts.name: each.processes.pids for each in runtimes}
+        return QueuesView(training.views(), samples.views(), *rates, switch.idle(), pids)
+
+    return EngineHttpServer(
+        env.directories.engine_socket,
+        OpenAIRoutes(env.store, openai, metrics),
+        metrics,
+        lambda: replica_metrics([each.samplers.fleet.endpoints for each in runtimes if each.samplers]),
+        queues,
+        switch.change,
+        env.settings.bodies.json_mb * MiB,
+        _open_address(env.settings),
+    )
+
+
+def _make_statuses(env: Environment, runtimes: Sequence[BaseRuntime]) -> BaseStatuses:
+    return BaseStatuses(
+        env.status,
+        {each.facts.name: each.samplers.fleet if each.samplers else None for each in runtimes},
+        [each.facts.name for each in runtimes if each.trainer is not None],
+        {each.facts.name: each.processes.parts for each in runtimes},
+        [each.facts.name for each in runtimes if each.idle_s is not None],
     )
 
 

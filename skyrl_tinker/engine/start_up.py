@@ -142,6 +142,7 @@ class BaseProcesses:
         self._facts = facts
         self._number = number
         self._to_end: ToEnd = []  # since the last start
+        self._servers: ServerGroup | ExternalServers | None = None  # likewise
         self._probed: startup_check.Probe | None = None
         whose = f" of {facts.name}" if several else ""
         self._sampler, self._part = f"sampler{whose}", f"trainer{whose}"
@@ -179,10 +180,17 @@ class BaseProcesses:
                     shared = await runtime.trainer.gpus()
             if runtime.samplers is not None:
                 spec = replace(self._spec, shared_gpus=shared)
-                servers = launch_servers(self._settings, spec, self._to_end)
+                servers = self._servers = launch_servers(self._settings, spec, self._to_end)
                 tasks.create_task(progress.during(self._sampler, self._await_servers(servers)))
         if runtime.samplers is not None:
             await self._open(runtime.samplers, servers)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        if self._settings.ray_address is not None:
+            return ()
+        ranks = [] if self.runtime.trainer is None else self.runtime.trainer.pids()
+        return (*ranks, *(self._servers.pids() if isinstance(self._servers, ServerGroup) else ()))
 
     async def _open(self, samplers: Samplers, servers: ServerGroup | ExternalServers) -> None:
         log_dir, suffix = self._env.directories.log_dir, log_suffix(self._number)

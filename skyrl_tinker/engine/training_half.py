@@ -62,54 +62,36 @@ def compose_training(
 ) -> TrainingHalf:
     settings, facts, samplers = base.settings, base.facts, base.samplers
     placement, storage, directories = base.placement, base.storage, Directories(settings)
-    root = directories.checkpoint_root
-    drift_monitor = DriftMonitor(
-        warnings,
-        trainer,
-        samplers,
-        facts,
-        metrics,
-        tokens=settings.parity.probe_tokens,
-        bound=allowed_gap(settings),
-    )
-    commits = UnitCommits(outbox)
-    snapshots = SnapshotKeeper(
-        store,
-        trainer,
-        commits,
-        directories.snapshot_dir,
-        versions.keep_sampled,
-        open_storage(directories.snapshot_dir, settings.snapshot_url, "models"),
-        replay_s=settings.recovery.replay_s,
-        share=settings.recovery.snapshot_share,
-    )
-    pending = PendingWrites()
-    saver = Saver(store, trainer, commits, pending, root, storage)
-    exporter = Exporter(store, trainer, commits, pending, facts, root, storage)
-    ephemeral = directories.ephemeral_dir
-    creation = ModelCreation(store, trainer, facts, saver, snapshots, settings.max_lora_rank, storage)
+    root, ephemeral = directories.checkpoint_root, directories.ephemeral_dir
     lanes, woken = Lanes(), asyncio.Event() if samplers is None else samplers.gate.asked
+    commits, pending = UnitCommits(outbox), PendingWrites()
+    tokens, bound = settings.parity.probe_tokens, allowed_gap(settings)
+    drift_monitor = DriftMonitor(warnings, trainer, samplers, facts, metrics, tokens=tokens, bound=bound)
+    snapshot_dir, recovery = directories.snapshot_dir, settings.recovery
+    copies = open_storage(snapshot_dir, settings.snapshot_url, "models")
+    snapshots = SnapshotKeeper(store, trainer, commits, snapshot_dir, versions.keep_sampled, copies, recovery)
 
     def written(row: QueuedRow) -> None:
         lanes.write_ended(row)
         woken.set()
 
+    saver = Saver(store, trainer, commits, pending, root, storage)
+    exporter = Exporter(store, trainer, commits, pending, facts, root, storage)
     ends = store, trainer, samplers
     publisher = Publisher(*ends, commits, pending, ephemeral, root, drift_monitor, metrics, written, storage)
+    creation = ModelCreation(store, trainer, facts, saver, snapshots, settings.max_lora_rank, storage)
     models = ModelLifecycle(store, trainer, lanes, drift_monitor, snapshots, outbox, commits, facts.names)
     passes = PassCoordinator(store, trainer, router_replay=settings.router_replay)
-    unit_tokens = settings.unit_tokens or max(UNIT_TOKENS, 2 * settings.trainer_ranks * settings.token_budget)
-    returns = ModelReturns(store, trainer, snapshots, placement, facts.names)
-    replay = Replay(store, trainer, returns, passes, snapshots, drift_monitor, placement, unit_tokens)
-    executors = Executors(
-        passes,
-        OptimSteps(store, trainer, lanes, drift_monitor.pop_metrics),
-        publisher,
-        ModelBarriers(store, lanes, models, creation, saver, exporter),
-    )
+    steps = OptimSteps(store, trainer, lanes, drift_monitor.pop_metrics)
+    barriers = ModelBarriers(store, lanes, models, creation, saver, exporter)
+    executors = Executors(passes, steps, publisher, barriers)
     execution = UnitExecution(
         store, trainer, lanes, models, executors, commits, pending, snapshots, metrics, woken
     )
+
+    unit_tokens = settings.unit_tokens or max(UNIT_TOKENS, 2 * settings.trainer_ranks * settings.token_budget)
+    returns = ModelReturns(store, trainer, snapshots, placement, facts.names)
+    replay = Replay(store, trainer, returns, passes, snapshots, drift_monitor, placement, unit_tokens)
     pace = TrainerPace()
     planner = Planner(lanes, PassBudget(unit_tokens, SHARED_PASS_S), pace.seconds)
     driver = TrainerDriver(

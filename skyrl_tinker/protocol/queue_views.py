@@ -140,6 +140,7 @@ class QueuesView:
     """Queues of trainers and samplers by the name of their base model.
 
     `trained`, `sampled`: rates of all together. `idle`: seconds without requests of those on demand that run.
+    `pids`: of ranks and sampling servers on the engine's host.
     """
 
     training: Mapping[str, TrainingView]
@@ -147,6 +148,7 @@ class QueuesView:
     trained: TokenRates = TokenRates()
     sampled: TokenRates = TokenRates()
     idle: Mapping[str, float] = field(default_factory=dict)
+    pids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         return orjson.dumps(self, option=orjson.OPT_NON_STR_KEYS)

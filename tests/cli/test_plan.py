@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from skyrl_tinker import config
+from skyrl_tinker.cli.plan_output import _serve
 from tests.support.model_configs import QWEN3_8B, SMALL
 
 
-def _plan(directory: Path, config: dict[str, Any], *options: str) -> subprocess.CompletedProcess[str]:
-    (directory / "config.json").write_text(json.dumps(config))
+def _plan(directory: Path, own: dict[str, Any], *options: str) -> subprocess.CompletedProcess[str]:
+    (directory / "config.json").write_text(json.dumps(own))
     command = [sys.executable, "-m", "skyrl_tinker", "plan", "--base-model", str(directory), *options]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -84,6 +86,11 @@ def test_further_base_models_are_planned_beside_the_first(tmp_path: Path) -> Non
     refused = _plan(tmp_path, SMALL, "--gpus", "1", *also)
     assert refused.returncode == 1
     assert f"bases.{teacher}: replicas x tensor_parallel_size take 1 GPUs" in refused.stderr
+
+
+def test_its_command_says_which_base_models_start_on_demand() -> None:
+    settings = config.load(base_model="A", bases=["B:train,on_demand", "C"])
+    assert _serve(settings) == "skyrl-tinker serve --base-model A --also B:train,on_demand --also C:sample"
 
 
 def test_what_does_not_fit_ends_with_an_error(tmp_path: Path) -> None:

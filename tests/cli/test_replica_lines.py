@@ -94,6 +94,7 @@ def test_ps_shows_host_and_ways_of_each_replica() -> None:
 def test_base_models_are_listed_with_their_uses_states_and_idle_times() -> None:
     given = NOW["server"]["base_models"]
     more = {"trainer_ranks": 1, "replicas": 2, "start": "always", "since": None, "idle_s": None}
+    more |= {"rss_bytes": None, "gpu_bytes": None}
     on_demand = {**more, "trainer_ranks": 0, "start": "on_demand", "idle_s": 65}
     on_demand["since"] = "2020-01-01T00:00:00Z"
     first, second, third = list(base_lines([given[0] | more, given[1] | on_demand, given[2] | more]))[-3:]
@@ -101,3 +102,13 @@ def test_base_models_are_listed_with_their_uses_states_and_idle_times() -> None:
     assert second.split()[:4] == ["org/teacher", "sample", "on_demand", "stopped"]
     assert second.split()[-8:] == ["s", "0", "2", "it", "starts", "when", "asked", "for"]
     assert third.split() == ["org/other", "train", "always", "ready", "1", "0"]
+
+
+def test_base_models_are_listed_with_the_memory_of_ranks_and_samplers() -> None:
+    more = {"trainer_ranks": 1, "replicas": 2, "start": "always", "since": None, "idle_s": None}
+    given = {**NOW["server"]["base_models"][0], **more, "rss_bytes": 3 << 20, "gpu_bytes": None}
+    *_, heads, row = base_lines([given])
+    assert (heads.split()[-2:], row.split()[-2:]) == (["memory", "detail"], ["3", "MiB"])
+    *_, heads, row = base_lines([given | {"gpu_bytes": 5 << 20}])
+    assert heads.split()[-4:] == ["memory", "GPU", "memory", "detail"]
+    assert row.split()[-4:] == ["3", "MiB", "5", "MiB"]

@@ -354,7 +354,7 @@ class Server:
 class Started:
     """Processes that are up, until they end; those on demand are not at first."""
 
-    parts = ("all",)
+    parts, pids = ("all",), ()
 
     def __init__(
         self, samplers: Samplers, replicas: Replicas, ranks: Ranks | None, *, on_demand: bool

@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Callable
 
 import psutil
 
@@ -43,10 +44,16 @@ def find(serve: Serve, kind: str) -> psutil.Process:
     return found
 
 
-def await_recovery(serve: Serve, kind: str, victim: psutil.Process, count: int = 1) -> None:
-    """Wait until the server is ready and has `count` other processes of the kind. Raises TimeoutError."""
+def await_recovery(
+    serve: Serve, kind: str, victim: psutil.Process, count: int = 1, look: Callable[[], None] = lambda: None
+) -> None:
+    """Wait until the server is ready and has `count` other processes of the kind. Raises TimeoutError.
+
+    `look` is called meanwhile.
+    """
 
     def healed() -> bool:
+        look()
         others = [each for each in serve.find_all(kind) if each != victim]
         return len(others) >= count and serve.ready()
 

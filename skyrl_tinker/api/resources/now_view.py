@@ -105,6 +105,8 @@ class NowView:
         settings = self._deps.settings.for_base(facts.name)
         state, detail = self._state_of(facts.name)
         since, queues = self._snapshot.engine.since.get(facts.name), self._snapshot.queues
+        processes = self._snapshot.processes if sees_all(self._caller) else ()
+        own = [each for each in processes if each.base_model == facts.name]
         return ServedModel(
             base_model=facts.name,
             context_length=facts.context_length,
@@ -119,6 +121,8 @@ class NowView:
             start="always" if self._deps.settings.idle_s_of(facts.name) is None else "on_demand",
             since=None if since is None else utc(since),
             idle_s=None if queues is None else queues.idle.get(facts.name),
+            rss_bytes=sum(each.rss_bytes for each in own) or None,
+            gpu_bytes=sum(each.gpu_bytes or 0 for each in own) or None,
         )
 
     def _state_of(self, base_model: str) -> tuple[str, str]:

@@ -106,15 +106,17 @@ async def change_base(request: Request, deps: Deps, caller: CallerDep) -> JSONRe
     require_admin(caller, keyless=True)
     asked = await read_model(request, ChangeBaseRequest)
     name = on_demand(deps.settings, deps.bases, asked.base_model)
-    event = f"base_{asked.action}"
-    await deps.store.write(
-        lambda conn: audit_log.record_key(conn, event, None, by=caller.name, base_model=name)
-    )
+    details = {"by": caller.name, "base_model": name}
     body = ChangeBaseRequest(base_model=name, action=asked.action).model_dump_json().encode()
+    refusal = None
     try:
         told = await deps.engine.post("/bases", body)
-    except EngineUnavailableError as error:
-        raise await deps.engine.refusal() from error
+    except EngineUnavailableError:
+        refusal = await deps.engine.refusal()
+        details["error"] = str(refusal)
+    await deps.store.write(lambda conn: audit_log.record_key(conn, f"base_{asked.action}", None, **details))
+    if refusal is not None:
+        raise refusal
     return JSONResponse(ChangeBaseResponse(base_model=name, detail=told.decode()).model_dump())
 
 

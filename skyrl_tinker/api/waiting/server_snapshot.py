@@ -77,6 +77,7 @@ class SnapshotReader:
 
     def _build(self, conn: Connection, queues: QueuesView | None, gpus: GpuMemory) -> ServerSnapshot:
         server = server_state.get(conn, server_state.SERVER)
+        identity = server and Identity(server["pid"], server["started_at"])
         return ServerSnapshot(
             database_time(conn),
             engine_state(conn),
@@ -86,7 +87,7 @@ class SnapshotReader:
             pending_groups(conn),
             named_models(conn, _models(queues)),
             _guests(conn, queues),
-            self._processes.rows(server and Identity(server["pid"], server["started_at"]), gpus.by_pid),
+            self._processes.rows(identity, gpus.by_pid, _base_models(queues)),
             gpus,
         )
 
@@ -96,6 +97,10 @@ def _guests(conn: Connection, queues: QueuesView | None) -> dict[str, Guest]:
     sessions = (session for view in views for session in view.queued)
     waiting = {session: owner_of_openai(SessionId(session)) for session in sessions if is_openai(session)}
     return {session: Guest(owner, owners.name_of(conn, owner)) for session, owner in waiting.items()}
+
+
+def _base_models(queues: QueuesView | None) -> dict[int, str]:
+    return {} if queues is None else {pid: name for name, pids in queues.pids.items() for pid in pids}
 
 
 def _models(queues: QueuesView | None) -> set[int]:

@@ -6,8 +6,8 @@ from contextlib import suppress
 
 from skyrl_tinker.domain.units import counted
 
-LOOK_S = 1.0
-"""Time between two looks at who is idle, while a base model waits."""
+ROOM_CHECK_S = 1.0
+"""Time between two checks who is idle, while a base model waits."""
 
 
 class BaseRoom:
@@ -30,7 +30,7 @@ class BaseRoom:
         """Take the GPUs of a base model; where they lack, wait until others have left, one after another.
 
         The one longest idle is wanted: it may stop. `idle_s`: of this one, from now on. `waits` gets the
-        reason of the wait, at each look.
+        reason of the wait, at each check.
         """
         async with self._turn:
             try:
@@ -40,7 +40,7 @@ class BaseRoom:
                     held = ", ".join(self._holders())
                     await waits(f"it waits for {counted(self._needs[name], 'GPU')} of {held}")
                     with suppress(TimeoutError):
-                        async with asyncio.timeout(LOOK_S):
+                        async with asyncio.timeout(ROOM_CHECK_S):
                             await self._freed.wait()
             finally:
                 self._wanted = None

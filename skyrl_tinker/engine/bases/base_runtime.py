@@ -23,6 +23,11 @@ class Processes(Protocol):
         """Parts that a start waits for."""
         ...
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of ranks and sampling servers; empty where they may be on other hosts."""
+        ...
+
     async def start(self, report: ReportParts) -> None:
         """Start them all, and wait for them. Raises SkyrlTinkerError; call `end` then."""
         ...

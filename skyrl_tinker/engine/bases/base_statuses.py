@@ -100,8 +100,9 @@ class BaseStatuses:
 
     async def waits(self, base_model: str, why: str) -> None:
         """Report that a base model is stopped and was asked for, and why it does not start yet."""
-        if not self._is(_Phase.FAILED, base_model):
-            await self._tell(base_model, _BaseState(_Phase.STOPPED, why))
+        state = _BaseState(_Phase.STOPPED, why)
+        if not self._is(_Phase.FAILED, base_model) and self._states[base_model] != state:
+            await self._tell(base_model, state)
 
     async def started(self, base_model: str) -> None:
         """Report that all parts of a base model are there."""

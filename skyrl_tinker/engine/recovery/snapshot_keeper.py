@@ -20,6 +20,7 @@ from typing import Any
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
+from skyrl_tinker.config import Recovery
 from skyrl_tinker.domain.ids import Effect, ModelKey, ModelState
 from skyrl_tinker.engine.outbox import persistently, read_persistently
 from skyrl_tinker.engine.scheduling.lanes import model_of
@@ -89,19 +90,15 @@ class SnapshotKeeper:
         root: Path,
         keep_sampled: KeepSampled,
         storage: Storage,
-        *,
-        replay_s: float,
-        share: float,
+        recovery: Recovery,
     ) -> None:
-        """`replay_s`: longest replay to allow for. `share`: of the trainer's time, for snapshots."""
         self._store = store
         self._trainer = trainer
         self._commits = commits
         self._root = root
         self._keep_sampled = keep_sampled
         self._storage = storage
-        self._replay_s = replay_s
-        self._share = share
+        self._recovery = recovery
         self._progress: dict[ModelKey, _Unkept] = {}
         self.of_model = MeanCost(2.0, 100)  # to create a model on fresh ranks, and load its snapshot
         self.of_request = MeanCost(0.5, 100)  # in addition to the ranks' own time: bodies, results, calls
@@ -164,9 +161,9 @@ class SnapshotKeeper:
         idle for long, and each model needs a snapshot.
         """
         now = time.monotonic()
-        self._room_s = min(GRACE_S, self._room_s + self._share * (now - self._looked))
+        self._room_s = min(GRACE_S, self._room_s + self._recovery.snapshot_share * (now - self._looked))
         self._looked = now
-        if self.replay_seconds > self._replay_s / 2 and self._room_s > 0:
+        if self.replay_seconds > self._recovery.replay_s / 2 and self._room_s > 0:
             spent_s = self.spent_s
             await self._take_largest()
             self._room_s -= self.spent_s - spent_s

@@ -26,7 +26,9 @@ class ServedModel(Message):
 
     `trainable` false: it is sampled only, by no rank. `sampleable` false: it is trained only, by no replica.
     `sampler`: its sampling engine, and the abilities that it lacks. `start`: always or on_demand. `since`: of
-    the state. `idle_s`: time without requests; null where it always runs, or does not run.
+    the state. `idle_s`: time without requests; null where it always runs, or does not run. `rss_bytes`,
+    `gpu_bytes`: memory of its ranks and samplers together, resident and of GPUs; null where
+    `processes` is, or they have none, or may be on other hosts.
     """
 
     base_model: str
@@ -42,6 +44,8 @@ class ServedModel(Message):
     start: str
     since: datetime | None
     idle_s: float | None
+    rss_bytes: int | None
+    gpu_bytes: int | None
 
 
 class ServerNow(Message):
@@ -73,11 +77,12 @@ class Problem(Message):
 class ProcessUse(Message):
     """Process with its resident memory; `cpu_percent` of one core, since the last look.
 
-    `gpu_bytes` null: it has none, or its GPU does not tell.
+    `gpu_bytes` null: it has none, or its GPU does not tell. `base_model` null: it is no rank or sampler.
     """
 
     name: str
     pid: int
+    base_model: str | None
     rss_bytes: int
     gpu_bytes: int | None
     cpu_percent: float

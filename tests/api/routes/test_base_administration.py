@@ -1,11 +1,13 @@
 """Base models on demand, started and stopped over HTTP."""
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
 
 import httpx
+import psutil
 import pytest
 
 from skyrl_tinker.api.waiting import server_snapshot
@@ -17,6 +19,7 @@ from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.protocol.schemas.console import ChangeBaseRequest
 from skyrl_tinker.store import api_keys
+from skyrl_tinker.system.processes import identities, write_pid_file
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import BASE, FACTS, World, running
 from tests.api.test_base_limits import ALIAS, OTHER, SMALL
@@ -49,7 +52,7 @@ async def engine(world: World) -> AsyncIterator[list[ChangeBaseRequest]]:
         def routes(self) -> list[Any]:
             return []
 
-    view = QueuesView({}, {}, idle={SMALL: 7.5})
+    view = QueuesView({}, {}, idle={SMALL: 7.5}, pids={SMALL: (os.getpid(),)})
     socket = Directories(world.settings).engine_socket
     server = EngineHttpServer(
         socket, cast(Any, NoRoutes()), Metrics(), no_replicas, lambda: view, change, 1 << 20
@@ -122,6 +125,27 @@ async def test_an_engine_that_is_away_is_told(world: World) -> None:
     answer = await change(world, SMALL)
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
     assert answer.json()["detail"] == "the engine is restarting: rank 0 died; try again"
+    speak_as(world, await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True)))
+    await world.services.keys.refresh()
+    (entry,) = [each for each in (await get(world, "audit"))["entries"] if each["event"].startswith("base_")]
+    assert (entry["event"], entry["event_details"]["error"]) == (
+        "base_stop",
+        "the engine is restarting: rank 0 died",
+    )
+
+
+async def test_memory_is_that_of_the_processes_of_a_base_model_and_not_for_everybody(world: World) -> None:
+    pid_file = Directories(world.settings).pid_file
+    pid_file.parent.mkdir(parents=True, exist_ok=True)
+    write_pid_file(pid_file, identities([psutil.Process()]))
+    async with engine(world):
+        told = await get(world, "console/now")
+        speak_as(world, await new_user(world, "alice"))
+        hidden = await get(world, "console/now")
+    (row,) = told["processes"]
+    assert row["base_model"] == SMALL
+    assert [each["rss_bytes"] for each in told["server"]["base_models"]] == [None, row["rss_bytes"], None]
+    assert [each["rss_bytes"] for each in hidden["server"]["base_models"]] == [None] * 3
 
 
 async def test_it_is_listed_how_each_starts_since_when_and_how_long_it_is_idle(

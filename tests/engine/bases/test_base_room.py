@@ -23,7 +23,7 @@ async def test_those_that_fit_beside_each_other_do_not_wait_and_on_a_cpu_all_do(
 
 
 async def test_the_one_longest_idle_is_to_leave_then_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base_room, "LOOK_S", 0.01)
+    monkeypatch.setattr(base_room, "ROOM_CHECK_S", 0.01)
     idle, told = {"a": 1.0, "b": 2.0}, Told()
     room = BaseRoom(2, {"a": 1, "b": 1, "c": 2, "d": 0})
     for name in ("a", "b", "d"):

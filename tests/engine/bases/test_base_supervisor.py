@@ -453,10 +453,42 @@ async def test_a_start_that_an_administrator_asked_for_is_tried_once(
         assert (state(case), case.processes.starts) == (("failed", WHY), 1)
 
 
+async def test_a_stop_that_was_asked_for_after_a_failed_start_ends_no_later_run(
+    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.01,))
+    case = Case(store, bell, SamplerError(LOG), others=("a",), idle_s=60.0)
+    async with running(case):
+        case.driver.ask()
+        case.processes.go_on.release()
+        await until(lambda: state(case) == ("failed", WHY))
+        assert case.supervisor.ask_stop() == STOPPED
+        case.processes.go_on.release()
+        await until(lambda: case.samplers.gate.reason is None)
+        case.driver.asked = False
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (case.processes.ends, state(case)[0]) == (1, "ready")
+
+
+async def test_a_stop_that_was_asked_for_during_the_start_comes_once_nothing_needs_it(
+    store: Store, bell: Doorbell
+) -> None:
+    case = Case(store, bell, others=("a",), idle_s=60.0)
+    async with running(case):
+        await until(lambda: case.driver.retired)
+        case.supervisor.ask_start()
+        await until(lambda: case.processes.starts == 1)
+        assert case.supervisor.ask_stop() == "base model b stops once no request waits or runs"
+        assert case.supervisor.idle_s is None
+        case.processes.go_on.release()
+        await until(lambda: case.processes.ends == 1 and state(case)[0] == "stopped")
+
+
 async def test_one_that_lacks_gpus_waits_until_another_has_been_idle_and_stopped(
     store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base_room, "LOOK_S", 0.01)
+    monkeypatch.setattr(base_room, "ROOM_CHECK_S", 0.01)
     room = BaseRoom(2, {"b": 2, "c": 1})
     case = Case(store, bell, others=("a",), idle_s=3600.0, room=room)
     processes, driver, gate = case.processes, case.driver, case.samplers.gate
