@@ -368,9 +368,11 @@ def _skip_refused(lane: _Lane) -> None:
 
 def _head(lane: _Lane, budget: int) -> list[QueuedRow]:
     first = lane.parked.get(lane.next_seq)
-    if first is None or lane.held or _waits_for_saves(lane, first) or _waits_for_files(lane, first):
+    if first is None or lane.held:
         return []
-    return _passes(lane, budget) if first.kind in PASSES else [first]
+    if first.kind in PASSES:
+        return _passes(lane, budget)
+    return [] if _waits_for_saves(lane, first) or _waits_for_files(lane, first) else [first]
 
 
 def _waits_for_files(lane: _Lane, first: QueuedRow) -> bool:

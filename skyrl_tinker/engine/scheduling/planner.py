@@ -69,12 +69,20 @@ class PassBudget:
     ahead_s: float = 0.5  # most trainer time that joining rows may be ahead of other waiting ones
 
 
+_Kinds = tuple[RequestKind, ...]
+"""Of barriers. Of two sessions with the same ones, that with more work of passes has more to do."""
+
+
 @dataclass(slots=True)
 class _Session:
-    """A session with waiting rows, of `models`. `runnable`: paths of the models that have runnable rows."""
+    """A session with waiting rows, of `models`. `runnable`: paths of the models that have runnable rows.
+
+    `barriers`: those that wait, if few rows do.
+    """
 
     models: dict[ModelKey, None] = field(default_factory=dict)
     runnable: dict[ModelKey, Path] = field(default_factory=dict)
+    barriers: _Kinds = ()
 
 
 class Planner:
@@ -95,13 +103,13 @@ class Planner:
         self._waiting: dict[ModelKey, Sequence[QueuedRow]] = {}
         self._sessions: dict[SessionId, _Session] = {}
         self._runnable: dict[SessionId, _Session] = {}  # sessions with runnable rows
-        self._works: dict[SessionId, tuple[Work, ...]] = {}  # waiting work of those with few rows
-        self._works_s: dict[SessionId, float] = {}  # its time, as estimated after the last unit
+        self._few: dict[_Kinds, dict[SessionId, int]] = {}  # of those with few rows: work of all passes
         self._session_of: dict[ModelKey, SessionId] = {}
         self._shares: FairShare[QueuedRow] = FairShare()
         self._short: SessionId | None = None  # session with little work that decided the running unit
         self._lead_s = self._lead_before_s = 0.0  # trainer time of such sessions beyond that of the others
-        self._active: dict[SessionId, float] = {}  # when a session last had a runnable row
+        self._left: dict[SessionId, float] = {}  # when those without a runnable row last had one
+        self._looked_at = 0.0
 
     def pop(self, ahead: tuple[QueuedRow, ...] = ()) -> Unit | None:
         """Take the next unit; None when nothing is runnable. It counts as its estimate until `charge`.
@@ -122,8 +130,7 @@ class Planner:
         return unit
 
     def charge(self, seconds: Iterable[tuple[QueuedRow, float]]) -> None:
-        """Count the time of the last unit's rows instead of the estimate, and estimate all others anew."""
-        self._works_s = {each: self._estimate(works) for each, works in self._works.items()}
+        """Count the time of the last unit's rows instead of the estimate."""
         self._charge(list(seconds), instead=True)
 
     def full_pass_ahead(self) -> Pass | None:
@@ -187,12 +194,11 @@ class Planner:
                 del self._sessions[session_id]
             if session.runnable:
                 self._runnable[session_id] = session
-            else:
-                self._runnable.pop(session_id, None)
-            if session.runnable and len(works) <= SHORT_ROWS:
-                self._works[session_id], self._works_s[session_id] = works, self._estimate(works)
-            elif self._works.pop(session_id, None):
-                del self._works_s[session_id]
+                self._left.pop(session_id, None)
+            elif self._runnable.pop(session_id, None):
+                self._left[session_id] = self._looked_at
+            few = session.runnable and len(works) <= SHORT_ROWS
+            self._set_few(session_id, session, works if few else ())
 
     def _set_runnable(self, session: _Session, model: ModelKey, rows: Sequence[QueuedRow]) -> None:
         had_rows = self._waiting.get(model, ())
@@ -207,6 +213,19 @@ class Planner:
             session.runnable[model] = path
             self._waiting[model] = rows
 
+    def _set_few(self, session_id: SessionId, session: _Session, works: tuple[Work, ...]) -> None:
+        """Set the waiting work of a session with few rows; none: it has more of them, or cannot run."""
+        kinds = tuple(work for work in works if not isinstance(work, int))
+        if session.barriers != kinds or not works:
+            others = self._few.get(session.barriers, {})
+            others.pop(session_id, None)
+            if not others:
+                self._few.pop(session.barriers, None)
+        if works:
+            passes = sum(work for work in works if isinstance(work, int))
+            self._few.setdefault(kinds, {})[session_id] = passes
+        session.barriers = kinds
+
     def _short_sessions(self) -> set[SessionId]:
         """Return the sessions with the least work, if another has at least twice as much.
 
@@ -214,19 +233,25 @@ class Planner:
         """
         if self._lead_s > 0:
             return set()
-        works_s = self._works_s.values()
-        least = min(works_s, default=math.inf)
-        most = max(works_s, default=0.0) if len(works_s) == len(self._runnable) else math.inf
-        if least > min(SHORT_S, most / 2):
+        few = [(min(work.values()), max(work.values()), kinds, work) for kinds, work in self._few.items()]
+        least_s = min((self._work_s(least, kinds) for least, _, kinds, _ in few), default=math.inf)
+        most_s = max((self._work_s(most, kinds) for _, most, kinds, _ in few), default=0.0)
+        if sum(map(len, self._few.values())) < len(self._runnable):
+            most_s = math.inf
+        if least_s > min(SHORT_S, most_s / 2):
             return set()
-        return {each for each, work_s in self._works_s.items() if work_s == least}
+        shortest = [(least, work) for least, _, kinds, work in few if self._work_s(least, kinds) == least_s]
+        return {each for least, works in shortest for each, work in works.items() if work == least}
+
+    def _work_s(self, passes: int, kinds: _Kinds) -> float:
+        return self._estimate((passes, *kinds) if passes else kinds)
 
     def _bounds(self) -> PassBudget:
-        now = self._clock()
-        self._active |= dict.fromkeys(self._runnable, now)
-        if len(self._active) > len(self._runnable):
-            self._active = {each: at for each, at in self._active.items() if at > now - ACTIVE_S}
-        return self._budget if len(self._active) > 1 else replace(self._budget, seconds=math.inf)
+        self._looked_at = self._clock()
+        if self._left:
+            self._left = {each: at for each, at in self._left.items() if at > self._looked_at - ACTIVE_S}
+        several = len(self._runnable) + len(self._left) > 1
+        return self._budget if several else replace(self._budget, seconds=math.inf)
 
 
 def _first_of(rows: Iterable[QueuedRow], waiting: Waiting) -> bool:

@@ -368,3 +368,24 @@ def test_of_a_prepared_pass_a_model_that_has_gone_leaves_the_others_theirs() -> 
     assert ahead == Pass((mine[0], gone[0]), full=True)
     waiting.close(B, Failure("lost", "server"))
     assert planner.pop(ahead.rows) == Pass(tuple(mine), full=True)
+
+
+def test_passes_are_short_from_when_another_session_comes_until_a_minute_after_it_has_gone() -> None:
+    waiting, now = waiting_lanes(*(row(A, tokens=40) for _ in range(9))), [0.0]
+    planner = Planner(waiting, PassBudget(100, seconds=0.05), estimate, lambda: now[0])
+    sizes = list[int]()
+
+    def run_one() -> None:
+        unit = planner.pop()
+        assert unit is not None
+        sizes.append(len([each for each in unit.rows if each.model_key == A]))
+        planner.charge([(each, 0.01) for each in unit.rows])
+
+    run_one()
+    other = row(B, SAVE)
+    waiting.open(B, other.seq_id)
+    waiting.add(other)
+    for at in (100.0, 101.0, 159.0, 161.0):
+        now[0] = at
+        run_one()
+    assert sizes == [2, 0, 1, 1, 2]
