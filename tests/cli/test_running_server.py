@@ -131,7 +131,12 @@ def test_runs_are_told_with_all_their_steps_and_ages_and_without_those_of_the_ti
 
 
 def test_what_ended_many_runs_is_told_once() -> None:
-    ended = RUN | {"name": "", "steps_before": 0, "steps": 0, "last_request_at": datetime.now(UTC).isoformat()}
+    ended = RUN | {
+        "name": "",
+        "steps_before": 0,
+        "steps": 0,
+        "last_request_at": datetime.now(UTC).isoformat(),
+    }
     cause = {"state": "lost", "state_reason": "its snapshot cannot be read"}
     several = [ended | cause | {"run_id": f"run-{each}"} for each in range(3)]
     another = ended | {"run_id": "run-3", "state": "failed", "state_reason": "no room"}

@@ -108,7 +108,9 @@ def test_what_does_not_fit_is_refused_with_the_length_that_would() -> None:
     )
     assert shorter.problem is None
     assert longer.problem is not None
-    assert f"expected a context_length of at most {plan.longest} or a smaller max_lora_rank or" in plan.problem
+    assert (
+        f"expected a context_length of at most {plan.longest} or a smaller max_lora_rank or" in plan.problem
+    )
 
 
 def test_what_leaves_no_room_for_any_row_is_refused_with_what_would_help() -> None:

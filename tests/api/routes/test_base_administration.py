@@ -130,7 +130,7 @@ async def test_an_engine_that_is_away_is_told(world: World) -> None:
     (entry,) = [each for each in (await get(world, "audit"))["entries"] if each["event"].startswith("base_")]
     assert (entry["event"], entry["event_details"]["error"]) == (
         "base_stop",
-        "the engine is restarting: rank 0 died",
+        "the engine is restarting: rank 0 died; try again",
     )
 
 
