@@ -12,7 +12,7 @@ from tests.engine.support import journal
 from tests.engine.support.world import World
 
 SESSIONS = 5
-BOUNDED = frozenset({"StepCurves._windows", "Planner._active"})
+BOUNDED = frozenset({"StepCurves._windows", "Planner._left"})
 """By the models that train, and to the sessions of the last minute."""
 
 
