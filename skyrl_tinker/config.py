@@ -7,7 +7,6 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -734,11 +733,11 @@ def _read_pairs(name: str, pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _read_base(text: str) -> tuple[str, dict[str, Any]]:
-    """Read NAME or NAME:USES, which are roles, and on_demand. A name may contain colons itself."""
+    """Read NAME or NAME:USES, which are roles, and on_demand. A directory's name may contain colons."""
     name, _, behind = text.rpartition(":")
-    uses, known = behind.split(","), ("train", "sample", "on_demand")
-    if not name or not any(get_close_matches(each, known) for each in uses):
+    if not name or "/" in behind or Path(text).exists():
         return text, {"roles": ["sample"]}
+    uses, known = behind.split(","), ("train", "sample", "on_demand")
     if unknown := [each for each in uses if each not in known]:
         expected = "expected train, sample or on_demand, with commas between them"
         raise UserError(f"--also {text}: found {unknown[0]!r} behind the name, {expected}")

@@ -198,13 +198,16 @@ def test_a_further_base_model_starts_on_demand_where_it_says_so() -> None:
     assert config.load(bases=own).idle_s_of("B") == 1800.0
 
 
-def test_a_further_base_model_is_trained_where_its_roles_say_so() -> None:
-    names = ["org/teacher", "org/other:train,sample", "/models/a:b", "c:sample"]
+def test_a_further_base_model_is_trained_where_its_roles_say_so(tmp_path: Path) -> None:
+    directory = tmp_path / "a:b"
+    directory.mkdir()
+    names = ["org/teacher", "org/other:train,sample", str(directory), "/m:1/c", "c:sample"]
     settings = config.load(trainer_ranks=2, token_budget=100, bases=names)
     assert {name: own.trains for name, own in settings.bases.items()} == {
         "org/teacher": False,
         "org/other": True,
-        "/models/a:b": False,
+        str(directory): False,
+        "/m:1/c": False,
         "c": False,
     }
     (other,) = settings.further_trained
@@ -231,6 +234,7 @@ def test_also_says_that_a_base_model_starts_on_demand(given: str, roles: tuple[s
     [
         ("B:train,smple", "smple"),
         ("B:on-demand", "on-demand"),
+        ("B:4b", "4b"),
         ("a:b:grade,train", "grade"),
         ("B:train,", ""),
     ],

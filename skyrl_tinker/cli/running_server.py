@@ -294,7 +294,7 @@ def status_lines(now: Facts) -> Iterator[str]:
 
 def base_lines(bases: Sequence[Facts]) -> Iterator[str]:
     """Yield base models with their uses, how each starts, its state, ranks and replicas, and their memory."""
-    on_gpus = any(each["gpu_bytes"] for each in bases)
+    sizes = _sizes(bases)
     rows = [
         (
             each["base_model"],
@@ -305,26 +305,19 @@ def base_lines(bases: Sequence[Facts]) -> Iterator[str]:
             "" if each["idle_s"] is None else duration(each["idle_s"]),
             each["trainer_ranks"],
             each["replicas"] if each["sampleable"] else 0,
-            _mib(each["rss_bytes"]),
-            *([_mib(each["gpu_bytes"])] if on_gpus else []),
+            *(_mib(each[size]) for size in sizes),
             each["detail"],
         )
         for each in bases
     ]
-    sizes = ("memory", *(["GPU memory"] if on_gpus else []))
-    heads = (
-        "base model",
-        "roles",
-        "start",
-        "state",
-        "for",
-        "idle for",
-        "ranks",
-        "replicas",
-        *sizes,
-        "detail",
-    )
-    yield from _table(heads, rows)
+    states = ("base model", "roles", "start", "state", "for", "idle for", "ranks", "replicas")
+    yield from _table((*states, *sizes.values(), "detail"), rows)
+
+
+def _sizes(rows: Sequence[Facts]) -> dict[str, str]:
+    """Return the keys of sizes of memory that `rows` have, and their heads."""
+    on_gpus = any(each["gpu_bytes"] for each in rows)
+    return {"rss_bytes": "memory"} | ({"gpu_bytes": "GPU memory"} if on_gpus else {})
 
 
 def _mib(size: int | None) -> str:
@@ -333,21 +326,19 @@ def _mib(size: int | None) -> str:
 
 def process_lines(now: Facts) -> Iterator[str]:
     """Yield processes, for those who may see them, and replicas."""
-    on_gpus = any(each["gpu_bytes"] for each in now["processes"] or ())
+    found = now["processes"] or ()
+    sizes = _sizes(found)
     processes = [
         (
             each["name"],
             each["pid"],
-            f"{each['rss_bytes'] / MiB:.0f} MiB",
-            *([f"{(each['gpu_bytes'] or 0) / MiB:.0f} MiB"] if on_gpus else []),
+            *(_mib(each[size]) for size in sizes),
             f"{each['cpu_percent']:.0f} %",
             f"{each['age_s']:.0f} s",
         )
-        for each in now["processes"] or ()
+        for each in found
     ]
-    yield from _table(
-        ("process", "pid", "memory", *(["GPU memory"] if on_gpus else []), "CPU", "age"), processes
-    )
+    yield from _table(("process", "pid", *sizes.values(), "CPU", "age"), processes)
     if memory := now["memory"]:
         free, total = (memory[name] / GB for name in ("available_bytes", "total_bytes"))
         yield f"{free:.1f} of {total:.1f} GB of its host's memory are available"

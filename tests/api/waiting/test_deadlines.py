@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
-from sqlalchemy import Connection, update
+from sqlalchemy import Connection, select, update
 
 from skyrl_tinker.config import Settings, Timeouts
 from skyrl_tinker.domain.ids import ModelKey, ModelState, RequestKind
@@ -17,7 +17,7 @@ from skyrl_tinker.engine import gaps
 from skyrl_tinker.engine.colocation.placement import Separate
 from skyrl_tinker.engine.gaps import NOTED_S, QUIET_S
 from skyrl_tinker.store import model_records, server_state
-from skyrl_tinker.store.database.tables import Session
+from skyrl_tinker.store.database.tables import Future, Session
 from skyrl_tinker.store.futures import expected_requests
 from skyrl_tinker.store.futures.expected_requests import RETRY_S
 from skyrl_tinker.store.futures.missing import fail_missing
@@ -51,6 +51,13 @@ async def parked(made: Waiting, model: str, seq_id: int) -> str:
     return request_id
 
 
+def failed_numbers(made: Waiting) -> list[int]:
+    """The numbers without a request that are failed, in the store: asked at once, where a client waits."""
+    with reading(made.store) as conn:
+        missing = select(Future.seq_id).where(Future.kind == RequestKind.MISSING)
+        return sorted(conn.scalars(missing))
+
+
 async def closes(made: Waiting, now: float, quiet_s: float = QUIET_S) -> None:
     """Let so much time pass without a request, from `now` on."""
     for passed_s in (0.0, quiet_s, quiet_s + NOTED_S):
@@ -62,6 +69,7 @@ async def test_a_number_that_never_comes_is_a_failed_request_and_its_model_goes_
     await made.api.result(await submit(made.api, "forward_backward", old_json(model, 1)))
     waits = await parked(made, model, 4)
     await closes(made, time.time())
+    assert failed_numbers(made) == [2, 3]
     assert "seq 2 of this model never came, though its client sent 4" in await made.api.failure(waits)
     late = [await submit(made.api, "optim_step", step(model, 3)) for _ in range(2)]
     assert late[0] == late[1]

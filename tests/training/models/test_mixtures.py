@@ -106,7 +106,8 @@ async def _trained(
 @pytest.mark.parametrize(
     ("model", "params"),
     [
-        ("mixture_model", AdamParams(1e-2, eps=1e-3)),
+        # With a smaller eps, one rank with rows of another length is off by as much: rounding in float32.
+        ("mixture_model", AdamParams(1e-2, eps=1e-2)),
         ("mixture_model", DimuonParams(0.02)),
         # Its gradients are up to 60: with a smaller eps, those of 1e-4 would make steps as large.
         ("whole_mixture_model", AdamParams(1e-2, eps=1.0)),
