@@ -193,8 +193,11 @@ def _cuda_of_torch() -> str | None:
 
 def _memory(settings: Settings) -> str:
     free = host_memory().available
-    ours = [each for each in catalog.further(settings) if not each.external_urls]
-    beside = sum(each.replicas * PROCESS_BYTES for each in ours)
+    always, on_demand = [0], [0]
+    for each in catalog.further(settings):
+        sizes = always if settings.idle_s_of(each.base_model) is None else on_demand
+        sizes.append(0 if each.external_urls else each.replicas * PROCESS_BYTES)
+    beside = sum(always) + max(on_demand)
     needed = _NEEDED_MEMORY + beside - (0 if settings.samples else PROCESS_BYTES)
     return _need(free >= needed, f"{free / _GIB:.1f} GiB available ({needed / _GIB:g} needed)")
 

@@ -14,7 +14,7 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts
-from skyrl_tinker.engine.bases.base_room import BaseRoom
+from skyrl_tinker.engine.bases.base_room import BaseRoom, in_gpus, in_memory
 from skyrl_tinker.engine.bases.base_runtime import BaseRuntime
 from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
 from skyrl_tinker.engine.bases.base_supervisor import BaseSupervisor
@@ -52,6 +52,7 @@ from skyrl_tinker.store import owners
 from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.host_memory import host_memory
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.factory import CHUNK_BYTES, TransportName, backend_of, choose, make_transport
 from skyrl_tinker.weight_sync.no_senders import NoSenders
@@ -169,11 +170,13 @@ def _make_statuses(env: Environment, runtimes: Sequence[BaseRuntime]) -> BaseSta
 
 
 def _make_room(env: Environment, runtimes: Sequence[BaseRuntime]) -> BaseRoom:
-    """Make the room of base models on demand: the GPUs that the others leave."""
-    needs = {each.facts.name: each.gpus for each in runtimes if each.idle_s is not None}
+    """Make the room of base models on demand: the GPUs, or on CPUs the memory, that the others leave."""
+    needs = {each.facts.name: each.size for each in runtimes if each.idle_s is not None}
     if not any(needs.values()):
         return BaseRoom()
-    return BaseRoom(env.ray.gpus - sum(each.gpus for each in runtimes if each.idle_s is None), needs)
+    on_gpus = env.settings.device == "cuda"
+    size, told = (env.ray.gpus, in_gpus) if on_gpus else (host_memory().available, in_memory)
+    return BaseRoom(size - sum(each.size for each in runtimes if each.idle_s is None), needs, told)
 
 
 def _sampler_driver(

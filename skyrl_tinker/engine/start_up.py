@@ -12,7 +12,9 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.bases import Bases
+from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu, WeightVersion
+from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.engine.bases.base_runtime import BaseRuntime, ReportParts
 from skyrl_tinker.engine.colocation.placement import SEPARATE, make_placement
 from skyrl_tinker.engine.compose import (
@@ -32,6 +34,8 @@ from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.errors import SamplerError, StartupError, StorageError
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
+from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
+from skyrl_tinker.inference.servers.sampler_memory import needed_bytes
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.storage.checkpoint_storage import Storage, open_storage
 from skyrl_tinker.store import checkpoint_records, sampling_sessions, server_state
@@ -40,6 +44,7 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.off_loop import TRANSFER_THREADS, in_disk_thread
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
+RANK_BYTES = 600 * MiB  # of a rank's process on a CPU, beside weights, which are loaded as float32
 _log = logging.getLogger(__name__)
 
 
@@ -120,6 +125,16 @@ def _gpus(settings: Settings, facts: BaseModelFacts) -> tuple[int, int]:
     return settings.trainer_ranks if facts.trainable else 0, sampler_gpus(settings)
 
 
+def _memory(settings: Settings, facts: BaseModelFacts, spec: SamplerSpec) -> int:
+    """Estimate the bytes of a base model's processes on CPUs; 0 where they may be on other hosts."""
+    if settings.ray_address is not None:
+        return 0
+    replicas = settings.replicas if facts.sampleable and not settings.external_urls else 0
+    ranks = settings.trainer_ranks if facts.trainable else 0
+    weights = sum(file.stat().st_size for file in weight_files(Path(facts.directory)))
+    return replicas * sum(needed_bytes(spec)) + ranks * RANK_BYTES + (2 * weights if ranks else 0)
+
+
 class BaseProcesses:
     """Processes of one base model.
 
@@ -162,8 +177,9 @@ class BaseProcesses:
             fleet = make_fleet(settings, token, placement, facts.directory, shutdowns, clock)
             samplers = make_samplers(settings, facts, trainer, fleet, env.metrics, storage, env.ray.address)
         idle_s = env.settings.idle_s_of(facts.name)
-        gpus = sum(_gpus(settings, facts)) if settings.device == "cuda" else 0
-        self.runtime = BaseRuntime(settings, facts, trainer, samplers, storage, placement, self, idle_s, gpus)
+        on_gpus = settings.device == "cuda"
+        size = sum(_gpus(settings, facts)) if on_gpus else _memory(settings, facts, self._spec)
+        self.runtime = BaseRuntime(settings, facts, trainer, samplers, storage, placement, self, idle_s, size)
         shutdowns.append(self.end)
 
     async def start(self, report: ReportParts) -> None:

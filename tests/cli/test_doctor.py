@@ -114,6 +114,13 @@ def test_a_server_that_only_trains_needs_no_sampler_and_less_memory(
     assert training["base model"] == "tiny, made on first use, training only"
 
 
+def test_of_base_models_on_demand_the_largest_counts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    others = {"A": {}, "B": {"start": "on_demand", "replicas": 2}, "C": {"start": "on_demand"}}
+    assert "(7.5 needed)" in _doctor(capsys, home=tmp_path, bases=others)["memory"]
+
+
 def test_the_packages_are_those_of_each_sampling_engine(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

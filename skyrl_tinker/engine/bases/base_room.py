@@ -1,33 +1,47 @@
-"""GPUs of base models on demand, which each holds while it runs: one that has been idle stops for another."""
+"""Room of base models on demand, which each takes while it runs: one that has been idle stops for another."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from functools import partial
 
-from skyrl_tinker.domain.units import counted
+from skyrl_tinker.domain.units import GB, counted
 
 ROOM_CHECK_S = 1.0
 """Time between two checks who is idle, while a base model waits."""
 
 
+in_gpus = partial(counted, noun="GPU")
+
+
+def in_memory(size: int) -> str:
+    return f"{size / GB:.1f} GB of memory"
+
+
 class BaseRoom:
-    def __init__(self, gpus: int = 0, needs: Mapping[str, int] | None = None) -> None:
-        """`gpus`: those that base models leave which always run. `needs`: of each on demand, by name."""
-        self._gpus = gpus
+    def __init__(
+        self, size: int = 0, needs: Mapping[str, int] | None = None, told: Callable[[int], str] = in_gpus
+    ) -> None:
+        """`size`: GPUs, or bytes of memory, that base models leave which always run.
+
+        `needs`: of each on demand, by name. `told`: words for so many.
+        """
+        self._size = size
         self._needs = needs or {}
-        self._idle: dict[str, Callable[[], float]] = {}  # of those that hold GPUs
+        self._told = told
+        self._idle: dict[str, Callable[[], float]] = {}  # of those that are in it
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
         self._wanted: str | None = None
 
     def wants(self, name: str) -> bool:
-        """Return whether another base model waits for the GPUs of this one."""
+        """Return whether another base model waits for the room of this one."""
         return self._wanted == name
 
     async def enter(
         self, name: str, idle_s: Callable[[], float], waits: Callable[[str], Awaitable[None]]
     ) -> None:
-        """Take the GPUs of a base model; where they lack, wait until others have left, one after another.
+        """Take the room of a base model; where it lacks, wait until others have left, one after another.
 
         The one longest idle is wanted: it may stop. `idle_s`: of this one, from now on. `waits` gets the
         reason of the wait, at each check.
@@ -38,7 +52,7 @@ class BaseRoom:
                     self._freed.clear()
                     self._wanted = max(self._holders(), key=lambda each: self._idle[each]())
                     held = ", ".join(self._holders())
-                    await waits(f"it waits for {counted(self._needs[name], 'GPU')} of {held}")
+                    await waits(f"it waits for {self._told(self._needs[name])} of {held}")
                     with suppress(TimeoutError):
                         async with asyncio.timeout(ROOM_CHECK_S):
                             await self._freed.wait()
@@ -55,6 +69,6 @@ class BaseRoom:
         return [name for name in self._idle if self._needs.get(name, 0)]
 
     def _lacks(self, name: str) -> bool:
-        """Return whether GPUs lack that others hold."""
+        """Return whether room lacks that others hold."""
         held = sum(self._needs.get(each, 0) for each in self._idle)
-        return bool(self._holders()) and self._needs.get(name, 0) > self._gpus - held
+        return bool(self._holders()) and self._needs.get(name, 0) > self._size - held

@@ -46,8 +46,8 @@ class BaseRuntime:
     """Base model with its trainer and samplers, which work while its processes run.
 
     `settings`: its own. `trainer` None: it is sampled only; `samplers` None: trained only. `storage`: of
-    checkpoints. `idle_s`: time without requests after which it stops, None for one that always runs. `gpus`:
-    of the cluster that it holds while it runs.
+    checkpoints. `idle_s`: time without requests after which it stops, None for one that always runs.
+    `size`: GPUs of the cluster, or on CPUs bytes of this host's memory, that it takes while it runs.
     """
 
     settings: Settings
@@ -58,4 +58,4 @@ class BaseRuntime:
     placement: Placement
     processes: Processes
     idle_s: float | None = None
-    gpus: int = 0
+    size: int = 0

@@ -20,16 +20,20 @@ def kv_bytes(spec: SamplerSpec) -> int:
     return max(SMALLEST_KV_BYTES, KV_CONTEXTS * spec.max_model_len * per_token)
 
 
-def require_memory(spec: SamplerSpec, replicas: int = 1, available: int | None = None) -> None:
-    """Raise SamplerError with the numbers if CPU replicas do not fit `available` bytes (None: free memory).
+def needed_bytes(spec: SamplerSpec) -> tuple[int, int, int]:
+    """Return the memory of a replica on a CPU: its KV cache, weights and processes.
 
     Weights count twice: once as loaded, once as packed for the CPU's kernels.
     """
-    free = host_memory().available if available is None else available
     weights = sum(file.stat().st_size for file in weight_files(Path(spec.model.directory)))
     copies = spec.workers // spec.tensor_parallel_size
-    kv_cache, loaded = copies * kv_bytes(spec), copies * 2 * weights
-    processes = PROCESS_BYTES * spec.workers
+    return copies * kv_bytes(spec), copies * 2 * weights, PROCESS_BYTES * spec.workers
+
+
+def require_memory(spec: SamplerSpec, replicas: int = 1, available: int | None = None) -> None:
+    """Raise SamplerError with the numbers if CPU replicas do not fit `available` bytes (None: those free)."""
+    free = host_memory().available if available is None else available
+    kv_cache, loaded, processes = needed_bytes(spec)
     needed = replicas * (kv_cache + loaded + processes)
     if spec.device == "cpu" and needed > free:
         times = f"{replicas} times " if replicas > 1 else ""

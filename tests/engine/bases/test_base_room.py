@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from skyrl_tinker.engine.bases import base_room
-from skyrl_tinker.engine.bases.base_room import BaseRoom
+from skyrl_tinker.domain.units import GB
+from skyrl_tinker.engine.bases.base_room import BaseRoom, in_memory
 from tests.support.waiting import until
 
 
@@ -20,6 +21,17 @@ async def test_those_that_fit_beside_each_other_do_not_wait_and_on_a_cpu_all_do(
         for name in ("a", "b"):
             await room.enter(name, lambda: 0.0, told.hear)
         assert (told, room.wants("a"), room.wants("b")) == ([], False, False)
+
+
+async def test_it_may_be_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base_room, "ROOM_CHECK_S", 0.01)
+    room, told = BaseRoom(3 * GB, {"a": 2 * GB, "b": 1_700_000_000}, in_memory), Told()
+    await room.enter("a", lambda: 0.0, told.hear)
+    entering = asyncio.create_task(room.enter("b", lambda: 0.0, told.hear))
+    await until(lambda: room.wants("a"))
+    assert told == ["it waits for 1.7 GB of memory of a"]
+    room.leave("a")
+    await entering
 
 
 async def test_the_one_longest_idle_is_to_leave_then_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
