@@ -45,17 +45,13 @@ def find(serve: Serve, kind: str) -> psutil.Process:
 
 
 def await_recovery(
-    serve: Serve, kind: str, victim: psutil.Process, count: int = 1, look: Callable[[], None] = lambda: None
+    serve: Serve, kind: str, victim: psutil.Process, enough: Callable[[int], bool] = bool
 ) -> None:
-    """Wait until the server is ready and has `count` other processes of the kind. Raises TimeoutError.
-
-    `look` is called meanwhile.
-    """
+    """Wait until the server is ready and has `enough` other processes of the kind. Raises TimeoutError."""
 
     def healed() -> bool:
-        look()
         others = [each for each in serve.find_all(kind) if each != victim]
-        return len(others) >= count and serve.ready()
+        return enough(len(others)) and serve.ready()
 
     wait_until(healed, HEAL_S)
 
