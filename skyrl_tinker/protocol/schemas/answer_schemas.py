@@ -23,15 +23,25 @@ MAX_REFERENCES = 250
 """Most `$ref`: a chain with 200 takes 1 s, and one with 400 takes 7 s."""
 MAX_URIS = 20
 """Most strings of format uri: each takes 0.2 s, twenty times as much as an ipv6."""
+MAX_LENGTHS = 600
+"""Most characters of different lengths of strings: each takes 0.09 s, equal lengths compile once."""
+MAX_LENGTH = 200
+"""Most characters that one length counts: from 129 on all take 18 s."""
+MAX_BRANCHES = 5000
+"""Most pairs of branches of one anyOf or oneOf: 100 have as many. No compile is slow, but the engine's loop
+stands still for 0.1 to 0.2 ms per branch, and each sequence, where the branches begin."""
 _MOST = {
     "characters of regular expressions, those that repeat counted each time": MAX_PATTERNS,
     "digits of minimum and maximum": MAX_DIGITS,
     "pairs of optional properties of one object": MAX_PAIRS,
     "$ref": MAX_REFERENCES,
     "strings of format uri": MAX_URIS,
+    f"characters of different minLength and maxLength, {MAX_LENGTH} at most of each": MAX_LENGTHS,
+    "pairs of branches of one anyOf or oneOf that are no constants": MAX_BRANCHES,
 }
-_PATTERNS, _DIGITS, _PAIRS, _REFERENCES, _URIS = _MOST
+_PATTERNS, _DIGITS, _PAIRS, _REFERENCES, _URIS, _LENGTHS, _BRANCHES = _MOST
 _RANGE = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_UNIONS = ("anyOf", "oneOf")
 _MOST_TIMES = 10**6
 _PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
 
@@ -41,23 +51,33 @@ def check_schema(schema: Mapping[str, Any]) -> None:
     if (size := len(orjson.dumps(schema))) > MAX_SCHEMA:
         raise ValueError(f"{size} characters, expected at most {MAX_SCHEMA}")
     counts: Counter[str] = Counter()
-    for cause, count in _costs(schema):
+    lengths: set[tuple[float, float]] = set()
+    for cause, count in _costs(schema, lengths):
         counts[cause] += count
+    counts[_LENGTHS] = sum(int(min(max(each), MAX_LENGTH)) for each in lengths)
     for cause, most in _MOST.items():
         if counts[cause] > most:
             raise ValueError(f"{counts[cause]} {cause}, expected at most {most}")
 
 
-def _costs(value: Any) -> Iterator[tuple[str, int]]:
-    """Yield the parts of a schema that are slow to compile, each a key of _MOST with a count."""
+def _costs(
+    value: Any, lengths: set[tuple[float, float]], *, branch: bool = False
+) -> Iterator[tuple[str, int]]:
+    """Yield the parts of a schema that are slow to compile, each a key of _MOST with a count.
+
+    Adds the different lengths of its strings to `lengths`. `branch`: the schema is one of an anyOf or oneOf.
+    """
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _cost(key, item)
-            yield from _costs(item)
-        yield _PAIRS, _pairs(value.get("properties"), value.get("required"))
+            yield from _costs(item, lengths, branch=key in _UNIONS)
+        yield _PAIRS, _pairs(_optional(value.get("properties"), value.get("required")))
+        if not branch:
+            yield _BRANCHES, _pairs(_branches(value))
+        lengths.add((_length(value.get("minLength")), _length(value.get("maxLength"))))
     elif isinstance(value, list):
         for item in value:
-            yield from _costs(item)
+            yield from _costs(item, lengths, branch=branch)
 
 
 def _cost(key: str, item: Any) -> Iterator[tuple[str, int]]:
@@ -68,18 +88,35 @@ def _cost(key: str, item: Any) -> Iterator[tuple[str, int]]:
     elif key in _RANGE and isinstance(item, int | float):
         yield _DIGITS, len(f"{item:f}".rstrip("0").replace(".", "").replace("-", ""))
     elif key == "$ref" and isinstance(item, str):
+        if item.partition("/")[0] != "#":  # xgrammar would take anything there
+            raise ValueError(f"$ref {item[:80]!r}, expected '#' or one that begins with '#/'")
         yield _REFERENCES, 1
     elif key == "format" and isinstance(item, str) and item.startswith("uri"):
         yield _URIS, 1
 
 
-def _pairs(properties: Any, required: Any) -> int:
-    """Count the pairs of optional properties of an object: its grammar has a way from each to each later."""
+def _pairs(count: int) -> int:
+    return count * (count - 1) // 2
+
+
+def _optional(properties: Any, required: Any) -> int:
+    """Count the optional properties of an object: its grammar has a way from each to each later."""
     if not isinstance(properties, Mapping):
         return 0
     names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
-    count = len(properties.keys() - names)
-    return count * (count - 1) // 2
+    return len(properties.keys() - names)
+
+
+def _branches(value: Any) -> int:
+    """Count what may begin where a schema does, those of branches that branch in turn included."""
+    if not isinstance(value, Mapping) or "const" in value or "enum" in value:
+        return 0
+    inner = [item for key in _UNIONS if isinstance(each := value.get(key), list) for item in each]
+    return sum(map(_branches, inner)) if inner else 1
+
+
+def _length(value: Any) -> float:
+    return max(value, 0) if isinstance(value, int | float) else 0
 
 
 def pattern_size(pattern: str) -> int:

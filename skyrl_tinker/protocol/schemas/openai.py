@@ -405,7 +405,7 @@ class ChatCompletionRequest(OpenAIRequest):
         if self.restricted_by != "response_format":
             schemas = [tool.function.parameters or {} for tool in self.called] if self.restricted_by else []
             try:
-                check_schema({"anyOf": schemas})
+                check_schema({"tools": schemas})
             except ValueError as error:
                 raise ValueError(f"tools: parameters: {error}") from error
         return self

@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 
 from skyrl_tinker.protocol.schemas.answer_schemas import (
+    MAX_BRANCHES,
     MAX_DIGITS,
+    MAX_LENGTH,
+    MAX_LENGTHS,
     MAX_PAIRS,
     MAX_PATTERNS,
     MAX_REFERENCES,
@@ -61,6 +64,14 @@ def test_expressions_count_together_wherever_they_are() -> None:
             check_schema(schema)
 
 
+def of_lengths(*lengths: int) -> dict[str, Any]:
+    return {"properties": {f"p{n}": {"items": {"maxLength": each}} for n, each in enumerate(lengths)}}
+
+
+def objects(count: int) -> list[Any]:
+    return [{"properties": {f"p{n}": {}}} for n in range(count)]
+
+
 def with_properties(count: int, schema: Any, required: int = 0) -> dict[str, Any]:
     names = [f"p{n}" for n in range(count)]
     return {"type": "object", "properties": dict.fromkeys(names, schema), "required": names[:required]}
@@ -94,14 +105,34 @@ def with_properties(count: int, schema: Any, required: int = 0) -> dict[str, Any
             "24750 pairs",
         ),
         (
-            {"anyOf": [{"$ref": "#/$defs/a"}] * MAX_REFERENCES},
-            {"anyOf": [{"$ref": "#/$defs/a"}] * (MAX_REFERENCES + 1)},
+            {"prefixItems": [{"$ref": "#/$defs/a"}] * MAX_REFERENCES},
+            {"prefixItems": [{"$ref": "#/$defs/a"}] * (MAX_REFERENCES + 1)},
             rf"251 \$ref, expected at most {MAX_REFERENCES}",
         ),
         (
-            {"anyOf": [{"format": "uri"}] * MAX_URIS + [{"format": "date"}] * 100},
-            {"anyOf": [{"format": "uri"}] * MAX_URIS + [{"format": "uri-reference"}]},
+            {"prefixItems": [{"format": "uri"}] * MAX_URIS + [{"format": "date"}] * 100},
+            {"prefixItems": [{"format": "uri"}] * MAX_URIS + [{"format": "uri-reference"}]},
             f"21 strings of format uri, expected at most {MAX_URIS}",
+        ),
+        (
+            of_lengths(100, 100, 100, 10**9, 500, 60, 40),
+            of_lengths(100, 100, 100, 10**9, 500, 60, 41),
+            f"601 characters of different minLength and maxLength, .*, expected at most {MAX_LENGTHS}",
+        ),
+        (
+            {"prefixItems": [{"minLength": n} for n in (MAX_LENGTH, MAX_LENGTH + 1, MAX_LENGTH + 2)]},
+            {"prefixItems": [{"minLength": n, "maxLength": 150} for n in range(5)]},
+            "750 characters of different minLength",
+        ),
+        (
+            {"items": {"oneOf": objects(100)}},
+            {"items": {"oneOf": objects(101)}},
+            f"5050 pairs of branches of one anyOf or oneOf .*, expected at most {MAX_BRANCHES}",
+        ),
+        (
+            {"anyOf": [{"anyOf": objects(5)} for _ in range(19)]},
+            {"anyOf": [{"anyOf": objects(5)} for _ in range(21)]},
+            "5460 pairs of branches",
         ),
     ],
 )
@@ -115,6 +146,10 @@ def test_parts_that_are_slow_to_compile_have_bounds(most: Any, more: Any, found:
     "schema",
     [
         {"enum": [f"value{n}" for n in range(4000)]},
+        {"oneOf": [{"const": n, "title": "a"} for n in range(1000)]},
+        with_properties(400, {"anyOf": [{"type": "string", "maxLength": 200}, {"type": "null"}]}, 400),
+        with_properties(100, {"type": "array", "minItems": 1000, "maxItems": 10**6}, 100),
+        with_properties(3, {"minLength": "a", "maxLength": -1, "anyOf": {}, "oneOf": [1]}),
         with_properties(1000, {"type": "string"}, 1000),
         with_properties(400, {"type": "integer", "minimum": 0, "maximum": 100}, 400),
         {"$ref": 5, "required": [[]], "properties": {"a": 1, "format": {}}, "format": 1, "minimum": "a"},
@@ -123,6 +158,13 @@ def test_parts_that_are_slow_to_compile_have_bounds(most: Any, more: Any, found:
 )
 def test_other_schemas_are_the_samplers_to_judge(schema: Any) -> None:
     check_schema(schema)
+
+
+def test_a_reference_stays_within_its_schema() -> None:
+    check_schema({"properties": {"a": {"$ref": "#"}, "b": {"$ref": "#/$defs/b"}, "$ref": {}}})
+    for place in ("http://127.0.0.1/a", "#a", "a", ""):
+        with pytest.raises(ValueError, match=r"\$ref '.*', expected '#' or one that begins with '#/'"):
+            check_schema({"items": {"$ref": place}})
 
 
 def test_a_schema_has_a_length() -> None:
@@ -158,4 +200,13 @@ def test_it_is_refused_where_it_would_be_compiled(fields: dict[str, Any], named:
         parse_openai(ChatCompletionRequest, asked | fields)
     parse_openai(
         ChatCompletionRequest, asked | {"tools": [{"function": {"name": "a", "parameters": of(".{9999}")}}]}
+    )
+
+
+def test_tools_are_no_branches_of_one_schema() -> None:
+    """An answer's calls begin with the names of theirs."""
+    tools = [{"function": {"name": f"a{n}", "strict": True, "parameters": {}}} for n in range(128)]
+    parse_openai(
+        ChatCompletionRequest,
+        {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": tools},
     )
