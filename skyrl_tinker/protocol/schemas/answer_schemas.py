@@ -27,6 +27,8 @@ MAX_LENGTHS = 600
 """Most characters of different lengths of strings: each takes 0.09 s, equal lengths compile once."""
 MAX_LENGTH = 200
 """Most characters that one length counts: from 129 on all take 18 s."""
+MAX_ITEMS = 20_000
+"""Most of `maxItems` in all: llguidance, of SGLang, has a symbol for each, and fails beyond 65,000."""
 MAX_BRANCHES = 5000
 """Most pairs of branches of one anyOf or oneOf: 100 have as many. No compile is slow, but the engine's loop
 stands still for 0.1 to 0.2 ms per branch, and each sequence, where the branches begin."""
@@ -37,9 +39,10 @@ _MOST = {
     "$ref": MAX_REFERENCES,
     "strings of format uri": MAX_URIS,
     f"characters of different minLength and maxLength, {MAX_LENGTH} at most of each": MAX_LENGTHS,
+    "items of maxItems": MAX_ITEMS,
     "pairs of branches of one anyOf or oneOf that are no constants": MAX_BRANCHES,
 }
-_PATTERNS, _DIGITS, _PAIRS, _REFERENCES, _URIS, _LENGTHS, _BRANCHES = _MOST
+_PATTERNS, _DIGITS, _PAIRS, _REFERENCES, _URIS, _LENGTHS, _ITEMS, _BRANCHES = _MOST
 _RANGE = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _UNIONS = ("anyOf", "oneOf")
 _MOST_TIMES = 10**6
@@ -91,6 +94,8 @@ def _cost(key: str, item: Any) -> Iterator[tuple[str, int]]:
         if item.partition("/")[0] != "#":  # xgrammar would take anything there
             raise ValueError(f"$ref {item[:80]!r}, expected '#' or one that begins with '#/'")
         yield _REFERENCES, 1
+    elif key == "maxItems" and isinstance(item, int | float):
+        yield _ITEMS, int(min(item, _MOST_TIMES))
     elif key == "format" and isinstance(item, str) and item.startswith("uri"):
         yield _URIS, 1
 

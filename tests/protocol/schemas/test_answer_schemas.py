@@ -7,6 +7,7 @@ import pytest
 from skyrl_tinker.protocol.schemas.answer_schemas import (
     MAX_BRANCHES,
     MAX_DIGITS,
+    MAX_ITEMS,
     MAX_LENGTH,
     MAX_LENGTHS,
     MAX_PAIRS,
@@ -125,6 +126,11 @@ def with_properties(count: int, schema: Any, required: int = 0) -> dict[str, Any
             "750 characters of different minLength",
         ),
         (
+            {"maxItems": MAX_ITEMS - 1, "items": {"maxItems": 1}},
+            {"maxItems": MAX_ITEMS, "items": {"maxItems": 1e300}},
+            f"1020000 items of maxItems, expected at most {MAX_ITEMS}",
+        ),
+        (
             {"items": {"oneOf": objects(100)}},
             {"items": {"oneOf": objects(101)}},
             f"5050 pairs of branches of one anyOf or oneOf .*, expected at most {MAX_BRANCHES}",
@@ -148,7 +154,7 @@ def test_parts_that_are_slow_to_compile_have_bounds(most: Any, more: Any, found:
         {"enum": [f"value{n}" for n in range(4000)]},
         {"oneOf": [{"const": n, "title": "a"} for n in range(1000)]},
         with_properties(400, {"anyOf": [{"type": "string", "maxLength": 200}, {"type": "null"}]}, 400),
-        with_properties(100, {"type": "array", "minItems": 1000, "maxItems": 10**6}, 100),
+        with_properties(100, {"type": "array", "minItems": 10**6, "maxItems": MAX_ITEMS // 100}, 100),
         with_properties(3, {"minLength": "a", "maxLength": -1, "anyOf": {}, "oneOf": [1]}),
         with_properties(1000, {"type": "string"}, 1000),
         with_properties(400, {"type": "integer", "minimum": 0, "maximum": 100}, 400),
