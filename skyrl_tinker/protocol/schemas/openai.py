@@ -445,7 +445,10 @@ def parse_openai(model: type[R], payload: Any) -> R:
         return model.model_validate(payload)
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        field = str(problems[0]["loc"][0]) if problems[0]["loc"] else ""
+        first = problems[0]
+        # Validators of a whole body begin with the field that is wrong.
+        named = first["msg"].removeprefix("Value error, ").partition(":")[0]
+        field = str(first["loc"][0]) if first["loc"] else named if named in model.model_fields else ""
         raise FieldError(describe(problems), field) from error
 
 

@@ -202,8 +202,9 @@ def test_a_schema_has_a_length() -> None:
 )
 def test_it_is_refused_where_it_would_be_compiled(fields: dict[str, Any], named: str) -> None:
     asked = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
-    with pytest.raises(FieldError, match=rf"{named}.*: 9999 characters of regular expressions"):
+    with pytest.raises(FieldError, match=rf"{named}.*: 9999 characters of regular expressions") as refused:
         parse_openai(ChatCompletionRequest, asked | fields)
+    assert refused.value.field == named
     parse_openai(
         ChatCompletionRequest, asked | {"tools": [{"function": {"name": "a", "parameters": of(".{9999}")}}]}
     )
