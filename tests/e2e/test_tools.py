@@ -153,7 +153,7 @@ def test_the_prompt_is_counted_with_its_tools(oai: openai.OpenAI, client: Client
 def test_a_strict_tool_whose_schema_is_none_is_refused_by_name(
     oai: openai.OpenAI, client: Client, stream: bool
 ) -> None:
-    for schema in ({"$ref": "#/$defs/none"}, {"type": "no such type"}, {"type": "string", "pattern": "("}):
+    for schema in ({"type": "no such type"}, {"type": "string", "pattern": "("}, {"enum": []}):
         wrong = {"name": "add", "strict": True, "parameters": {"properties": {"a": schema}}}
         with pytest.raises(openai.BadRequestError, match="tools: the sampler makes no answer") as refused:
             asked(oai, client.model, tools=[{"type": "function", "function": wrong}], stream=stream)

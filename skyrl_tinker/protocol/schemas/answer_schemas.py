@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import orjson
 
@@ -49,18 +50,61 @@ _MOST_TIMES = 10**6
 _PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
 
 
-def check_schema(schema: Mapping[str, Any]) -> None:
-    """Raise ValueError for a schema beyond these bounds. `parse_json` bounds its depth."""
-    if (size := len(orjson.dumps(schema))) > MAX_SCHEMA:
+def check_schemas(*schemas: Mapping[str, Any]) -> None:
+    """Raise ValueError for schemas beyond these bounds together, and for a `$ref` that leads to no schema.
+
+    `parse_json` bounds their depth.
+    """
+    if (size := len(orjson.dumps(schemas))) > MAX_SCHEMA:
         raise ValueError(f"{size} characters, expected at most {MAX_SCHEMA}")
     counts: Counter[str] = Counter()
     lengths: set[tuple[float, float]] = set()
-    for cause, count in _costs(schema, lengths):
-        counts[cause] += count
+    for schema in schemas:
+        for cause, count in _costs(schema, lengths):
+            counts[cause] += count
     counts[_LENGTHS] = sum(int(min(max(each), MAX_LENGTH)) for each in lengths)
+    places = [(place, schema) for schema in schemas for place in _references(schema)]
+    counts[_REFERENCES] = len(places)
     for cause, most in _MOST.items():
         if counts[cause] > most:
             raise ValueError(f"{counts[cause]} {cause}, expected at most {most}")
+    for place, schema in places:
+        _check_reference(place, schema)
+
+
+def _references(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        if isinstance(place := value.get("$ref"), str):
+            yield place
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _references(item)
+
+
+def _check_reference(place: str, schema: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a reference, and those that it leads to, end at a part of the schema."""
+    followed: set[str] = set()
+    target: Any = {"$ref": place}
+    while isinstance(target, Mapping) and isinstance(following := target.get("$ref"), str):
+        if following in followed:
+            raise ValueError(f"$ref {place[:80]!r} leads back to itself")
+        followed.add(following)
+        target = _part(following, schema)
+
+
+def _part(place: str, schema: Mapping[str, Any]) -> Any:
+    """Return the part that a JSON pointer names (RFC 6901), in a URI's fragment."""
+    first, *names = unquote(place).split("/")
+    part: Any = schema if first == "#" else None
+    for name in names:
+        key = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(part, list):
+            part = {str(index): item for index, item in enumerate(part)}
+        part = part.get(key) if isinstance(part, Mapping) else None
+    if part is None:
+        raise ValueError(f"$ref {place[:80]!r} leads nowhere, expected '#/' and names within the schema")
+    return part
 
 
 def _costs(
@@ -90,10 +134,6 @@ def _cost(key: str, item: Any) -> Iterator[tuple[str, int]]:
         yield _PATTERNS, sum(map(pattern_size, item))
     elif key in _RANGE and isinstance(item, int | float):
         yield _DIGITS, len(f"{item:f}".rstrip("0").replace(".", "").replace("-", ""))
-    elif key == "$ref" and isinstance(item, str):
-        if item.partition("/")[0] != "#":  # xgrammar would take anything there
-            raise ValueError(f"$ref {item[:80]!r}, expected '#' or one that begins with '#/'")
-        yield _REFERENCES, 1
     elif key == "maxItems" and isinstance(item, int | float):
         yield _ITEMS, int(min(item, _MOST_TIMES))
     elif key == "format" and isinstance(item, str) and item.startswith("uri"):

@@ -15,7 +15,7 @@ from skyrl_tinker.protocol.schemas.answer_schemas import (
     MAX_REFERENCES,
     MAX_SCHEMA,
     MAX_URIS,
-    check_schema,
+    check_schemas,
     pattern_size,
 )
 from skyrl_tinker.protocol.schemas.openai import ChatCompletionRequest, FieldError, parse_openai
@@ -50,8 +50,8 @@ def of(pattern: str, count: int = 1) -> dict[str, Any]:
 
 
 def test_expressions_count_together_wherever_they_are() -> None:
-    check_schema(of("a" * (MAX_PATTERNS // 10), 10))
-    check_schema({"type": "object", "properties": {"pattern": {"type": "string"}}})
+    check_schemas(of("a" * (MAX_PATTERNS // 10), 10))
+    check_schemas({"type": "object", "properties": {"pattern": {"type": "string"}}})
     wrong = (
         "10100 characters of regular expressions, those that repeat counted each time, expected at most 1000"
     )
@@ -62,7 +62,7 @@ def test_expressions_count_together_wherever_they_are() -> None:
         {"patternProperties": {"a{10100}": {}}},
     ):
         with pytest.raises(ValueError, match=wrong):
-            check_schema(schema)
+            check_schemas(schema)
 
 
 def of_lengths(*lengths: int) -> dict[str, Any]:
@@ -106,8 +106,8 @@ def with_properties(count: int, schema: Any, required: int = 0) -> dict[str, Any
             "24750 pairs",
         ),
         (
-            {"prefixItems": [{"$ref": "#/$defs/a"}] * MAX_REFERENCES},
-            {"prefixItems": [{"$ref": "#/$defs/a"}] * (MAX_REFERENCES + 1)},
+            {"prefixItems": [{"items": {"$ref": "#"}}] * MAX_REFERENCES},
+            {"prefixItems": [{"items": {"$ref": "#"}}] * (MAX_REFERENCES + 1)},
             rf"251 \$ref, expected at most {MAX_REFERENCES}",
         ),
         (
@@ -143,9 +143,9 @@ def with_properties(count: int, schema: Any, required: int = 0) -> dict[str, Any
     ],
 )
 def test_parts_that_are_slow_to_compile_have_bounds(most: Any, more: Any, found: str) -> None:
-    check_schema(most)
+    check_schemas(most)
     with pytest.raises(ValueError, match=found):
-        check_schema(more)
+        check_schemas(more)
 
 
 @pytest.mark.parametrize(
@@ -163,19 +163,34 @@ def test_parts_that_are_slow_to_compile_have_bounds(most: Any, more: Any, found:
     ],
 )
 def test_other_schemas_are_the_samplers_to_judge(schema: Any) -> None:
-    check_schema(schema)
+    check_schemas(schema)
 
 
-def test_a_reference_stays_within_its_schema() -> None:
-    check_schema({"properties": {"a": {"$ref": "#"}, "b": {"$ref": "#/$defs/b"}, "$ref": {}}})
-    for place in ("http://127.0.0.1/a", "#a", "a", ""):
-        with pytest.raises(ValueError, match=r"\$ref '.*', expected '#' or one that begins with '#/'"):
-            check_schema({"items": {"$ref": place}})
+def test_a_reference_leads_to_a_part_of_its_own_schema() -> None:
+    parts = {"a~/b c": {"anyOf": [{"properties": {"$ref": {"type": "integer"}}}, {"$ref": "#"}]}}
+    for place in ("#", "#/$defs", "#/$defs/a~0~1b c", "#/$defs/a~0~1b%20c/anyOf/1"):
+        check_schemas({"items": {"$ref": place}, "$defs": parts}, {})
+    for place in ("http://127.0.0.1/a", "#a", "a", "", "#/a", "#/$defs/a~0~1b%20c/anyOf/2", "#/items/$ref/a"):
+        with pytest.raises(ValueError, match=r"\$ref '.*' leads nowhere, expected '#/' and names"):
+            check_schemas({"$defs": parts}, {"items": {"$ref": place}})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        {"properties": {"a": {"$ref": "#/properties/a"}}},
+    ],
+)
+def test_a_reference_that_only_leads_to_itself_is_none(schema: Any) -> None:
+    with pytest.raises(ValueError, match="leads back to itself"):
+        check_schemas(schema)
 
 
 def test_a_schema_has_a_length() -> None:
     with pytest.raises(ValueError, match=f"expected at most {MAX_SCHEMA}"):
-        check_schema({"const": "x" * MAX_SCHEMA})
+        check_schemas({"const": "x" * MAX_SCHEMA})
 
 
 @pytest.mark.parametrize(
@@ -213,7 +228,5 @@ def test_it_is_refused_where_it_would_be_compiled(fields: dict[str, Any], named:
 def test_tools_are_no_branches_of_one_schema() -> None:
     """An answer's calls begin with the names of theirs."""
     tools = [{"function": {"name": f"a{n}", "strict": True, "parameters": {}}} for n in range(128)]
-    parse_openai(
-        ChatCompletionRequest,
-        {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": tools},
-    )
+    asked = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    parse_openai(ChatCompletionRequest, asked | {"tools": tools})
