@@ -281,8 +281,16 @@ def test_an_answer_is_an_object_and_a_wrong_schema_is_refused(oai: openai.OpenAI
     assert oai.chat.completions.create(**asked).choices
 
 
-@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"type": "object", "patternProperties": {"(": {}}}])
-def test_a_schema_that_the_sampler_gives_up_is_refused(
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"$ref": "#"}]},
+        {"type": "object", "patternProperties": {"(": {}}},
+        {"type": "string", "pattern": "("},
+        {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+    ],
+)
+def test_a_schema_that_no_answer_is_made_of_is_refused(
     oai: openai.OpenAI, client: Client, schema: Any
 ) -> None:
     """Not as a failure of the server, which clients try again."""

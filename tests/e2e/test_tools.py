@@ -149,6 +149,30 @@ def test_the_prompt_is_counted_with_its_tools(oai: openai.OpenAI, client: Client
     assert refused.value.code == "context_length_exceeded"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_strict_tool_whose_schema_is_none_is_refused_by_name(
+    oai: openai.OpenAI, client: Client, stream: bool
+) -> None:
+    for schema in ({"type": "no such type"}, {"type": "string", "pattern": "("}, {"enum": []}):
+        wrong = {"name": "add", "strict": True, "parameters": {"properties": {"a": schema}}}
+        with pytest.raises(openai.BadRequestError, match="tools: the sampler makes no answer") as refused:
+            asked(oai, client.model, tools=[{"type": "function", "function": wrong}], stream=stream)
+        assert refused.value.param == "tools"
+
+
+def test_no_schema_of_others_takes_strict_tools_away(oai: openai.OpenAI, client: Client, caller: str) -> None:
+    """With grammars chosen by the first schema, one with multipleOf would."""
+    fives: Any = {"name": "a", "schema": {"type": "integer", "multipleOf": 5}}
+    form: Any = {"type": "json_schema", "json_schema": fives}
+    with pytest.raises(openai.BadRequestError, match="response_format: the sampler makes no answer"):
+        oai.chat.completions.create(model=client.model, messages=QUESTION, response_format=form)
+    (call,) = asked(oai, caller, tools=[STRICT]).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"a": 2}
+    tree = {"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"b": {"$ref": "#/$defs/a"}}}}}
+    recursive = {"type": "function", "function": STRICT["function"] | {"parameters": tree}}
+    assert asked(oai, client.model, tools=[recursive], max_tokens=8).choices
+
+
 def test_a_strict_tool_and_a_single_call_hold_for_any_weights(oai: openai.OpenAI, caller: str) -> None:
     (call,) = asked(oai, caller, tools=[STRICT], parallel_tool_calls=False).choices[0].message.tool_calls
     assert json.loads(call.function.arguments) == {"a": 2}

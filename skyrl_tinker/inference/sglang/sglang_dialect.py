@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from skyrl_tinker.domain.values import SampleRequest, TopkRow
-from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
+from skyrl_tinker.errors import NotFoundError, RequestGivenUpError, SamplerError, UserError
 from skyrl_tinker.inference.client.generated import (
     GeneratedSequence,
     PromptScores,
@@ -137,6 +137,8 @@ class SglangDialect:
     def refusal(self, status: int, message: str) -> UserError | SamplerError:
         if any(words in message for words in NOT_LOADED):
             return NotFoundError("the sampler has not loaded this adapter")  # its message lists all others
+        if status == 500 and "Grammar accept_token failed" in message:
+            return RequestGivenUpError("the sampler gave the request up")
         return refused(status, message)
 
     async def detokenize(self, post: Post, tokens: Sequence[int]) -> str:

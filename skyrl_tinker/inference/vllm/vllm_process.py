@@ -76,6 +76,8 @@ def _defaults(spec: SamplerSpec) -> Arguments:
         "disable-uvicorn-access-log": True,
         # A dead engine core fails all requests with one exception, whose traceback grows with each log.
         "log-error-stack": False,
+        # With auto, the first schema would choose for all: strict tools need this one.
+        "structured-outputs-config": {"backend": "xgrammar"},
     }
     # Counting takes a few percent of a tiny model's time.
     cpu = {"enforce-eager": True, "kv-cache-memory-bytes": kv_bytes(spec), "disable-log-stats": True}

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import orjson
 
@@ -23,41 +24,107 @@ MAX_REFERENCES = 250
 """Most `$ref`: a chain with 200 takes 1 s, and one with 400 takes 7 s."""
 MAX_URIS = 20
 """Most strings of format uri: each takes 0.2 s, twenty times as much as an ipv6."""
+MAX_LENGTHS = 600
+"""Most characters of different lengths of strings: each takes 0.09 s, equal lengths compile once."""
+MAX_LENGTH = 200
+"""Most characters that one length counts: from 129 on all take 18 s."""
+MAX_ITEMS = 20_000
+"""Most of `maxItems` in all: llguidance, of SGLang, has a symbol for each, and fails beyond 65,000."""
+MAX_BRANCHES = 5000
+"""Most pairs of branches of one anyOf or oneOf: 100 have as many. No compile is slow, but the engine's loop
+stands still for 0.1 to 0.2 ms per branch, and each sequence, where the branches begin."""
 _MOST = {
     "characters of regular expressions, those that repeat counted each time": MAX_PATTERNS,
     "digits of minimum and maximum": MAX_DIGITS,
     "pairs of optional properties of one object": MAX_PAIRS,
     "$ref": MAX_REFERENCES,
     "strings of format uri": MAX_URIS,
+    f"characters of different minLength and maxLength, {MAX_LENGTH} at most of each": MAX_LENGTHS,
+    "items of maxItems": MAX_ITEMS,
+    "pairs of branches of one anyOf or oneOf that are no constants": MAX_BRANCHES,
 }
-_PATTERNS, _DIGITS, _PAIRS, _REFERENCES, _URIS = _MOST
+_PATTERNS, _DIGITS, _PAIRS, _REFERENCES, _URIS, _LENGTHS, _ITEMS, _BRANCHES = _MOST
 _RANGE = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_UNIONS = ("anyOf", "oneOf")
 _MOST_TIMES = 10**6
 _PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
 
 
-def check_schema(schema: Mapping[str, Any]) -> None:
-    """Raise ValueError for a schema beyond these bounds. `parse_json` bounds its depth."""
-    if (size := len(orjson.dumps(schema))) > MAX_SCHEMA:
+def check_schemas(*schemas: Mapping[str, Any]) -> None:
+    """Raise ValueError for schemas beyond these bounds together, and for a `$ref` that leads to no schema.
+
+    `parse_json` bounds their depth.
+    """
+    if (size := len(orjson.dumps(schemas))) > MAX_SCHEMA:
         raise ValueError(f"{size} characters, expected at most {MAX_SCHEMA}")
     counts: Counter[str] = Counter()
-    for cause, count in _costs(schema):
-        counts[cause] += count
+    lengths: set[tuple[float, float]] = set()
+    for schema in schemas:
+        for cause, count in _costs(schema, lengths):
+            counts[cause] += count
+    counts[_LENGTHS] = sum(int(min(max(each), MAX_LENGTH)) for each in lengths)
+    places = [(place, schema) for schema in schemas for place in _references(schema)]
+    counts[_REFERENCES] = len(places)
     for cause, most in _MOST.items():
         if counts[cause] > most:
             raise ValueError(f"{counts[cause]} {cause}, expected at most {most}")
+    for place, schema in places:
+        _check_reference(place, schema)
 
 
-def _costs(value: Any) -> Iterator[tuple[str, int]]:
-    """Yield the parts of a schema that are slow to compile, each a key of _MOST with a count."""
+def _references(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        if isinstance(place := value.get("$ref"), str):
+            yield place
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _references(item)
+
+
+def _check_reference(place: str, schema: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a reference, and those that it leads to, end at a part of the schema."""
+    followed: set[str] = set()
+    target: Any = {"$ref": place}
+    while isinstance(target, Mapping) and isinstance(following := target.get("$ref"), str):
+        if following in followed:
+            raise ValueError(f"$ref {place[:80]!r} leads back to itself")
+        followed.add(following)
+        target = _part(following, schema)
+
+
+def _part(place: str, schema: Mapping[str, Any]) -> Any:
+    """Return the part that a JSON pointer names (RFC 6901), in a URI's fragment."""
+    first, *names = unquote(place).split("/")
+    part: Any = schema if first == "#" else None
+    for name in names:
+        key = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(part, list):
+            part = {str(index): item for index, item in enumerate(part)}
+        part = part.get(key) if isinstance(part, Mapping) else None
+    if part is None:
+        raise ValueError(f"$ref {place[:80]!r} leads nowhere, expected '#/' and names within the schema")
+    return part
+
+
+def _costs(
+    value: Any, lengths: set[tuple[float, float]], *, branch: bool = False
+) -> Iterator[tuple[str, int]]:
+    """Yield the parts of a schema that are slow to compile, each a key of _MOST with a count.
+
+    Adds the different lengths of its strings to `lengths`. `branch`: the schema is one of an anyOf or oneOf.
+    """
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _cost(key, item)
-            yield from _costs(item)
-        yield _PAIRS, _pairs(value.get("properties"), value.get("required"))
+            yield from _costs(item, lengths, branch=key in _UNIONS)
+        yield _PAIRS, _pairs(_optional(value.get("properties"), value.get("required")))
+        if not branch:
+            yield _BRANCHES, _pairs(_branches(value))
+        lengths.add((_length(value.get("minLength")), _length(value.get("maxLength"))))
     elif isinstance(value, list):
         for item in value:
-            yield from _costs(item)
+            yield from _costs(item, lengths, branch=branch)
 
 
 def _cost(key: str, item: Any) -> Iterator[tuple[str, int]]:
@@ -67,19 +134,34 @@ def _cost(key: str, item: Any) -> Iterator[tuple[str, int]]:
         yield _PATTERNS, sum(map(pattern_size, item))
     elif key in _RANGE and isinstance(item, int | float):
         yield _DIGITS, len(f"{item:f}".rstrip("0").replace(".", "").replace("-", ""))
-    elif key == "$ref" and isinstance(item, str):
-        yield _REFERENCES, 1
+    elif key == "maxItems" and isinstance(item, int | float):
+        yield _ITEMS, int(min(item, _MOST_TIMES))
     elif key == "format" and isinstance(item, str) and item.startswith("uri"):
         yield _URIS, 1
 
 
-def _pairs(properties: Any, required: Any) -> int:
-    """Count the pairs of optional properties of an object: its grammar has a way from each to each later."""
+def _pairs(count: int) -> int:
+    return count * (count - 1) // 2
+
+
+def _optional(properties: Any, required: Any) -> int:
+    """Count the optional properties of an object: its grammar has a way from each to each later."""
     if not isinstance(properties, Mapping):
         return 0
     names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
-    count = len(properties.keys() - names)
-    return count * (count - 1) // 2
+    return len(properties.keys() - names)
+
+
+def _branches(value: Any) -> int:
+    """Count what may begin where a schema does, those of branches that branch in turn included."""
+    if not isinstance(value, Mapping) or "const" in value or "enum" in value:
+        return 0
+    inner = [item for key in _UNIONS if isinstance(each := value.get(key), list) for item in each]
+    return sum(map(_branches, inner)) if inner else 1
+
+
+def _length(value: Any) -> float:
+    return max(value, 0) if isinstance(value, int | float) else 0
 
 
 def pattern_size(pattern: str) -> int:

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
-from skyrl_tinker.protocol.schemas.answer_schemas import check_schema
+from skyrl_tinker.protocol.schemas.answer_schemas import check_schemas
 from skyrl_tinker.protocol.schemas.base import MOST_PROBLEMS, Items, Message, StrictInt, describe
 from skyrl_tinker.protocol.schemas.sampling_rules import (
     MaxTokens,
@@ -202,7 +202,7 @@ class JsonSchema(OpenAIMessage):
     @field_validator("of_answer")
     @classmethod
     def _is_short(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        check_schema(schema)
+        check_schemas(schema)
         return schema
 
 
@@ -405,7 +405,7 @@ class ChatCompletionRequest(OpenAIRequest):
         if self.restricted_by != "response_format":
             schemas = [tool.function.parameters or {} for tool in self.called] if self.restricted_by else []
             try:
-                check_schema({"anyOf": schemas})
+                check_schemas(*schemas)
             except ValueError as error:
                 raise ValueError(f"tools: parameters: {error}") from error
         return self
@@ -445,7 +445,10 @@ def parse_openai(model: type[R], payload: Any) -> R:
         return model.model_validate(payload)
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        field = str(problems[0]["loc"][0]) if problems[0]["loc"] else ""
+        first = problems[0]
+        # Validators of a whole body begin with the field that is wrong.
+        named = first["msg"].removeprefix("Value error, ").partition(":")[0]
+        field = str(first["loc"][0]) if first["loc"] else named if named in model.model_fields else ""
         raise FieldError(describe(problems), field) from error
 
 

@@ -16,7 +16,7 @@ from skyrl_tinker.inference.vllm.vllm_dialect import VLLM
 from skyrl_tinker.protocol.schemas.openai import ChatCompletionRequest, FieldError, parse_openai
 from tests.engine.support.world import FACTS
 
-FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"allOf": [{"$ref": "#"}]}}}
 STRICT = {"type": "function", "function": {"name": "a", "parameters": {}, "strict": True}}
 GIVEN_UP = (500, "Internal server error")
 CHUNK = {"choices": [{"index": 0, "delta": {"content": "{"}}]}

@@ -48,6 +48,10 @@ def test_arguments_of_vllm_are_added_or_take_the_place_of_defaults() -> None:
     assert value_of(flags(ON_GPU, 1), "--max-num-seqs") == "320"
 
 
+def test_no_clients_schema_chooses_the_grammars_of_all() -> None:
+    assert value_of(flags(ON_GPU, 1), "--structured-outputs-config") == '{"backend": "xgrammar"}'
+
+
 def test_samplers_of_full_parameters_alone_take_no_adapters() -> None:
     assert "--enable-lora" in flags(ON_GPU, 1)
     assert [name for name in flags(replace(ON_GPU, max_lora_rank=0), 1) if "lora" in name] == []
@@ -96,6 +100,7 @@ def test_what_every_server_needs_cannot_be_given() -> None:
     """However vLLM lets it be written."""
     defaults = {"max-num-seqs", "disable-uvicorn-access-log", "no-log-error-stack"}
     defaults |= {"enforce-eager", "kv-cache-memory-bytes", "disable-log-stats", "hf-overrides"}
+    defaults |= {"structured-outputs-config"}
     shared = replace(ON_GPU, shared_gpus=(Gpu("node", "0"),), token="t", reasoning_parser="qwen3")
     for spec in (SPEC, shared):
         ours = {flag.removeprefix("--") for flag in flags(spec, 1) if flag.startswith("--")} - defaults

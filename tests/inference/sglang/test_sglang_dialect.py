@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from skyrl_tinker.domain.values import VersionSpan
-from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
+from skyrl_tinker.errors import NotFoundError, RequestGivenUpError, SamplerError, UserError
 from skyrl_tinker.inference.client.generated import SamplerResponse
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.sglang.sglang_dialect import SGLANG
@@ -98,7 +98,9 @@ def test_an_unknown_adapter_is_not_found() -> None:
     refused = RECORDED["no adapter"]
     assert isinstance(SGLANG.refusal(refused["status"], refused["answer"]), NotFoundError)
     assert isinstance(SGLANG.refusal(400, "unknown field"), UserError)
-    assert isinstance(SGLANG.refusal(500, "it failed"), SamplerError)
+    assert type(SGLANG.refusal(500, "it failed")) is SamplerError
+    given_up = "Grammar accept_token failed: ParserTooComplex"
+    assert isinstance(SGLANG.refusal(500, given_up), RequestGivenUpError)
 
 
 def test_numbers_that_are_none_say_that_training_has_diverged() -> None:

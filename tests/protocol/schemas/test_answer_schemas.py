@@ -5,13 +5,17 @@ from typing import Any
 import pytest
 
 from skyrl_tinker.protocol.schemas.answer_schemas import (
+    MAX_BRANCHES,
     MAX_DIGITS,
+    MAX_ITEMS,
+    MAX_LENGTH,
+    MAX_LENGTHS,
     MAX_PAIRS,
     MAX_PATTERNS,
     MAX_REFERENCES,
     MAX_SCHEMA,
     MAX_URIS,
-    check_schema,
+    check_schemas,
     pattern_size,
 )
 from skyrl_tinker.protocol.schemas.openai import ChatCompletionRequest, FieldError, parse_openai
@@ -46,8 +50,8 @@ def of(pattern: str, count: int = 1) -> dict[str, Any]:
 
 
 def test_expressions_count_together_wherever_they_are() -> None:
-    check_schema(of("a" * (MAX_PATTERNS // 10), 10))
-    check_schema({"type": "object", "properties": {"pattern": {"type": "string"}}})
+    check_schemas(of("a" * (MAX_PATTERNS // 10), 10))
+    check_schemas({"type": "object", "properties": {"pattern": {"type": "string"}}})
     wrong = (
         "10100 characters of regular expressions, those that repeat counted each time, expected at most 1000"
     )
@@ -58,7 +62,15 @@ def test_expressions_count_together_wherever_they_are() -> None:
         {"patternProperties": {"a{10100}": {}}},
     ):
         with pytest.raises(ValueError, match=wrong):
-            check_schema(schema)
+            check_schemas(schema)
+
+
+def of_lengths(*lengths: int) -> dict[str, Any]:
+    return {"properties": {f"p{n}": {"items": {"maxLength": each}} for n, each in enumerate(lengths)}}
+
+
+def objects(count: int) -> list[Any]:
+    return [{"properties": {f"p{n}": {}}} for n in range(count)]
 
 
 def with_properties(count: int, schema: Any, required: int = 0) -> dict[str, Any]:
@@ -94,27 +106,56 @@ def with_properties(count: int, schema: Any, required: int = 0) -> dict[str, Any
             "24750 pairs",
         ),
         (
-            {"anyOf": [{"$ref": "#/$defs/a"}] * MAX_REFERENCES},
-            {"anyOf": [{"$ref": "#/$defs/a"}] * (MAX_REFERENCES + 1)},
+            {"prefixItems": [{"items": {"$ref": "#"}}] * MAX_REFERENCES},
+            {"prefixItems": [{"items": {"$ref": "#"}}] * (MAX_REFERENCES + 1)},
             rf"251 \$ref, expected at most {MAX_REFERENCES}",
         ),
         (
-            {"anyOf": [{"format": "uri"}] * MAX_URIS + [{"format": "date"}] * 100},
-            {"anyOf": [{"format": "uri"}] * MAX_URIS + [{"format": "uri-reference"}]},
+            {"prefixItems": [{"format": "uri"}] * MAX_URIS + [{"format": "date"}] * 100},
+            {"prefixItems": [{"format": "uri"}] * MAX_URIS + [{"format": "uri-reference"}]},
             f"21 strings of format uri, expected at most {MAX_URIS}",
+        ),
+        (
+            of_lengths(100, 100, 100, 10**9, 500, 60, 40),
+            of_lengths(100, 100, 100, 10**9, 500, 60, 41),
+            f"601 characters of different minLength and maxLength, .*, expected at most {MAX_LENGTHS}",
+        ),
+        (
+            {"prefixItems": [{"minLength": n} for n in (MAX_LENGTH, MAX_LENGTH + 1, MAX_LENGTH + 2)]},
+            {"prefixItems": [{"minLength": n, "maxLength": 150} for n in range(5)]},
+            "750 characters of different minLength",
+        ),
+        (
+            {"maxItems": MAX_ITEMS - 1, "items": {"maxItems": 1}},
+            {"maxItems": MAX_ITEMS, "items": {"maxItems": 1e300}},
+            f"1020000 items of maxItems, expected at most {MAX_ITEMS}",
+        ),
+        (
+            {"items": {"oneOf": objects(100)}},
+            {"items": {"oneOf": objects(101)}},
+            f"5050 pairs of branches of one anyOf or oneOf .*, expected at most {MAX_BRANCHES}",
+        ),
+        (
+            {"anyOf": [{"anyOf": objects(5)} for _ in range(19)]},
+            {"anyOf": [{"anyOf": objects(5)} for _ in range(21)]},
+            "5460 pairs of branches",
         ),
     ],
 )
 def test_parts_that_are_slow_to_compile_have_bounds(most: Any, more: Any, found: str) -> None:
-    check_schema(most)
+    check_schemas(most)
     with pytest.raises(ValueError, match=found):
-        check_schema(more)
+        check_schemas(more)
 
 
 @pytest.mark.parametrize(
     "schema",
     [
         {"enum": [f"value{n}" for n in range(4000)]},
+        {"oneOf": [{"const": n, "title": "a"} for n in range(1000)]},
+        with_properties(400, {"anyOf": [{"type": "string", "maxLength": 200}, {"type": "null"}]}, 400),
+        with_properties(100, {"type": "array", "minItems": 10**6, "maxItems": MAX_ITEMS // 100}, 100),
+        with_properties(3, {"minLength": "a", "maxLength": -1, "anyOf": {}, "oneOf": [1]}),
         with_properties(1000, {"type": "string"}, 1000),
         with_properties(400, {"type": "integer", "minimum": 0, "maximum": 100}, 400),
         {"$ref": 5, "required": [[]], "properties": {"a": 1, "format": {}}, "format": 1, "minimum": "a"},
@@ -122,12 +163,34 @@ def test_parts_that_are_slow_to_compile_have_bounds(most: Any, more: Any, found:
     ],
 )
 def test_other_schemas_are_the_samplers_to_judge(schema: Any) -> None:
-    check_schema(schema)
+    check_schemas(schema)
+
+
+def test_a_reference_leads_to_a_part_of_its_own_schema() -> None:
+    parts = {"a~/b c": {"anyOf": [{"properties": {"$ref": {"type": "integer"}}}, {"$ref": "#"}]}}
+    for place in ("#", "#/$defs", "#/$defs/a~0~1b c", "#/$defs/a~0~1b%20c/anyOf/1"):
+        check_schemas({"items": {"$ref": place}, "$defs": parts}, {})
+    for place in ("http://127.0.0.1/a", "#a", "a", "", "#/a", "#/$defs/a~0~1b%20c/anyOf/2", "#/items/$ref/a"):
+        with pytest.raises(ValueError, match=r"\$ref '.*' leads nowhere, expected '#/' and names"):
+            check_schemas({"$defs": parts}, {"items": {"$ref": place}})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        {"properties": {"a": {"$ref": "#/properties/a"}}},
+    ],
+)
+def test_a_reference_that_only_leads_to_itself_is_none(schema: Any) -> None:
+    with pytest.raises(ValueError, match="leads back to itself"):
+        check_schemas(schema)
 
 
 def test_a_schema_has_a_length() -> None:
     with pytest.raises(ValueError, match=f"expected at most {MAX_SCHEMA}"):
-        check_schema({"const": "x" * MAX_SCHEMA})
+        check_schemas({"const": "x" * MAX_SCHEMA})
 
 
 @pytest.mark.parametrize(
@@ -154,8 +217,16 @@ def test_a_schema_has_a_length() -> None:
 )
 def test_it_is_refused_where_it_would_be_compiled(fields: dict[str, Any], named: str) -> None:
     asked = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
-    with pytest.raises(FieldError, match=rf"{named}.*: 9999 characters of regular expressions"):
+    with pytest.raises(FieldError, match=rf"{named}.*: 9999 characters of regular expressions") as refused:
         parse_openai(ChatCompletionRequest, asked | fields)
+    assert refused.value.field == named
     parse_openai(
         ChatCompletionRequest, asked | {"tools": [{"function": {"name": "a", "parameters": of(".{9999}")}}]}
     )
+
+
+def test_tools_are_no_branches_of_one_schema() -> None:
+    """An answer's calls begin with the names of theirs."""
+    tools = [{"function": {"name": f"a{n}", "strict": True, "parameters": {}}} for n in range(128)]
+    asked = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    parse_openai(ChatCompletionRequest, asked | {"tools": tools})
