@@ -205,9 +205,8 @@ def plan(
 
     Options that are given are kept, the others have the defaults of `serve`. Exit code 1 if it does not fit.
     Each base model of --also has GPUs of its own, one for training and one for sampling as its roles say, and
-    --base-model has the rest; of those with the start "on_demand" (SKYRL_TINKER_BASES) the largest counts
-    alone. The trainer's forward and backward run on tensors without content, which takes seconds on a CPU
-    and no weights: config.json is enough.
+    --base-model has the rest; of those on demand the largest counts alone. The trainer's forward and backward
+    run on tensors without content, which takes seconds on a CPU and no weights: config.json is enough.
     """
     from skyrl_tinker.cli import plan_output
     from skyrl_tinker.server import start_plan

@@ -2,8 +2,12 @@
 
 import asyncio
 import json
+import os
 import socket
+import sqlite3
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +79,32 @@ def test_all_numbers_of_a_log_reach_the_run_of_its_checkpoint(
         assert (zero, values) == (0, {"env/all/reward/total": 0.5})
         assert {name: value for _, part in rest for name, value in part.items()} == many
         assert {step for step, _ in rest} == {1}
+
+
+def test_a_run_that_goes_on_from_the_one_of_the_last_checkpoint_is_found_once_that_is_silent(
+    served: tuple[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a script that was killed and resumes: it has no checkpoint of its own yet."""
+    url, (first, last) = served
+    log = log_of(tmp_path / "log", {"step": 0, "reward": 0.5})
+    (log / "checkpoints.jsonl").write_text(json.dumps({"state_path": f"tinker://{first}/weights/a"}) + "\n")
+    session = first.partition(":")[0]
+    with closing(sqlite3.connect(tmp_path / "home" / "skyrl-tinker.db")) as database, database:
+        database.execute("UPDATE models SET parent = ? WHERE model_id = ?", (first, last))
+        silent = "UPDATE sessions SET last_heartbeat_at = ? WHERE session_id = ?"
+        database.execute(silent, (time.time() - 3600, session))
+    assert f"reported to run {last}" in follow(url, str(log))
+    os.utime(log / "metrics.jsonl", (1, 1))  # written before the other one was made
+    assert f"reported to run {first}" in follow(url, str(log))
+    os.utime(log / "metrics.jsonl")
+    httpx.post(f"{url}/api/v1/session_heartbeat", json={"session_id": session}).raise_for_status()
+    assert f"reported to run {first}" in follow(url, str(log))
+    found = iter([first, last])
+    monkeypatch.setattr(metrics_file, "run_of", lambda *_: next(found))
+    log_of(log, {"step": 7, "reward": 1.0})
+    assert f"from now on reported to run {last}" in follow(url, str(log))
+    assert {step for step, _ in reported(url, first)} == {0}
+    assert {step for step, _ in reported(url, last)} == {0, 7}
 
 
 def test_a_log_that_is_not_there_and_a_run_that_is_not_known_are_named(
