@@ -50,8 +50,8 @@ def run_of(file: Path, server: RunningServer) -> str | None:
     """Return the run that writes the metrics, None before its first checkpoint.
 
     It is the run of the last checkpoint that the cookbook wrote down beside them. A script that resumes goes
-    on from that as another run, which is known by its parent until it has a checkpoint itself: the parent
-    gave no sign of life since the run was made, and the metrics were written after that.
+    on from that as another run, which is known by its parent until it has a checkpoint itself: it has taken
+    a step, nothing came from its parent's script since it was made, and the metrics were written after that.
     """
     if (saved := _saved(file)) is None:
         return None
@@ -59,11 +59,16 @@ def run_of(file: Path, server: RunningServer) -> str | None:
         runs = {str(each["run_id"]): each for each in server.runs(_LOOKED_AT)["runs"]}
     except ServerAwayError:  # as `report` will find
         return saved
-    heirs = [(_time(each["created_at"]), run) for run, each in runs.items() if each["parent"] == saved]
+    heirs = [
+        (_time(each["created_at"]), run)
+        for run, each in runs.items()
+        if each["parent"] == saved and each["steps"]  # exports have a run without steps
+    ]
     if saved not in runs or not heirs:
         return saved
     made, heir = max(heirs)
-    return heir if _time(runs[saved]["last_heartbeat_at"]) < made < file.stat().st_mtime else saved
+    alive = max(_time(runs[saved][sign]) for sign in ("last_heartbeat_at", "last_request_at"))
+    return heir if alive < made < file.stat().st_mtime else saved
 
 
 def _saved(file: Path) -> str | None:

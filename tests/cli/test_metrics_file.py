@@ -4,10 +4,8 @@ import asyncio
 import json
 import os
 import socket
-import sqlite3
-import time
 from collections.abc import Iterator
-from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,29 +80,47 @@ def test_all_numbers_of_a_log_reach_the_run_of_its_checkpoint(
 
 
 def test_a_run_that_goes_on_from_the_one_of_the_last_checkpoint_is_found_once_that_is_silent(
-    served: tuple[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """As of a script that was killed and resumes: it has no checkpoint of its own yet."""
-    url, (first, last) = served
     log = log_of(tmp_path / "log", {"step": 0, "reward": 0.5})
-    (log / "checkpoints.jsonl").write_text(json.dumps({"state_path": f"tinker://{first}/weights/a"}) + "\n")
-    session = first.partition(":")[0]
-    with closing(sqlite3.connect(tmp_path / "home" / "skyrl-tinker.db")) as database, database:
-        database.execute("UPDATE models SET parent = ? WHERE model_id = ?", (first, last))
-        silent = "UPDATE sessions SET last_heartbeat_at = ? WHERE session_id = ?"
-        database.execute(silent, (time.time() - 3600, session))
-    assert f"reported to run {last}" in follow(url, str(log))
-    os.utime(log / "metrics.jsonl", (1, 1))  # written before the other one was made
-    assert f"reported to run {first}" in follow(url, str(log))
-    os.utime(log / "metrics.jsonl")
-    httpx.post(f"{url}/api/v1/session_heartbeat", json={"session_id": session}).raise_for_status()
-    assert f"reported to run {first}" in follow(url, str(log))
-    found = iter([first, last])
+    (log / "checkpoints.jsonl").write_text(json.dumps({"state_path": "tinker://killed/weights/a"}) + "\n")
+    os.utime(log / "metrics.jsonl", (300, 300))
+
+    def found(killed: dict[str, Any], *heirs: dict[str, Any]) -> str | None:
+        signs = {"last_heartbeat_at": 100, "last_request_at": 100} | killed
+        runs = [_run("killed", parent=None, **signs), *(_run(**each) for each in heirs)]
+        server: Any = SimpleNamespace(runs=lambda _: {"runs": runs})
+        return metrics_file.run_of(log / "metrics.jsonl", server)
+
+    heir = {"run_id": "resumed", "parent": "killed", "created_at": 200, "steps": 1}
+    assert found({}) == "killed"
+    assert found({}, heir) == "resumed"
+    assert found({}, heir, heir | {"run_id": "again", "created_at": 250}) == "again"
+    assert found({}, heir | {"steps": 0}) == "killed"  # an export, or not yet
+    assert found({}, heir | {"parent": "another"}) == "killed"
+    assert found({}, heir | {"created_at": 400}) == "killed"  # the log is older
+    for sign in ("last_heartbeat_at", "last_request_at"):  # it lives: the other one is another script's
+        assert found({sign: 250}, heir) == "killed"
+
+
+def _run(run_id: str, **facts: Any) -> dict[str, Any]:
+    signs = {"created_at": 50, "last_heartbeat_at": 300, "last_request_at": 300, "steps": 5} | facts
+    moments = {
+        name: datetime.fromtimestamp(at, UTC).isoformat() for name, at in signs.items() if "_at" in name
+    }
+    return {"run_id": run_id, **signs, **moments}
+
+
+def test_what_follows_goes_to_the_run_that_writes_it(
+    served: tuple[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, (first, last) = served
+    log, found = log_of(tmp_path / "log", {"step": 7, "reward": 1.0}), iter([first, last])
     monkeypatch.setattr(metrics_file, "run_of", lambda *_: next(found))
-    log_of(log, {"step": 7, "reward": 1.0})
     assert f"from now on reported to run {last}" in follow(url, str(log))
-    assert {step for step, _ in reported(url, first)} == {0}
-    assert {step for step, _ in reported(url, last)} == {0, 7}
+    assert not reported(url, first)
+    assert [step for step, _ in reported(url, last)] == [7]
 
 
 def test_a_log_that_is_not_there_and_a_run_that_is_not_known_are_named(
