@@ -342,7 +342,8 @@ class Settings(BaseSettings):
     token_budget: int = Field(
         2048,
         ge=1,
-        description="Tokens per micro-batch and FSDP worker "
+        description="Tokens of a row, in which a trainer rank computes short sequences together; a longer "
+        "sequence has a row of its own. More are faster and take more memory; results differ in rounding "
         f"[on cuda: as planned, else {_ON_CUDA['token_budget']}]",
     )
     gradient_checkpointing: bool | None = None

@@ -16,16 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import psutil
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
+from skyrl_tinker import config
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories, free_bytes
 from skyrl_tinker.domain.units import GB, MiB
-from skyrl_tinker.errors import StartupError
+from skyrl_tinker.errors import StartupError, UserError
 from skyrl_tinker.inference.servers.sampler_memory import PROCESS_BYTES
 from skyrl_tinker.server import preflight, start_plan
 from skyrl_tinker.server.base_models import base_model, catalog
@@ -69,14 +70,13 @@ def report(settings: Settings, age_s: float = 0.0) -> bool:
         **({"GPUs": lambda: _gpus(running)} if gpus else {}),
         "base model": lambda: _base_model(settings),
         **({"plan": lambda: _plan(settings)} if gpus and running is None else {}),
-        "memory": lambda: running or _memory(settings),
-        "/dev/shm": lambda: running or _shared_memory(),
+        **({"memory": lambda: _memory(settings), "/dev/shm": _shared_memory} if running is None else {}),
         "home": lambda: _home(settings.root),
         "disk": lambda: _disk(settings),
         "database": lambda: _database(settings),
         **({"storage": lambda: _storage(settings)} if elsewhere else {}),
         "open files": _open_files,
-        "port": lambda: running or _port(settings),
+        **({"port": lambda: _port(settings)} if running is None else {"server": lambda: str(running)}),
     }
     until = time.monotonic() + max(_LEAST_S, LIMIT_S - age_s)
     begun = {name: _begin(check) for name, check in checks.items()}
@@ -274,13 +274,24 @@ def _query_gpus(*facts: str) -> list[list[str]]:
 
 def _base_model(settings: Settings) -> str:
     """Read each config.json: of a hub's model this asks the hub."""
-    described = [_described(settings)]
+    described = [f"{_described(settings)}{_served_before(settings)}"]
     for own, given in zip(catalog.further(settings), settings.bases.values(), strict=True):
         with catalog.refusals(own):
             only = "" if given.trains else ", sampling only"
             start = ", starts on demand" if given.start == "on_demand" else ""
             described.append(f"{_described(own)}{only}{start}")
     return "; ".join(described)
+
+
+def _served_before(settings: Settings) -> str:
+    """Name the base model that this home was last served with, if the options name none and it is another."""
+    if "base_model" in settings.model_fields_set:
+        return ""
+    with suppress(OSError, UserError):
+        before = config.read_back(Directories(settings).settings_file).base_model
+        if before != settings.base_model:
+            return f" (the default; this home was last served with --base-model {before})"
+    return ""
 
 
 def _described(settings: Settings) -> str:

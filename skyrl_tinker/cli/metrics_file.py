@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from skyrl_tinker.protocol.schemas.console import MOST_NAME, MOST_REPORTED
 POLL_S = 1.0
 AWAY_S = 5.0
 """Time between two tries while the server is away."""
+_LOOKED_AT = 200  # runs, the last used first
 
 
 class Record(NamedTuple):
@@ -44,13 +46,41 @@ def metrics_file(log_path: Path, *, on: bool) -> Path:
     return file
 
 
-def run_of(file: Path) -> str | None:
-    """Return the run of the last checkpoint that the cookbook wrote down beside the metrics, if any."""
+def run_of(file: Path, server: RunningServer) -> str | None:
+    """Return the run that writes the metrics, None before its first checkpoint.
+
+    It is the run of the last checkpoint that the cookbook wrote down beside them. A script that resumes goes
+    on from that as another run, which is known by its parent until it has a checkpoint itself: it has taken
+    a step, nothing came from its parent's script since it was made, and the metrics were written after that.
+    """
+    if (saved := _saved(file)) is None:
+        return None
+    try:
+        runs = {str(each["run_id"]): each for each in server.runs(_LOOKED_AT)["runs"]}
+    except ServerAwayError:  # as `report` will find
+        return saved
+    heirs = [
+        (_time(each["created_at"]), run)
+        for run, each in runs.items()
+        if each["parent"] == saved and each["steps"]  # exports have a run without steps
+    ]
+    if saved not in runs or not heirs:
+        return saved
+    made, heir = max(heirs)
+    alive = max(_time(runs[saved][sign]) for sign in ("last_heartbeat_at", "last_request_at"))
+    return heir if alive < made < file.stat().st_mtime else saved
+
+
+def _saved(file: Path) -> str | None:
     try:
         lines = file.with_name("checkpoints.jsonl").read_text().splitlines()
         return tinker_path.parse(json.loads(lines[-1])["state_path"]).model_id
     except (OSError, IndexError, ValueError, KeyError, TypeError, UserError):
         return None
+
+
+def _time(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
 
 
 def report(server: RunningServer, run: str, record: Record) -> None:

@@ -417,7 +417,7 @@ def checkpoint_lines(found: Sequence[Facts]) -> Iterator[str]:
         )
         for each in found
     ]
-    yield from _table(("checkpoint", "size", "saved", "expires", "public"), rows)
+    yield from _table(("checkpoint", "size", "saved (UTC)", "expires (UTC)", "public"), rows)
     size = sum(each["size_bytes"] for each in found) / GB
     yield f"{counted(len(rows), 'checkpoint')}, {size:,.3f} GB"
 
@@ -480,6 +480,7 @@ def _hyperparameters(run: Facts) -> str:
         "lr": None if rate is None else f"{rate:.4g}",
         "datums": last.get("datums"),
         "loss": run["loss_fn"] and run["loss_fn"] + (config and f"({config})"),
+        "from": run["parent"] and f"{run['parent']}@{run['steps_before']}",
     }
     return " ".join(f"{name}={value}" for name, value in known.items() if value is not None)
 

@@ -110,9 +110,14 @@ def follow(
     with one_line_errors(), suppress(KeyboardInterrupt):
         server, on = _running(url, home, config_file), not once
         file = metrics_file.metrics_file(log_path, on=on)
-        chosen = run or metrics_file.run_of(file) or server.newest_run()
+        chosen, seen = run or metrics_file.run_of(file, server) or server.newest_run(), 0.0
         show([f"{file}: reported to run {chosen}"])
         for record in metrics_file.records(file, on=on):
+            if run is None and (written := file.stat().st_mtime) != seen:
+                seen, before = written, chosen
+                chosen = metrics_file.run_of(file, server) or before
+                if chosen != before:
+                    show([f"{file}: from now on reported to run {chosen}"])
             metrics_file.report(server, chosen, record)
 
 
@@ -167,7 +172,7 @@ def list_checkpoints(
 
 @checkpoints.command(name="delete")
 def delete_checkpoints(
-    paths: Annotated[list[str] | None, typer.Argument(metavar="[PATH]...", help="tinker:// paths")] = None,
+    paths: Annotated[list[str] | None, typer.Argument(metavar="PATH", help="tinker:// paths")] = None,
     run: OfRun = None,
     older_than: OlderThan = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -125,14 +125,20 @@ def place(
 
 
 def _planned(
-    settings: Settings, gpus: Gpus, costs_of: CostsOf, tell: Callable[[str], None], whose: str = ""
+    settings: Settings,
+    gpus: Gpus,
+    costs_of: CostsOf,
+    tell: Callable[[str], None],
+    whose: str = "",
+    unset: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the planned settings. `whose`: base model in the words of the plan."""
+    """Return the planned settings. `whose`: base model in the words of the plan. `unset`: kept by default."""
     found = plan(settings, gpus, costs_of)
     if found.problem is not None:
         assert found.place is not None
         raise StartupError(_refusal(settings, gpus, found.problem, found.place, found.lines))
-    lines = (f"  {choice}" for choice in found.choices)
+    shown = (replace(each, reason="by default") if each.setting in unset else each for each in found.choices)
+    lines = (f"  {choice}" for choice in shown)
     tell("\n".join((f"planned{whose} for {_named(gpus)} (not with --no-plan):", *lines)))
     return {choice.setting: choice.value for choice in found.choices}
 
@@ -164,7 +170,8 @@ def beside_further(
                     f"{numbers} take {need} GPUs, found {gpus.count} in all, and base_model needs one"
                 )
             if settings.plan and ranks and not own.external_urls:
-                planned = _planned(own, share, costs_of, tell, f" {whose}")
+                unset = {name for name in _DIVIDED if name not in given.model_fields_set}
+                planned = _planned(own, share, costs_of, tell, f" {whose}", unset)
                 keys = BaseOverrides.model_fields.keys() & planned.keys()
                 bases[name] = given.model_copy(update={key: planned[key] for key in keys})
             elif settings.plan and samplers:

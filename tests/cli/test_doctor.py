@@ -17,6 +17,7 @@ from skyrl_tinker.cli import doctor
 from skyrl_tinker.cli.commands import app
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.server.base_models.tiny_model import make_model
+from skyrl_tinker.system.atomic_directory import write_file
 from skyrl_tinker.system.process_lock import process_lock
 from tests.support.postgres import Postgres
 
@@ -208,6 +209,22 @@ def test_it_looks_at_each_base_model(capsys: pytest.CaptureFixture[str], tmp_pat
     assert found.startswith(f"FAIL  bases.{tmp_path}: "), found
 
 
+def test_it_tells_a_default_base_model_from_the_one_that_the_home_was_served_with(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    make_model(tmp_path / "mine", hidden=64)
+    served = config.load(home=tmp_path / "home", base_model=str(tmp_path / "mine"))
+    (file := Directories(served).settings_file).parent.mkdir(parents=True)
+    write_file(file, served.model_dump_json())
+    told = (
+        f"tiny, made on first use (the default; this home was last served with --base-model {tmp_path}/mine)"
+    )
+    assert _doctor(capsys, home=tmp_path / "home")["base model"] == told
+    for given in ("tiny", str(tmp_path / "mine")):
+        found = _doctor(capsys, home=tmp_path / "home", base_model=given)
+        assert "last served" not in found["base model"]
+
+
 def test_it_asks_database_and_storage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     places = {"checkpoints": f"file://{tmp_path}/files", "snapshots": f"file://{tmp_path}/files/b"}
@@ -235,7 +252,8 @@ def test_it_knows_the_server_that_runs_here(capsys: pytest.CaptureFixture[str], 
     lock.parent.mkdir()
     with process_lock(lock, "server"):
         found = _doctor(capsys, home=tmp_path)
-        assert found["port"].startswith(f"a server runs here already (pid {os.getpid()})")
+        assert found["server"].startswith(f"a server runs here already (pid {os.getpid()})")
+        assert not {"memory", "/dev/shm", "port"} & found.keys()
     assert _doctor(capsys, home=tmp_path, port=0)["port"] == "127.0.0.1:0 is free"
 
 

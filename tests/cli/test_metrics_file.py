@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +77,50 @@ def test_all_numbers_of_a_log_reach_the_run_of_its_checkpoint(
         assert (zero, values) == (0, {"env/all/reward/total": 0.5})
         assert {name: value for _, part in rest for name, value in part.items()} == many
         assert {step for step, _ in rest} == {1}
+
+
+def test_a_run_that_goes_on_from_the_one_of_the_last_checkpoint_is_found_once_that_is_silent(
+    tmp_path: Path,
+) -> None:
+    """As of a script that was killed and resumes: it has no checkpoint of its own yet."""
+    log = log_of(tmp_path / "log", {"step": 0, "reward": 0.5})
+    (log / "checkpoints.jsonl").write_text(json.dumps({"state_path": "tinker://killed/weights/a"}) + "\n")
+    os.utime(log / "metrics.jsonl", (300, 300))
+
+    def found(killed: dict[str, Any], *heirs: dict[str, Any]) -> str | None:
+        signs = {"last_heartbeat_at": 100, "last_request_at": 100} | killed
+        runs = [_run("killed", parent=None, **signs), *(_run(**each) for each in heirs)]
+        server: Any = SimpleNamespace(runs=lambda _: {"runs": runs})
+        return metrics_file.run_of(log / "metrics.jsonl", server)
+
+    heir = {"run_id": "resumed", "parent": "killed", "created_at": 200, "steps": 1}
+    assert found({}) == "killed"
+    assert found({}, heir) == "resumed"
+    assert found({}, heir, heir | {"run_id": "again", "created_at": 250}) == "again"
+    assert found({}, heir | {"steps": 0}) == "killed"  # an export, or not yet
+    assert found({}, heir | {"parent": "another"}) == "killed"
+    assert found({}, heir | {"created_at": 400}) == "killed"  # the log is older
+    for sign in ("last_heartbeat_at", "last_request_at"):  # it lives: the other one is another script's
+        assert found({sign: 250}, heir) == "killed"
+
+
+def _run(run_id: str, **facts: Any) -> dict[str, Any]:
+    signs = {"created_at": 50, "last_heartbeat_at": 300, "last_request_at": 300, "steps": 5} | facts
+    moments = {
+        name: datetime.fromtimestamp(at, UTC).isoformat() for name, at in signs.items() if "_at" in name
+    }
+    return {"run_id": run_id, **signs, **moments}
+
+
+def test_what_follows_goes_to_the_run_that_writes_it(
+    served: tuple[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, (first, last) = served
+    log, found = log_of(tmp_path / "log", {"step": 7, "reward": 1.0}), iter([first, last])
+    monkeypatch.setattr(metrics_file, "run_of", lambda *_: next(found))
+    assert f"from now on reported to run {last}" in follow(url, str(log))
+    assert not reported(url, first)
+    assert [step for step, _ in reported(url, last)] == [7]
 
 
 def test_a_log_that_is_not_there_and_a_run_that_is_not_known_are_named(

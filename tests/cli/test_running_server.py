@@ -120,11 +120,12 @@ def test_authorities_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: p
 
 
 def test_runs_are_told_with_all_their_steps_and_ages_and_without_those_of_the_tinker_command() -> None:
-    resumed = RUN | {"name": "resumed", "steps_before": 5, "steps": 4, "state": "ready"}
+    resumed = RUN | {"name": "resumed", "parent": "first", "steps_before": 5, "steps": 4, "state": "ready"}
     resumed["last_request_at"] = (datetime.now(UTC) - timedelta(hours=3, minutes=30)).isoformat()
     download = resumed | {"steps": 0, "user_metadata": {"created_by": "tinker checkpoint download"}}
     head, line, hidden, before = filter(None, run_lines({"runs": [resumed, download], "total": 3}))
     assert re.split(r"  +", line)[:4] == ["resumed", "ready", "9", "3 h ago"]
+    assert " from=first@5" in line
     assert head.startswith("name")
     assert hidden == "and 1 of the tinker command without steps, which --json has"
     assert before == "and 1 before"

@@ -29,6 +29,7 @@ RUN = {
     "base_model": "org/tiny",
     "state": "failed",
     "steps": 3,
+    "parent": None,
     "steps_before": 0,
     "loss": None,
     "reward": None,

@@ -1,6 +1,7 @@
 """A start on GPUs that this machine need not have."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -171,6 +172,11 @@ def test_trained_base_models_are_planned_each_on_its_own_gpus(model: Path) -> No
     own: dict[str, Any] = {"roles": ["train", "sample"], "trainer_ranks": 2, "replicas": 1}
     placed, told = _place(model, 6, trainer_ranks=1, replicas=2, bases={str(other): own})
     assert f"planned {other} for 3 GPUs of 80 GB" in told
+    reasons = dict(re.findall(r"\n  --([a-z-]+) .*?  ([a-z].*)", told.partition("\nplanned for")[0]))
+    given = {name for name, reason in reasons.items() if reason == "as given"}
+    default = {name for name, reason in reasons.items() if reason == "by default"}
+    assert given == {"trainer-ranks", "replicas"}
+    assert default == {"placement", "tensor-parallel-size"}
     further = placed.for_base(str(other))
     assert (further.trainer_ranks, further.replicas, placed.trainer_ranks, placed.replicas) == (2, 1, 1, 2)
     assert further.token_budget > 0
