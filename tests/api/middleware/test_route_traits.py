@@ -18,5 +18,5 @@ async def test_every_path_is_that_of_a_route_and_none_that_is_posted_to_is_missi
 def test_apps_of_one_process_have_their_routes_in_common() -> None:
     """FastAPI takes a fifth of a second to build them, and most tests of the API have an app of their own."""
     first, second = (make_app(Settings()).routes for _ in range(2))
-    assert len(first) > 90
+    assert len(first) > 80
     assert sum(one is not other for one, other in zip(first, second, strict=True)) == 3  # document and pages
