@@ -13,10 +13,10 @@ from tiers.jobs import SERVER_ROOMS
 from tiers.proofs import proofs
 
 from skyrl_tinker.system.processes import freeze_gc
-from tests.support.postgres import Postgres, postgres_server
 
 if TYPE_CHECKING:
     from tests.inference.support.samplers import Served
+    from tests.support.postgres import Postgres
 
 gc.disable()  # until all is imported
 pytest_plugins = ["tests.support.clock", "tests.support.records"]
@@ -71,7 +71,9 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[Postgres]:
+def postgres() -> Iterator["Postgres"]:
+    from tests.support.postgres import postgres_server
+
     with postgres_server() as server:
         yield server
 
