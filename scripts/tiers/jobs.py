@@ -10,10 +10,8 @@ TESTS = ROOT / "tests"
 SERVER_ROOMS = {
     "servers: faults": ("faults",),
     "servers: e2e": ("e2e",),
-    "servers: trainer and samplers": (
-        *("training", "engine/trainer", "engine/test_local_ray.py"),
-        *("inference", "weight_sync", "engine/sampler"),
-    ),
+    "servers: samplers": ("inference", "weight_sync", "engine/sampler"),
+    "servers: ranks": ("training", "engine/trainer", "engine/test_local_ray.py"),
 }
 """Where tests with servers lie, beside the long ones. What takes longest, and waits most, comes first."""
 API = sorted(each.name for each in (TESTS / "api").iterdir() if each.name != "__pycache__")
