@@ -2,7 +2,9 @@
 
 import asyncio
 import gc
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,10 +13,10 @@ from tiers.jobs import SERVER_ROOMS
 from tiers.proofs import proofs
 
 from skyrl_tinker.system.processes import freeze_gc
-from tests.support.postgres import Postgres, postgres_server
 
 if TYPE_CHECKING:
     from tests.inference.support.samplers import Served
+    from tests.support.postgres import Postgres
 
 gc.disable()  # until all is imported
 pytest_plugins = ["tests.support.clock", "tests.support.records"]
@@ -27,18 +29,33 @@ settings.register_profile("long", settings.get_profile("steady"), max_examples=3
 settings.load_profile("steady")
 
 ROOMS = tuple(f"tests/{room}" for rooms in SERVER_ROOMS.values() for room in rooms)
+_PROVED = tuple(path for proof in proofs().values() for path in proof.tests)
+_ALL_LONG = re.compile(r"^pytestmark = (\[\s*)?(pytest\.mark\.servers, )?pytest\.mark\.long\b", re.MULTILINE)
 SERVER_PLACES = ("tests/e2e/", "tests/cookbook/", "tests/faults/")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Spare the imports of modules whose tests are all long, where none of them runs."""
+    if not config.option.markexpr.endswith("not long") or collection_path.suffix != ".py":
+        return None
+    if not _ALL_LONG.search(collection_path.read_text()):
+        return None
+    _require_proof(collection_path.relative_to(config.rootpath).as_posix())
+    return True
+
+
+def _require_proof(test: str) -> None:
+    if not test.startswith(_PROVED):
+        raise pytest.UsageError(f"{test} is marked `long`: name it in scripts/proofs.toml")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    proved = tuple(path for proof in proofs().values() for path in proof.tests)
     for item in items:
         if item.nodeid.startswith(SERVER_PLACES) or "ray_cluster" in item.fixturenames:
             item.add_marker("servers")
         if item.get_closest_marker("long"):
-            if not item.nodeid.startswith(proved):
-                raise pytest.UsageError(f"{item.nodeid} is marked `long`: name it in scripts/proofs.toml")
+            _require_proof(item.nodeid)
         elif item.get_closest_marker("servers") and not item.nodeid.startswith(ROOMS):
             raise pytest.UsageError(f"{item.nodeid} uses servers: name its folder in scripts/tiers/jobs.py")
 
@@ -54,7 +71,9 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[Postgres]:
+def postgres() -> Iterator["Postgres"]:
+    from tests.support.postgres import postgres_server
+
     with postgres_server() as server:
         yield server
 

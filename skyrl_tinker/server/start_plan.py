@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from skyrl_tinker.config import BaseOverrides, Settings
@@ -59,10 +59,15 @@ def measure_costs(config: Mapping[str, Any], demand: Demand, ranks: int) -> Memo
     """Measure the costs of a base model, given its config.json, on that many ranks. It takes seconds."""
     tokens = max(demand.longest_row, MOST_TOKENS)
     request = {"config": config, "rank": demand.rank, "tokens": tokens, "ranks": ranks}
-    module = "skyrl_tinker.server.costs_process"
-    costs = json.loads(_run(_NO_PLAN, "-m", module, given=json.dumps(request)))
+    costs = json.loads(_measured(json.dumps(request)))
     rows = {name: RowMemory(**costs[name]) for name in ("kept", "recomputed", "layer")}
     return MemoryCosts(**{**costs, **rows})
+
+
+@cache
+def _measured(request: str) -> str:
+    """Return the costs as JSON, measured once for all base models of one shape."""
+    return _run(_NO_PLAN, "-m", "skyrl_tinker.server.costs_process", given=request)
 
 
 def plan(

@@ -12,12 +12,12 @@ from skyrl_tinker.config import BaseOverrides, Settings
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelState, SamplingSessionId
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.store import model_records, sampling_sessions
+from tests.api.support.base_facts import VOCABULARY
 from tests.api.support.passes import datum, post_pass, protobuf
 from tests.api.support.world import (
     BASE,
     FACTS,
     PROTOBUF,
-    VOCABULARY,
     Json,
     World,
     running,

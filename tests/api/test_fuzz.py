@@ -6,7 +6,6 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,6 @@ import psutil
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase
-from hypothesis.errors import Unsatisfiable
 from schemathesis import Case, GenerationMode
 
 from skyrl_tinker.store import api_keys, server_state
@@ -216,13 +214,19 @@ def test_what_the_openapi_document_allows_and_what_it_forbids_is_never_a_fault(t
     for found in sorted(operations, key=_end):
         seen = statuses.setdefault(f"{found.method} {found.path}", Counter())
         for mode, count in CASES.items():
-            with suppress(Unsatisfiable):  # nothing can be wrong with a request without parameters
+            if mode is GenerationMode.POSITIVE or _can_be_wrong(found):
                 _try(target, found.as_strategy(generation_mode=mode), count, seen)
     with_a_body = {name for name in statuses if name.startswith(("post", "put")) and not REFUSED.search(name)}
     past_parsing = {name for name in with_a_body if set(statuses[name]) - {400}}
     assert len(past_parsing) > 0.9 * len(with_a_body), with_a_body - past_parsing
     assert sum(sum(seen.values()) for seen in statuses.values()) > 300
     assert target.http.get("healthz").status_code == 200
+
+
+def _can_be_wrong(operation: Any) -> bool:
+    """Of texts in a path nothing can be wrong, which hypothesis takes 500 examples to find out."""
+    texts = all(each.definition["schema"]["type"] == "string" for each in operation.path_parameters)
+    return bool(operation.body or operation.query or operation.headers or not texts)
 
 
 def _end(operation: Any) -> int:

@@ -24,8 +24,9 @@ from skyrl_tinker.protocol.schemas.training import (
 )
 from skyrl_tinker.store import usage_records
 from skyrl_tinker.store.retention import row_purges
+from tests.api.support.base_facts import VOCABULARY
 from tests.api.support.passes import datum, old_json, post_pass, protobuf
-from tests.api.support.world import VOCABULARY, World, pass_output, running, sample, sample_output, step
+from tests.api.support.world import World, pass_output, running, sample, sample_output, step
 
 PAUSES_FOR_AN_HOUR, RETRIED_FOR_MINUTES = 402, 409
 RESULTS = [

@@ -2,22 +2,23 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
 from skyrl_tinker import config
+from skyrl_tinker.cli.commands import app
 from skyrl_tinker.cli.plan_output import _serve
 from tests.support.model_configs import QWEN3_8B, SMALL
 
 
-def _plan(directory: Path, own: dict[str, Any], *options: str) -> subprocess.CompletedProcess[str]:
+def _plan(directory: Path, own: dict[str, Any], *options: str) -> Result:
+    """Plan in this process, which counts each row once."""
     (directory / "config.json").write_text(json.dumps(own))
-    command = [sys.executable, "-m", "skyrl_tinker", "plan", "--base-model", str(directory), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return CliRunner().invoke(app, ["plan", "--base-model", str(directory), *options])
 
 
 def _lines(plan: dict[str, Any], place: str) -> dict[str, float]:
@@ -30,7 +31,7 @@ def test_an_8b_trains_32k_tokens_on_one_gpu_with_recomputed_layers(tmp_path: Pat
         QWEN3_8B,
         *["--context-length", "32768", "--max-lora-rank", "32", "--tenants", "8", "--json"],
     )
-    assert result.returncode == 0, result.stderr
+    assert result.exit_code == 0, result.stderr
     plan = json.loads(result.stdout)
     chosen = {choice["setting"]: choice["value"] for choice in plan["choices"]}
     assert plan["fits"]
@@ -51,7 +52,7 @@ def test_an_8b_trains_32k_tokens_on_one_gpu_with_recomputed_layers(tmp_path: Pat
 def test_the_table_names_places_settings_and_reasons_and_keeps_what_is_given(tmp_path: Path) -> None:
     given = ("--trainer-ranks 1", "--token-budget 3000", "--resident-models 5")
     result = _plan(tmp_path, SMALL, "--gpus", "4", "--context-length", "4096", *" ".join(given).split())
-    assert result.returncode == 0, result.stderr
+    assert result.exit_code == 0, result.stderr
     for text in ("GPU of a trainer rank, GB", "host memory, GB", "shared memory, GB", "disk, GB"):
         assert f"\n{text}\n" in result.stdout
     for setting in given:
@@ -66,7 +67,7 @@ def test_the_table_names_places_settings_and_reasons_and_keeps_what_is_given(tmp
 
 def test_a_plan_has_the_defaults_of_the_server(tmp_path: Path) -> None:
     result = _plan(tmp_path, SMALL, "--json")
-    assert result.returncode == 0, result.stderr
+    assert result.exit_code == 0, result.stderr
     plan = json.loads(result.stdout)
     assert "row of 4096 tokens, all activations kept" in _lines(plan, "GPU of a trainer rank")
     assert plan["serve"] == f"skyrl-tinker serve --base-model {tmp_path} --device cuda"
@@ -78,13 +79,13 @@ def test_further_base_models_are_planned_beside_the_first(tmp_path: Path) -> Non
     (teacher / "config.json").write_text(json.dumps(SMALL))
     also = "--also", str(teacher)
     result = _plan(tmp_path, SMALL, "--gpus", "3", *also)
-    assert result.returncode == 0, result.stderr
+    assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith(f"{teacher} is sampled on 1 GPU of 80 GB\n")
     assert re.search(r"\n  --placement separate .*\n  --trainer-ranks 1 ", result.stdout)
     served = f"--base-model {tmp_path} --also {teacher}:sample --device cuda"
     assert result.stdout.splitlines()[-1] == f"  skyrl-tinker serve {served}"
     refused = _plan(tmp_path, SMALL, "--gpus", "1", *also)
-    assert refused.returncode == 1
+    assert refused.exit_code == 1
     assert f"bases.{teacher}: replicas x tensor_parallel_size take 1 GPUs" in refused.stderr
 
 
@@ -95,14 +96,14 @@ def test_its_command_says_which_base_models_start_on_demand() -> None:
 
 def test_what_does_not_fit_ends_with_an_error(tmp_path: Path) -> None:
     result = _plan(tmp_path, SMALL, "--full", "--gpu-memory", "3.2", "--context-length", "32768")
-    assert result.returncode == 1
+    assert result.exit_code == 1
     assert "does not fit: " in result.stdout
     assert re.search(r"\n  --max-lora-rank 0 +as given\n", result.stdout)
 
 
 def test_a_model_that_the_trainer_refuses_is_refused_with_its_words(tmp_path: Path) -> None:
     result = _plan(tmp_path, SMALL | {"logit_scale": 2.0}, "--context-length", "4096")
-    assert result.returncode == 1
+    assert result.exit_code == 1
     counted, refused = result.stderr.splitlines()
     assert counted.startswith("skyrl-tinker: counting the memory of a row of 4096 tokens on 1 trainer rank")
     assert re.fullmatch("skyrl-tinker: no plan .*: the trainer does not support logit_scale", refused)
@@ -110,6 +111,6 @@ def test_a_model_that_the_trainer_refuses_is_refused_with_its_words(tmp_path: Pa
 
 def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path) -> None:
     result = _plan(tmp_path, SMALL, "--context-length", "100000")
-    assert result.returncode == 1
+    assert result.exit_code == 1
     assert result.stderr.startswith("skyrl-tinker: context_length is 100000")
     assert len(result.stderr.splitlines()) == 1

@@ -60,7 +60,7 @@ def test_it_waits_for_a_server_takes_over_its_settings_and_is_not_ready_without_
         wait_until(lambda: "no server has started" in host.complaints())
         start(server)
         url = host.wait_up().url
-        wait_until(lambda: httpx.get(f"{url}/healthz").status_code == 200)
+        wait_until(lambda: httpx.get(f"{url}/healthz", verify=False).status_code == 200)
         capabilities = httpx.get(f"{url}/api/v1/get_server_capabilities").json()
         assert str(capabilities).count(FACTS.name) > 0
         lora = {"rank": 17, "train_mlp": True, "train_attn": True, "train_unembed": True}

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,20 @@ def _place(model: Path, gpus: int, size: float = 80, **given: Any) -> tuple[Sett
     settings = config.load(device="cuda", base_model=str(model), **given)
     placed = start_plan.place(settings, told.append, lambda: Gpus(gpus, size * GB), _costs)
     return placed, "\n".join(told)
+
+
+def test_base_models_of_one_shape_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+    costs = _costs(QWEN3_8B, demand := Demand(1, 80 * GB, 4096, 32, 1, 0, 1, 0.9), 1)
+
+    def run(*_: str, given: str) -> str:
+        measured.append(given)
+        return json.dumps(asdict(costs))
+
+    monkeypatch.setattr(start_plan, "_run", run)
+    for shape in ("one", "one", "another"):
+        assert start_plan.measure_costs({"shape": shape}, demand, 1) == costs
+    assert len(measured) == 2
 
 
 def test_one_gpu_is_shared_and_the_user_is_told_what_was_chosen_and_why(model: Path) -> None:

@@ -4,10 +4,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-TINKER = Path(sys.executable).with_name("tinker")
+COMMAND = """
+import sys
+sys.modules["torch"] = None  # an extra of the SDK, which takes seconds to import
+sys.argv[0] = "tinker"
+from tinker.cli.__main__ import cli
+sys.exit(cli())
+"""
 
 
 def run_tinker(
@@ -18,7 +23,9 @@ def run_tinker(
     That is python/cpython#86883; these commands may be repeated.
     """
     for _ in range(2):
-        done = subprocess.run([str(TINKER), *arguments], env=environment, text=True, **options)
+        done = subprocess.run(
+            [sys.executable, "-c", COMMAND, *arguments], env=environment, text=True, **options
+        )
         if done.returncode != -signal.SIGABRT:
             break
     return done

@@ -9,6 +9,8 @@ from typing import Any, TypeVar, overload
 T = TypeVar("T")
 PATIENCE_S = 240.0
 """Longer than anything takes on a machine that is busy with other work."""
+IDLE, MOST_S = 4, 0.25
+"""Times the CPU time of a look until the next one: waiting leaves the machine to what it waits for."""
 
 
 @overload
@@ -23,19 +25,26 @@ async def until(
     """Return the first look that is wanted. Raises TimeoutError with the last one."""
     deadline = time.monotonic() + within_s
     while True:
+        began = time.thread_time()
         found = look()
         seen = await found if inspect.isawaitable(found) else found
         if wanted(seen):
             return seen
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {within_s:.0f} s; last seen: {seen!r}")
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(_pause(0.005, began))
 
 
 def wait_until(condition: Callable[[], object], within_s: float = PATIENCE_S, every_s: float = 0.05) -> None:
     """Wait for the condition to hold. Raises TimeoutError."""
     deadline = time.monotonic() + within_s
+    began = time.thread_time()
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{condition.__qualname__}: not within {within_s:.0f} s")
-        time.sleep(every_s)
+        time.sleep(_pause(every_s, began))
+        began = time.thread_time()
+
+
+def _pause(least_s: float, began: float) -> float:
+    return max(least_s, min(MOST_S, IDLE * (time.thread_time() - began)))

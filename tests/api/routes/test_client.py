@@ -8,7 +8,8 @@ from tinker.types import ClientConfigResponse
 from skyrl_tinker.config import Bodies, Settings
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.protocol.schemas.session import SdkFlags
-from tests.api.support.world import BASE, CONTEXT, FACTS, World, running
+from tests.api.support.base_facts import CONTEXT
+from tests.api.support.world import BASE, FACTS, World, running
 
 
 @pytest.mark.parametrize("body", [b'{"sdk_version": "0.38.0"}', b"{}", b""])

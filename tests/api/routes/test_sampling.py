@@ -7,7 +7,8 @@ import pytest
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.protocol.stored_requests import sample_from_body
 from skyrl_tinker.store.futures import queue
-from tests.api.support.world import BASE, CONTEXT, World, sample
+from tests.api.support.base_facts import CONTEXT
+from tests.api.support.world import BASE, World, sample
 from tests.support.reads import reading
 
 

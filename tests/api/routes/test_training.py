@@ -11,8 +11,9 @@ from tinker import types
 from skyrl_tinker.domain.ids import FutureStatus, RequestKind
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.store.futures import queue
+from tests.api.support.base_facts import VOCABULARY
 from tests.api.support.passes import datum, old_json, post_pass, protobuf
-from tests.api.support.world import VOCABULARY, World, step
+from tests.api.support.world import World, step
 from tests.support.reads import reading
 
 

@@ -1,14 +1,15 @@
 """forward_backward bodies as the SDKs send them: protobuf made by the real SDK, JSON as the older ones do."""
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
-from tests.api.support.world import Json, World
+if TYPE_CHECKING:  # processes with the SDK alone need no API
+    from tests.api.support.world import Json, World
 
 
 def datum(tokens: Sequence[int], weights: Sequence[float] | None = None) -> types.Datum:
@@ -39,7 +40,7 @@ def protobuf(
     return message.SerializeToString()
 
 
-def old_json(model_id: str, seq_id: int, key: str = "forward_backward_input") -> Json:
+def old_json(model_id: str, seq_id: int, key: str = "forward_backward_input") -> "Json":
     """SDK 0.8: no `type` anywhere, explicit nulls."""
     tensor = {"data": [1, 2], "dtype": "int64", "shape": [2]}
     inputs = {"target_tokens": tensor, "weights": {"data": [1.0, 0.0], "dtype": "float32", "shape": None}}
@@ -54,7 +55,7 @@ def old_json(model_id: str, seq_id: int, key: str = "forward_backward_input") ->
     }
 
 
-async def post_pass(world: World, body: bytes | AsyncIterator[bytes], **headers: str) -> httpx.Response:
+async def post_pass(world: "World", body: bytes | AsyncIterator[bytes], **headers: str) -> httpx.Response:
     return await world.http.post(
         "forward_backward", content=body, headers={"Content-Type": "application/x-protobuf", **headers}
     )

@@ -5,11 +5,13 @@ In a process of their own, because the SDK leaves its sockets to the garbage col
 
 import sys
 
-import pytest
-import tinker
+sys.modules["torch"] = None  # an extra of the SDK, which takes seconds to import
 
-from tests.api.support.passes import datum
-from tests.api.support.world import BASE, CONTEXT, FACTS
+import pytest  # noqa: E402
+import tinker  # noqa: E402
+
+from tests.api.support.base_facts import BASE, CONTEXT, FACTS  # noqa: E402
+from tests.api.support.passes import datum  # noqa: E402
 
 
 def train_and_sample(service: tinker.ServiceClient) -> None:

@@ -24,27 +24,10 @@ from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.futures import finish, outcomes, queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
+from tests.api.support.base_facts import BASE, FACTS
 from tests.support.reads import reading
 
-BASE = "org/tiny"
-VOCABULARY = 512
-CONTEXT = 64
 PROTOBUF = {"Accept": "application/x-protobuf"}
-FACTS = BaseModelFacts(
-    directory="/models/tiny",
-    names=(BASE, "/models/tiny"),
-    architecture="Qwen3ForCausalLM",
-    vocab_size=VOCABULARY,
-    context_length=CONTEXT,
-    num_layers=2,
-    num_kv_heads=2,
-    head_dim=32,
-    hidden_size=64,
-    tied=True,
-    eos_token_ids=(0,),
-    num_heads=2,
-    intermediate_size=128,
-)
 STEP = {"metrics": {"grad_norm": 1.0}}
 
 Json = dict[str, Any]
