@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from skyrl_tinker.engine.bases import base_room
 from skyrl_tinker.domain.units import GB
+from skyrl_tinker.engine.bases import base_room
 from skyrl_tinker.engine.bases.base_room import BaseRoom, in_memory
 from tests.support.waiting import until
 

@@ -1,258 +1,45 @@
-"""Settings, frozen and parsed once.
+"""All settings of a server, frozen."""
 
-Sources, strongest first, for each key of a table: arguments, SKYRL_TINKER_…, --config FILE.toml.
-"""
-
-import json
-import os
-import tomllib
-from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 from urllib.parse import quote
 
 from pydantic import (
-    BaseModel,
     Field,
     JsonValue,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    SettingsError,
     TomlConfigSettingsSource,
 )
 
-from skyrl_tinker.errors import UserError
-from skyrl_tinker.protocol.schemas.base import Table, describe, fit_json
+from skyrl_tinker.config.setting_tables import (
+    BaseOverrides,
+    Bodies,
+    ConnectionLimits,
+    EphemeralWeights,
+    Parity,
+    Phases,
+    Recovery,
+    Retention,
+    SamplerEngine,
+    Timeouts,
+    absolute,
+)
+from skyrl_tinker.protocol.schemas.base import fit_json
 from skyrl_tinker.protocol.schemas.session import SdkFlags
 from skyrl_tinker.protocol.validation.key_limits import KeyLimits
 
-_SETUP_ONLY = frozenset({"torch_index"})  # SKYRL_TINKER_… variables that only scripts/setup reads
-_Engine = Literal["vllm", "sglang"]
 _ON_CUDA = {"trainer_dtype": "bfloat16", "token_budget": 16384}
 """Defaults that device cuda changes: attention in float32 would keep matrices of [T, T], and a GPU waits for
 the launches of short rows.
 """
-
-
-def _absolute(given: Path | None) -> Path | None:
-    """Commands and actors use a path, too, from other directories."""
-    return given and given.absolute()
-
-
-class Timeouts(Table):
-    """Waits of clients and of their requests."""
-
-    long_poll_s: float = Field(20.0, gt=0, lt=45)
-    """Longest wait of a request for a result"""
-    session_s: float = Field(600.0, gt=0)
-    """Time without heartbeat and request after which a session's models are released"""
-    request_s: float = Field(86400.0, gt=0)
-    """Time after which a waiting request fails and names the reason of its wait"""
-    gap_s: float = Field(900.0, gt=0)
-    """Longest time that a model waits for a missing seq_id, as one of a client that is away; then that number
-    counts as a failed request. The SDK tries to send one for 300 s
-    """
-    base_idle_s: float = Field(1800.0, gt=0)
-    """Time without requests after which a base model stops that starts on demand"""
-
-
-class ConnectionLimits(Table):
-    """Connections of clients at once."""
-
-    total: int = Field(10_000, ge=1)
-    """Connections at once; beyond it new ones get 503 and are closed"""
-    per_address: int = Field(5_000, ge=1)
-    """Connections at once from one address, which for a proxy's clients is its own; beside others fewer, so
-    that newcomers find some
-    """
-
-
-class Bodies(Table):
-    """Bounds of request bodies."""
-
-    wire_mb: int = Field(64, ge=1)
-    """Largest body of a pass as sent, in protobuf"""
-    expanded_mb: int = Field(64, ge=1)
-    """Largest body of a pass after decompression"""
-    json_mb: int = Field(16, ge=1)
-    """Largest other body, as sent and after decompression"""
-    held_mb: int = Field(32, ge=1)
-    """Large request bodies held at once, as sent; as much again expanded"""
-    datums: int = Field(4096, ge=1)
-    """Most datums of a forward_backward"""
-
-
-class EphemeralWeights(Table):
-    """Room of unnamed sampler weights."""
-
-    keep: int = Field(32, ge=1)
-    """Newest unnamed sampler weights that each model keeps in any case"""
-    idle_s: float = Field(3600.0, gt=0)
-    """Time after their last sample that older unnamed sampler weights are kept"""
-    gb: float | None = Field(None, gt=0)
-    """Memory and disk that unnamed sampler weights of all models may take; beyond it the oldest go; sampling
-    them then fails and asks for a new save [default: a quarter of the disk under home]
-    """
-
-
-class Retention(Table):
-    """Time that records are kept."""
-
-    results_s: float = Field(86400.0, gt=0)
-    """Time that results are kept; twice that the records of ended requests"""
-    history_s: float = Field(7776000.0, gt=0)
-    """Time that usage, audit events, removed checkpoints and ended sessions are listed"""
-    stability_s: float = Field(86400.0, gt=0)
-    """Time that the record of a sample is kept after its last use"""
-    checkpoints_s: int | None = Field(None, ge=3600, le=10 * 365 * 86400)
-    """Time to live of checkpoints that are saved or copied without one [default: they do not expire]"""
-
-
-class Recovery(Table):
-    """Return of models after a crash, and the snapshots for it."""
-
-    replay_s: float = Field(30.0, gt=0)
-    """Time that models may take to come back after a crash, once fresh trainer ranks are up; snapshots see to
-    it as far as snapshot_share allows
-    """
-    snapshot_share: float = Field(0.02, gt=0, lt=1)
-    """Share of the trainer's time that snapshots for such a return may take"""
-
-
-class Phases(Table):
-    """Turns of trainer and samplers on the same devices."""
-
-    min_s: float = Field(0.2, gt=0)
-    """Shortest phase when colocated"""
-    max_s: float = Field(10.0, gt=0)
-    """Longest wait of one side while the other is busy when colocated"""
-
-
-class Parity(Table):
-    """Comparison of trainer and samplers."""
-
-    canary: bool = True
-    """Compare samplers and trainer at start; a mismatch is not served"""
-    probe_tokens: int = Field(32, ge=0)
-    """Tokens on which samplers and trainer are compared after each sync; 0 = never"""
-    gap_bound: float | None = Field(None, gt=0)
-    """Difference that causes a warning, at start a refusal [default: 1e-3, for bfloat16 0.25]"""
-
-
-class BaseOverrides(Table):
-    """A further base model of the server."""
-
-    model_name: str | None = None
-    """Name that clients use for it [default: as given]"""
-    roles: tuple[Literal["train", "sample"], ...] = Field(
-        ("sample",), description='Its uses: ["train", "sample"], ["train"], or the default, ["sample"]'
-    )
-    start: Literal["always", "on_demand"] = Field(
-        "always", description='"always", or "on_demand": with its first request, until timeouts.base_idle_s'
-    )
-    context_length: int | None = Field(None, ge=2)
-    """As the setting [default: the model's, at most 4096]"""
-    trainer_ranks: int = Field(1, ge=1, le=64)
-    """FSDP workers that train it"""
-    token_budget: int | None = Field(None, ge=1)
-    """As the setting [default: the server's]"""
-    gradient_checkpointing: bool | None = None
-    """As the setting [default: the server's]"""
-    resident_models: int | None = Field(None, ge=0)
-    """As the setting [default: the server's]"""
-    sampler_engine: _Engine | None = None
-    """As the setting [default: the server's]"""
-    sampler_python: Path | None = None
-    """As the setting [default: the server's]"""
-    replicas: int = Field(1, ge=0, le=64)
-    """Sampling servers, each with a full copy of it [default: 1, without the role sample 0]"""
-    tensor_parallel_size: int = Field(1, ge=1, le=64)
-    """GPUs, on a CPU processes, of each replica"""
-    vllm_args: dict[str, JsonValue] = Field({})
-    """Further arguments of its servers"""
-    reasoning_parser: str | None = None
-    """As the setting [default: none]"""
-    tool_parser: str | None = None
-    """As the setting [default: none]"""
-    sampler_urls: tuple[str, ...] = ()
-    """Servers of it that run already, in place of replicas"""
-    router_url: str | None = None
-    """A router before these [default: one of our own]"""
-    gpu_memory_utilization: float | None = Field(None, gt=0, lt=1)
-    """Share of a GPU's memory that a replica takes [default: the server's]"""
-    max_lora_rank: int | None = Field(None, ge=0, le=512)
-    """Highest rank of its adapters; 0: it takes none [default: the server's]"""
-    max_loras: int | None = Field(None, ge=1)
-    """As the setting [default: the server's]"""
-    max_cpu_loras: int | None = Field(None, ge=1)
-    """As the setting [default: the server's]"""
-    sample_concurrency: int | None = Field(None, ge=1)
-    """As the setting [default: the server's]"""
-
-    _make_absolute = field_validator("sampler_python")(_absolute)
-
-    @field_validator("roles")
-    @classmethod
-    def _require_role(cls, given: tuple[str, ...]) -> tuple[str, ...]:
-        if not given:
-            raise ValueError('expected ["train", "sample"], ["train"] or ["sample"]')
-        return given
-
-    @model_validator(mode="after")
-    def _settle_replicas(self) -> Self:
-        """Have none, past pydantic as Settings does, for one that is only trained."""
-        if not self.samples and "replicas" not in self.model_fields_set:
-            self.__dict__["replicas"] = 0
-        if self.samples and not self.replicas:
-            raise ValueError('found replicas = 0, expected at least 1, or roles = ["train"]')
-        if not self.samples and (self.replicas or self.sampler_urls):
-            raise ValueError("found replicas or sampler_urls, expected none of them, or a role sample")
-        return self
-
-    @property
-    def trains(self) -> bool:
-        return "train" in self.roles
-
-    @property
-    def samples(self) -> bool:
-        return "sample" in self.roles
-
-    def applied(self, name: str) -> dict[str, Any]:
-        """Return the settings by which those of this base model differ from the server's."""
-        own = {key: value for key, value in self if key not in ("roles", "start")}
-        inherited = {key for key in _INHERITED if own[key] is None}
-        return {**_OF_FIRST, "base_model": name, **{key: own[key] for key in own.keys() - inherited}}
-
-
-_INHERITED = (
-    "token_budget",
-    "gradient_checkpointing",
-    "resident_models",
-    "sampler_engine",
-    "sampler_python",
-    "gpu_memory_utilization",
-    "max_lora_rank",
-    "max_loras",
-    "max_cpu_loras",
-    "sample_concurrency",
-)
-_OF_FIRST: Mapping[str, Any] = {
-    "bases": {},
-    "placement": "separate",
-    "prefill_urls": (),
-    "decode_urls": (),
-    "router_replay": False,
-}
-"""Settings that count for base_model alone, as they are for the others."""
 
 
 class Settings(BaseSettings):
@@ -266,7 +53,7 @@ class Settings(BaseSettings):
         allow_inf_nan=False,
     )
     _fit_json = field_validator("*")(fit_json)
-    _make_absolute = field_validator("tls_cert", "tls_key", "sampler_python")(_absolute)
+    _make_absolute = field_validator("tls_cert", "tls_key", "sampler_python")(absolute)
 
     base_model: str = "tiny"
     """'tiny', a model directory, or a hub name"""
@@ -366,7 +153,7 @@ class Settings(BaseSettings):
     """Most prompt and generated tokens of a sequence [default: the model's, at most 4096]"""
     recovery: Recovery = Recovery()
 
-    sampler_engine: _Engine = "vllm"
+    sampler_engine: SamplerEngine = "vllm"
     """Sampling engine; docs/samplers.md has the abilities of each"""
     sampler_python: Path | None = None
     """Python interpreter of the environment that has SGLang [default: the server's own]"""
@@ -593,172 +380,9 @@ class Settings(BaseSettings):
         return self.snapshots if self.snapshots and "://" in self.snapshots else None
 
 
-FORMER: Mapping[str, str | None] = {
-    **{f"key_{name}": f"keys.{name}" for name in KeyLimits.model_fields},
-    **{f"ephemeral_{name}": f"ephemeral.{name}" for name in EphemeralWeights.model_fields},
-    **{f"phase_{name}": f"phases.{name}" for name in Phases.model_fields},
-    **{name: f"recovery.{name}" for name in Recovery.model_fields},
-    **{name: f"sdk.{name}" for name in SdkFlags.model_fields},
-    "canary": "parity.canary",
-    "expanded_body_mb": "bodies.expanded_mb",
-    "gap_deadline_s": "timeouts.gap_s",
-    "gap_probe_tokens": "parity.probe_tokens",
-    "held_bodies_mb": "bodies.held_mb",
-    "history_ttl_s": "retention.history_s",
-    "json_body_mb": "bodies.json_mb",
-    "log_mb": None,
-    "logprob_gap_bound": "parity.gap_bound",
-    "long_poll_s": "timeouts.long_poll_s",
-    "max_connections": "connections.total",
-    "max_connections_per_address": "connections.per_address",
-    "max_datums": "bodies.datums",
-    "request_deadline_s": "timeouts.request_s",
-    "result_ttl_s": "retention.results_s",
-    "router_policy": None,
-    "sampler_hang_s": None,
-    "sampler_startup_s": None,
-    "sampler_step_s": None,
-    "session_timeout_s": "timeouts.session_s",
-    "stability_ttl_s": "retention.stability_s",
-    "trainer_threads": None,
-    "unit_ms": None,
-    "weight_chunk_mb": None,
-    "wire_body_mb": "bodies.wire_mb",
-}
-"""Former names of settings with the present ones, None where there is none."""
-SECTIONS = {
-    "base_model": "Server",
-    "home": "Storage",
-    "device": "Trainer",
-    "sampler_engine": "Samplers",
-    "placement": "Trainer and samplers",
-    "sdk": "Clients",
-    "metrics_key": "Observation",
-}
-"""Titles of the sections of the settings, each by its first setting."""
-
-
-def load(config: Path | None = None, **overrides: Any) -> Settings:
-    """Parse the settings. Overrides that are None count as not given; model_fields_set names the given ones.
-
-    A table may be given as texts NAME=VALUE. Raises pydantic.ValidationError that names the unknown key or
-    the bad value, and UserError for a file that is no TOML, or a variable that is no JSON where it has to be.
-    """
-    overridden: dict[str, Any] = _unknown_variables() | {
-        name: _read_pairs(name, value) if takes_pairs(name) and isinstance(value, list | tuple) else value
-        for name, value in overrides.items()
-        if value is not None
-    }
-
-    class _FromFile(Settings):
-        model_config = SettingsConfigDict(toml_file=config)
-
-    try:
-        read = _FromFile(**overridden)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"--config: not a TOML file: {error}") from error
-    except SettingsError as error:
-        raise _no_json(error) from error
-    return Settings.model_validate(read.model_dump(exclude_unset=True))
-
-
-def read_back(file: Path) -> Settings:
-    """Read all settings, as `serve` writes them for its processes. Raises OSError, and UserError."""
-    try:
-        found = Settings.model_validate_json(file.read_bytes())
-    except ValidationError as error:
-        raise UserError(f"{file}: {describe(error.errors(include_url=False))}") from error
-    if missing := Settings.model_fields.keys() - found.model_fields_set:
-        raise UserError(f"{file}: {min(missing)} is missing, expected every setting of a server")
-    return found
-
-
-def keys_of(name: str) -> dict[str, FieldInfo]:
-    """Return the keys of a setting that is a table of ours, by their full names."""
-    field = Settings.model_fields.get(name)
-    table: Any = BaseOverrides if name == "bases" else field and field.annotation
-    prefix = f"{name}.NAME" if name == "bases" else name
-    return {f"{prefix}.{key}": each for key, each in getattr(table, "model_fields", {}).items()}
-
-
-def takes_pairs(name: str) -> bool:
-    """Return whether the command line takes a setting as NAME=VALUE."""
-    return name == "vllm_args" or bool(keys_of(name))
-
-
-def default_of(field: FieldInfo) -> str:
-    """Return the default as a file has it, "" where the description has it."""
-    if field.default in (None, (), {}) or isinstance(field.default, BaseModel | tuple):
-        return ""
-    return str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
-
-
-def description_of(field: FieldInfo) -> str:
-    """Return the description in one line, of a table that of its class."""
-    return " ".join((field.description or field.annotation.__doc__ or "").split()).removesuffix(".")
-
-
-def successor(name: str) -> str:
-    """Return the remedy for a name that was a setting, "" for any other."""
-    if (new := FORMER.get(name)) is None:
-        return "no setting any more" if name in FORMER else ""
-    table, _, key = new.partition(".")
-    return f"now {new} (--{table} {key}=…, [{table}] in a file)"
-
-
 def _split_address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError("expected HOST:PORT")
     return host, int(port)
-
-
-def _no_json(error: SettingsError) -> UserError:
-    """Name the variable of pydantic_settings' words: error parsing value for field "NAME" from source …."""
-    name = str(error).split('"')[1].upper()
-    variable = f"{Settings.model_config['env_prefix']}{name}"
-    return UserError(f'environment variable {variable}: expected JSON, as ["a", "b"] or {{"a": 1}}')
-
-
-def _read_pairs(name: str, pairs: Sequence[str]) -> dict[str, Any]:
-    """Read texts NAME=VALUE, of which a name alone is true. Values of vLLM are JSON where they can be.
-
-    Those of `bases` are names, with uses behind them or without. Raises UserError for unknown uses.
-    """
-    if name == "bases":
-        return dict(map(_read_base, pairs))
-    split = (pair.partition("=") for pair in pairs)
-    texts = {key: value if equals else "true" for key, equals, value in split}
-    return texts if keys_of(name) else {key: _json_or_text(value) for key, value in texts.items()}
-
-
-def _read_base(text: str) -> tuple[str, dict[str, Any]]:
-    """Read NAME or NAME:USES, which are roles, and on_demand. A directory's name may contain colons."""
-    name, _, behind = text.rpartition(":")
-    if not name or "/" in behind or Path(text).exists():
-        return text, {"roles": ["sample"]}
-    uses, known = behind.split(","), ("train", "sample", "on_demand")
-    if unknown := [each for each in uses if each not in known]:
-        expected = "expected train, sample or on_demand, with commas between them"
-        raise UserError(f"--also {text}: found {unknown[0]!r} behind the name, {expected}")
-    roles = [each for each in uses if each != "on_demand"] or ["sample"]
-    return name, {"roles": roles} | ({"start": "on_demand"} if "on_demand" in uses else {})
-
-
-def _json_or_text(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
-
-
-def _unknown_variables() -> dict[str, str]:
-    """Return variables with our prefix that are no settings, to be refused like other unknown keys."""
-    prefix = Settings.model_config["env_prefix"]
-    ours = {name.removeprefix(prefix).lower(): name for name in os.environ if name.startswith(prefix)}
-    return {
-        key: os.environ[name]
-        for key, name in ours.items()
-        if key not in {*Settings.model_fields, *_SETUP_ONLY}
-    }
