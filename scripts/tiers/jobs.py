@@ -17,13 +17,13 @@ SERVER_ROOMS = {
 API = sorted(each.name for each in (TESTS / "api").iterdir() if each.name != "__pycache__")
 ROOMS = {
     "trainer and samplers": ("training", "inference", "weight_sync", "conformance"),
-    "API": tuple(f"api/{name}" for name in API if "." not in name),
-    "API processes": tuple(f"api/{name}" for name in API if name.startswith("test_")),
     "commands": ("cli", "scripts", "server"),
     "engine": ("engine", "simulation"),
+    "API": tuple(f"api/{name}" for name in API if "." not in name),
+    "API processes": tuple(f"api/{name}" for name in API if name.startswith("test_")),
     "store": ("store", "protocol"),
 }
-"""Tests without servers; `rest` has what is not named here."""
+"""Tests without servers, what takes longest first; `rest` has what is not named here."""
 
 
 @dataclass(frozen=True)
