@@ -61,6 +61,13 @@ def test_no_basename_occurs_twice() -> None:
     assert not shared
 
 
+def test_scripts_that_name_their_interpreter_can_be_run() -> None:
+    scripts = [path for path in (ROOT.parent / "scripts").rglob("*") if path.is_file()]
+    named = [path for path in scripts if path.read_bytes().startswith(b"#!")]
+    assert len(named) > len(scripts) / 4
+    assert not [path.name for path in named if not path.stat().st_mode & 0o111]
+
+
 def test_no_class_name_occurs_twice() -> None:
     places = defaultdict(list)
     for path in MODULES:

@@ -442,8 +442,15 @@ def usage_lines(usage: Facts) -> Iterator[str]:
     for event in usage["data"]:
         kind, amount = _amount(event["event_info"])
         totals[event["user_name"], kind] += amount
-    rows = [(owner, kind, f"{amount:,.6g}") for (owner, kind), amount in sorted(totals.items())]
+    rows = [(owner, kind, _number(amount)) for (owner, kind), amount in sorted(totals.items())]
     yield from _table(("owner", "kind", "amount"), rows) if rows else ("nothing was used",)
+
+
+def _number(amount: float) -> str:
+    """Return a count whole, and GB hours to a thousandth."""
+    if isinstance(amount, int):
+        return f"{amount:,}"
+    return f"{amount:,.3f}" if amount >= 0.001 else "under 0.001"
 
 
 def _amount(event: Facts) -> tuple[str, Any]:

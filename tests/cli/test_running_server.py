@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from skyrl_tinker.cli.commands import app
-from skyrl_tinker.cli.running_server import run_lines
+from skyrl_tinker.cli.running_server import run_lines, usage_lines
 from tests.cli.test_trusted_servers import RUN
 
 
@@ -145,4 +145,23 @@ def test_what_ended_many_runs_is_told_once() -> None:
     assert told[-2:] == [
         "run-0, run-1, run-2 are lost: its snapshot cannot be read",
         "run-3 is failed: no room",
+    ]
+
+
+def test_millions_of_tokens_are_told_whole_and_hours_of_little_storage_as_little() -> None:
+    def used(user: str, kind: str, **amount: float) -> dict[str, object]:
+        return {"user_name": user, "event_info": {"type": kind, **amount}}
+
+    usage = {
+        "data": [
+            used("ann", "training", token_count=12_345_678),
+            used("ann", "training", token_count=1),
+            used("ann", "storage", gigabyte_hours=8.4e-05),
+            used("bob", "storage", gigabyte_hours=1234.5678),
+        ]
+    }
+    assert [re.split("  +", line) for line in usage_lines(usage)][2:] == [
+        ["ann", "storage, GB hours", "under 0.001"],
+        ["ann", "trained tokens", "12,345,679"],
+        ["bob", "storage, GB hours", "1,234.568"],
     ]
