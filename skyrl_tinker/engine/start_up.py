@@ -126,13 +126,19 @@ def _gpus(settings: Settings, facts: BaseModelFacts) -> tuple[int, int]:
 
 
 def _memory(settings: Settings, facts: BaseModelFacts, spec: SamplerSpec) -> int:
-    """Estimate the bytes of a base model's processes on CPUs; 0 where they may be on other hosts."""
+    """Estimate the bytes of a base model's processes on CPUs; 0 where they may be on other hosts.
+
+    Also 0 where its files are damaged or gone: its own start tells that, and no other's.
+    """
     if settings.ray_address is not None:
         return 0
     replicas = settings.replicas if facts.sampleable and not settings.external_urls else 0
     ranks = settings.trainer_ranks if facts.trainable else 0
-    weights = sum(file.stat().st_size for file in weight_files(Path(facts.directory)))
-    return replicas * sum(needed_bytes(spec)) + ranks * RANK_BYTES + (2 * weights if ranks else 0)
+    try:
+        weights = sum(file.stat().st_size for file in weight_files(Path(facts.directory)))
+        return replicas * sum(needed_bytes(spec)) + ranks * RANK_BYTES + (2 * weights if ranks else 0)
+    except (OSError, ValueError):
+        return 0
 
 
 class BaseProcesses:

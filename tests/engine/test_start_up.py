@@ -193,3 +193,10 @@ def test_the_memory_of_a_base_model_on_cpus(
     facts = replace(FACTS, directory=str(tmp_path), trainable=trainable, sampleable=sampleable)
     spec = sampler_spec(settings, Directories(settings), facts, 0)
     assert _memory(settings, facts, spec) == expected
+
+
+def test_the_memory_of_a_base_model_whose_files_are_damaged_stops_no_other(tmp_path: Path) -> None:
+    settings = config.load(home=tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    facts = replace(FACTS, directory=str(tmp_path))
+    assert _memory(settings, facts, sampler_spec(settings, Directories(settings), facts, 0)) == 0
