@@ -14,7 +14,6 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu, WeightVersion
-from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.engine.bases.base_runtime import BaseRuntime, ReportParts
 from skyrl_tinker.engine.colocation.placement import SEPARATE, make_placement
 from skyrl_tinker.engine.compose import (
@@ -35,7 +34,7 @@ from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.errors import SamplerError, StartupError, StorageError
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
-from skyrl_tinker.inference.servers.sampler_memory import needed_bytes
+from skyrl_tinker.inference.servers.sampler_memory import needed_bytes, weight_bytes
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.storage.checkpoint_storage import Storage, open_storage
 from skyrl_tinker.store import checkpoint_records, sampling_sessions, server_state
@@ -135,9 +134,9 @@ def _memory(settings: Settings, facts: BaseModelFacts, spec: SamplerSpec) -> int
     replicas = settings.replicas if facts.sampleable and not settings.external_urls else 0
     ranks = settings.trainer_ranks if facts.trainable else 0
     try:
-        weights = sum(file.stat().st_size for file in weight_files(Path(facts.directory)))
+        weights = weight_bytes(facts.directory)
         return replicas * sum(needed_bytes(spec)) + ranks * RANK_BYTES + (2 * weights if ranks else 0)
-    except (OSError, ValueError):
+    except SamplerError:
         return 0
 
 

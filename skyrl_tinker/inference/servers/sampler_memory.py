@@ -20,12 +20,21 @@ def kv_bytes(spec: SamplerSpec) -> int:
     return max(SMALLEST_KV_BYTES, KV_CONTEXTS * spec.max_model_len * per_token)
 
 
+def weight_bytes(directory: str) -> int:
+    """Return the size of a model's files. Raises SamplerError where they are damaged or gone."""
+    try:
+        return sum(file.stat().st_size for file in weight_files(Path(directory)))
+    except (OSError, ValueError) as error:
+        raise SamplerError(str(error)) from error
+
+
 def needed_bytes(spec: SamplerSpec) -> tuple[int, int, int]:
     """Return the memory of a replica on a CPU: its KV cache, weights and processes.
 
-    Weights count twice: once as loaded, once as packed for the CPU's kernels.
+    Weights count twice: once as loaded, once as packed for the CPU's kernels. Raises SamplerError where their
+    files are damaged or gone.
     """
-    weights = sum(file.stat().st_size for file in weight_files(Path(spec.model.directory)))
+    weights = weight_bytes(spec.model.directory)
     copies = spec.workers // spec.tensor_parallel_size
     return copies * kv_bytes(spec), copies * 2 * weights, PROCESS_BYTES * spec.workers
 

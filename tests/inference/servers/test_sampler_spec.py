@@ -34,6 +34,13 @@ def test_weights_in_another_format_take_no_memory(tmp_path: Path) -> None:
         require_memory(spec, available=0)
 
 
+def test_damaged_files_of_weights_are_a_failure_of_this_sampler(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    spec = replace(SPEC, model=replace(FACTS, directory=str(tmp_path)))
+    with pytest.raises(SamplerError, match=r"index\.json names gone\.safetensors, which are not there"):
+        require_memory(spec, available=0)
+
+
 def test_vllm_reads_the_same_files_of_a_model_as_the_trainer() -> None:
     given = flags(SPEC, 1)
     assert {value_of(given, f"--{name}") for name in ("load-format", "config-format", "tokenizer-mode")} == {
