@@ -46,6 +46,9 @@ _MOST = {
 _PATTERNS, _DIGITS, _PAIRS, _REFERENCES, _URIS, _LENGTHS, _ITEMS, _BRANCHES = _MOST
 _RANGE = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _UNIONS = ("anyOf", "oneOf")
+_DATA = {"const", "enum", "default", "examples"}
+_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_INDEX = re.compile(r"[0-9]{1,5}")
 _MOST_TIMES = 10**6
 _PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
 
@@ -63,45 +66,60 @@ def check_schemas(*schemas: Mapping[str, Any]) -> None:
         for cause, count in _costs(schema, lengths):
             counts[cause] += count
     counts[_LENGTHS] = sum(int(min(max(each), MAX_LENGTH)) for each in lengths)
-    places = [(place, schema) for schema in schemas for place in _references(schema)]
-    counts[_REFERENCES] = len(places)
+    counts[_REFERENCES] = sum(1 for schema in schemas for _ in _references(schema))
     for cause, most in _MOST.items():
         if counts[cause] > most:
             raise ValueError(f"{counts[cause]} {cause}, expected at most {most}")
-    for place, schema in places:
-        _check_reference(place, schema)
+    for schema in schemas:
+        ends: set[str] = set()
+        for place in _references(schema):
+            _check_reference(place, schema, ends)
 
 
-def _references(value: Any) -> Iterator[str]:
+def _references(value: Any, *, named: bool = False) -> Iterator[str]:
+    """Yield each `$ref` of a schema, those in data left out. `named`: the value maps names to schemas."""
     if isinstance(value, Mapping):
         if isinstance(place := value.get("$ref"), str):
             yield place
-        value = list(value.values())
-    if isinstance(value, list):
+        for key, item in value.items():
+            if named or key not in _DATA:
+                yield from _references(item, named=key in _NAMED and not named)
+    elif isinstance(value, list):
         for item in value:
             yield from _references(item)
 
 
-def _check_reference(place: str, schema: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a reference, and those that it leads to, end at a part of the schema."""
+def _check_reference(place: str, schema: Mapping[str, Any], ends: set[str]) -> None:
+    """Raise ValueError unless a reference, and those that it leads to, end at a part of the schema.
+
+    `ends`: those known to; these are added, so that a chain is followed once.
+    """
     followed: set[str] = set()
     target: Any = {"$ref": place}
     while isinstance(target, Mapping) and isinstance(following := target.get("$ref"), str):
+        if following in ends:
+            break
         if following in followed:
             raise ValueError(f"$ref {place[:80]!r} leads back to itself")
         followed.add(following)
         target = _part(following, schema)
+    ends |= followed
 
 
 def _part(place: str, schema: Mapping[str, Any]) -> Any:
     """Return the part that a JSON pointer names (RFC 6901), in a URI's fragment."""
     first, *names = unquote(place).split("/")
     part: Any = schema if first == "#" else None
+    named = False
     for name in names:
         key = name.replace("~1", "/").replace("~0", "~")
         if isinstance(part, list):
-            part = {str(index): item for index, item in enumerate(part)}
-        part = part.get(key) if isinstance(part, Mapping) else None
+            part = part[int(key)] if _INDEX.fullmatch(key) and int(key) < len(part) else None
+        elif named or key not in _DATA:
+            part = part.get(key) if isinstance(part, Mapping) else None
+            named = key in _NAMED and not named
+        else:
+            part = None
     if part is None:
         raise ValueError(f"$ref {place[:80]!r} leads nowhere, expected '#/' and names within the schema")
     return part

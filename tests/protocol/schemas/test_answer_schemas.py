@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_tinker.protocol.schemas import answer_schemas
 from skyrl_tinker.protocol.schemas.answer_schemas import (
     MAX_BRANCHES,
     MAX_DIGITS,
@@ -186,6 +187,32 @@ def test_a_reference_leads_to_a_part_of_its_own_schema() -> None:
 def test_a_reference_that_only_leads_to_itself_is_none(schema: Any) -> None:
     with pytest.raises(ValueError, match="leads back to itself"):
         check_schemas(schema)
+
+
+def test_a_chain_of_references_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[str] = []
+    part = answer_schemas._part
+    monkeypatch.setattr(
+        answer_schemas, "_part", lambda place, schema: followed.append(place) or part(place, schema)
+    )
+    chain = [{"$ref": f"#/prefixItems/{n}"} for n in range(1, MAX_REFERENCES)]
+    check_schemas({"prefixItems": [*chain, {"$ref": "#/$defs/a"}], "$defs": {"a": {"type": "null"}}})
+    assert len(followed) == MAX_REFERENCES
+
+
+def test_a_reference_in_data_is_none() -> None:
+    lost = {"$ref": "#/nowhere"}
+    data = {"const": lost, "enum": [lost], "default": {"a": lost}, "examples": lost}
+    check_schemas(data, {"items": {"properties": {"properties": data}}}, {"$defs": {"$defs": data}})
+    named = {name: {"$ref": f"#/$defs/{name}"} for name in data}
+    check_schemas({"properties": named, "$defs": {name: {"type": "null"} for name in data}})
+    for schema in (
+        {"properties": data},
+        {"$ref": "#/default", "default": {"type": "null"}},
+        {"items": {"default": {"type": "null"}}, "not": {"$ref": "#/items/default"}},
+    ):
+        with pytest.raises(ValueError, match="leads nowhere"):
+            check_schemas(schema)
 
 
 def test_a_schema_has_a_length() -> None:
