@@ -68,7 +68,8 @@ def test_rollouts_of_others_do_not_feel_an_update(client: Client) -> None:
     pinned = training.save_weights_and_get_sampling_client().result()
     other = publish(policy(client, rank=16, steps=2))
     samplers = [pinned, other, client.base_sampler()]
-    alone = [roll(sampler, LONG, seed=1).result().sequences[0] for sampler in samplers]
+    undisturbed = [roll(sampler, LONG, seed=1) for sampler in samplers]
+    alone = [rollout.result().sequences[0] for rollout in undisturbed]
     publish(training)
     rollouts = [roll(sampler, LONG, seed=1) for sampler in samplers]
     for _ in range(2):

@@ -2,7 +2,7 @@
 
 The same models and samplers live through all of them, and answer to the bit as their twins did that nobody
 disturbed: nothing is lost and nothing runs twice. Other modules here stop processes, kill them repeatedly or
-two at once.
+two at once. Deaths of Ray's daemons and of `serve` are for scripts/proofs healing, with the others before them.
 """
 
 import re
@@ -231,6 +231,7 @@ def test_the_engine_is_killed_with_passes_samples_a_save_and_a_creation(
     assert len(list(temporary.rglob("vllm-*"))) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("daemon", ["raylet", "GCS"])
 def test_a_daemon_of_ray_is_killed_with_passes_and_samples(
     server: Serve, clients: Clients, daemon: str
@@ -269,6 +270,7 @@ def second(server: Serve, clients: Clients, servers: ExitStack) -> Serve:
     return started
 
 
+@pytest.mark.long
 def test_a_second_serve_ends_what_a_killed_one_left_and_goes_on(second: Serve, clients: Clients) -> None:
     clients.train()()
     for rank, training in clients.inflight.items():
@@ -276,6 +278,7 @@ def test_a_second_serve_ends_what_a_killed_one_left_and_goes_on(second: Serve, c
         np.testing.assert_allclose(scored[1:], logprobs_of(training, TOKENS), atol=ATOL)
 
 
+@pytest.mark.long
 def test_the_router_and_then_a_server_of_vllm_is_killed_with_samples(second: Serve, clients: Clients) -> None:
     servers, router = vllm_servers(second.process.pid), find(second, "router")
     with held(*servers):
@@ -291,6 +294,7 @@ def test_the_router_and_then_a_server_of_vllm_is_killed_with_samples(second: Ser
     sampled()
 
 
+@pytest.mark.long
 def test_sigterm_ends_all_of_it_quietly(second: Serve, clients: Clients) -> None:
     clients.client.service.close("success").result(HEAL_S)
     second.stop()
