@@ -32,6 +32,7 @@ from skyrl_tinker.training.trainer_spec import TrainerSpec
 from skyrl_tinker.training.worker import Worker
 from tests.training.support.passes import make_data, make_item, step
 
+pytestmark = pytest.mark.long
 ADAPTER, OTHER, FULL, DIMUON, NEW = 1, 2, 3, 4, 5
 SPECS = {ADAPTER: LoraSpec(8, 1), OTHER: LoraSpec(4, 2), FULL: LoraSpec(0, 3), DIMUON: LoraSpec(4, 4)}
 FAMILIES: Mapping[int, OptimizerFamily] = {DIMUON: "dimuon"}
@@ -238,7 +239,7 @@ def _refuse_to_restore(one: Rank) -> None:
     assert _same(one.state(), before), "which has it restored"
 
 
-@pytest.mark.parametrize("short", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.parametrize("short", [0, 1])
 def test_both_ranks_refuse_what_one_has_no_memory_for(
     untied_model: str, tmp_path_factory: pytest.TempPathFactory, short: int
 ) -> None:

@@ -38,7 +38,9 @@ def _exchange(directory: Path, rank: int, token: str | None) -> tuple[list[Any],
 
 
 def _meet(directory: Path, *tokens: str | None) -> list[Any]:
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([signed_pickles.__name__, distributed_c10d.__name__])
+    with ProcessPoolExecutor(2, context) as pool:
         futures = [pool.submit(_exchange, directory, rank, token) for rank, token in enumerate(tokens)]
         return [future.exception() or future.result() for future in futures]
 

@@ -54,7 +54,7 @@ def _measure(worker: Worker, ranks: Ranks, tokens: int, recompute: int = 0) -> R
     return measure_row(worker._base, worker._models, batch, whole_row(batch), ranks, recompute=recompute)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 @pytest.mark.parametrize("recompute", [0, 1, 2])
 @pytest.mark.parametrize(("tenants", "tokens"), [(1, 96), (3, 480)])
 def test_a_fake_row_costs_what_a_real_one_does(
@@ -69,7 +69,10 @@ def test_a_fake_row_costs_what_a_real_one_does(
     assert min(found.operations, found.reads, found.saved, found.peak - found.saved) > 0
 
 
-@pytest.mark.parametrize("with_liger", [True, False], ids=["liger-kernel", "torch"])
+@pytest.mark.parametrize(
+    "with_liger",
+    [pytest.param(True, id="liger-kernel"), pytest.param(False, id="torch", marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("recompute", [0, 1, 2])
 @pytest.mark.parametrize("arch", ["qwen3", "gemma3"])
 def test_a_fake_row_for_cuda_costs_what_a_real_one_does_that_takes_its_way(

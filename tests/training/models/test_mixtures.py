@@ -171,7 +171,7 @@ def test_experts_that_are_one_tensor_in_files_have_no_pieces() -> None:
     assert find_pieces(whole) == {}
 
 
-@pytest.mark.parametrize("recompute", [0, 1, 2])
+@pytest.mark.parametrize("recompute", [pytest.param(0, marks=pytest.mark.long), 1, 2])
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", "bfloat16"), ("cpu", "float32")])
 @pytest.mark.parametrize("rank", [8, 0])
 def test_a_mixture_is_planned_without_weights(

@@ -35,7 +35,7 @@ from tests.training.support.saves import published_weights
 LORA = {1: LoraSpec(4, 1), 2: LoraSpec(16, 2, train_mlp=False), 3: LoraSpec(1, 3, train_attn=False)}
 FULL = 4
 FULL_SPEC = LoraSpec(0, 0)
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", pytest.param("bfloat16", marks=pytest.mark.long))
 LAYERS = 4
 
 

@@ -60,10 +60,16 @@ def _assert_same_output(found: PassOutput | Failure, expected: PassOutput) -> No
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("turn", range(len(LOSS_NAMES)))
-@pytest.mark.parametrize("budget", [16, 64, 4096])
+@pytest.mark.parametrize(
+    ("turn", "budget"),
+    [
+        pytest.param(turn, budget, marks=[] if turn % 3 == place else pytest.mark.long)
+        for turn in range(len(LOSS_NAMES))
+        for place, budget in enumerate((16, 64, 4096))
+    ],
+)
 def test_a_mixed_pass_equals_each_tenant_alone_to_the_bit(
-    make_worker: MakeWorker, model_directory: str, budget: int, turn: int
+    make_worker: MakeWorker, model_directory: str, turn: int, budget: int
 ) -> None:
     """Five tenants of other ranks, layers and losses; the forward-only request of one is in between."""
     together = _worker(make_worker, model_directory, budget, *TENANTS)
