@@ -1,9 +1,10 @@
 """OpenAI-compatible requests of one base model, answered by its samplers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -14,6 +15,7 @@ from aiohttp import web
 from skyrl_tinker.domain.ids import OwnerId, openai_session
 from skyrl_tinker.domain.values import BaseModelFacts, Usage, WeightVersion
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
+from skyrl_tinker.engine.openai.grammar_turns import GrammarTurns
 from skyrl_tinker.engine.openai.openai_requests import (
     OpenAIRequest,
     prompt_lengths,
@@ -47,6 +49,14 @@ _GIVEN_UP = (
     "weights have diverged"
 )
 ATTEMPTS_WITH_GRAMMAR = 2
+_SHORTEST: Mapping[str, Any] = {
+    "messages": [{"role": "user", "content": "a"}],
+    "n": 1,
+    "max_tokens": 1,
+    "stream": False,
+    "stream_options": None,
+}
+"""Fields of a chat that a sampler answers as soon as it has compiled the grammar."""
 T = TypeVar("T")
 Chunk = dict[str, Any]
 Refusal = Callable[[int, str], SkyrlTinkerError]
@@ -77,6 +87,12 @@ class _OpenAICall:
     def path(self) -> Path:
         chat = isinstance(self.request, ChatCompletionRequest)
         return "/v1/chat/completions" if chat else "/v1/completions"
+
+    @property
+    def grammar(self) -> bytes:
+        """Digest of the fields of which samplers make a grammar."""
+        fields = [self.body.get(name) for name in ("response_format", "tools", "parallel_tool_calls")]
+        return hashlib.sha256(orjson.dumps(fields)).digest()
 
     @contextmanager
     def naming_grammar(self) -> Iterator[None]:
@@ -116,6 +132,7 @@ class OpenAIServer:
         self._abilities = abilities
         self._sampler_driver = sampler_driver
         self._metrics = metrics
+        self._grammars = GrammarTurns()
         self._counting: set[asyncio.Task[None]] = set()
 
     async def answer(
@@ -133,6 +150,8 @@ class OpenAIServer:
         async with AsyncExitStack() as upstream:
             await upstream.enter_async_context(self._samplers.gate.passage())
             call = await self._prepare(request, size, owner, version)
+            if call.request.restricted_by is not None:
+                await self._compiled(call)
             if call.request.stream:
                 return await self._stream(http, call, upstream)
             return await self._complete(call), "ok"
@@ -157,6 +176,21 @@ class OpenAIServer:
     async def _count_tokens(self, text: dict[str, Any]) -> int:
         """Count the tokens of a prompt. Every version has the tokenizer of the base model."""
         return len(await self._fleet.with_retry(lambda: self._fleet.client.data.tokenize(text)))
+
+    async def _compiled(self, call: _OpenAICall) -> None:
+        """Return once each replica has compiled the request's grammar. Call it before taking a turn."""
+        share, known_by = share_of(call.owner, openai_session(call.owner)), self._fleet.generation
+        attempt = partial(self._with_retry, call, lambda: self._compile(call))
+        await self._grammars.compiled(share, (known_by, call.grammar), attempt)
+
+    async def _compile(self, call: _OpenAICall) -> None:
+        """Have each replica compile the request's grammar, the first one alone: it may die of it."""
+        async with self._samplers.leases.open(call.version) as name:
+            body = self._body(replace(call, body={**call.body, **_SHORTEST}), name, 0)
+            data, urls = self._fleet.client.data, self._fleet.client.server_urls
+            with call.naming_grammar():
+                for some in (urls[:1], urls[1:]):
+                    await asyncio.gather(*(data.openai(call.path, body, server=url) for url in some))
 
     # To the sampler and back
 

@@ -78,6 +78,8 @@ class Fleet:
         self._condemned: dict[int, Loss] = {}
         self._leaving: set[str] = set()  # former members whose processes may still run
         self._losses = 0
+        self.generation = 0
+        """Number of changes of the members: a newcomer knows nothing of former requests."""
         self.incidents: deque[Incident] = deque(maxlen=INCIDENTS)
         self._changed = asyncio.Event()
         self._attempts: set[asyncio.Future[Any]] = set()
@@ -301,6 +303,7 @@ class Fleet:
         alone = urls[0] if urls else self.client.proxy_url
         routed = self._router is None or self._router.enough(urls)
         self.client.retarget((routed and self._proxy_url) or alone, urls)
+        self.generation += 1
         self._note_change()
 
     # The router

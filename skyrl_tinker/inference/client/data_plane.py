@@ -81,9 +81,11 @@ class DataPlane:
         """Generate with token ids in and out."""
         return await self._post(self.dialect.path, body, headers)
 
-    async def openai(self, path: StreamPath, body: Json, *, headers: Headers | None = None) -> Any:
-        """Make an OpenAI request; for `"stream": true` use `stream`."""
-        return await self._post(path, body, headers)
+    async def openai(
+        self, path: StreamPath, body: Json, *, headers: Headers | None = None, server: str | None = None
+    ) -> Any:
+        """Make an OpenAI request; for `"stream": true` use `stream`. `server`: past the router."""
+        return (await self._answer(path, body, headers, server)).content
 
     async def tokenize(self, text: Json) -> list[int]:
         """Tokenize {"prompt"} or {"messages"}, with options."""

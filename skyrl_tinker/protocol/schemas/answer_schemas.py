@@ -1,4 +1,4 @@
-"""Bounds of JSON schemas of answers: samplers compile them, one after the other.
+"""Bounds of JSON schemas of answers: samplers compile them, few at the same time.
 
 Figures are core-seconds of xgrammar 0.2.8 with 128,000 tokens. vLLM compiles beside the engine's loop, but
 one schema at a time on two cores, and parses it where all requests are parsed.

@@ -25,3 +25,15 @@ async def test_each_replica_has_the_ways_of_its_host_and_none_while_it_is_replac
         ReplicaView(UNKNOWN, "serving", "nowhere.invalid", "pull", "pull"),
         ReplicaView(None, "replaced"),
     )
+
+
+async def test_members_that_have_come_or_gone_are_another_generation() -> None:
+    """What a former member had compiled, its successor at the same address has not."""
+    servers = vllm_servers((HERE,), startup_s=1.0, hang_s=2.0, max_model_len=2)
+    fleet = opened_fleet(vllm_client(HERE, (HERE,)), servers)
+    generations = [fleet.generation]
+    fleet.condemn(HERE, "it stands still")
+    generations.append(fleet.generation)
+    fleet.open(servers, (HERE,), None)
+    generations.append(fleet.generation)
+    assert generations == sorted(set(generations))

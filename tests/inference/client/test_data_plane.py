@@ -38,6 +38,14 @@ async def test_tokens_completions_and_chats_are_generated(sampler: Sampler) -> N
     assert chat["choices"][0]["message"]["role"] == "assistant"
 
 
+async def test_an_openai_request_may_go_to_a_server_past_the_router(sampler: Sampler) -> None:
+    (url,) = sampler.client.server_urls
+    client = vllm_client("http://127.0.0.1:9", (url,), sampler.client.token)
+    chat = await client.data.openai("/v1/chat/completions", CHAT, server=url)
+    assert chat["choices"][0]["message"]["role"] == "assistant"
+    await client.close()
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT), ("/inference/v1/generate", GENERATE)],

@@ -1,0 +1,60 @@
+"""Turns at the samplers' compilers of grammars."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Hashable
+from weakref import WeakValueDictionary
+
+from skyrl_tinker.engine.scheduling.priorities import Share
+
+KNOWN = 128
+"""Most grammars that count as compiled. To forget one costs its next request a turn, but no compile; samplers
+keep some as well, vLLM 512 MiB of them, of up to 6 MB each."""
+
+
+class GrammarTurns:
+    """Grammars that samplers compile ahead of the requests with them, of each share one at a time.
+
+    Samplers compile in the order of arrival, a schema for up to a minute, and go on if its client gives up.
+    So does its turn here.
+    """
+
+    def __init__(self, known: int = KNOWN) -> None:
+        self._most = known
+        self._compiled: OrderedDict[Hashable, None] = OrderedDict()  # least recently used first
+        self._turns: WeakValueDictionary[Share, asyncio.Lock] = WeakValueDictionary()
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def compiled(
+        self, share: Share, grammar: Hashable, compile_it: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Return once a grammar has been compiled, in a turn of its share unless it is known.
+
+        Raises the error of `compile_it`; the grammar is then still unknown.
+        """
+        if self._knows(grammar):
+            return
+        turn = self._turns.setdefault(share, asyncio.Lock())
+        await turn.acquire()
+        running = asyncio.create_task(self._compile(turn, grammar, compile_it))
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        await asyncio.shield(running)
+
+    async def _compile(
+        self, turn: asyncio.Lock, grammar: Hashable, compile_it: Callable[[], Awaitable[None]]
+    ) -> None:
+        try:
+            if self._knows(grammar):  # by the turn before
+                return
+            await compile_it()
+            self._compiled[grammar] = None
+            if len(self._compiled) > self._most:
+                self._compiled.popitem(last=False)
+        finally:
+            turn.release()
+
+    def _knows(self, grammar: Hashable) -> bool:
+        if known := grammar in self._compiled:
+            self._compiled.move_to_end(grammar)
+        return known
