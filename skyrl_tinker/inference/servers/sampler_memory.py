@@ -13,7 +13,7 @@ PROCESS_BYTES = 1536 * MiB
 """Of a replica's processes for each worker, beside weights and KV cache.
 
 Measured with a tiny model and vLLM, as PSS in MB: 68 of the actor, 412 of the API server and 410 of the
-engine's core when idle; 600 of the core after 10 minutes of tests. In hours it grows to twice its size, as
+engine's core when idle; at most 900 of a core in 10 minutes of tests. In hours it grows to twice its size, as
 oneDNN keeps 1,024 primitives, by layer and size of the batch (`RSS_GROWTH` of scripts/bench/soak.py).
 """
 
