@@ -170,7 +170,6 @@ def facts_of(directory: Path) -> BaseModelFacts:
 def sampler_spec(facts: BaseModelFacts, home: Path, replicas: int) -> SamplerSpec:
     return SamplerSpec(
         model=facts,
-        max_model_len=CONTEXT + 1,
         device="cpu",
         dtype="float32",
         max_lora_rank=8,

@@ -26,8 +26,8 @@ from skyrl_tinker import config
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories, free_bytes
 from skyrl_tinker.domain.units import GB, MiB
+from skyrl_tinker.engine.bases.base_memory import base_memory
 from skyrl_tinker.errors import StartupError, UserError
-from skyrl_tinker.inference.servers.sampler_memory import PROCESS_BYTES
 from skyrl_tinker.server import preflight, start_plan
 from skyrl_tinker.server.base_models import base_model, catalog
 from skyrl_tinker.server.base_models.base_model import TINY
@@ -37,7 +37,7 @@ from skyrl_tinker.system.host_memory import host_memory
 from skyrl_tinker.system.process_lock import process_lock
 
 _GIB = 1 << 30
-_NEEDED_MEMORY = 3 * _GIB  # an idle server with the tiny model
+_SERVER_BYTES = 768 * MiB  # of supervisor, API, engine and Ray: 0.5 GB PSS when idle
 _NEEDED_SHM = 1 * _GIB  # Ray's object store and ephemeral adapters
 _NEEDED_FILES = 4096
 _CPU_BUILD_CONFLICTS = ("torchvision", "torchaudio", "torchcodec")  # CUDA builds of these break `import vllm`
@@ -193,13 +193,21 @@ def _cuda_of_torch() -> str | None:
 
 def _memory(settings: Settings) -> str:
     free = host_memory().available
-    always, on_demand = [0], [0]
-    for each in catalog.further(settings):
-        sizes = always if settings.idle_s_of(each.base_model) is None else on_demand
-        sizes.append(0 if each.external_urls else each.replicas * PROCESS_BYTES)
-    beside = sum(always) + max(on_demand)
-    needed = _NEEDED_MEMORY + beside - (0 if settings.samples else PROCESS_BYTES)
-    return _need(free >= needed, f"{free / _GIB:.1f} GiB available ({needed / _GIB:g} needed)")
+    always, on_demand = [_base_memory(settings, trained=True)], [0]
+    for own, given in zip(catalog.further(settings), settings.bases.values(), strict=True):
+        sizes = on_demand if given.start == "on_demand" else always
+        sizes.append(_base_memory(own, trained=given.trains))
+    needed = _SERVER_BYTES + sum(always) + max(on_demand)
+    return _need(free >= needed, f"{free / _GIB:.1f} GiB available ({needed / _GIB:.1f} needed)")
+
+
+def _base_memory(settings: Settings, *, trained: bool) -> int:
+    """Estimate a base model's memory, on GPUs and of one that cannot be read that of processes alone."""
+    facts = None
+    if settings.device == "cpu" and settings.base_model != TINY:
+        with suppress(StartupError):  # told by the check of base models
+            _, facts = base_model.read_config(settings)
+    return base_memory(settings, facts, trained=trained)
 
 
 def _shared_memory() -> str:

@@ -4,10 +4,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from skyrl_tinker.cli.running_server import RunningServer, ServerAwayError
 from skyrl_tinker.cli.terminal import tell
@@ -56,7 +56,7 @@ def run_of(file: Path, server: RunningServer) -> str | None:
     if (saved := _saved(file)) is None:
         return None
     try:
-        runs = {str(each["run_id"]): each for each in server.runs(_LOOKED_AT)["runs"]}
+        runs = _last_used(server, saved)
     except ServerAwayError:  # as `report` will find
         return saved
     heirs = [
@@ -69,6 +69,15 @@ def run_of(file: Path, server: RunningServer) -> str | None:
     made, heir = max(heirs)
     alive = max(_time(runs[saved][sign]) for sign in ("last_heartbeat_at", "last_request_at"))
     return heir if alive < made < file.stat().st_mtime else saved
+
+
+def _last_used(server: RunningServer, run: str) -> Mapping[str, Mapping[str, Any]]:
+    """Return the runs used last by id, or this one alone if it is the last: then nobody has resumed it."""
+    for most in (1, _LOOKED_AT):
+        found = {str(each["run_id"]): each for each in server.runs(most)["runs"]}
+        if run in found:
+            break
+    return found
 
 
 def _saved(file: Path) -> str | None:

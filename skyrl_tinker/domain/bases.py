@@ -31,10 +31,9 @@ class Bases:
         facts = self.require(name)
         if not facts.trainable:
             trained = Bases(tuple(each for each in self.all if each.trainable))
-            given = facts.names[-2:][0]  # the last one is its directory
             raise UserError(
                 f"base_model {name!r} is served for sampling only (roles of base {facts.name}), expected one "
-                f"that trains: {trained}; a server with --also {given}:train,sample trains it, too"
+                f"that trains: {trained}; a server with --also {facts.given}:train,sample trains it, too"
             )
         return facts
 

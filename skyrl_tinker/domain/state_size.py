@@ -1,17 +1,22 @@
-"""Size of a model in training, from the base model's shapes: weights, gradients and moments in float32."""
+"""Sizes of a base model and of a model in training, by shapes; of the latter all tensors are in float32."""
 
 from collections.abc import Mapping
 
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec, OptimizerFamily
 
-FLOAT32_BYTES = 4
+ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOMENTS: Mapping[OptimizerFamily, int] = {"adamw": 2, "dimuon": 1}
 """Tensors of the weights' size that an optimizer keeps between steps."""
 
 
+def base_bytes(facts: BaseModelFacts, dtype: str) -> int:
+    """Return the bytes of a base model's weights, as they are loaded; norms and biases are left out."""
+    return parameters(facts, LoraSpec(rank=0, seed=0)) * ELEMENT_BYTES[dtype]
+
+
 def state_bytes(facts: BaseModelFacts, spec: LoraSpec, optimizer: OptimizerFamily) -> int:
     """Return the bytes on all ranks together; norms and biases of full-parameter models are left out."""
-    return parameters(facts, spec) * FLOAT32_BYTES * (2 + MOMENTS[optimizer])
+    return parameters(facts, spec) * ELEMENT_BYTES["float32"] * (2 + MOMENTS[optimizer])
 
 
 def parameters(facts: BaseModelFacts, spec: LoraSpec) -> int:

@@ -1,7 +1,7 @@
 """Plain values that cross module and process boundaries. No I/O, no framework types; arrays are numpy."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -360,7 +360,7 @@ class BaseModelFacts:
     hidden_size: int
     tied: bool
     eos_token_ids: tuple[int, ...]
-    extra: Mapping[str, str] = field(default_factory=dict)
+    given: str = ""  # as --base-model or --also has it
     hub_name: str | None = None  # on the Hugging Face hub, if the model came from there
     num_heads: int = 0
     intermediate_size: int = 0  # of an MLP, or of each expert

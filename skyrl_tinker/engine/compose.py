@@ -270,7 +270,6 @@ def sampler_spec(
     """Specify the samplers of a base model; `base`: its number."""
     return SamplerSpec(
         model=facts,
-        max_model_len=facts.context_length + 1,  # scoring a full context costs one generated token
         device=settings.device,
         dtype=settings.trainer_dtype,
         max_lora_rank=settings.max_lora_rank,

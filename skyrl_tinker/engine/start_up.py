@@ -12,8 +12,8 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.bases import Bases
-from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu, WeightVersion
+from skyrl_tinker.engine.bases.base_memory import base_memory
 from skyrl_tinker.engine.bases.base_runtime import BaseRuntime, ReportParts
 from skyrl_tinker.engine.colocation.placement import SEPARATE, make_placement
 from skyrl_tinker.engine.compose import (
@@ -33,8 +33,6 @@ from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.errors import SamplerError, StartupError, StorageError
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
-from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
-from skyrl_tinker.inference.servers.sampler_memory import needed_bytes, weight_bytes
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.storage.checkpoint_storage import Storage, open_storage
 from skyrl_tinker.store import checkpoint_records, sampling_sessions, server_state
@@ -43,7 +41,6 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.off_loop import TRANSFER_THREADS, in_disk_thread
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
-RANK_BYTES = 600 * MiB  # of a rank's process on a CPU, beside weights, which are loaded as float32
 _log = logging.getLogger(__name__)
 
 
@@ -124,22 +121,6 @@ def _gpus(settings: Settings, facts: BaseModelFacts) -> tuple[int, int]:
     return settings.trainer_ranks if facts.trainable else 0, sampler_gpus(settings)
 
 
-def _memory(settings: Settings, facts: BaseModelFacts, spec: SamplerSpec) -> int:
-    """Estimate the bytes of a base model's processes on CPUs; 0 where they may be on other hosts.
-
-    Also 0 where its files are damaged or gone: its own start tells that, and no other's.
-    """
-    if settings.ray_address is not None:
-        return 0
-    replicas = settings.replicas if facts.sampleable and not settings.external_urls else 0
-    ranks = settings.trainer_ranks if facts.trainable else 0
-    try:
-        weights = weight_bytes(facts.directory)
-        return replicas * sum(needed_bytes(spec)) + ranks * RANK_BYTES + (2 * weights if ranks else 0)
-    except SamplerError:
-        return 0
-
-
 class BaseProcesses:
     """Processes of one base model.
 
@@ -183,7 +164,9 @@ class BaseProcesses:
             samplers = make_samplers(settings, facts, trainer, fleet, env.metrics, storage, env.ray.address)
         idle_s = env.settings.idle_s_of(facts.name)
         on_gpus = settings.device == "cuda"
-        size = sum(_gpus(settings, facts)) if on_gpus else _memory(settings, facts, self._spec)
+        size = (
+            sum(_gpus(settings, facts)) if on_gpus else base_memory(settings, facts, trained=facts.trainable)
+        )
         self.runtime = BaseRuntime(settings, facts, trainer, samplers, storage, placement, self, idle_s, size)
         shutdowns.append(self.end)
 

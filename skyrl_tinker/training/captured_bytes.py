@@ -1,8 +1,7 @@
 """Bound on the host memory of all models' captured state."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from skyrl_tinker.domain.ids import ModelKey
 
@@ -57,9 +56,9 @@ class CapturedBytes:
             self._freed.set()
             self._freed = asyncio.Event()
 
-    def until_freed(self) -> Coroutine[Any, Any, object]:
-        """Return a coroutine that ends at the next `free`, or immediately if nothing is captured."""
+    def next_free(self) -> asyncio.Event:
+        """Return the event of the next `free`; it is set if nothing is captured."""
         freed = self._freed if self._held else asyncio.Event()
         if not self._held:
             freed.set()
-        return freed.wait()
+        return freed

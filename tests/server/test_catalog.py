@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from skyrl_tinker import config
-from skyrl_tinker.errors import StartupError
+from skyrl_tinker.errors import StartupError, UserError
 from skyrl_tinker.inference.vllm.vllm_process import VllmProcess
 from skyrl_tinker.server import preflight
 from skyrl_tinker.server.base_models.catalog import resolve_all
@@ -29,6 +29,8 @@ def test_the_first_is_trained_and_others_are_sampled_with_keys_of_their_own(
     assert (first.name, first.trainable, first.context_length) == ("tiny", True, 50)
     assert (second.names, second.trainable) == (("org/teacher", str(teacher)), False)
     assert (second.context_length, second.vocab_size) == (100, 300)
+    with pytest.raises(UserError, match=f"a server with --also {teacher}:train,sample trains it, too$"):
+        bases.require_trainable("org/teacher")
 
 
 def test_a_further_one_is_trained_if_its_roles_say_so(tmp_path: Path, teacher: Path) -> None:

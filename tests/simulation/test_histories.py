@@ -52,8 +52,9 @@ def simulate(*arguments: str, hashes: str = "random") -> dict[str, Any]:
     """Returns the report without what depends on the machine; no history may fail."""
     environment = os.environ | {"PYTHONHASHSEED": hashes}
     command = [sys.executable, str(SIMULATE), *arguments]
-    ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-    assert ran.returncode == 0, ran.stdout
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "was never awaited" not in ran.stderr, ran.stderr
     report: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     del report["per_core_hour"]
     return report

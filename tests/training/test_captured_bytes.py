@@ -35,14 +35,14 @@ def test_a_capture_counts_with_the_moments_that_it_has(captured: CapturedBytes) 
 
 
 async def test_what_is_freed_wakes_who_waits(captured: CapturedBytes) -> None:
-    await captured.until_freed()
+    await captured.next_free().wait()
     captured.take(7, 4)
-    waiting = asyncio.create_task(captured.until_freed())
+    waiting = asyncio.create_task(captured.next_free().wait())
     await asyncio.sleep(0)
     assert not waiting.done()
-    late = captured.until_freed()
+    late = captured.next_free()
     captured.free(7)
     await waiting
-    await late
+    await late.wait()
     captured.free(7)
     assert captured.held == 0

@@ -127,8 +127,9 @@ class SaveFlow(ABC, Generic[S]):
             await self._discard(save)
             return False
         except Exception as error:  # becomes the result of this request
+            failure = failure_of(error)  # logged before the files' deletion, which may wait or be cut off
             await self._discard(save)
-            await self._commits.add(UnitEnd({save.row.id: failure_of(error)}))
+            await self._commits.add(UnitEnd({save.row.id: failure}))
             return False
         return True
 

@@ -1,8 +1,8 @@
 """Barriers that run alone: creation, load, save and export of one model."""
 
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import Failure
@@ -24,16 +24,19 @@ from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 
-Write = Coroutine[Any, Any, object]
-"""Part of a save that needs no turn of the trainer and may run while the model trains."""
+Work = Callable[[], Awaitable[object]]
+"""Work of a task that may end before it begins: a coroutine, made before, would be lost with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BarrierResult:
-    """Result of a barrier. `finished`: its answer; `write`: work that ends with its answer."""
+    """Result of a barrier. `finished`: its answer; `write`: work that ends with its answer.
+
+    That is the part of a save that needs no turn of the trainer and may run while the model trains.
+    """
 
     finished: Finished | None = None
-    write: Write | None = None
+    write: Work | None = None
 
 
 class ModelBarriers:
@@ -119,9 +122,9 @@ class ModelBarriers:
                 return await self._fail(row, model, failure)
             case RequestKind.SAVE_WEIGHTS, _:
                 saving = await self._saver.capture(row, model, SaveWeightsBody.from_bytes(body))
-                return BarrierResult(write=self._saver.persist(saving))
+                return BarrierResult(write=partial(self._saver.persist, saving))
             case RequestKind.SAVE_WEIGHTS_EXTERNAL, _:
                 exporting = await self._exporter.capture(row, model, SaveExternalBody.from_bytes(body))
-                return BarrierResult(write=self._exporter.persist(exporting))
+                return BarrierResult(write=partial(self._exporter.persist, exporting))
             case kind, _:
                 raise AssertionError(f"{kind} is no barrier of one model")

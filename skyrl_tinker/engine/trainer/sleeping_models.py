@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.engine.outbox import when_possible
@@ -68,7 +69,7 @@ class SleepingModels:
         """
         elsewhere = await self._returns.elsewhere([model for model in models if model not in self._fetched])
         for model in elsewhere:
-            self._execution.hold(model, self._fetch(model))
+            self._execution.hold(model, partial(self._fetch, model))
         here = [model for model in models if model not in elsewhere]
         self._fetched.difference_update(here)
         woken = await self._returns.wake(here)

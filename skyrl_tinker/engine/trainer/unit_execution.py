@@ -18,7 +18,7 @@ from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave
 from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, model_of
 from skyrl_tinker.engine.scheduling.planner import Barriers, Pass, Unit
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.engine.trainer.model_barriers import ModelBarriers, Write
+from skyrl_tinker.engine.trainer.model_barriers import ModelBarriers, Work
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
 from skyrl_tinker.engine.trainer.optim_steps import OptimSteps
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator, ReadyPass, encode
@@ -263,10 +263,10 @@ class UnitExecution:
         end = UnitEnd(answers, ops, next(self._units), all_effects)
         self._commits.add(end if windows is None else _with_points(end, windows))
 
-    def hold(self, model: ModelKey, until: Coroutine[Any, Any, object] | None = None) -> None:
+    def hold(self, model: ModelKey, until: Work | None = None) -> None:
         """Make all requests of a model wait until `until` has ended, by default for AWAY_S."""
         self._lanes.hold(model)
-        self._background.create_task(self._resume(model, until or asyncio.sleep(AWAY_S)))
+        self._background.create_task(self._resume(model, until or partial(asyncio.sleep, AWAY_S)))
 
     def put_back(self, rows: Sequence[QueuedRow]) -> None:
         """Make the rows of a unit that did not begin wait again."""
@@ -290,7 +290,7 @@ class UnitExecution:
         later = [row for row in unit.rows if row not in run]
         self.put_back(later)
         for row in later:
-            self.hold(model_of(row), captured.until_freed())
+            self.hold(model_of(row), captured.next_free().wait)
         return Barriers(run) if run else None
 
     def _captured_size(self, row: QueuedRow) -> int:
@@ -311,8 +311,8 @@ class UnitExecution:
             self._end([row for row in rows if row.id in closed], {}, closed)
         return [row for row in rows if row.id not in closed]
 
-    async def _resume(self, model: ModelKey, when: Coroutine[Any, Any, object]) -> None:
-        await when
+    async def _resume(self, model: ModelKey, until: Work) -> None:
+        await until()
         self._lanes.resume(model)
         self._woken.set()
 
@@ -326,10 +326,10 @@ class UnitExecution:
         task.add_done_callback(lambda _: self._pending.end(row.id))
         return task
 
-    async def _finish_write(self, model: ModelKey, write: Write) -> None:
+    async def _finish_write(self, model: ModelKey, write: Work) -> None:
         """Write a save in the background: the model trains on, but neither saves nor loads."""
         try:
-            await write
+            await write()
         finally:
             self._lanes.unblock_storage(model)
             self._woken.set()

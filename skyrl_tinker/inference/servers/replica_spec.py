@@ -60,10 +60,7 @@ class EngineProcess(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SamplerSpec:
-    """`max_model_len` is the context + 1: scoring a full context costs one generated token."""
-
     model: BaseModelFacts
-    max_model_len: int
     device: str  # "cpu" | "cuda"
     dtype: str
     max_lora_rank: int  # 0: no adapters
@@ -86,6 +83,11 @@ class SamplerSpec:
     shared_gpus: tuple[Gpu, ...] = ()  # of the trainer's ranks, in the replicas' order; (): from Ray
     token: str = field(default="", repr=False)  # required in every request; empty: none
     network_interface: str | None = None  # for weights from the trainer; None: of the host's address
+
+    @property
+    def max_model_len(self) -> int:
+        """The context + 1: scoring a full context costs one generated token."""
+        return self.model.context_length + 1
 
     @property
     def workers(self) -> int:

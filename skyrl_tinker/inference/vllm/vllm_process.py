@@ -80,7 +80,8 @@ def _defaults(spec: SamplerSpec) -> Arguments:
         "structured-outputs-config": {"backend": "xgrammar"},
     }
     # Counting takes a few percent of a tiny model's time.
-    cpu = {"enforce-eager": True, "kv-cache-memory-bytes": kv_bytes(spec), "disable-log-stats": True}
+    kv_cache = kv_bytes(spec.model, spec.dtype)
+    cpu = {"enforce-eager": True, "kv-cache-memory-bytes": kv_cache, "disable-log-stats": True}
     # Rounded to bfloat16, a logit of 30 would be off by up to 0.06; the trainer's is not rounded.
     head = {} if spec.dtype == "float32" else {"hf-overrides": {"head_dtype": "float32"}}
     return {**common, **head, **(cpu if spec.device == "cpu" else {})}

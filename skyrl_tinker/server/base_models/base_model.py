@@ -138,6 +138,7 @@ def _facts(
         hidden_size=_positive(config, "hidden_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         eos_token_ids=_eos(directory, config),
+        given=settings.base_model,
         hub_name=hub_name,
         num_heads=_positive(config, "num_attention_heads"),
         sampler=engine_of(settings).abilities,

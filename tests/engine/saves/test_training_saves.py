@@ -16,7 +16,7 @@ from sqlalchemy import Connection, update
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelState, RequestKind
+from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelKey, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
@@ -433,15 +433,24 @@ async def test_a_database_that_fails_for_a_moment_costs_no_save(
     assert failures == []
 
 
-async def test_what_cannot_be_recorded_leaves_no_directory(
-    world: World, monkeypatch: pytest.MonkeyPatch
+async def test_what_cannot_be_recorded_is_logged_and_leaves_no_directory(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It is logged before the directory is deleted: that waits for the database, perhaps until the end."""
+    is_recorded, logged = checkpoint_records.is_recorded, [False]
+
     def broken(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
         raise RuntimeError("a bug")
 
+    def look(conn: Connection, model: ModelKey, directory: str) -> bool:
+        logged.append("failed unexpectedly" in caplog.text)
+        return is_recorded(conn, model, directory)
+
     monkeypatch.setattr(checkpoint_records, "add", broken)
+    monkeypatch.setattr(checkpoint_records, "is_recorded", look)
     model = await world.model()
     saved = await _save(world, model, 1)
     assert (await world.done(saved)).status is FutureStatus.FAILED
     assert "a bug" in (await journal.error_of(world.store, saved)).message
     assert _directories(world) == []
+    assert logged[-1]

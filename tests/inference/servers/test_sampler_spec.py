@@ -2,19 +2,17 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
-from skyrl_tinker.errors import SamplerError, StartupError
+from skyrl_tinker.errors import StartupError
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.inference.vllm.vllm_arguments import check
-from skyrl_tinker.inference.vllm.vllm_process import VllmProcess, flags, require_memory
+from skyrl_tinker.inference.vllm.vllm_process import VllmProcess, flags
 
 FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
-SPEC = SamplerSpec(FACTS, 129, "cpu", "float32", 8, 1, 1, "/nowhere", 1.0, engine=VllmProcess())
+SPEC = SamplerSpec(FACTS, "cpu", "float32", 8, 1, 1, "/nowhere", 1.0, engine=VllmProcess())
 
 
 ON_GPU = replace(SPEC, device="cuda", dtype="bfloat16")
@@ -23,22 +21,6 @@ ON_GPU = replace(SPEC, device="cuda", dtype="bfloat16")
 def value_of(given: list[str], flag: str) -> str:
     assert given.count(flag) == 1, flag
     return given[given.index(flag) + 1]
-
-
-def test_weights_in_another_format_take_no_memory(tmp_path: Path) -> None:
-    spec = replace(SPEC, model=replace(FACTS, directory=str(tmp_path)))
-    for name in ("model.safetensors", "consolidated.safetensors"):
-        with (tmp_path / name).open("wb") as file:
-            file.truncate(1024 * MiB)
-    with pytest.raises(SamplerError, match=r"2048 for weights"):
-        require_memory(spec, available=0)
-
-
-def test_damaged_files_of_weights_are_a_failure_of_this_sampler(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
-    spec = replace(SPEC, model=replace(FACTS, directory=str(tmp_path)))
-    with pytest.raises(SamplerError, match=r"index\.json names gone\.safetensors, which are not there"):
-        require_memory(spec, available=0)
 
 
 def test_vllm_reads_the_same_files_of_a_model_as_the_trainer() -> None:

@@ -7,7 +7,7 @@ from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.inference.vllm.vllm_process import VllmProcess, flags, visible_gpus
 
 FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
-OWN = SamplerSpec(FACTS, 129, "cuda", "bfloat16", 8, 1, 1, "/nowhere", 1.0, replicas=2, engine=VllmProcess())
+OWN = SamplerSpec(FACTS, "cuda", "bfloat16", 8, 1, 1, "/nowhere", 1.0, replicas=2, engine=VllmProcess())
 RANKS = tuple(Gpu("node", str(index)) for index in (4, 5, 6, 7))
 SHARED = replace(OWN, tensor_parallel_size=2, shared_gpus=RANKS)
 

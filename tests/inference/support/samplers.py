@@ -102,7 +102,6 @@ def load_weights(directory: Path) -> dict[str, np.ndarray]:
 def spec_of(facts: BaseModelFacts, log_dir: Path) -> SamplerSpec:
     return SamplerSpec(
         model=facts,
-        max_model_len=CONTEXT + 1,
         device="cpu",
         dtype="float32",
         max_lora_rank=16,
