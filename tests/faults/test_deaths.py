@@ -2,7 +2,7 @@
 
 The same models and samplers live through all of them, and answer to the bit as their twins did that nobody
 disturbed: nothing is lost and nothing runs twice. Other modules here stop processes, kill them repeatedly or
-two at once. Deaths of Ray's daemons and of `serve` are for scripts/proofs healing, with the others before them.
+two at once. Deaths of Ray's daemons and of `serve` come last, in scripts/proofs healing.
 """
 
 import re
