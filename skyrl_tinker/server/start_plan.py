@@ -70,6 +70,15 @@ def _measured(request: str) -> str:
     return _run(_NO_PLAN, "-m", "skyrl_tinker.server.costs_process", given=request)
 
 
+def require_planned(settings: Settings) -> None:
+    """Refuse settings that name no base model, or with which a start makes no plan, with StartupError."""
+    if "base_model" not in settings.model_fields_set:
+        raise StartupError("base_model: found none, expected --base-model, or one in the file of --config")
+    unplanned = ("sampler_urls", "prefill_urls", "decode_urls", "ray_address")
+    if found := next((name for name in unplanned if getattr(settings, name)), None):
+        raise StartupError(f"{found}: found one, with which `serve` plans nothing; leave it out for a plan")
+
+
 def plan(
     settings: Settings,
     gpus: Gpus,
