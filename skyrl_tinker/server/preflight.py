@@ -86,23 +86,13 @@ def _require_use(settings: Settings, heirs: Sequence[Settings] = ()) -> None:
 
 
 def _check_trained(settings: Settings) -> None:
-    """Refuse several trained base models where it is not known which GPUs each gets."""
+    """Refuse several trained base models on a cluster."""
     further = settings.further_trained
     if further and settings.ray_address is not None:
         raise StartupError(
             f"bases.{further[0].base_model}.roles: found train with --ray-address, expected sample alone: on "
             "a cluster only base_model is trained"
         )
-    if further and settings.device == "cuda":
-        tables = ((f"bases.{own.base_model}: ", own, settings.bases[own.base_model]) for own in further)
-        for whose, own, given in (("", settings, settings), *tables):
-            ours = own.samples and not own.external_urls
-            wanted = ("trainer_ranks", "replicas") if ours else ("trainer_ranks",)
-            if missing := [name for name in wanted if name not in given.model_fields_set]:
-                raise StartupError(
-                    f"{whose}--device cuda with several base models that are trained: set "
-                    f"{' and '.join(missing)} of each, as no plan divides the GPUs between them"
-                )
 
 
 def _check_standby(settings: Settings) -> None:
