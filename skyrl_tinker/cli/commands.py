@@ -183,7 +183,8 @@ def import_adapter(
     """
     from skyrl_tinker.cli import import_adapter as importing
 
-    print(importing.import_adapter(directory, settings, name=name, served=base_model, key=key))
+    with database.told_if_new(settings):
+        print(importing.import_adapter(directory, settings, name=name, served=base_model, key=key))
 
 
 @app.command()
@@ -230,8 +231,8 @@ def plan(
         return start_plan.measure_costs(config, demand, ranks)
 
     with one_line_errors():
-        if full:
         given = {"base_model": base_model, **given, "device": "cuda"}
+        if full:
             given["max_lora_rank"] = 0
         if not config.load(config_file, **given).plan:  # of the file or the environment
             given["plan"] = True
