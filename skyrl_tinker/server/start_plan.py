@@ -153,7 +153,7 @@ def _planned(
         raise StartupError(_refusal(settings, gpus, found.problem, found.place, found.lines))
     shown = (replace(each, reason="by default") if each.setting in unset else each for each in found.choices)
     lines = (f"  {choice}" for choice in shown)
-    tell("\n".join((f"planned{whose} for {_named(gpus)} (not with --no-plan):", *lines)))
+    tell("\n".join((f"planned{whose} for {_named(gpus)}; `serve --no-plan` leaves it to you:", *lines)))
     return {choice.setting: choice.value for choice in found.choices}
 
 

@@ -66,7 +66,7 @@ def test_one_gpu_is_shared_and_the_user_is_told_what_was_chosen_and_why(model: P
     assert (placed.placement, placed.trainer_ranks, placed.replicas) == ("colocated", 1, 1)
     assert placed.token_budget == 4096  # rows that keep all activations beside the base
     assert 1 < placed.resident_models < 20
-    assert told.startswith("planned for 1 GPU of 80 GB (not with --no-plan):\n")
+    assert told.startswith("planned for 1 GPU of 80 GB; `serve --no-plan` leaves it to you:\n")
     for line in ("--placement colocated", "--trainer-ranks 1", "--token-budget 4096", "--resident-models"):
         assert f"\n  {line}" in told
     assert "keep all activations" in told
