@@ -88,8 +88,10 @@ def plan(
 ) -> CapacityPlan:
     """Plan a server of these settings. Given ones are kept, the rest chosen.
 
-    Raises StartupError for a base model that cannot be served, and for GPUs that are too few.
+    Raises StartupError for a base model that cannot be served, for GPUs that are too few, and for float32.
     """
+    if settings.trainer_dtype == "float32":
+        raise StartupError(f"--trainer-dtype float32: {_NO_PLAN}, as it counts the memory of bfloat16")
     config, facts = base_model.read_config(settings)
     demand = _demand(settings, gpus, facts, tenants)
     return make_plan(demand, facts, partial(costs_of, config, demand))

@@ -217,6 +217,12 @@ def test_of_base_models_on_demand_the_largest_has_gpus(model: Path) -> None:
         _place(model, 4, trainer_ranks=1, bases={others[0]: large, others[1]: {}})
 
 
+def test_float32_is_not_planned_as_bfloat16(model: Path) -> None:
+    with pytest.raises(StartupError, match=r"^--trainer-dtype float32: .*serve --no-plan"):
+        _place(model, 1, replicas=0, trainer_dtype="float32")
+    assert _place(model, 1, replicas=0, trainer_dtype="float32", plan=False)[0].trainer_dtype == "float32"
+
+
 def test_a_server_without_samplers_trains_on_all_gpus(model: Path) -> None:
     (other := model / "other").mkdir()
     (other / "config.json").write_text(json.dumps(QWEN3_8B))
