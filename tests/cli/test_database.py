@@ -45,7 +45,8 @@ def fail(settings: Settings, *arguments: str | Path) -> str:
 
 def test_a_home_that_a_migration_makes_is_told_as_new(tmp_path: Path) -> None:
     settings = config.load(home=tmp_path / "elsewhere")
-    told = f"skyrl-tinker: made {tmp_path}/elsewhere/skyrl-tinker.db: this home is new, no server has run with it\n"
+    made = settings.root / "skyrl-tinker.db"
+    told = f"skyrl-tinker: made {made}: this home is new, no server has run with it\n"
     assert [db(settings, "migrate").stderr for _ in range(2)] == [told, ""]
 
 
