@@ -10,7 +10,14 @@ import typer
 
 from skyrl_tinker import __version__, config
 from skyrl_tinker.cli import database, keys, server_commands
-from skyrl_tinker.cli.options import SettingsCommand, one_line_errors, path, with_options, with_settings
+from skyrl_tinker.cli.options import (
+    Config,
+    SettingsCommand,
+    one_line_errors,
+    path,
+    with_options,
+    with_settings,
+)
 from skyrl_tinker.cli.terminal import tell
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.units import GB, counted
@@ -176,7 +183,8 @@ def import_adapter(
     """
     from skyrl_tinker.cli import import_adapter as importing
 
-    print(importing.import_adapter(directory, settings, name=name, served=base_model, key=key))
+    with database.told_if_new(settings):
+        print(importing.import_adapter(directory, settings, name=name, served=base_model, key=key))
 
 
 @app.command()
@@ -193,7 +201,11 @@ def import_adapter(
     "bases",
 )
 def plan(
-    base_model: Annotated[str, typer.Option(help="A directory with config.json, or a hub name")],
+    config_file: Config = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(help="A directory with config.json, or a hub name [default: that of --config]"),
+    ] = None,
     gpus: Annotated[int, typer.Option(help="GPUs to plan for", min=1, max=64)] = 1,
     gpu_memory: Annotated[float, typer.Option(help="GB of each GPU", min=1)] = 80,
     full: Annotated[bool, typer.Option("--full", help="As --max-lora-rank 0: all parameters train")] = False,
@@ -203,9 +215,10 @@ def plan(
 ) -> None:
     """Show whether `serve` with these options fits on GPUs, before there are any, and the command to copy.
 
-    Options that are given are kept, the others have the defaults of `serve`. Exit code 1 if it does not fit.
-    Each base model of --also has GPUs of its own, one for training and one for sampling as its roles say, and
-    --base-model has the rest; of those on demand (--also NAME:train,on_demand) the largest counts alone. The
+    Options that are given are kept, as are settings of --config and the environment; the others have the
+    defaults of `serve`. Exit code 1 if it does not fit. Each base model of --also has GPUs of its own, one
+    for training and one for sampling as its roles say, or as many as its table [bases.NAME] in the file says;
+    --base-model has the rest. Of those on demand (--also NAME:train,on_demand) the largest counts alone. The
     trainer's forward and backward run on tensors without content, which takes seconds on a CPU and no
     weights: config.json is enough.
     """
@@ -218,17 +231,22 @@ def plan(
         return start_plan.measure_costs(config, demand, ranks)
 
     with one_line_errors():
+        given = {"base_model": base_model, **given, "device": "cuda"}
         if full:
             given["max_lora_rank"] = 0
-        settings = config.load(base_model=base_model, device="cuda", **given)
+        if not config.load(config_file, **given).plan:  # of the file or the environment
+            given["plan"] = True
+        settings = config.load(config_file, **given)
+        start_plan.require_planned(settings)
+        serve = plan_output.serve_line(config_file, given)
         further: list[str] = []
         there = start_plan.Gpus(gpus, gpu_memory * GB)
         placed, left = start_plan.beside_further(settings, there, measured, further.append)
         found = start_plan.plan(settings, left, measured, tenants=tenants)
     if as_json:
-        print(plan_output.as_json(found, settings, placed.bases))
+        print(plan_output.as_json(found, placed.bases, serve))
     else:
-        print("\n\n".join((*further, plan_output.as_table(found, settings))))
+        print("\n\n".join((*further, plan_output.as_table(found, serve, samples=settings.samples))))
     if found.problem is not None:
         raise typer.Exit(1)
 

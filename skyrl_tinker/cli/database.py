@@ -1,6 +1,8 @@
 """`skyrl-tinker db`: the server's database: its schema, backups, and the paths in it."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +10,7 @@ import typer
 from sqlalchemy import make_url
 
 from skyrl_tinker.cli.options import path, with_settings
+from skyrl_tinker.cli.terminal import tell
 from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import StartupError, UserError
 
@@ -21,9 +24,10 @@ def migrate(settings: Settings) -> None:
     from skyrl_tinker.directories import Directories
     from skyrl_tinker.store.database.migrate import migrate as upgrade
 
-    Directories(settings).make()
-    upgrade(settings.store_url, settings.root)
-    print(f"up to date: {make_url(settings.store_url)}")  # without its password
+    with told_if_new(settings):
+        Directories(settings).make()
+        upgrade(settings.store_url, settings.root)
+        print(f"up to date: {make_url(settings.store_url)}")  # without its password
 
 
 @app.command()
@@ -96,9 +100,23 @@ def _relocate(settings: Settings, old: Path, new: Path) -> int:
 
 def existing_database(settings: Settings) -> str:
     """Return the URL of a database that exists. Raises StartupError when it does not."""
+    if missing := _missing_file(settings):
+        raise StartupError(f"no database {missing}: no server has run there")
+    return settings.store_url
+
+
+@contextmanager
+def told_if_new(settings: Settings) -> Iterator[None]:
+    """Say at the end that a command has made a home where there was no database: it may be the wrong one."""
+    missing = _missing_file(settings)
+    yield
+    if missing:
+        tell(f"made {missing}: this home is new, no server has run with it")
+
+
+def _missing_file(settings: Settings) -> Path | None:
+    """Return SQLite's file if it is not there yet."""
     from skyrl_tinker.store.database.opening import file_of
 
-    database = file_of(settings.store_url)
-    if database is not None and not database.exists():
-        raise StartupError(f"no database {database}: no server has run there")
-    return settings.store_url
+    file = file_of(settings.store_url)
+    return None if file is None or file.exists() else file

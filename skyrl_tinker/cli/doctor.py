@@ -74,6 +74,7 @@ def report(settings: Settings, age_s: float = 0.0) -> bool:
         "home": lambda: _home(settings.root),
         "disk": lambda: _disk(settings),
         "database": lambda: _database(settings),
+        "host": lambda: _host(settings),
         **({"storage": lambda: _storage(settings)} if elsewhere else {}),
         "open files": _open_files,
         **({"port": lambda: _port(settings)} if running is None else {"server": lambda: str(running)}),
@@ -225,6 +226,11 @@ def _port(settings: Settings) -> str:
     return f"{settings.host}:{settings.port} is free"
 
 
+def _host(settings: Settings) -> str:
+    preflight.check_host(settings)
+    return settings.host
+
+
 def _libraries(device: str) -> str:
     """Look for the parts of the system that the packages need."""
     if device == "cuda":
@@ -305,7 +311,7 @@ def _served_before(settings: Settings) -> str:
 def _described(settings: Settings) -> str:
     if settings.base_model == TINY:
         return f"tiny, made on first use{'' if settings.samples else ', training only'}"
-    _, facts = base_model.read_config(settings)
+    facts = base_model.resolve(settings)
     use = f"sampled by {facts.sampler}" if facts.sampleable else "training only"
     return f"{settings.base_model}: {facts.architecture}, {facts.context_length} tokens of context, {use}"
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, overload
 
 import typer
 
-from skyrl_tinker.cli.database import existing_database
+from skyrl_tinker.cli.database import existing_database, told_if_new
 from skyrl_tinker.cli.options import seconds, with_added, with_settings
 from skyrl_tinker.config import Settings, description_of
 from skyrl_tinker.protocol.validation.key_limits import KeyLimits, changes_of
@@ -67,9 +67,10 @@ def create(
         adopted = api_keys.adopt(conn, name, api_keys.NO_KEY) if adopt else 0
         return key, adopted, owners.count_ownerless(conn)
 
-    Directories(settings).make()
-    migrate(settings.store_url, settings.root)
-    key, adopted, left = write_once(settings.store_url, create_key)
+    with told_if_new(settings):
+        Directories(settings).make()
+        migrate(settings.store_url, settings.root)
+        key, adopted, left = write_once(settings.store_url, create_key)
     print(key)
     print(f"a key of the server with home {settings.root}, {_SHOWN_ONCE}", file=sys.stderr)
     if adopt:
@@ -172,11 +173,13 @@ def purge(
     Also published checkpoints, which others use. Metadata goes at once, files and rows within minutes on a
     running server; rows of checkpoints, and of models in training, as long after as those of others.
     """
+    from skyrl_tinker.store import api_keys
     from skyrl_tinker.store.retention import key_purges
 
+    former = _run(settings, lambda conn: api_keys.find_dead(conn, key))
     if not yes:
-        typer.confirm(f"delete all that key {key} made?", abort=True)
-    sessions, checkpoints = _run(settings, lambda conn: key_purges.purge_key(conn, key))
+        typer.confirm(f"delete all that key {former.id} ({former.name}) made?", abort=True)
+    sessions, checkpoints = _run(settings, lambda conn: key_purges.purge_key(conn, str(former.id)))
     print(f"purged: {sessions} session(s), {checkpoints} checkpoint(s)")
 
 

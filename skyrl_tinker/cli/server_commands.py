@@ -190,14 +190,14 @@ def delete_checkpoints(
     if bool(paths) == (run is not None or older_than is not None):
         raise typer.BadParameter("expected either paths, or --run, --older-than or both")
     with one_line_errors(), understood():
-        server = _running(url, home, config_file)
+        server, chosen = _running(url, home, config_file), [tinker_path.parse(path) for path in paths or ()]
         if not paths:
             found = server.checkpoints(run, older_than or 0)
             show(running_server.checkpoint_lines(found))
-            paths = [each["tinker_path"] for each in found]
-        if paths and not yes:
-            typer.confirm(f"delete {counted(len(paths), 'checkpoint')}?", abort=True)
-        deleted = sum(server.delete_checkpoint(tinker_path.parse(path)) for path in paths)
+            chosen = [tinker_path.parse(each["tinker_path"]) for each in found]
+        if chosen and not yes:
+            typer.confirm(f"delete {counted(len(chosen), 'checkpoint')}?", abort=True)
+        deleted = sum(map(server.delete_checkpoint, chosen))
         show([f"deleted: {deleted}"])
 
 

@@ -6,7 +6,7 @@ whose tables (`Timeouts`, `BaseOverrides`, …) hold what belongs together, and 
 
 from skyrl_tinker.config.descriptions import SECTIONS, default_of, description_of, keys_of, takes_pairs
 from skyrl_tinker.config.former_settings import FORMER, successor
-from skyrl_tinker.config.loading import load, read_back
+from skyrl_tinker.config.loading import load, read_back, variables
 from skyrl_tinker.config.setting_tables import (
     BaseOverrides,
     Bodies,
@@ -40,4 +40,5 @@ __all__ = [
     "read_back",
     "successor",
     "takes_pairs",
+    "variables",
 ]

@@ -100,12 +100,16 @@ def _json_or_text(value: str) -> Any:
         return value
 
 
+def variables() -> dict[str, str]:
+    """Return the variables of the environment with our prefix, by the names of their settings."""
+    prefix = Settings.model_config["env_prefix"]
+    return {name.removeprefix(prefix).lower(): name for name in os.environ if name.startswith(prefix)}
+
+
 def _unknown_variables() -> dict[str, str]:
     """Return variables with our prefix that are no settings, to be refused like other unknown keys."""
-    prefix = Settings.model_config["env_prefix"]
-    ours = {name.removeprefix(prefix).lower(): name for name in os.environ if name.startswith(prefix)}
     return {
         key: os.environ[name]
-        for key, name in ours.items()
+        for key, name in variables().items()
         if key not in {*Settings.model_fields, *_SETUP_ONLY}
     }

@@ -24,6 +24,7 @@ from skyrl_tinker.storage import owner_mark
 from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, CheckpointStorage, Storage, open_storage
 from skyrl_tinker.storage.owner_mark import LocalPlace
 from skyrl_tinker.store import api_keys, checkpoint_records, server_state
+from skyrl_tinker.store.database.migrate import is_migrated
 from skyrl_tinker.store.database.opening import file_of
 from skyrl_tinker.store.replay import snapshot_records
 from skyrl_tinker.store.store import write_once
@@ -86,23 +87,13 @@ def _require_use(settings: Settings, heirs: Sequence[Settings] = ()) -> None:
 
 
 def _check_trained(settings: Settings) -> None:
-    """Refuse several trained base models where it is not known which GPUs each gets."""
+    """Refuse several trained base models on a cluster."""
     further = settings.further_trained
     if further and settings.ray_address is not None:
         raise StartupError(
             f"bases.{further[0].base_model}.roles: found train with --ray-address, expected sample alone: on "
             "a cluster only base_model is trained"
         )
-    if further and settings.device == "cuda":
-        tables = ((f"bases.{own.base_model}: ", own, settings.bases[own.base_model]) for own in further)
-        for whose, own, given in (("", settings, settings), *tables):
-            ours = own.samples and not own.external_urls
-            wanted = ("trainer_ranks", "replicas") if ours else ("trainer_ranks",)
-            if missing := [name for name in wanted if name not in given.model_fields_set]:
-                raise StartupError(
-                    f"{whose}--device cuda with several base models that are trained: set "
-                    f"{' and '.join(missing)} of each, as no plan divides the GPUs between them"
-                )
 
 
 def _check_standby(settings: Settings) -> None:
@@ -217,10 +208,10 @@ def check_room(home: Path) -> None:
 
 
 def check_host(settings: Settings) -> None:
-    """Refuse to open the server to a network by mistake. The database must be migrated."""
+    """Refuse to open the server to a network by mistake. A database without tables has no keys."""
     if settings.insecure or _is_loopback(settings.host):
         return
-    if not write_once(settings.store_url, api_keys.count_keys):
+    if not (is_migrated(settings.store_url) and write_once(settings.store_url, api_keys.count_keys)):
         raise StartupError(
             f"--host {settings.host} is open to the network and there are no API keys; make one with "
             "`skyrl-tinker keys create`, with this --home and --database-url, use 127.0.0.1, or add "

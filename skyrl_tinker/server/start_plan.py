@@ -70,6 +70,15 @@ def _measured(request: str) -> str:
     return _run(_NO_PLAN, "-m", "skyrl_tinker.server.costs_process", given=request)
 
 
+def require_planned(settings: Settings) -> None:
+    """Refuse settings that name no base model, or with which a start makes no plan, with StartupError."""
+    if "base_model" not in settings.model_fields_set:
+        raise StartupError("base_model: found none, expected --base-model, or one in the file of --config")
+    unplanned = ("sampler_urls", "prefill_urls", "decode_urls", "ray_address")
+    if found := next((name for name in unplanned if getattr(settings, name)), None):
+        raise StartupError(f"{found}: found one, with which `serve` plans nothing; leave it out for a plan")
+
+
 def plan(
     settings: Settings,
     gpus: Gpus,
@@ -79,8 +88,10 @@ def plan(
 ) -> CapacityPlan:
     """Plan a server of these settings. Given ones are kept, the rest chosen.
 
-    Raises StartupError for a base model that cannot be served, and for GPUs that are too few.
+    Raises StartupError for a base model that cannot be served, for GPUs that are too few, and for float32.
     """
+    if settings.trainer_dtype == "float32":
+        raise StartupError(f"--trainer-dtype float32: {_NO_PLAN}, as it counts the memory of bfloat16")
     config, facts = base_model.read_config(settings)
     demand = _demand(settings, gpus, facts, tenants)
     return make_plan(demand, facts, partial(costs_of, config, demand))
@@ -144,7 +155,7 @@ def _planned(
         raise StartupError(_refusal(settings, gpus, found.problem, found.place, found.lines))
     shown = (replace(each, reason="by default") if each.setting in unset else each for each in found.choices)
     lines = (f"  {choice}" for choice in shown)
-    tell("\n".join((f"planned{whose} for {_named(gpus)} (not with --no-plan):", *lines)))
+    tell("\n".join((f"planned{whose} for {_named(gpus)}; `serve --no-plan` leaves it to you:", *lines)))
     return {choice.setting: choice.value for choice in found.choices}
 
 

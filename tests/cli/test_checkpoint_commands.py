@@ -110,6 +110,7 @@ def test_checkpoints_are_listed_and_deleted_by_run_and_age(
         (["tinker://a/weights/b", "--older-than", "1d"], "expected either paths"),
         (["--older-than", "3months"], "found '3months', expected a number and a unit"),
         (["a", "--yes"], "'a' is not a checkpoint path"),
+        (["tinker://a/weights/b", "a"], "exit code 1: skyrl-tinker: 'a' is not a checkpoint path"),
     ],
 )
 def test_a_deletion_of_nothing_or_of_a_wrong_path_is_refused(arguments: list[str], told: str) -> None:

@@ -342,6 +342,27 @@ def test_a_file_in_place_of_a_directory_is_told_with_its_option(tmp_path: Path, 
     assert told.endswith(f"; choose another directory with --{setting}\n")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "keys list",
+        "keys limit a --models 1",
+        "keys rotate a",
+        "keys revoke a",
+        "keys adopt a --from b",
+        "keys purge a",
+        "keys rotate-secrets",
+        "db backup copy.db",
+        "db relocate /old /tmp",
+    ],
+)
+def test_commands_that_read_or_change_make_no_home(tmp_path: Path, command: str) -> None:
+    home = tmp_path / "home"
+    told = one_line(*command.split(), "--home", home)
+    assert told == f"skyrl-tinker: no database {home}/skyrl-tinker.db: no server has run there\n"
+    assert not list(tmp_path.iterdir())
+
+
 def test_any_home_has_its_own_database(tmp_path: Path) -> None:
     home = tmp_path / "50%25 of a?b"
     assert file_of(config.load(home=home).store_url) == home / "skyrl-tinker.db"

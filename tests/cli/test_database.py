@@ -43,6 +43,13 @@ def fail(settings: Settings, *arguments: str | Path) -> str:
     return result.stderr
 
 
+def test_a_home_that_a_migration_makes_is_told_as_new(tmp_path: Path) -> None:
+    settings = config.load(home=tmp_path / "elsewhere")
+    made = settings.root / "skyrl-tinker.db"
+    told = f"skyrl-tinker: made {made}: this home is new, no server has run with it\n"
+    assert [db(settings, "migrate").stderr for _ in range(2)] == [told, ""]
+
+
 def add_checkpoint(settings: Settings, directory: Path) -> None:
     def add(conn: Connection) -> None:
         session = session_records.create(conn, owner=None, sdk_version="")

@@ -16,10 +16,14 @@ from skyrl_tinker import config
 from skyrl_tinker.cli import doctor
 from skyrl_tinker.cli.commands import app
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.weight_files import INDEX_FILE
 from skyrl_tinker.engine.bases.base_memory import base_memory
 from skyrl_tinker.inference.servers.sampler_memory import PROCESS_BYTES
 from skyrl_tinker.server.base_models import base_model, catalog
 from skyrl_tinker.server.base_models.tiny_model import make_model
+from skyrl_tinker.store import api_keys
+from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.store import write_once
 from skyrl_tinker.system.atomic_directory import write_file
 from skyrl_tinker.system.process_lock import process_lock
 from tests.support.postgres import Postgres
@@ -244,6 +248,31 @@ def test_it_tells_a_default_base_model_from_the_one_that_the_home_was_served_wit
     for given in ("tiny", str(tmp_path / "mine")):
         found = _doctor(capsys, home=tmp_path / "home", base_model=given)
         assert "last served" not in found["base model"]
+
+
+def test_a_host_open_to_the_network_needs_keys_as_for_serve(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    settings = config.load(home=tmp_path / "home", host="0.0.0.0")
+    refusal = "FAIL  --host 0.0.0.0 is open to the network and there are no API keys; make one with"
+    given = settings.model_dump(exclude_unset=True)
+    assert _doctor(capsys, **given)["host"].startswith(refusal)
+    assert not settings.root.exists()
+    assert _doctor(capsys, **given, insecure=True)["host"] == "0.0.0.0"
+    migrate(settings.store_url)
+    assert _doctor(capsys, **given)["host"].startswith(refusal)
+    write_once(settings.store_url, lambda conn: api_keys.create(conn, "alice"))
+    assert _doctor(capsys, **given)["host"] == "0.0.0.0"
+
+
+def test_weights_that_are_not_there_are_told_as_by_serve(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    make_model(model := tmp_path / "model")
+    (model / INDEX_FILE).write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    found = _doctor(capsys, home=tmp_path / "home", base_model=str(model))
+    assert found["base model"].startswith("FAIL  ")
+    assert "gone.safetensors, which are not there" in found["base model"]
 
 
 def test_it_asks_database_and_storage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from typer.testing import CliRunner
 
 from skyrl_tinker import config
 from skyrl_tinker.cli.commands import app
-from skyrl_tinker.cli.plan_output import _serve
+from skyrl_tinker.cli.plan_output import serve_line
+from skyrl_tinker.server import preflight
 from tests.support.model_configs import QWEN3_8B, SMALL
 
 
@@ -82,7 +85,7 @@ def test_further_base_models_are_planned_beside_the_first(tmp_path: Path) -> Non
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith(f"{teacher} is sampled on 1 GPU of 80 GB\n")
     assert re.search(r"\n  --placement separate .*\n  --trainer-ranks 1 ", result.stdout)
-    served = f"--base-model {tmp_path} --also {teacher}:sample --device cuda"
+    served = f"--base-model {tmp_path} --also {teacher} --device cuda"
     assert result.stdout.splitlines()[-1] == f"  skyrl-tinker serve {served}"
     refused = _plan(tmp_path, SMALL, "--gpus", "1", *also)
     assert refused.exit_code == 1
@@ -90,8 +93,88 @@ def test_further_base_models_are_planned_beside_the_first(tmp_path: Path) -> Non
 
 
 def test_its_command_says_which_base_models_start_on_demand() -> None:
-    settings = config.load(base_model="A", bases=["B:train,on_demand", "C"])
-    assert _serve(settings) == "skyrl-tinker serve --base-model A --also B:train,on_demand --also C:sample"
+    given = {"base_model": "A", "replicas": None, "bases": ["B:train,on_demand", "C"]}
+    assert serve_line(None, given) == "skyrl-tinker serve --base-model A --also B:train,on_demand --also C"
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """Directories of two base models."""
+    for name in ("student one", "teacher"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(SMALL))
+    return tmp_path / "student one", tmp_path / "teacher"
+
+
+def _started(line: str, monkeypatch: pytest.MonkeyPatch) -> config.Settings:
+    """Return the settings that a printed command starts a server with, in a shell without variables."""
+    words = shlex.split(line)
+    variables, command = words[: words.index("skyrl-tinker")], words[words.index("skyrl-tinker") + 1 :]
+    for name in config.variables().values():
+        monkeypatch.delenv(name)
+    for name, _, value in (each.partition("=") for each in variables):
+        monkeypatch.setenv(name, value)
+    shown = CliRunner().invoke(app, [*command, "--show-config"])
+    assert shown.exit_code == 0, shown.output
+    settings = config.Settings.model_validate(tomllib.loads(shown.stdout))
+    preflight.check_settings(settings)
+    return settings
+
+
+def test_the_tables_of_a_file_are_planned_and_its_command_names_the_file(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student, teacher = pair
+    (file := tmp_path / "my server.toml").write_text(
+        f'base_model = "{student}"\nport = 9\nplan = false\ncontext_length = 64\n'
+        f'[bases."{teacher}"]\ntensor_parallel_size = 2\n'
+    )
+    options = ["--config", str(file), "--gpus", "4", "--context-length", "4096"]
+    result = CliRunner().invoke(app, ["plan", *options])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(f"{teacher} is sampled on 2 GPUs of 80 GB\n")
+    line = result.stdout.splitlines()[-1].strip()
+    options = "--context-length 4096 --device cuda --plan"
+    assert line == f"skyrl-tinker serve --config {shlex.quote(str(file))} {options}"
+    settings = _started(line, monkeypatch)
+    assert (settings.base_model, settings.port, settings.context_length) == (str(student), 9, 4096)
+    assert (settings.device, settings.plan) == ("cuda", True)
+    assert settings.bases[str(teacher)].tensor_parallel_size == 2
+
+
+def test_the_tables_of_the_environment_are_in_its_command(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student, teacher = pair
+    monkeypatch.setenv("SKYRL_TINKER_BASES", json.dumps({str(teacher): {"tensor_parallel_size": 2}}))
+    monkeypatch.setenv("SKYRL_TINKER_TIMEOUTS", '{"base_idle_s": 5}')
+    monkeypatch.setenv("SKYRL_TINKER_DATABASE_URL", "postgresql+psycopg://me:secret@host/name")
+    also = ["--also", f"{teacher}:train,sample"]
+    result = CliRunner().invoke(app, ["plan", "--base-model", str(student), "--gpus", "5", *also, "--json"])
+    assert result.exit_code == 0, result.output
+    assert "secret" not in result.stdout
+    settings = _started(json.loads(result.stdout)["serve"], monkeypatch)
+    assert settings.base_model == str(student)
+    assert settings.timeouts.base_idle_s == 5
+    own = settings.bases[str(teacher)]
+    assert (own.roles, own.tensor_parallel_size) == (("train", "sample"), 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "refusal"),
+    [
+        ("port = 9\n", "base_model: found none, expected --base-model, or one in the file of --config"),
+        ("base_model = 'a'\nsampler_urls = ['http://a:9']\n", "sampler_urls: found one, with which `serve` "),
+        ("base_model = 'a'\nray_address = 'a:9'\n", "ray_address: found one, with which `serve` plans"),
+    ],
+)
+def test_a_file_with_which_no_server_is_planned_is_refused(
+    tmp_path: Path, content: str, refusal: str
+) -> None:
+    (file := tmp_path / "server.toml").write_text(content)
+    result = CliRunner().invoke(app, ["plan", "--config", str(file)])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"skyrl-tinker: {refusal}")
 
 
 def test_what_does_not_fit_ends_with_an_error(tmp_path: Path) -> None:

@@ -179,6 +179,16 @@ def test_other_hosts_need_a_key(home: Path, host: str) -> None:
     preflight.check_host(settings)  # which lets nobody in, but opens nothing
 
 
+def test_a_database_that_is_not_there_has_no_keys_and_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="there are no API keys"):
+        preflight.check_host(config.load(home=tmp_path / "home", host="0.0.0.0"))
+    assert not (tmp_path / "home").exists()
+
+
+def test_several_trained_base_models_need_no_numbers_of_gpus_as_they_are_planned() -> None:
+    preflight.check_settings(config.load(device="cuda", bases=["other:train,sample"]))
+
+
 def test_any_host_goes_when_asked_for(home: Path) -> None:
     preflight.check_host(config.load(home=home, host="0.0.0.0", insecure=True))
 

@@ -66,7 +66,7 @@ def test_one_gpu_is_shared_and_the_user_is_told_what_was_chosen_and_why(model: P
     assert (placed.placement, placed.trainer_ranks, placed.replicas) == ("colocated", 1, 1)
     assert placed.token_budget == 4096  # rows that keep all activations beside the base
     assert 1 < placed.resident_models < 20
-    assert told.startswith("planned for 1 GPU of 80 GB (not with --no-plan):\n")
+    assert told.startswith("planned for 1 GPU of 80 GB; `serve --no-plan` leaves it to you:\n")
     for line in ("--placement colocated", "--trainer-ranks 1", "--token-budget 4096", "--resident-models"):
         assert f"\n  {line}" in told
     assert "keep all activations" in told
@@ -215,6 +215,12 @@ def test_of_base_models_on_demand_the_largest_has_gpus(model: Path) -> None:
     assert "base models on demand share 3 GPUs: one that is idle stops for another" in told
     with pytest.raises(StartupError, match=rf"^bases\.{others[1]}: .* take 1 GPUs, found 4 in all"):
         _place(model, 4, trainer_ranks=1, bases={others[0]: large, others[1]: {}})
+
+
+def test_float32_is_not_planned_as_bfloat16(model: Path) -> None:
+    with pytest.raises(StartupError, match=r"^--trainer-dtype float32: .*serve --no-plan"):
+        _place(model, 1, replicas=0, trainer_dtype="float32")
+    assert _place(model, 1, replicas=0, trainer_dtype="float32", plan=False)[0].trainer_dtype == "float32"
 
 
 def test_a_server_without_samplers_trains_on_all_gpus(model: Path) -> None:

@@ -20,6 +20,7 @@ from skyrl_tinker.domain.ids import OwnerId, SessionId
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import api_keys, owners, session_records
 from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.database.opening import file_of
 from skyrl_tinker.store.store import Store, write_once
 from tests.api.support.process import Api, launched
 from tests.api.support.world import settings_for, write_facts
@@ -108,13 +109,29 @@ def test_keys_are_shown_once_listed_and_revoked(tmp_path: Path) -> None:
     assert made.stdout == f"{key}\n"
     assert key.startswith("tml-")
     assert "shown only now" in made.stderr
+    new = f"made {file_of(settings.store_url)}: this home is new, no server has run with it"
+    assert new in made.stderr
+    assert "is new" not in ours(settings, "keys", "create", "--name", "bob").stderr
     assert ours(settings, "keys", "revoke", "alice").stdout == "revoked: 1 alice\n"
     assert "no live key 'alice'" in ours(settings, "keys", "revoke", "alice", expected=1).stderr
     listed = ours(settings, "keys", "list").stdout
     assert key not in listed
-    (line,) = listed.splitlines()
+    line, _ = listed.splitlines()
     assert line.split()[:2] == ["1", "alice"]
     assert "revoked 2" in line
+
+
+def test_a_key_is_looked_up_before_anybody_is_asked_about_its_purge(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path / "home")
+    ours(settings, "keys", "create", "--name", "alice")
+    for which, told in (("alice", "key 1 (alice) is live: revoke it first"), ("bob", "no key 'bob'")):
+        refused = ours(settings, "keys", "purge", which, expected=1).output
+        assert told in refused
+        assert "delete all" not in refused
+    ours(settings, "keys", "revoke", "alice")
+    asked = ours(settings, "keys", "purge", "alice", expected=1).output
+    assert "delete all that key 1 (alice) made? [y/N]" in asked
+    assert "purged: 0 session(s), 0 checkpoint(s)" in ours(settings, "keys", "purge", "1", "--yes").output
 
 
 def test_what_was_made_without_a_key_can_be_adopted_by_one(tmp_path: Path) -> None:
