@@ -38,11 +38,19 @@ from skyrl_tinker.redaction import redact
 Category = Literal["user", "server", "unknown"]
 MOST_CHARACTERS = 4096
 """Characters of a text about a failure that are kept: part of it may be a client's, of any length."""
+_NO_REASON = "For further information visit "
+"""Beginning of the line that pydantic adds to each error."""
 
 
 def cut(text: str) -> str:
     """Return the first MOST_CHARACTERS of a text, and how many there were."""
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}… ({len(text)} characters)"
+
+
+def last_line(text: str) -> str:
+    """Return the last line of a log or a message that tells something, "none" without one."""
+    lines = (line.strip() for line in reversed(text.splitlines()))
+    return next((line for line in lines if line and not line.startswith(_NO_REASON)), "none")
 
 
 class SkyrlTinkerError(Exception):

@@ -49,7 +49,9 @@ class BaseLimits:
             if row is None:
                 return self.of(self.bases.first)
             if (facts := self.bases.find(row.base_model)) is None:
-                raise UserError(f"{session} is of base model {row.base_model!r}, expected {self.bases}")
+                raise UserError(
+                    f"{session} is of base model {row.base_model!r}, expected {self.bases.sampled}"
+                )
             limits = self.of(self.bases.require_sampleable(facts))
         return self._keep(session, limits)
 
@@ -65,7 +67,7 @@ class BaseLimits:
             row, _ = await self._store.read(
                 lambda conn: openai_models.find_weights(conn, owner, model, self.bases)
             )
-            limits = self.of(self.bases.require_sampleable(self.bases.require(row.base_model)))
+            limits = self.of(self.bases.require_sampled(row.base_model))
         return self._keep(model, limits)
 
     def _keep(self, row_id: str, limits: Limits) -> Limits:

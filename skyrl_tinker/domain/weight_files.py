@@ -1,10 +1,15 @@
 """Files of a model's weights in a directory, by Hugging Face's names."""
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
+"""Errors of reading a header that is damaged."""
+_LENGTH_BYTES = 8
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -26,3 +31,22 @@ def weight_files(directory: Path) -> list[Path]:
     if missing:
         raise ValueError(f"{index} names {', '.join(missing)}, which are not there")
     return files
+
+
+def read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """Read the entries of a safetensors file, by tensor, and where its data begin.
+
+    Raises an error of UNREADABLE for one that is damaged or cut.
+    """
+    with file.open("rb") as opened:
+        total = os.fstat(opened.fileno()).st_size
+        length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
+        data = _LENGTH_BYTES + length
+        if data > total:
+            raise ValueError(f"a header of {length} bytes in a file of {total}")
+        header: dict[str, Any] = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    end = data + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if end > total:
+        raise ValueError(f"it has {total} of {end} bytes")
+    return header, data

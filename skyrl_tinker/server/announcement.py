@@ -1,27 +1,46 @@
-"""Lines that `serve` prints once it is ready: the model, where its files are, and how clients reach it."""
+"""Lines that `serve` prints: while it starts its phases, then models, places, and how clients reach it."""
+
+from collections.abc import Callable, Mapping
 
 from sqlalchemy import make_url
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.bases import Bases
+from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.server.addresses import client_url
 from skyrl_tinker.server.base_models import catalog
 
 READY = "skyrl-tinker ready: "
 """Beginning of the first line; the URL follows."""
+_STARTING_API = "starting the API"
 
 
-def announcement(settings: Settings, bases: Bases, *, keys: bool) -> str:
-    """Return the lines. `keys`: whether clients need an API key."""
+class StartPhases:
+    """Phases of a start, each reported when it begins, and once that the API is slow to tell them."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._phase = ""
+        self._is_slow = False
+
+    def note(self, found: str | None) -> None:
+        """Take the phase that the API tells; None: it did not answer in time."""
+        if found is None and self._phase not in ("", _STARTING_API):
+            if not self._is_slow:
+                self._report("the API is slow to answer")
+            self._is_slow = True
+            return
+        phase = _STARTING_API if found is None else found
+        if phase != self._phase:
+            self._report(phase)
+        self._phase = phase
+
+
+def announcement(settings: Settings, bases: Bases, failed: Mapping[str, str], *, keys: bool) -> str:
+    """Return the lines. `failed`: why base models do not start, by name. `keys`: whether clients need one."""
     url = client_url(settings)
-    models = [
-        f"{facts.name}, {facts.context_length} tokens of context, "
-        + (_trained(settings.for_base(facts.name)) if facts.trainable else "sampling only")
-        + ("" if facts.sampleable else ", training only")
-        + ("" if settings.idle_s_of(facts.name) is None else ", starts on demand")
-        for facts in bases.all
-    ]
+    models = [_model(settings, facts, failed.get(facts.name)) for facts in bases.all]
     facts_of_it = {
         "runs on": _devices(settings),
         "home": f"{settings.root}, logs in {Directories(settings).log_dir}",
@@ -32,6 +51,17 @@ def announcement(settings: Settings, bases: Bases, *, keys: bool) -> str:
     }
     lines = [*(("model", model) for model in models), *facts_of_it.items()]
     return "\n".join([READY + url, *(f"  {name:<11} {value}" for name, value in lines)])
+
+
+def _model(settings: Settings, facts: BaseModelFacts, failure: str | None) -> str:
+    if failure is not None:
+        return failure.removeprefix("base model ")
+    return (
+        f"{facts.name}, {facts.context_length} tokens of context, "
+        + (_trained(settings.for_base(facts.name)) if facts.trainable else "sampling only")
+        + ("" if facts.sampleable else ", training only")
+        + ("" if settings.idle_s_of(facts.name) is None else ", starts on demand")
+    )
 
 
 def _trained(settings: Settings) -> str:

@@ -8,6 +8,8 @@ import os
 import shutil
 from pathlib import Path
 
+from skyrl_tinker import errors
+
 _TAIL_BYTES = 65536
 
 
@@ -30,8 +32,7 @@ def _rotate(log: Path) -> None:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line that is not empty, "none" if there is none."""
+    """Return the last line that tells something, "none" if there is none."""
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "none"
+        return errors.last_line(file.read().decode(errors="replace"))

@@ -12,7 +12,7 @@ from skyrl_tinker.config import BaseOverrides, Settings
 from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
 from skyrl_tinker.domain.units import GB, counted
 from skyrl_tinker.domain.values import BaseModelFacts
-from skyrl_tinker.errors import StartupError
+from skyrl_tinker.errors import StartupError, last_line
 from skyrl_tinker.inference.sampling_engine import engine_of
 from skyrl_tinker.server.base_models import base_model, catalog
 from skyrl_tinker.server.capacity_plan import MOST_TOKENS, CapacityPlan, make_plan, sampler_problem
@@ -256,6 +256,6 @@ def _run(task: str, *arguments: str, given: str = "") -> str:
         preexec_fn=processes.die_with_parent,
     )
     if ended.returncode:
-        said = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
-        raise StartupError(f"{task}: {said[-1]}")
+        said = last_line(ended.stderr or f"exit code {ended.returncode}")
+        raise StartupError(f"{task}: {said}")
     return ended.stdout.splitlines()[-1]

@@ -23,7 +23,7 @@ from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.errors import LeaseLostError, StartupError
 from skyrl_tinker.server import log_files, preflight, shared_settings, start_plan
 from skyrl_tinker.server.addresses import local_url
-from skyrl_tinker.server.announcement import announcement
+from skyrl_tinker.server.announcement import StartPhases, announcement
 from skyrl_tinker.server.api_processes import ApiProcesses
 from skyrl_tinker.server.base_models import base_model, catalog
 from skyrl_tinker.server.child_process import DEATHS_WITHIN_S, MOST_DEATHS, ChildProcess
@@ -227,20 +227,17 @@ class _Supervisor:
 
     async def _announce_ready(self, store: Store) -> None:
         """Poll /readyz and report once it is 200. Raises StartupError when the engine has failed."""
-        reported = ""
+        phases = StartPhases(self._progress)
         # The certificate names the server as its clients know it, not the address used here.
         async with httpx.AsyncClient(trust_env=False, timeout=5.0, verify=False) as client:
             while (status := await _readiness(client, self._settings)) is not None:
                 if status.get("state") == "failed":
-                    raise StartupError(str(status.get("detail")))
-                detail = str(status.get("detail", ""))
-                if detail != reported:
-                    self._progress(detail)
-                reported = detail
+                    raise StartupError(status["detail"])
+                phases.note(status.get("detail"))
                 await asyncio.sleep(_READY_POLL_S)
         self._was_ready = True
-        keys = await store.read(api_keys.count_keys) > 0
-        self._ready(announcement(self._settings, self._bases, keys=keys))
+        failed, keys = await store.read(_failed_bases), await store.read(api_keys.count_keys) > 0
+        self._ready(announcement(self._settings, self._bases, failed, keys=keys))
 
     async def _record_processes(self) -> None:
         """Keep the pid file current, for the next server if this one is killed, and reap dead orphans."""
@@ -312,12 +309,19 @@ def _engine_state(conn: Connection) -> str:
     return "the engine is ready again" if state["state"] == "ready" else str(state["detail"])
 
 
-async def _readiness(client: httpx.AsyncClient, settings: Settings) -> dict[str, object] | None:
-    """Return the status from /readyz; None when it is ready."""
+def _failed_bases(conn: Connection) -> dict[str, str]:
+    """Return why base models do not start, by name."""
+    state: Any = server_state.get(conn, "engine")
+    told = state.get("base_models", {}).items()
+    return {name: detail for name, (phase, detail) in told if phase == "failed"}
+
+
+async def _readiness(client: httpx.AsyncClient, settings: Settings) -> dict[str, str] | None:
+    """Return the status from /readyz, empty where it does not answer; None when it is ready."""
     try:
         response = await client.get(f"{local_url(settings)}/readyz")
     except httpx.TransportError:
-        return {"detail": "starting the API"}
+        return {}
     if response.status_code == httpx.codes.OK:
         return None
     content = response.json()

@@ -3,7 +3,6 @@
 Imports no torch: the engine reads the index too, and bytes have no type.
 """
 
-import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -12,10 +11,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from skyrl_tinker.domain.weight_files import WEIGHTS_FILE, weight_files
+from skyrl_tinker.domain.weight_files import UNREADABLE, WEIGHTS_FILE, read_header, weight_files
 from skyrl_tinker.errors import SamplerError
 
-HEADER_LENGTH_BYTES = 8
 DTYPES = {
     "F64": ("float64", 8),
     "I64": ("int64", 8),
@@ -135,25 +133,17 @@ def _weight_files(directory: Path) -> list[Path]:
 
 def _read_index(path: Path) -> list[StoredTensor]:
     try:
-        with path.open("rb") as file:
-            total = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(HEADER_LENGTH_BYTES), "little")
-            data = HEADER_LENGTH_BYTES + length
-            if data > total:
-                raise ValueError(f"a header of {length} bytes in a file of {total}")
-            header: dict[str, Any] = json.loads(file.read(length))
-        return [
-            _entry(name, value, path, data, total) for name, value in header.items() if name != "__metadata__"
-        ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        header, data = read_header(path)
+        return [_entry(name, value, path, data) for name, value in header.items()]
+    except UNREADABLE as error:
         raise SamplerError(f"'{path}' is not a whole safetensors file: {error}") from error
 
 
-def _entry(name: str, value: dict[str, Any], path: Path, data: int, total: int) -> StoredTensor:
+def _entry(name: str, value: dict[str, Any], path: Path, data: int) -> StoredTensor:
     dtype, itemsize = DTYPES[value["dtype"]]
     begin, end = value["data_offsets"]
     entry = StoredTensor(name, dtype, tuple(value["shape"]), itemsize, str(path), data + begin)
-    if entry.size != end - begin or data + end > total:
+    if entry.size != end - begin:
         raise ValueError(f"tensor {name} lies outside of its bytes")
     return entry
 

@@ -38,7 +38,7 @@ def test_one_that_is_sampled_only_is_not_trained() -> None:
     remedy = "a server with --also teachers/t:train,sample trains it, too"
     with pytest.raises(UserError, match=rf"^{re.escape(words)} that trains: org/student; {remedy}$"):
         bases.require_trainable("/models/t")
-    with pytest.raises(UserError, match="base_model is 'x', expected one that is served"):
+    with pytest.raises(UserError, match=r"^base_model is 'x', expected one that trains: org/student$"):
         bases.require_trainable("x")
 
 
@@ -58,3 +58,9 @@ def test_one_that_is_trained_only_is_not_sampled() -> None:
         words = f"base_model '{refused.name}' is served for training only {told}{after}"
         with pytest.raises(UserError, match=f"^{re.escape(words)}$"):
             Bases(bases).require_sampleable(refused)
+    told = "^base_model is 'x', expected one that is sampled: "
+    for bases, sampled in (((student, TEACHER), "org/teacher"), ((student,), "there is none")):
+        with pytest.raises(UserError, match=f"{told}{sampled}$"):
+            Bases(bases).require_sampled("x")
+    with pytest.raises(UserError, match="is served for training only"):
+        Bases((student, TEACHER)).require_sampled("/models/s")

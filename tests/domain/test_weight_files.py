@@ -1,8 +1,10 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from skyrl_tinker.domain.weight_files import INDEX_FILE, weight_files
+from skyrl_tinker.domain.weight_files import INDEX_FILE, UNREADABLE, read_header, weight_files
 from tests.support.shards import write_index
 
 
@@ -34,3 +36,16 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     touch(tmp_path, first.name)
     with pytest.raises(ValueError, match=f"names {second.name}, which are not there"):
         weight_files(tmp_path)
+
+
+def test_a_file_that_is_cut_anywhere_is_found_by_its_header(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": np.zeros(9), "b": np.ones(3)}, file, metadata={"format": "np"})
+    whole = file.read_bytes()
+    header, data = read_header(file)
+    assert sorted(header) == ["a", "b"]
+    assert data + header["b"]["data_offsets"][1] == len(whole)
+    for content in (whole[:-1], whole[: data - 1], whole[:3], b"", whole[:8] + b"[]" + whole[10:]):
+        file.write_bytes(content)
+        with pytest.raises(UNREADABLE):
+            read_header(file)

@@ -1,5 +1,6 @@
-"""A base model that does not start beside one that does."""
+"""Base models that do not start beside one that does."""
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,21 +24,28 @@ TOKENS = random_tokens(40, seed=4)
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """The second has weights that are not numbers, which the comparison of trainer and sampler finds."""
-    models = write_models(tmp_path_factory.mktemp("models"), vocab=512)
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
+    """The second has weights that are not numbers, which the comparison of trainer and sampler finds.
+
+    Those of the third are cut within their header.
+    """
+    directory = tmp_path_factory.mktemp("models")
+    models = write_models(directory, vocab=512)
+    write_tiny(directory / "third", seed=2)
+    os.truncate(directory / "third" / "model.safetensors", 99)
     weights = Path(models[1]) / "model.safetensors"
     damaged = {name: np.full_like(value, np.nan) for name, value in load_file(weights).items()}
     save_file(damaged, weights, metadata={"format": "pt"})
-    return models
+    return *models, str(directory / "third")
 
 
 @pytest.fixture(scope="module")
 def both(
-    models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+    models: tuple[str, str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Serve, tinker.ServiceClient]]:
     home = tmp_path_factory.mktemp("isolation") / "home"
-    with served(home, "--base-model", models[0], "--also", f"{models[1]}:train,sample") as found:
+    further = ("--also", f"{models[1]}:train,sample", "--also", models[2])
+    with served(home, "--base-model", models[0], *further) as found:
         yield found
 
 
@@ -47,11 +55,17 @@ def states(server: Serve) -> dict[str, str]:
 
 
 def test_the_other_serves_and_its_own_requests_fail_until_it_starts(
-    both: tuple[Serve, tinker.ServiceClient], models: tuple[str, str]
+    both: tuple[Serve, tinker.ServiceClient], models: tuple[str, str, str]
 ) -> None:
     server, service = both
     engine = server.find("engine")
-    wait_until(lambda: states(server) == {"first": "ready", "second": "failed"})
+    wait_until(lambda: states(server) == {"first": "ready", "second": "failed", "third": "failed"})
+    assert server.process.stdout is not None
+    banner = [server.process.stdout.readline().split(maxsplit=1)[1] for _ in models]
+    cut = f"'{models[2]}/model.safetensors' is not a whole safetensors file: a header of"
+    assert banner[0].startswith(f"{models[0]}, 64 tokens of context")
+    assert banner[1].startswith(f"{models[1]} does not start: ")
+    assert banner[2].startswith(f"{models[2]} does not start: {cut}")
     first = Client("", service, models[0]).new_lora()
     train(first, TOKENS)
     before = logprobs_of(first, TOKENS)
@@ -69,7 +83,7 @@ def test_the_other_serves_and_its_own_requests_fail_until_it_starts(
     assert np.isfinite(logprobs_of(first, TOKENS)).all()
 
     write_tiny(Path(models[1]), arch="llama", vocab=512, seed=1)
-    wait_until(lambda: states(server) == {"first": "ready", "second": "ready"})
+    wait_until(lambda: states(server) == {"first": "ready", "second": "ready", "third": "failed"})
     second = Client("", service, models[1]).new_lora()
     train(second, TOKENS)
     assert np.isfinite(logprobs_of(second, TOKENS)).all()

@@ -115,7 +115,12 @@ def test_the_teacher_is_not_trained(service: tinker.ServiceClient, models: tuple
     with pytest.raises(tinker.TinkerError, match=re.escape(f"{told} trains: {student}")):
         service.create_lora_training_client(base_model=teacher, rank=8).result()
     with pytest.raises(
-        tinker.TinkerError, match=re.escape(f"expected one that is served: {student}, {teacher}")
+        tinker.TinkerError, match=f"expected one that trains: {re.escape(student)}"
+    ) as refused:
+        service.create_lora_training_client(base_model="org/none", rank=8).result()
+    assert teacher not in str(refused.value)
+    with pytest.raises(
+        tinker.TinkerError, match=re.escape(f"expected one that is sampled: {student}, {teacher}")
     ):
         service.create_sampling_client(base_model="org/none").result()
 

@@ -145,6 +145,7 @@ class Cluster(RayCluster):
     """Cluster of some GPUs, without Ray."""
 
     gpus = 4
+    address = "127.0.0.1"
 
     def __init__(self) -> None:
         pass
@@ -171,3 +172,18 @@ def test_gpus_are_required_for_those_that_always_run_and_the_largest_on_demand(
             require(*starts)
     monkeypatch.setattr(Cluster, "gpus", 5)
     require("on_demand", "on_demand")
+
+
+async def test_cut_weights_are_refused_by_their_files_name_before_samplers_start(
+    store: Store, bell: Doorbell, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes((500).to_bytes(8, "little") + b'{"a": {')
+    settings = config.load(home=tmp_path, device="cpu")
+    directories, status = Directories(settings), EngineStatus(store, bell)
+    env = Environment(settings, directories, Cluster(), store, bell, status, Metrics())
+    facts = replace(FACTS, directory=str(tmp_path), trainable=False)
+    (runtime,) = StartUp(env, Bases((facts,)), []).runtimes()
+    told = f"'{file}' is not a whole safetensors file: a header of 500 bytes in a file of 15"
+    with pytest.raises(StartupError, match=f"^{re.escape(told)}$"):
+        await runtime.processes.start(cast(Any, None))

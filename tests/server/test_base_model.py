@@ -224,6 +224,13 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
         base_model.resolve(config.load(base_model=str(tmp_path)))
 
 
+def test_a_directory_that_is_not_there_is_refused_as_such(tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    for path in (tmp_path / "nothing", file):
+        with pytest.raises(StartupError, match=rf"^--base-model {path}: no such directory$"):
+            base_model.resolve(config.load(base_model=str(path)))
+
+
 def test_a_model_from_the_hub_keeps_its_name_there(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(model))
     named = base_model.resolve(config.load(base_model="org/model", model_name="mine"))

@@ -13,6 +13,7 @@ from skyrl_tinker.server import log_files
 from tests.support.waiting import wait_until
 
 LINE = 50
+PYDANTIC = "    For further information visit https://errors.pydantic.dev/2.14/v/value_error"
 COUNTS = f"""
 import itertools
 for number in itertools.count():
@@ -87,8 +88,15 @@ def test_a_log_within_its_bound_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("", "none"), ("\n \n", "none"), ("a\n b \n\n", "b"), ("x\n" * 100_000 + "last", "last")],
+    [
+        ("", "none"),
+        ("\n \n", "none"),
+        ("a\n b \n\n", "b"),
+        ("x\n" * 100_000 + "last", "last"),
+        (f"a\n  b\n{PYDANTIC}\n\n", "b"),
+        (PYDANTIC, "none"),
+    ],
 )
-def test_the_last_line_is_the_last_that_is_not_empty(tmp_path: Path, text: str, line: str) -> None:
+def test_the_last_line_is_the_last_that_tells_something(tmp_path: Path, text: str, line: str) -> None:
     (tmp_path / "api.log").write_text(text)
     assert log_files.last_line(tmp_path / "api.log") == line

@@ -43,7 +43,7 @@ async def models(deps: Deps) -> ModelList:
 async def retrieve_model(model: str, deps: Deps, owner: Owner) -> ListedModel:
     def find(conn: Connection) -> int:
         found = openai_models.find(conn, owner, model, deps.bases)
-        deps.bases.require_sampleable(deps.bases.require(model if found is None else found[0].base_model))
+        deps.bases.require_sampled(model if found is None else found[0].base_model)
         return 0 if found is None else int(found[0].created_at)
 
     return ListedModel(id=model, created=await deps.store.fetch(find))

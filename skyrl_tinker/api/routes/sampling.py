@@ -68,7 +68,7 @@ def _target(
     conn: Connection, owner: OwnerId | None, message: CreateSamplingSessionRequest, bases: Bases
 ) -> tuple[BaseModelFacts, VersionId | None]:
     """Return base model and weight version. A checkpoint must be of `base_model`, if that is given."""
-    named = None if message.base_model is None else bases.require(message.base_model)
+    named = None if message.base_model is None else bases.require_sampled(message.base_model)
     if message.model_path is not None:
         row = find_checkpoint(conn, owner, message.model_path)
         facts = checkpoint_rules.require_base(row, bases if named is None else Bases((named,)))

@@ -95,7 +95,7 @@ async def _sampled_here(deps: Services, submission: Submission) -> Submission:
         return submission
 
     def check() -> bytes:
-        deps.bases.require_sampleable(deps.bases.require(limits.base_model))
+        deps.bases.require_sampled(limits.base_model)
         return submission.body
 
     body, failure = body_or_failure(check)

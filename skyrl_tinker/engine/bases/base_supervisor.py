@@ -14,7 +14,7 @@ from skyrl_tinker.engine.bases.base_statuses import ON_DEMAND, BaseStatuses
 from skyrl_tinker.engine.sampler.sleep import SleepControl
 from skyrl_tinker.engine.scheduling.sample_gate import SampleGate
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
-from skyrl_tinker.errors import SkyrlTinkerError, TrainerLostError, root_cause
+from skyrl_tinker.errors import SkyrlTinkerError, TrainerLostError, last_line, root_cause
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 PAUSES_S = (1.0, 5.0, 30.0)
@@ -215,7 +215,7 @@ class BaseSupervisor:
         pause_s = PAUSES_S[min(self._failures, len(PAUSES_S) - 1)]
         self._failures += 1
         _log.error("%s: the next try is in %.0f s: %s", self.name, pause_s, lost)
-        why = f"base model {self.name} does not start: {_last_line(lost)}"
+        why = f"base model {self.name} does not start: {last_line(str(lost))}"
         await self._statuses.failed(self.name, why)
         if self._failures > 1:
             self._gate.close(f"{why}; other base models are unaffected", refuses=True)
@@ -254,8 +254,3 @@ async def _watch_trainer(trainer: TrainerGroup, driver: TrainerDriver) -> None:
         if trainer.broken is not None:
             driver.wake()
         await asyncio.sleep(PING_S)
-
-
-def _last_line(error: SkyrlTinkerError) -> str:
-    """Return the end of a text that may be a log's."""
-    return str(error).rstrip().rpartition("\n")[2].strip()

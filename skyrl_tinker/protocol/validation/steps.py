@@ -169,7 +169,7 @@ def validate_create_via_load(request: CreateViaLoadRequest, bases: Bases) -> Cre
     """Return the checked load; `optimizer_config` is for one without optimizer state."""
     refuse_access_token(request.weights_access_token)
     if request.base_model is not None:
-        bases.require(request.base_model)
+        bases.require_trainable(request.base_model)
     if request.optimizer and request.optimizer_config is not None:
         raise UserError(
             "optimizer_config is set, expected none: optimizer=true restores the checkpoint's own"

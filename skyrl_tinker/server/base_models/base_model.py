@@ -117,7 +117,8 @@ def _directory(settings: Settings) -> Path | None:
     if (given / "config.json").is_file():
         return given.resolve()
     if given.is_absolute() or given.exists() or settings.base_model.startswith("."):
-        raise StartupError(f"--base-model {settings.base_model}: no config.json in that directory")
+        lacks = "no config.json in that directory" if given.is_dir() else "no such directory"
+        raise StartupError(f"--base-model {settings.base_model}: {lacks}")
     return None
 
 

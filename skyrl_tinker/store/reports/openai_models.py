@@ -27,7 +27,7 @@ def find_weights(
     Raises NotFoundError, also for other names, and FieldError for another kind of checkpoint.
     """
     if not model.startswith(tinker_path.SCHEME):
-        raise NotFoundError(f"no model {model!r}: expected {bases}, or a tinker:// path")
+        raise NotFoundError(f"no model {model!r}: expected {bases.sampled}, or a tinker:// path")
     path = tinker_path.parse(model)
     if path.kind is not CheckpointKind.SAMPLER_WEIGHTS:
         raise FieldError(str(checkpoint_rules.no_sampler_weights(model)), "model")

@@ -22,7 +22,10 @@ from skyrl_tinker.store.store import Store
 from tests.support.scripted_samplers import ScriptedSamplers
 from tests.support.waiting import until
 
-LOG = "sampler of b: vLLM ended while starting; its log ends with:\nINFO loading\nValueError: damaged\n"
+LOG = (
+    "sampler of b: vLLM ended while starting; its log ends with:\nINFO loading\nValueError: damaged\n"
+    "    For further information visit https://errors.pydantic.dev/2.14/v/value_error\n"
+)
 WHY = "base model b does not start: ValueError: damaged"
 
 

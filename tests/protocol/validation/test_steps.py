@@ -269,7 +269,7 @@ def test_both_forms_of_load_weights_keep_what_the_sdk_sent() -> None:
     [
         ({"path": "weights/1"}, UserError, "'weights/1' is not a checkpoint path: expected tinker://"),
         ({"weights_access_token": "x"}, NotSupportedError, "weights_access_token is set"),
-        ({"base_model": "x"}, UserError, "base_model is 'x'"),
+        ({"base_model": "x"}, UserError, "base_model is 'x', expected one that trains: m$"),
         (
             {"optimizer": True, "optimizer_config": {"type": "adamw"}},
             UserError,
