@@ -66,6 +66,9 @@ BLOCKS = {
     ),
     "docs/gpus-and-replicas.md: scripts/gpu-check": "tests/scripts/test_gpu_check.py",
     "docs/gpus-and-replicas.md: skyrl-tinker plan --base-model Qwen/Qwen3-8B --gpu": "tests/cli/test_plan.py",
+    'docs/gpus-and-replicas.md: base_model = "Qwen/Qwen3-8B"': (
+        f"{HERE}::test_the_example_of_further_base_models_is_one"
+    ),
     "docs/gpus-and-replicas.md: sample_concurrency = 512": (
         f"{HERE}::test_the_example_of_a_settings_file_is_one"
     ),
@@ -175,6 +178,11 @@ def test_the_example_of_further_base_models_is_one(tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text(block('docs/running.md: base_model = "Qwen/Qwen3-8B"').text)
     trained = config.load(tmp_path / "settings.toml").bases["Qwen/Qwen3-4B"]
     assert (trained.trains, trained.trainer_ranks) == (True, 1)
+    (tmp_path / "settings.toml").write_text(
+        block('docs/gpus-and-replicas.md: base_model = "Qwen/Qwen3-8B"').text
+    )
+    (teacher,) = config.load(tmp_path / "settings.toml").bases.values()
+    assert (teacher.roles, teacher.tensor_parallel_size) == (("sample",), 2)
     (tmp_path / "settings.toml").write_text(block('docs/samplers.md: base_model = "Qwen/Qwen3-4B"').text)
     sampled = config.load(tmp_path / "settings.toml").for_base("Qwen/Qwen3-8B")
     assert (sampled.sampler_engine, sampled.sampler_python) == (

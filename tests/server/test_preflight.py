@@ -185,10 +185,6 @@ def test_a_database_that_is_not_there_has_no_keys_and_is_not_made(tmp_path: Path
     assert not (tmp_path / "home").exists()
 
 
-def test_several_trained_base_models_need_no_numbers_of_gpus_as_they_are_planned() -> None:
-    preflight.check_settings(config.load(device="cuda", bases=["other:train,sample"]))
-
-
 def test_any_host_goes_when_asked_for(home: Path) -> None:
     preflight.check_host(config.load(home=home, host="0.0.0.0", insecure=True))
 
