@@ -281,11 +281,10 @@ async def test_one_that_is_only_trained_is_not_sampled(settings: Settings) -> No
         ):
             refused = await world.post(url, body)
             assert (refused.status_code, told in refused.text) == (400, True), refused.text
-        for url, body, told in (
-            ("create_sampling_session", {**session, "base_model": "x"}, f'one that is sampled: {BASE}"'),
-            (f"{oai}/completions", {"model": "x", "prompt": "a"}, f"expected {BASE}, or a tinker:// path"),
-        ):
-            assert told in (await world.post(url, body)).text
+        refused = await world.post("create_sampling_session", {**session, "base_model": "x"})
+        assert f'one that is sampled: {BASE}"' in refused.text
+        refused = await world.post(f"{oai}/completions", {"model": "x", "prompt": "a"})
+        assert f"expected {BASE}, or a tinker:// path" in refused.text
         models = (await world.http.get("get_server_capabilities")).json()["supported_models"]
         assert [each["sampleable"] for each in models] == [True, False]
         listed = (await world.http.get(f"{oai}/models")).json()["data"]
