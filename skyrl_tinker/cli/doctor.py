@@ -20,7 +20,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import psutil
-from sqlalchemy.exc import OperationalError, ProgrammingError
+from sqlalchemy.exc import DBAPIError, OperationalError, ProgrammingError
 
 from skyrl_tinker import config
 from skyrl_tinker.config import Settings
@@ -227,7 +227,10 @@ def _port(settings: Settings) -> str:
 
 
 def _host(settings: Settings) -> str:
-    preflight.check_host(settings)
+    try:
+        preflight.check_host(settings)
+    except DBAPIError as error:
+        raise StartupError(f"keys cannot be counted: {error.orig}") from error
     return settings.host
 
 

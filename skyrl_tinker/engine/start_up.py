@@ -255,7 +255,7 @@ def _require_whole(base_model: Path) -> None:
     """Refuse weights that are damaged or cut, which samplers tell without the file's name."""
     try:
         files = weight_files(base_model)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise StartupError(str(error)) from error
     for file in files:
         try:

@@ -28,7 +28,7 @@ class StartPhases:
         """Take the phase that the API tells; None: it did not answer in time."""
         if found is None and self._phase not in ("", _STARTING_API):
             if not self._is_slow:
-                self._report("the API is slow to answer")
+                self._report("the API does not answer at present")
             self._is_slow = True
             return
         phase = _STARTING_API if found is None else found

@@ -2,9 +2,11 @@
 
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from threading import Event
 
@@ -263,6 +265,9 @@ def test_a_host_open_to_the_network_needs_keys_as_for_serve(
     assert _doctor(capsys, **given)["host"].startswith(refusal)
     write_once(settings.store_url, lambda conn: api_keys.create(conn, "alice"))
     assert _doctor(capsys, **given)["host"] == "0.0.0.0"
+    with closing(sqlite3.connect(settings.root / "skyrl-tinker.db")) as conn:  # as of another release
+        conn.execute("ALTER TABLE api_keys RENAME TO others")
+    assert _doctor(capsys, **given)["host"] == "FAIL  keys cannot be counted: no such table: api_keys"
 
 
 def test_weights_that_are_not_there_are_told_as_by_serve(

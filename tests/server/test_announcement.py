@@ -44,7 +44,7 @@ def test_phases_of_a_start_are_told_once_each_by_an_api_that_is_slow() -> None:
     looks = [None, None, "waiting for a, b", None, "waiting for a, b", None, "waiting for b", None, None]
     for found in looks:
         phases.note(found)
-    slow = "the API is slow to answer"
+    slow = "the API does not answer at present"
     assert told == ["starting the API", "waiting for a, b", slow, "waiting for b"]
     phases.note("waiting for a, b")
     assert told[-1] == "waiting for a, b", "a began anew"

@@ -5,7 +5,7 @@ from skyrl_tinker.domain.state_size import base_bytes
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.inference.sampling_engine import engine_of
-from skyrl_tinker.inference.servers.sampler_memory import PROCESS_BYTES, needed_bytes
+from skyrl_tinker.inference.servers.sampler_memory import PROCESS_BYTES, needed_bytes, slot_bytes
 
 RANK_BYTES = 768 * MiB
 """Of a rank's process on a CPU, beside the base model's weights.
@@ -19,7 +19,7 @@ def base_memory(settings: Settings, facts: BaseModelFacts | None, *, trained: bo
     """Estimate the bytes of a base model's processes on CPUs; 0 where they may be on other hosts.
 
     `settings`: of this base model. `facts` None: of processes alone, without weights and KV caches. Weights
-    count twice on the ranks, too: 470 MB made an idle rank larger by 570, and training needs more.
+    count twice on the ranks: 470 MB made an idle rank larger by 570, and training needs more.
     """
     if settings.ray_address is not None:
         return 0
@@ -30,4 +30,6 @@ def base_memory(settings: Settings, facts: BaseModelFacts | None, *, trained: bo
     if facts is None:
         return replicas * workers * PROCESS_BYTES + ranks * RANK_BYTES
     weights = 2 * base_bytes(facts, dtype) if ranks else 0
-    return replicas * sum(needed_bytes(facts, dtype, workers, parallel)) + ranks * RANK_BYTES + weights
+    slots = slot_bytes(facts, dtype, settings.max_loras, settings.max_lora_rank)
+    sampler = sum(needed_bytes(facts, dtype, workers, parallel, slots))
+    return replicas * sampler + ranks * RANK_BYTES + weights

@@ -7,9 +7,11 @@ from weakref import WeakValueDictionary
 
 from skyrl_tinker.engine.scheduling.priorities import Share
 
-KNOWN = 128
-"""Most grammars that count as compiled. To forget one costs its next request a turn, but no compile; samplers
-keep some as well, vLLM 512 MiB of them, of up to 6 MB each."""
+KNOWN = 64
+"""Most grammars that count as compiled: no more than samplers keep, vLLM 512 MiB of up to 6 MB each.
+
+To forget one costs its next request a turn, but no compile.
+"""
 
 
 class GrammarTurns:

@@ -90,9 +90,12 @@ class _OpenAICall:
 
     @property
     def grammar(self) -> bytes:
-        """Digest of the fields of which samplers make a grammar."""
-        fields = [self.body.get(name) for name in ("response_format", "tools", "parallel_tool_calls")]
-        return hashlib.sha256(orjson.dumps(fields)).digest()
+        """Digest of what samplers make a grammar of: no names of schemas, no descriptions of tools."""
+        form, calls = self.body.get("response_format") or {}, self.body.get("parallel_tool_calls")
+        functions = [tool["function"] for tool in self.body.get("tools") or ()]
+        tools = [[each.get(key) for key in ("name", "strict", "parameters")] for each in functions]
+        schema = (form.get("json_schema") or {}).get("schema")
+        return hashlib.sha256(orjson.dumps([form.get("type"), schema, tools, calls])).digest()
 
     @contextmanager
     def naming_grammar(self) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """Memory of replicas on a CPU."""
 
-from skyrl_tinker.domain.state_size import ELEMENT_BYTES, base_bytes
+from skyrl_tinker.domain.state_size import ELEMENT_BYTES, base_bytes, parameters
 from skyrl_tinker.domain.units import MiB
-from skyrl_tinker.domain.values import BaseModelFacts
+from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.system.host_memory import host_memory
@@ -23,23 +23,31 @@ def kv_bytes(model: BaseModelFacts, dtype: str) -> int:
     return max(SMALLEST_KV_BYTES, KV_CONTEXTS * (model.context_length + 1) * per_token)
 
 
-def needed_bytes(
-    model: BaseModelFacts, dtype: str, workers: int, tensor_parallel_size: int
-) -> tuple[int, int, int]:
-    """Return the memory of a replica on a CPU: its KV cache, weights and processes.
+def slot_bytes(model: BaseModelFacts, dtype: str, max_loras: int, max_lora_rank: int) -> int:
+    """Return the bytes of vLLM's slots of adapters; rank 0: none."""
+    adapter = parameters(model, LoraSpec(max_lora_rank, seed=0)) if max_lora_rank else 0
+    return max_loras * adapter * ELEMENT_BYTES[dtype]
 
-    Weights count twice: once as loaded, once as packed for the CPU's kernels and for slots of adapters. A
-    model of 470 MB in float32, whose slots are of 340, took 930 MB of them.
+
+def needed_bytes(
+    model: BaseModelFacts, dtype: str, workers: int, tensor_parallel_size: int, slots: int
+) -> tuple[int, int, int]:
+    """Return the memory of a replica on a CPU: its KV cache, weights with slots of adapters, and processes.
+
+    Weights count a quarter more: vLLM keeps the head as loaded and as packed for the CPU's kernels. A model
+    of 470 MB in float32, whose slots are of 340, took 930 MB of them.
     """
     copies = workers // tensor_parallel_size
-    return copies * kv_bytes(model, dtype), copies * 2 * base_bytes(model, dtype), workers * PROCESS_BYTES
+    weights = base_bytes(model, dtype) * 5 // 4 + slots
+    return copies * kv_bytes(model, dtype), copies * weights, workers * PROCESS_BYTES
 
 
 def require_memory(spec: SamplerSpec, replicas: int = 1, available: int | None = None) -> None:
     """Raise SamplerError with the numbers if CPU replicas do not fit `available` bytes (None: those free)."""
     free = host_memory().available if available is None else available
+    slots = slot_bytes(spec.model, spec.dtype, spec.max_loras, spec.max_lora_rank)
     kv_cache, loaded, processes = needed_bytes(
-        spec.model, spec.dtype, spec.workers, spec.tensor_parallel_size
+        spec.model, spec.dtype, spec.workers, spec.tensor_parallel_size, slots
     )
     needed = replicas * (kv_cache + loaded + processes)
     if spec.device == "cpu" and needed > free:

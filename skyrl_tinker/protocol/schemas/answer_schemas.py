@@ -47,7 +47,7 @@ _PATTERNS, _DIGITS, _PAIRS, _REFERENCES, _URIS, _LENGTHS, _ITEMS, _BRANCHES = _M
 _RANGE = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _UNIONS = ("anyOf", "oneOf")
 _DATA = {"const", "enum", "default", "examples"}
-_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "schemas"}
 _INDEX = re.compile(r"[0-9]{1,5}")
 _MOST_TIMES = 10**6
 _PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
@@ -114,7 +114,7 @@ def _part(place: str, schema: Mapping[str, Any]) -> Any:
     for name in names:
         key = name.replace("~1", "/").replace("~0", "~")
         if isinstance(part, list):
-            part = part[int(key)] if _INDEX.fullmatch(key) and int(key) < len(part) else None
+            part, named = part[int(key)] if _INDEX.fullmatch(key) and int(key) < len(part) else None, False
         elif named or key not in _DATA:
             part = part.get(key) if isinstance(part, Mapping) else None
             named = key in _NAMED and not named

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 
 from skyrl_tinker import config
+from skyrl_tinker.domain.state_size import parameters
 from skyrl_tinker.domain.units import MiB
+from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.engine.bases.base_memory import RANK_BYTES, base_memory
 from skyrl_tinker.inference.servers.sampler_memory import PROCESS_BYTES
 from tests.engine.support.world import FACTS
 
 MODEL = replace(FACTS, num_heads=2, intermediate_size=128)
 """Base model of 131,072 parameters, half a MiB in float32."""
-SAMPLER = PROCESS_BYTES + 64 * MiB + MiB
+SAMPLER = PROCESS_BYTES + 64 * MiB + MiB * 5 // 8
 
 
 @pytest.mark.parametrize(
@@ -24,7 +26,7 @@ SAMPLER = PROCESS_BYTES + 64 * MiB + MiB
     [
         ({}, True, RANK_BYTES + MiB + SAMPLER),
         ({"replicas": 2, "trainer_ranks": 2}, True, 2 * RANK_BYTES + MiB + 2 * SAMPLER),
-        ({"trainer_dtype": "bfloat16"}, True, RANK_BYTES + SAMPLER),
+        ({"trainer_dtype": "bfloat16"}, True, RANK_BYTES + MiB // 2 + SAMPLER - MiB * 5 // 16),
         ({"tensor_parallel_size": 2}, False, PROCESS_BYTES + SAMPLER),
         ({"vllm_args": {"data-parallel-size": 2}}, False, 2 * SAMPLER),
         ({}, False, SAMPLER),
@@ -33,10 +35,20 @@ SAMPLER = PROCESS_BYTES + 64 * MiB + MiB
         ({"ray_address": "10.0.0.1:6379"}, True, 0),
     ],
 )
-def test_it_has_weights_twice_and_every_process(
+def test_it_has_weights_and_every_process(
     tmp_path: Path, given: dict[str, Any], trained: bool, expected: int
 ) -> None:
-    assert base_memory(config.load(home=tmp_path, **given), MODEL, trained=trained) == expected
+    settings = config.load(home=tmp_path, max_lora_rank=0, **given)
+    assert base_memory(settings, MODEL, trained=trained) == expected
+
+
+def test_a_sampler_has_slots_of_adapters_for_each_copy(tmp_path: Path) -> None:
+    def size(**given: Any) -> int:
+        return base_memory(config.load(home=tmp_path, **given), MODEL, trained=False)
+
+    one = size(max_lora_rank=8, max_loras=1) - SAMPLER
+    assert one == 4 * parameters(MODEL, LoraSpec(8, 0)) > 0
+    assert size(max_lora_rank=8, max_loras=3, replicas=2) == 2 * (SAMPLER + 3 * one)
 
 
 def test_of_a_base_model_that_is_not_known_it_has_the_processes(tmp_path: Path) -> None:

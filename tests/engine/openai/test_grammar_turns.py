@@ -173,6 +173,16 @@ async def test_it_is_compiled_by_an_answer_of_one_token_on_each_replica_the_firs
     assert (last["max_tokens"], last["n"], last["messages"][0]["content"]) == (9, 4, "a long question")
 
 
+async def test_names_and_descriptions_make_no_other_grammar() -> None:
+    world = World()
+    for name in ("first", "second"):
+        schema = {"name": name, "description": f"of the {name}", "schema": {"type": "null"}}
+        world.ask(ANN, response_format={"type": "json_schema", "json_schema": schema})
+        await settled()
+        await world.replicas.finish(2)
+    assert [each["max_tokens"] == 1 for each in world.replicas.bodies] == [True, False, False]
+
+
 async def test_members_that_have_changed_compile_it_again() -> None:
     world = World()
     for generation in (1, 1, 2):

@@ -210,6 +210,7 @@ def test_a_reference_in_data_is_none() -> None:
         {"properties": data},
         {"$ref": "#/default", "default": {"type": "null"}},
         {"items": {"default": {"type": "null"}}, "not": {"$ref": "#/items/default"}},
+        {"properties": [{"default": {"type": "null"}}], "not": {"$ref": "#/properties/0/default"}},
     ):
         with pytest.raises(ValueError, match="leads nowhere"):
             check_schemas(schema)
