@@ -109,7 +109,7 @@ def test_kv_memory_is_four_contexts_and_at_least_64_mib() -> None:
 def test_a_sampler_that_does_not_fit_is_refused_with_the_numbers(tmp_path: object) -> None:
     spec = spec_of(facts(64), tmp_path)  # type: ignore[arg-type]
     with pytest.raises(
-        SamplerError, match=r"\(514 for the KV cache .* 1028 for weights, .* but 700 MiB are free"
+        SamplerError, match=r"\(514 for the KV cache .* 786 for weights, .* but 700 MiB are free"
     ):
         require_memory(spec, available=700 * MiB)
 
