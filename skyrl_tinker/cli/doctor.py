@@ -26,6 +26,7 @@ from skyrl_tinker import config
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories, free_bytes
 from skyrl_tinker.domain.units import GB, MiB
+from skyrl_tinker.domain.weight_files import require_whole
 from skyrl_tinker.engine.bases.base_memory import base_memory
 from skyrl_tinker.errors import StartupError, UserError
 from skyrl_tinker.server import preflight, start_plan
@@ -315,6 +316,7 @@ def _described(settings: Settings) -> str:
     if settings.base_model == TINY:
         return f"tiny, made on first use{'' if settings.samples else ', training only'}"
     facts = base_model.resolve(settings)
+    require_whole(Path(facts.directory))
     use = f"sampled by {facts.sampler}" if facts.sampleable else "training only"
     return f"{settings.base_model}: {facts.architecture}, {facts.context_length} tokens of context, {use}"
 

@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from skyrl_tinker.errors import StartupError
+
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
@@ -50,3 +52,19 @@ def read_header(file: Path) -> tuple[dict[str, Any], int]:
     if end > total:
         raise ValueError(f"it has {total} of {end} bytes")
     return header, data
+
+
+def require_whole(base_model: Path) -> None:
+    """Refuse weights that are damaged or cut, which samplers tell without the file's name.
+
+    Raises StartupError. Reads the headers only.
+    """
+    try:
+        files = weight_files(base_model)
+    except (OSError, ValueError) as error:
+        raise StartupError(str(error)) from error
+    for file in files:
+        try:
+            read_header(file)
+        except UNREADABLE as error:
+            raise StartupError(f"'{file}' is not a whole safetensors file: {error}") from error

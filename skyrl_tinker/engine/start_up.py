@@ -13,7 +13,7 @@ from sqlalchemy import Connection
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu, WeightVersion
-from skyrl_tinker.domain.weight_files import UNREADABLE, read_header, weight_files
+from skyrl_tinker.domain.weight_files import require_whole
 from skyrl_tinker.engine.bases.base_memory import base_memory
 from skyrl_tinker.engine.bases.base_runtime import BaseRuntime, ReportParts
 from skyrl_tinker.engine.colocation.placement import SEPARATE, make_placement
@@ -175,7 +175,7 @@ class BaseProcesses:
         """Start trainer and samplers, those of the two that there are, concurrently."""
         progress, runtime = Progress(self.parts, report), self.runtime
         if runtime.trainer is not None or not self._settings.external_urls:
-            await in_disk_thread(_require_whole, Path(self._facts.directory))
+            await in_disk_thread(require_whole, Path(self._facts.directory))
         shared: tuple[Gpu, ...] = ()
         async with asyncio.TaskGroup() as tasks:
             if runtime.trainer is not None:
@@ -249,19 +249,6 @@ class BaseProcesses:
             await servers.ready()
         except SamplerError as error:
             raise SamplerError(f"{self._sampler}: {error}") from error
-
-
-def _require_whole(base_model: Path) -> None:
-    """Refuse weights that are damaged or cut, which samplers tell without the file's name."""
-    try:
-        files = weight_files(base_model)
-    except (OSError, ValueError) as error:
-        raise StartupError(str(error)) from error
-    for file in files:
-        try:
-            read_header(file)
-        except UNREADABLE as error:
-            raise StartupError(f"'{file}' is not a whole safetensors file: {error}") from error
 
 
 class Progress:

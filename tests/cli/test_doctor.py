@@ -18,7 +18,7 @@ from skyrl_tinker import config
 from skyrl_tinker.cli import doctor
 from skyrl_tinker.cli.commands import app
 from skyrl_tinker.directories import Directories
-from skyrl_tinker.domain.weight_files import INDEX_FILE
+from skyrl_tinker.domain.weight_files import INDEX_FILE, WEIGHTS_FILE
 from skyrl_tinker.engine.bases.base_memory import base_memory
 from skyrl_tinker.inference.servers.sampler_memory import PROCESS_BYTES
 from skyrl_tinker.server.base_models import base_model, catalog
@@ -278,6 +278,10 @@ def test_weights_that_are_not_there_are_told_as_by_serve(
     found = _doctor(capsys, home=tmp_path / "home", base_model=str(model))
     assert found["base model"].startswith("FAIL  ")
     assert "gone.safetensors, which are not there" in found["base model"]
+    (model / INDEX_FILE).unlink()
+    os.truncate(model / WEIGHTS_FILE, 10_000)
+    found = _doctor(capsys, home=tmp_path / "home", base_model=str(model))
+    assert found["base model"].startswith(f"FAIL  '{model / WEIGHTS_FILE}' is not a whole safetensors file: ")
 
 
 def test_it_asks_database_and_storage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

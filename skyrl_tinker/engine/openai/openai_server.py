@@ -37,6 +37,7 @@ from skyrl_tinker.errors import (
     UserError,
 )
 from skyrl_tinker.inference.client.sampling_port import AnswerReader
+from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.protocol.schemas.openai import ChatCompletionRequest, FieldError, error_body
 from skyrl_tinker.store import usage_records
 from skyrl_tinker.store.store import Store
@@ -187,9 +188,12 @@ class OpenAIServer:
         await self._grammars.compiled(share, (known_by, call.grammar), attempt)
 
     async def _compile(self, call: _OpenAICall) -> None:
-        """Have each replica compile the request's grammar, the first one alone: it may die of it."""
-        async with self._samplers.leases.open(call.version) as name:
-            body = self._body(replace(call, body={**call.body, **_SHORTEST}), name, 0)
+        """Have each replica compile the request's grammar, the first one alone: it may die of it.
+
+        The grammar is that of the tokenizer, which all versions share: it needs no weights of its own.
+        """
+        async with self._fleet.placement.sampling():
+            body = self._body(replace(call, body={**call.body, **_SHORTEST}), BASE_MODEL, 0)
             data, urls = self._fleet.client.data, self._fleet.client.server_urls
             with call.naming_grammar():
                 for some in (urls[:1], urls[1:]):

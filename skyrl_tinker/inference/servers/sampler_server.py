@@ -1,6 +1,7 @@
 """One sampling server process and the Ray actor that owns it: the process dies with its actor."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,8 +21,12 @@ from skyrl_tinker.system.processes import die_with_parent
 
 STOP_GRACE_S = 5.0
 TAIL_BYTES = 4000
+SEARCHED_BYTES = 64 * TAIL_BYTES
 NICENESS = {"cpu": 10, "cuda": 0}
 """With few cores, samples must not delay trainer, engine and API. A GPU would wait for a nice process."""
+_SAID_ABOVE = re.compile("root cause|from a child process")
+"""Words of an engine's first process about an error that another of its processes has logged."""
+_ERROR = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +85,12 @@ class SamplerServer:
         return ServerStatus(self._url, process.pid, process.poll())
 
     def log_tail(self) -> str:
-        """Return the end of this process's log."""
+        """Return the end of this process's log, and last the error above it that it refers to."""
         with self._log.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             start = self._log_start if self._log_start <= size else 0  # 0: the log was truncated meanwhile
-            log.seek(max(start, size - TAIL_BYTES))
-            return log.read().decode(errors="replace")
+            log.seek(max(start, size - SEARCHED_BYTES))
+            return with_cause(log.read().decode(errors="replace"))
 
     def stop(self) -> None:
         """Send SIGTERM, then SIGKILL to the whole process group."""
@@ -115,6 +120,16 @@ class SamplerServer:
         if self._process is None:
             raise RuntimeError("start() comes first")
         return self._process
+
+
+def with_cause(log: str) -> str:
+    """Return the end of a log; if it refers to an error above, with that error as its last line."""
+    tail = log[-TAIL_BYTES:]
+    if _SAID_ABOVE.search(tail):
+        lines = (line for line in reversed(log.splitlines()) if not _SAID_ABOVE.search(line))
+        if said := next(filter(None, map(_ERROR.search, lines)), None):
+            return f"{tail.rstrip()}\n{said[1]}\n"
+    return tail
 
 
 def _shared_memory(pid: int, leftovers: tuple[str, ...]) -> set[Path]:

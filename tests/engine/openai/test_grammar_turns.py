@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from skyrl_tinker.domain.ids import OwnerId
+from skyrl_tinker.domain.values import WeightVersion
+from skyrl_tinker.engine.colocation.placement import SEPARATE
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.engine.openai.grammar_turns import GrammarTurns
 from skyrl_tinker.engine.openai.openai_server import OpenAIServer
@@ -19,6 +21,7 @@ from skyrl_tinker.engine.scheduling.priorities import Priorities
 from skyrl_tinker.engine.scheduling.sample_gate import SampleGate
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.vllm.vllm_dialect import VLLM
 from skyrl_tinker.protocol.schemas.openai import ChatCompletionRequest, FieldError, parse_openai
 from tests.engine.support.world import FACTS
@@ -93,7 +96,13 @@ class World:
             return await attempt()
 
         self.replicas = Replicas(workers)
-        leases = SimpleNamespace(open=lambda _: nullcontext("base"), cache_fields=dict)
+        self.leased: list[WeightVersion | None] = []
+
+        def lease(version: WeightVersion | None) -> nullcontext[str]:
+            self.leased.append(version)
+            return nullcontext("tuned")
+
+        leases = SimpleNamespace(open=lease, cache_fields=dict)
         self.samplers: Any = SimpleNamespace(
             gate=SampleGate(),
             fetch=nothing,
@@ -102,7 +111,9 @@ class World:
             priorities=Priorities(),
         )
         client = SimpleNamespace(data=self.replicas, server_urls=urls)
-        self.fleet: Any = SimpleNamespace(client=client, generation=1, disaggregated=False, with_retry=once)
+        self.fleet: Any = SimpleNamespace(
+            client=client, generation=1, disaggregated=False, with_retry=once, placement=SEPARATE
+        )
         self.turns: list[OwnerId] = []  # that were taken
 
         def turn(owner: OwnerId, *_: object) -> nullcontext[None]:
@@ -181,6 +192,17 @@ async def test_names_and_descriptions_make_no_other_grammar() -> None:
         await settled()
         await world.replicas.finish(2)
     assert [each["max_tokens"] == 1 for each in world.replicas.bodies] == [True, False, False]
+
+
+async def test_it_is_compiled_under_any_weights_so_that_none_are_swapped_or_held_for_it() -> None:
+    world = World()
+    asked = world.ask(ANN, "x")
+    await settled()
+    assert world.leased == []
+    await world.replicas.finish()
+    assert asked.done()
+    assert world.leased == [None]
+    assert [each["model"] for each in world.replicas.bodies] == [BASE_MODEL, "tuned"]
 
 
 async def test_members_that_have_changed_compile_it_again() -> None:
