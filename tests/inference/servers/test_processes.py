@@ -11,9 +11,11 @@ import psutil
 import pytest
 
 from skyrl_tinker.domain.values import Gpu
-from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.domain.weight_files import WEIGHTS_FILE
+from skyrl_tinker.errors import SamplerError, last_line
 from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
+from skyrl_tinker.inference.servers.sampler_server import with_cause
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.inference.vllm.vllm_process import VllmProcess
 from tests.inference.support.samplers import CONTEXT, Sampler, ask, prompt_of, spec_of, write_model
@@ -143,6 +145,37 @@ async def test_a_server_that_cannot_start_says_why(ray_cluster: None, tmp_path: 
     with pytest.raises(SamplerError, match=r"(?s)vLLM ended while starting; its log ends with:.*config"):
         await group.ready()
     await group.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("log", "last"),
+    [
+        ("ValueError: early\nINFO going on", "INFO going on"),
+        (
+            "(EngineCore pid=7) ERROR 11-30 [core.py:1510] torch.OutOfMemoryError: 2 GiB\n(APIServer pid=1) "
+            "RuntimeError: Engine core initialization failed. See root cause above.\nnanobind: leaked",
+            "torch.OutOfMemoryError: 2 GiB",
+        ),
+        ("RuntimeError: no memory\nReceived sigquit from a child process.", "RuntimeError: no memory"),
+        ("Killed\nReceived sigquit from a child process.", "Received sigquit from a child process."),
+    ],
+)
+def test_the_cause_comes_last_where_a_log_refers_to_it(log: str, last: str) -> None:
+    assert last_line(with_cause(log)) == last
+
+
+@pytest.mark.long
+async def test_an_error_of_its_core_is_the_last_that_a_failed_start_tells(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    """vLLM's last words are only that another process of it has failed."""
+    facts = write_model(tmp_path / "model", tied=True)
+    os.truncate(tmp_path / "model" / WEIGHTS_FILE, 10_000)
+    group = ServerGroup.launch(spec_of(facts, tmp_path))
+    with pytest.raises(SamplerError, match=r"(?s)vLLM ended while starting.*See root cause above") as failed:
+        await group.ready()
+    await group.shutdown()
+    assert "SafetensorError: " in last_line(str(failed.value))
 
 
 @pytest.mark.long
