@@ -52,7 +52,7 @@ TRANSFERS = frozenset(
         "/finish_weight_update",
     }
 )
-OF_SYNCS = TRANSFERS | {"/pause", "/resume", "/reset_prefix_cache", "/update_weight_version"}
+OF_SYNCS = TRANSFERS | {"/sleep", "/wake_up", "/reset_prefix_cache", "/update_weight_version"}
 """Calls of a sampler in a sync of full parameters."""
 ROUTER = "http://router"
 

@@ -61,8 +61,10 @@ class ScriptedReplica:
                 self._unload(body["lora_name"])
             case "/pause" | "/sleep":
                 await self._pause(params.get("mode", "abort"))
-                self.sleeping = path == "/sleep"
-            case "/resume" | "/wake_up":
+                self.sleeping = path == "/sleep" and params.get("level") != "0"
+            case "/wake_up" if params.get("tags") == "scheduling" and self.sleeping:
+                pass  # its memory is still away
+            case "/wake_up":
                 self.sleeping = False
                 self._going_on.set()
             case "/update_weight_version":

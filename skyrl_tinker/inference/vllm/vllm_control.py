@@ -34,15 +34,19 @@ class VllmControl(FanOut):
         abort: running sequences end as aborted; wait: they finish first; keep: they are suspended.
         clear_cache False keeps KV entries of the old weights: only right if weights do not change.
         """
-        params = {"mode": mode, "clear_cache": "true" if clear_cache else "false"}
+        params = {"mode": mode, "clear_cache": "true"} if clear_cache else {"mode": mode, "level": "0"}
+        route = "/pause" if clear_cache else "/sleep"  # the same, without 20 ms for answers in progress
         await self._all_or_none(
-            lambda url: self._call(url, "POST", "/pause", params=params, long=mode == "wait"),
-            undo=lambda url: self._call(url, "POST", "/resume"),
+            lambda url: self._call(url, "POST", route, params=params, long=mode == "wait"),
+            undo=self._resume,
         )
 
     async def resume(self) -> None:
         """Resume all replicas, paused or not. One failure does not stop the others."""
-        await self._call_all("POST", "/resume")
+        await self._each(self._resume)
+
+    async def _resume(self, url: str) -> None:
+        await self._call(url, "POST", "/wake_up", params={"tags": "scheduling"})
 
     async def is_paused(self) -> bool:
         """Return whether all replicas are paused. Raises SamplerError if only some are."""
