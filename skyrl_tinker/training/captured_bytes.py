@@ -50,6 +50,9 @@ class CapturedBytes:
     def take(self, number: int, size: int) -> None:
         self._held[number] = size
 
+    def holds(self, number: int) -> bool:
+        return number in self._held
+
     def free(self, number: int) -> None:
         """Idempotent."""
         if self._held.pop(number, None) is not None:

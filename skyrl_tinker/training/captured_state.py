@@ -3,7 +3,6 @@
 import asyncio
 import secrets
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from skyrl_tinker.domain.manifest import CheckpointContents, FileEntry
 from skyrl_tinker.errors import RankDiedError, SkyrlTinkerError
 from skyrl_tinker.training.actors import Actors, Writer
+from skyrl_tinker.training.captured_bytes import CapturedBytes
 from skyrl_tinker.training.far_directory import FarDirectory
 
 
@@ -19,13 +19,13 @@ from skyrl_tinker.training.far_directory import FarDirectory
 class CapturedState:
     """A model's state in the host memory of `ranks`, which must still be alive when it is persisted.
 
-    `writer`: the threads of the ranks that write it. `freed(number)`: called at each `drop`.
+    `writer`: the threads of the ranks that write it. `counted`: has its bytes until `drop`.
     """
 
     number: int
     contents: CheckpointContents
     ranks: Actors
-    freed: Callable[[int], None]
+    counted: CapturedBytes
     writer: Writer = "checkpoints"
 
     async def persist(self, directory: str) -> int:
@@ -76,9 +76,9 @@ class CapturedState:
         return await self.ranks.open_captured(self.number, limit)
 
     async def drop(self) -> None:
-        """Free the copies; dead ranks have none."""
-        try:
-            with suppress(SkyrlTinkerError):
-                await self.ranks.write_call_all("drops", "drop_captured", self.number)
-        finally:
-            self.freed(self.number)
+        """Free the copies; dead ranks have none. Harmless if they are free. Call it again if it was cancelled."""
+        if not self.counted.holds(self.number):
+            return
+        with suppress(SkyrlTinkerError):
+            await self.ranks.write_call_all("drops", "drop_captured", self.number)
+        self.counted.free(self.number)

@@ -401,7 +401,7 @@ class TrainerGroup:
         optimizer: bool,
     ) -> CapturedState:
         self.captured.take(number, self.captured.size(model, optimizer=optimizer))
-        return CapturedState(number, contents, self._ranks, self.captured.free, writer)
+        return CapturedState(number, contents, self._ranks, self.captured, writer)
 
 
 def _touch_all(files: Iterable[Path]) -> None:

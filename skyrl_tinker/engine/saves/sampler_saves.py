@@ -186,14 +186,16 @@ class Publisher(SaveFlow[SamplerSave]):
     async def _bring(self, save: SamplerSave) -> None:
         """Bring the weights to idle samplers: lent ones at once, adapters from the files once they are here.
 
-        Running requests take them later: rollouts must not use weights of a save that may still fail.
+        Running requests take them later: rollouts must not use weights of a save that may still fail. Ranks
+        that do not lend them forget them meanwhile.
         """
         samplers = self._samplers
-        if samplers is None:
-            return
-        if self._borrower(save) is None:
+        if samplers is None or self._borrower(save) is None:
             await save.written.wait()
-            await samplers.load(save.version)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._free(save))
+                if samplers is not None:
+                    tasks.create_task(samplers.load(save.version))
             return
         self._lent[save.row.id] = save
         samplers.lend(save.version, save.captured)
@@ -241,8 +243,6 @@ class Publisher(SaveFlow[SamplerSave]):
     async def _write(self, save: SamplerSave) -> int:
         size = await self._trainer.persist_state(save.captured, str(save.directory))
         save.written.set()
-        if self._borrower(save) is None:
-            await self._free(save)
         return size
 
     def _note_here(self, save: SamplerSave) -> None:
