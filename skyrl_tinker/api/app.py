@@ -32,7 +32,6 @@ from skyrl_tinker.api.routes import (
     audit,
     auth,
     billing,
-    capabilities,
     checkpoints,
     client,
     console,
@@ -41,7 +40,6 @@ from skyrl_tinker.api.routes import (
     futures,
     health,
     losses,
-    metrics,
     models,
     openai,
     pages,
@@ -49,7 +47,6 @@ from skyrl_tinker.api.routes import (
     sampling,
     session_list,
     sessions,
-    telemetry,
     tokenizer,
     trace,
     training,
@@ -82,9 +79,7 @@ RESOURCES = (
     auth,
     sessions,
     session_list,
-    telemetry,
     health,
-    capabilities,
     tokenizer,
     models,
     training,
@@ -213,7 +208,7 @@ def make_app(settings: Settings) -> FastAPI:
 def _routes() -> Sequence[BaseRoute]:
     """Build the routes, which keep nothing of an app: FastAPI takes a fifth of a second for them."""
     router = APIRouter(responses=ERRORS)
-    for root in (pages.root, health.root, auth.root, metrics.router, openai.router, download.root):
+    for root in (pages.root, health.root, auth.root, openai.router, download.root):
         router.include_router(root)
     for resource in RESOURCES:
         router.include_router(resource.router, prefix="/api/v1")

@@ -17,8 +17,7 @@ from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.bases.base_room import BaseRoom, in_gpus, in_memory
 from skyrl_tinker.engine.bases.base_runtime import BaseRuntime
 from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
-from skyrl_tinker.engine.bases.base_supervisor import BaseSupervisor
-from skyrl_tinker.engine.bases.base_switch import BaseSwitch
+from skyrl_tinker.engine.bases.base_supervisor import BaseSupervisor, BaseSwitch
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.bases.train_dispatch import TrainDispatch
 from skyrl_tinker.engine.deadlines import Deadlines
@@ -55,8 +54,7 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.host_memory import host_memory
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.factory import CHUNK_BYTES, TransportName, backend_of, choose, make_transport
-from skyrl_tinker.weight_sync.no_senders import NoSenders
-from skyrl_tinker.weight_sync.transport import LOOPBACK
+from skyrl_tinker.weight_sync.transport import LOOPBACK, NoSenders
 
 if TYPE_CHECKING:
     from skyrl_tinker.engine.telemetry.otlp_export import SpanExport

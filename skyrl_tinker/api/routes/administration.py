@@ -8,10 +8,12 @@ from starlette.responses import JSONResponse, Response
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.requests.responses import json_from_rows
-from skyrl_tinker.api.resources.base_administration import on_demand
 from skyrl_tinker.api.resources.key_administration import overview, require_admin, require_other
 from skyrl_tinker.api.services import CallerDep, Deps, Services
 from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.bases import Bases
+from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas.base import MAX_INT64
 from skyrl_tinker.protocol.schemas.console import (
     AdminResponse,
@@ -29,6 +31,23 @@ from skyrl_tinker.store.database.group_commit import Op, T
 
 KeyId = Annotated[int, Path(ge=1, le=MAX_INT64)]
 router = APIRouter(tags=["console"], prefix="/console/admin")
+
+
+def on_demand(settings: Settings, bases: Bases, name: str) -> str:
+    """Return the canonical name of a base model on demand. Raises UserError for others, with what to do."""
+    facts = bases.require(name)
+    if settings.idle_s_of(facts.name) is not None:
+        return facts.name
+    others = [each.name for each in bases.all if settings.idle_s_of(each.name) is not None]
+    only = ", ".join(others) or "there is none"
+    if facts == bases.first:
+        raise UserError(
+            f"base_model: found {name!r}, which always runs as the first one, expected one on demand: {only}"
+        )
+    raise UserError(
+        f"base_model: found {name!r}, which always runs, expected one on demand: {only}; set start = "
+        f'"on_demand" in its table of bases, and start the server again'
+    )
 
 
 @router.get("", summary="Keys, their limits, and their owners' holdings", response_model=AdminResponse)

@@ -19,9 +19,8 @@ from starlette.types import Message
 from skyrl_tinker.api.middleware import authentication
 from skyrl_tinker.api.middleware.authentication import AuthMiddleware
 from skyrl_tinker.api.middleware.route_traits import TRAITS, Trait
-from skyrl_tinker.api.security import keyring, refusals, tokens
-from skyrl_tinker.api.security.keyring import KeyRing
-from skyrl_tinker.api.security.refusals import Refusal, Refusals
+from skyrl_tinker.api.security import keyring, tokens
+from skyrl_tinker.api.security.keyring import KeyRing, Refusal, Refusals
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import ALL_OWNERS
 from skyrl_tinker.errors import StartupError
@@ -520,9 +519,9 @@ def test_a_flood_of_addresses_takes_bounded_memory_and_few_lines() -> None:
     for number in range(10_000):
         counts.note(Refusal(f"10.0.{number // 256}.{number % 256}", "an unknown key"))
     taken = counts.take()
-    assert len(taken) == refusals.MOST_ADDRESSES + 1
+    assert len(taken) == keyring.MOST_ADDRESSES + 1
     assert sum(taken.values()) == 10_000
-    assert taken[Refusal(refusals.OTHERS, "any")] == 10_000 - refusals.MOST_ADDRESSES
+    assert taken[Refusal(keyring.OTHERS, "any")] == 10_000 - keyring.MOST_ADDRESSES
     assert not counts.take()
 
 

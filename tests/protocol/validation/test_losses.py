@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_tinker.domain.loss_specs import LOSSES
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.protocol.validation.losses import check_config, find_loss
+from skyrl_tinker.protocol.validation.training import check_config, find_loss
 from tests.protocol.support.messages import config, request, validate
 
 
