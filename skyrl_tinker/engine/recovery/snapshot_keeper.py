@@ -244,7 +244,7 @@ class SnapshotKeeper:
                 await in_transfer_thread(_link_files, Path(source), Path(row.directory))
                 await in_transfer_thread(self._storage.store_copy, Path(row.directory), Path(source), origin)
                 await self._keep_sampled(model)
-        except BaseException:
+        except BaseException:  # cancelled or failed: no row will name its files
             await self.discard(row)
             raise
         return row

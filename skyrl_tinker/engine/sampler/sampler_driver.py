@@ -253,7 +253,7 @@ class SamplerDriver:
             usage = Usage(len(request.prompt), output.cached_tokens, sampled)
             result, kept = sample_results.encode_sample_response(output), len(body) <= KEPT_BYTES
             return FutureResult(pass_results.PROTOBUF, result, records, usage, keep_body=kept)
-        except Exception as error:  # becomes the result of this request
+        except Exception as error:  # of any kind, it becomes the result of this request
             return failure_of(error)
 
     async def _sample(self, row: QueuedRow, source: SampleSource, request: SampleRequest) -> SampleOutput:

@@ -126,7 +126,7 @@ class SaveFlow(ABC, Generic[S]):
         except TrainerError:
             await self._discard(save)
             return False
-        except Exception as error:  # becomes the result of this request
+        except Exception as error:  # of any kind, it becomes the result of this request
             failure = failure_of(error)  # logged before the files' deletion, which may wait or be cut off
             await self._discard(save)
             await self._commits.add(UnitEnd({save.row.id: failure}))
