@@ -39,7 +39,7 @@ from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.futures.training_submission import Creation
 from skyrl_tinker.store.model_records import NewModel
 from tests.engine.support import journal
-from tests.engine.support.world import World
+from tests.engine.support.world import MakeWorld, World
 from tests.support.reads import reading
 
 WEIGHTS = CheckpointKind.WEIGHTS
@@ -80,20 +80,18 @@ def _directories(world: World) -> list[str]:
     return sorted(path.name for path in world.root.glob("*/*/*"))
 
 
-async def test_no_save_touches_what_another_server_writes_for_the_same_request(world: World) -> None:
+async def test_no_save_touches_what_another_server_writes_for_the_same_request(
+    world: World, make_world: MakeWorld
+) -> None:
     """One that was taken over may stand still in the middle of a save, and go on."""
     model = await world.model()
     world.workers.disk.clear()
     saved = await _save(world, model, 1)
     await _told(world, "persist")
-    successor = World(world.store, world.bell, world.root)  # replays the save
-    try:
-        assert (await successor.done(saved)).status is FutureStatus.DONE
-        world.workers.disk.set()
-        await world.until(lambda: not world.workers.held)
-    finally:
-        successor.running.cancel()
-        await asyncio.wait([successor.running])
+    successor = make_world(world.root)  # replays the save
+    assert (await successor.done(saved)).status is FutureStatus.DONE
+    world.workers.disk.set()
+    await world.until(lambda: not world.workers.held)
     row = await _found(world, model)
     assert row is not None
     assert Path(row.directory).name in _directories(world)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -107,6 +108,12 @@ class World:
         async with self.driver.background:
             await asyncio.gather(train(), self.intake.run(cursor))
 
+    async def end(self) -> None:
+        """Kill the engine, and pass over the errors that it dies of."""
+        self.running.cancel()
+        with suppress(asyncio.CancelledError, ExceptionGroup):
+            await self.running
+
     async def model(self, spec: LoraSpec | None = None) -> ModelId:
         session = await journal.new_session(self.store)
         accepted = await journal.submit_create(self.store, session, spec=spec)
@@ -140,6 +147,10 @@ class World:
             return look()
 
         return await until(alive, wanted, within_s)
+
+
+MakeWorld = Callable[..., World]
+NewEngine = Callable[[World], World]
 
 
 def _finished(outcome: Outcome) -> bool:

@@ -4,8 +4,8 @@ import asyncio
 import errno
 import itertools
 import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +34,6 @@ from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBo
 from skyrl_tinker.store import checkpoint_records, model_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.console import step_points
-from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import cancellation
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import ModelRow
@@ -43,31 +42,13 @@ from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult
 from tests.engine.support import journal
-from tests.engine.support.world import World
+from tests.engine.support.world import MakeWorld, NewEngine, World
 from tests.engine.test_ended_sessions import sizes
 from tests.support.reads import reading
 from tests.support.scripted_trainer import ScriptedTrainer
 
 DEAD = TrainerError("rank 0 died")
 UNREADABLE = StorageError("checkpoint 1/6 cannot be read: Input/output error")
-NewEngine = Callable[[World], World]
-
-
-@pytest.fixture
-async def new_engine(store: Store, bell: Doorbell) -> AsyncIterator[Callable[[World], World]]:
-    """Kill an engine and start another on its journal and its disk."""
-    made: list[World] = []
-
-    def start(before: World) -> World:
-        before.running.cancel()
-        made.append(World(store, bell, before.root))
-        return made[-1]
-
-    yield start
-    for world in made:
-        world.running.cancel()
-        with suppress(asyncio.CancelledError, ExceptionGroup):
-            await world.running
 
 
 async def steps_of(world: World, model: ModelId) -> list[list[int]]:
@@ -231,19 +212,14 @@ async def test_units_of_different_models_are_replayed_as_one_and_those_of_one_mo
     assert [await steps_of(after, model) for model in models] == [expected(1, 1)] * 3
 
 
-async def test_a_replayed_pass_is_no_larger_than_one_of_clients(
-    store: Store, bell: Doorbell, tmp_path: Path
-) -> None:
-    before = World(store, bell, tmp_path / "checkpoints", unit_tokens=1)
+async def test_a_replayed_pass_is_no_larger_than_one_of_clients(make_world: MakeWorld) -> None:
+    before = make_world(unit_tokens=1)
     models = [await before.model() for _ in range(2)]
-    await all_done(before, *[await journal.submit_pass(store, model, 1) for model in models])
-    before.running.cancel()
-    await asyncio.wait([before.running])
-    after = World(store, bell, tmp_path / "checkpoints", unit_tokens=1)
+    await all_done(before, *[await journal.submit_pass(before.store, model, 1) for model in models])
+    await before.end()
+    after = make_world(unit_tokens=1)
     await after.until(lambda: after.ready)
     assert replayed(after) == [("pass", 1), ("pass", 1)]
-    after.running.cancel()
-    await asyncio.wait([after.running])
 
 
 async def test_models_are_made_while_the_files_of_others_are_fetched(
@@ -518,8 +494,7 @@ async def test_a_save_that_died_before_it_was_recorded_leaves_no_second_copy(
     for _ in range(2):
         before = len(attempts)
         await engine.until(lambda: len(attempts), before.__lt__)
-        engine.running.cancel()
-        await asyncio.wait([engine.running])
+        await engine.end()
         await world.store.write(lambda conn: None)  # behind all that the dead one had begun
         engine = new_engine(engine)
     failing = False
@@ -580,35 +555,27 @@ async def train_busily(world: World, model: ModelId, first: int, steps: int, sec
 
 
 async def test_snapshots_of_short_work_have_a_share_of_idle_time(
-    store: Store, bell: Doorbell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of many models that each do little: the trainer is neither busy nor ever idle for long."""
     clock = SimpleNamespace(monotonic=map(float, itertools.count()).__next__)  # a snapshot takes a second
     monkeypatch.setattr(snapshot_keeper, "time", clock)
     monkeypatch.setattr(trainer_driver, "IDLE_S", 3600.0)
-    world = World(store, bell, tmp_path / "checkpoints", replay_s=0.001)
-    try:
-        for model in [await world.model() for _ in range(3)]:
-            await train_busily(world, model, 1, 1, seconds=0.01)
-            await world.until(partial(snapshot_of, world, model), lambda row: row is not None)
-    finally:
-        world.running.cancel()
-        await asyncio.wait([world.running])
+    world = make_world(replay_s=0.001)
+    for model in [await world.model() for _ in range(3)]:
+        await train_busily(world, model, 1, 1, seconds=0.01)
+        await world.until(partial(snapshot_of, world, model), lambda row: row is not None)
 
 
 async def test_snapshots_count_what_a_replay_takes_beside_the_ranks(
-    store: Store, bell: Doorbell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Short work of the ranks: a fresh model, and three requests that are read, sent and compared."""
     monkeypatch.setattr(trainer_driver, "IDLE_S", 3600.0)
-    world = World(store, bell, tmp_path / "checkpoints", replay_s=0.06)
-    try:
-        model = await world.model()
-        await train_busily(world, model, 1, 1, seconds=1e-6)
-        await world.until(partial(snapshot_of, world, model), lambda row: row is not None)
-    finally:
-        world.running.cancel()
-        await asyncio.wait([world.running])
+    world = make_world(replay_s=0.06)
+    model = await world.model()
+    await train_busily(world, model, 1, 1, seconds=1e-6)
+    await world.until(partial(snapshot_of, world, model), lambda row: row is not None)
 
 
 async def test_what_a_replay_takes_is_known_from_the_last_ones(world: World, new_engine: NewEngine) -> None:
@@ -774,8 +741,7 @@ async def test_an_end_whose_files_were_not_removed_leaves_none_to_the_next_engin
     model = await world.model()
     await train(world, model, 1, 1)
     key = await journal.key_of(world.store, model)
-    world.running.cancel()
-    await asyncio.wait([world.running])
+    await world.end()
     await world.store.write(lambda conn: model_records.set_state(conn, key, ModelState.RELEASED, "over"))
     kept = world.root.parent / "snapshots" / str(key)
     await asyncio.to_thread((kept / "3.abc").mkdir, parents=True)
@@ -1484,23 +1450,21 @@ async def test_a_replayed_unit_for_which_there_is_no_memory_costs_the_large_requ
 
 
 async def test_a_pass_prepared_beside_one_that_dies_with_the_ranks_is_not_forgotten(
-    store: Store, bell: Doorbell, tmp_path: Path
+    make_world: MakeWorld,
 ) -> None:
-    world = World(store, bell, tmp_path / "checkpoints", unit_tokens=1)
-    try:
-        models = [await world.model() for _ in range(3)]
-        world.workers.go_on.clear()
-        passes = [await journal.submit_pass(store, models[0], 1)]
-        await world.until(lambda: world.workers.names().count("pass"))
-        passes += [
-            await journal.submit_pass(store, model, seq) for model, seq in zip(models, (2, 1, 1), strict=True)
-        ]
-        await world.taken_in()
-        world.workers.go_on.set()
-        world.workers.go_on.clear()  # the next one waits again, and one more is prepared meanwhile
-        await world.until(lambda: world.workers.names().count("pass"), lambda ran: ran == 2)
-        world.workers.broken = DEAD
-        world.workers.go_on.set()
-        await all_done(world, *passes)
-    finally:
-        world.running.cancel()
+    world = make_world(unit_tokens=1)
+    models = [await world.model() for _ in range(3)]
+    world.workers.go_on.clear()
+    passes = [await journal.submit_pass(world.store, models[0], 1)]
+    await world.until(lambda: world.workers.names().count("pass"))
+    passes += [
+        await journal.submit_pass(world.store, model, seq)
+        for model, seq in zip(models, (2, 1, 1), strict=True)
+    ]
+    await world.taken_in()
+    world.workers.go_on.set()
+    world.workers.go_on.clear()  # the next one waits again, and one more is prepared meanwhile
+    await world.until(lambda: world.workers.names().count("pass"), lambda ran: ran == 2)
+    world.workers.broken = DEAD
+    world.workers.go_on.set()
+    await all_done(world, *passes)

@@ -2,8 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -16,14 +14,13 @@ from skyrl_tinker.domain.values import AdamParams, Failure
 from skyrl_tinker.engine.trainer import trainer_driver
 from skyrl_tinker.protocol.stored_requests import OptimStepBody, SaveWeightsBody
 from skyrl_tinker.store import model_records
-from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import cancellation, queue
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.replay import snapshot_records
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult
 from tests.engine.support import journal
-from tests.engine.support.world import World
+from tests.engine.support.world import MakeWorld, World
 from tests.support.reads import reading
 
 
@@ -98,9 +95,9 @@ async def test_a_look_at_the_queues_while_a_step_runs_hides_no_refusal(world: Wo
 
 
 async def test_a_flood_of_full_passes_does_not_keep_what_is_to_go(
-    store: Store, bell: Doorbell, tmp_path: Path
+    store: Store, make_world: MakeWorld
 ) -> None:
-    world = World(store, bell, tmp_path / "checkpoints", unit_tokens=1)
+    world = make_world(unit_tokens=1)
     flooding, over, unloaded = [await world.model() for _ in range(3)]
     world.workers.go_on.clear()
     flood = [await journal.submit_pass(store, flooding, seq_id, forward_only=True) for seq_id in range(1, 9)]
@@ -116,9 +113,6 @@ async def test_a_flood_of_full_passes_does_not_keep_what_is_to_go(
     last = max(index for index, name in enumerate(names) if name == "release")
     assert names.count("release") == 2
     assert names[last:].count("pass") > len(flood) // 2
-    world.running.cancel()
-    with suppress(asyncio.CancelledError, ExceptionGroup):
-        await world.running
 
 
 async def test_a_refused_step_clears_its_window(world: World) -> None:
