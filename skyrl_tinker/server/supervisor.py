@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import InitVar, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,30 +93,23 @@ def _take_database(settings: Settings, progress: Report) -> Lease:
     return lease
 
 
+@dataclass(eq=False)
 class _Supervisor:
-    def __init__(
-        self,
-        settings: Settings,
-        directories: Directories,
-        bases: Bases,
-        listener: socket.socket,
-        lease: Lease,
-        ready: Report,
-        progress: Report,
-        warn: Report,
-    ) -> None:
-        self._settings = settings
-        self._directories = directories
-        self._bases = bases
-        self._lease = lease
-        self._ready = ready
-        self._progress = progress
-        self._warn = warn
+    _settings: Settings
+    _directories: Directories
+    _bases: Bases
+    listener: InitVar[socket.socket]
+    _lease: Lease
+    _ready: Report
+    _progress: Report
+    _warn: Report
+
+    def __post_init__(self, listener: socket.socket) -> None:
         self._download = ChildProcess(
-            "download", "skyrl_tinker.server.base_models.weights_download", directories
+            "download", "skyrl_tinker.server.base_models.weights_download", self._directories
         )
-        self._apis = ApiProcesses(settings.api_processes, directories, listener, self._on_api_end)
-        self._engine = ChildProcess("engine", "skyrl_tinker.engine.engine_process", directories)
+        self._apis = ApiProcesses(self._settings.api_processes, self._directories, listener, self._on_api_end)
+        self._engine = ChildProcess("engine", "skyrl_tinker.engine.engine_process", self._directories)
         self._was_ready = False
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()

@@ -82,23 +82,18 @@ class Save(Generic[B]):
 S = TypeVar("S", bound=Save[Any])
 
 
+@dataclass(eq=False)
 class SaveFlow(ABC, Generic[S]):
-    def __init__(
-        self,
-        store: Store,
-        trainer: TrainerGroup,
-        commits: UnitCommits,
-        pending: PendingWrites,
-        checkpoint_root: Path,
-        storage: Storage = LOCAL_DISK,
-    ) -> None:
-        """`pending`: records when a save needs the ranks no more."""
-        self._store = store
-        self._trainer = trainer
-        self._commits = commits
-        self._pending = pending
-        self._root = checkpoint_root
-        self._storage = storage
+    """Flow of one kind of save. `pending`: records when a save needs the ranks no more."""
+
+    _store: Store
+    _trainer: TrainerGroup
+    _commits: UnitCommits
+    _pending: PendingWrites
+    _root: Path
+    _storage: Storage = LOCAL_DISK
+
+    def __post_init__(self) -> None:
         self._reserved: set[TinkerPath | None] = set()
 
     def persisting(self, path: TinkerPath) -> bool:

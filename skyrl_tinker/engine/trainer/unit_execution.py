@@ -44,36 +44,28 @@ class Executors:
     model_barriers: ModelBarriers
 
 
+@dataclass(eq=False)
 class UnitExecution:
-    """Runs units one after another. Use it as a context, within which its background work runs."""
+    """Runs units one after another. Use it as a context, within which its background work runs.
 
-    def __init__(
-        self,
-        store: Store,
-        trainer: TrainerGroup,
-        lanes: Lanes,
-        models: ModelLifecycle,
-        executors: Executors,
-        commits: UnitCommits,
-        pending: PendingWrites,
-        snapshots: SnapshotKeeper,
-        metrics: Metrics,
-        woken: asyncio.Event,
-    ) -> None:
-        """`woken`: set when a model may save and load again."""
-        self._store = store
-        self._trainer = trainer
-        self._lanes = lanes
-        self._models = models
-        self._executors = executors
-        self._commits = commits
-        self._pending = pending
-        self._snapshots = snapshots
-        self._metrics = metrics
-        self._woken = woken
+    `woken`: set when a model may save and load again.
+    """
+
+    _store: Store
+    _trainer: TrainerGroup
+    _lanes: Lanes
+    _models: ModelLifecycle
+    _executors: Executors
+    _commits: UnitCommits
+    _pending: PendingWrites
+    _snapshots: SnapshotKeeper
+    _metrics: Metrics
+    _woken: asyncio.Event
+
+    def __post_init__(self) -> None:
         self._background = asyncio.TaskGroup()
         self._units = itertools.count()
-        self._curves = StepCurves(lanes.is_open, store.now)
+        self._curves = StepCurves(self._lanes.is_open, self._store.now)
         self._own_s: Counter[int] = Counter()
         self._for_room: list[QueuedRow] = []  # saves that wait for host memory, oldest first
 
