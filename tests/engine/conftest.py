@@ -11,7 +11,7 @@ from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.store import Store
-from tests.engine.support.world import MakeWorld, NewEngine, World
+from tests.engine.support.world import MakeWorld, World
 from tests.support.sqlite_file import new_file
 
 
@@ -46,28 +46,19 @@ def sender(store: Store, rung: list[str], metrics: Metrics) -> Outbox:
 
 
 @pytest.fixture
-async def make_world(store: Store, bell: Doorbell, tmp_path: Path) -> AsyncIterator[MakeWorld]:
+async def make_world(
+    store: Store, bell: Doorbell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[MakeWorld]:
     """Start an engine on the store; the options are those of World."""
     made: list[World] = []
 
     def make(root: Path = tmp_path / "checkpoints", **options: Any) -> World:
-        made.append(World(store, bell, root, **options))
+        made.append(World(store, bell, root, patch=monkeypatch, **options))
         return made[-1]
 
     yield make
     for world in made:
         await world.end()
-
-
-@pytest.fixture
-def new_engine(make_world: MakeWorld) -> NewEngine:
-    """Kill an engine and start another on its journal and its disk."""
-
-    def start(before: World) -> World:
-        before.running.cancel()
-        return make_world(before.root)
-
-    return start
 
 
 @pytest.fixture

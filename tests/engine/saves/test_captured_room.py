@@ -12,7 +12,7 @@ from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerB
 from skyrl_tinker.storage.checkpoint_storage import Storage
 from skyrl_tinker.store.futures.record import Accepted
 from tests.engine.support import journal
-from tests.engine.support.world import MakeWorld, NewEngine, World
+from tests.engine.support.world import MakeWorld, World
 
 STATE, SAMPLER, EXPORT = SaveWeightsBody("a"), SaveSamplerBody("a"), SaveExternalBody("a")
 KINDS = {
@@ -137,12 +137,12 @@ async def test_storage_that_hangs_holds_no_captured_state(
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_saves_that_a_new_engine_repeats_wait_for_memory_too(
-    stored: World, hanging: HangingStorage, kind: RequestKind, new_engine: NewEngine
+    stored: World, hanging: HangingStorage, kind: RequestKind
 ) -> None:
     models = await models_of(stored, [3, 3, 3, 3])
     saves = [await save(stored, model, 1, kind) for model in models]
     await stored.until(lambda: len(hanging.asked) == len(models))
-    after = new_engine(stored)
+    after = stored.new_engine()
     after.workers.sizes, after.workers.captured.most = stored.workers.sizes, 7
     after.workers.disk.clear()
     await after.until(lambda: len(after.workers.held) > 1)
@@ -152,7 +152,7 @@ async def test_saves_that_a_new_engine_repeats_wait_for_memory_too(
 
 
 async def test_full_weights_that_busy_samplers_would_read_make_room_for_saves_that_are_repeated(
-    stored: World, new_engine: NewEngine
+    stored: World,
 ) -> None:
     stored.workers.sizes = {ModelKey(number): 3 for number in range(1, 5)}
     stored.workers.disk.clear()
@@ -161,7 +161,7 @@ async def test_full_weights_that_busy_samplers_would_read_make_room_for_saves_th
     saves = [await journal.submit(stored.store, model, 1, kind, body) for model in models]
     behind = [await journal.submit_pass(stored.store, model, 2) for model in models]
     await all_done(stored, behind)  # so their captures are recorded
-    after = new_engine(stored)
+    after = stored.new_engine()
     after.workers.sizes, after.workers.captured.most = stored.workers.sizes, 7
     after.samplers.takes_captured = True
     after.samplers.going_on.clear()

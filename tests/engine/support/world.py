@@ -6,6 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+
 from skyrl_tinker.config import Parity, Recovery, Settings
 from skyrl_tinker.domain.ids import FutureStatus, ModelId
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
@@ -52,11 +54,14 @@ class World:
         unit_tokens: int = 16384,
         replay_s: float = 1e9,
         storage: Storage = LOCAL_DISK,
+        patch: pytest.MonkeyPatch | None = None,
     ) -> None:
         """`trainer`: a real one in place of the scripted workers. `replay_s`: when snapshots are due.
 
-        `storage`: of checkpoints.
+        `storage`: of checkpoints. `patch`: that of the test.
         """
+        self.patch = patch or pytest.MonkeyPatch()
+        self._successors: list[World] = []
         self.store = store
         self.root = root
         self.workers = ScriptedTrainer()
@@ -108,8 +113,16 @@ class World:
         async with self.driver.background:
             await asyncio.gather(train(), self.intake.run(cursor))
 
+    def new_engine(self) -> "World":
+        """Kill the engine and start another on its journal and its disk."""
+        self.running.cancel()
+        self._successors.append(World(self.store, self.bell, self.root, patch=self.patch))
+        return self._successors[-1]
+
     async def end(self) -> None:
-        """Kill the engine, and pass over the errors that it dies of."""
+        """Kill the engine and its successors, and pass over the errors that they die of."""
+        for each in self._successors:
+            await each.end()
         self.running.cancel()
         with suppress(asyncio.CancelledError, ExceptionGroup):
             await self.running
@@ -150,7 +163,6 @@ class World:
 
 
 MakeWorld = Callable[..., World]
-NewEngine = Callable[[World], World]
 
 
 def _finished(outcome: Outcome) -> bool:
