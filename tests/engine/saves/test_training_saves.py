@@ -272,9 +272,7 @@ async def test_ranks_that_die_come_back_though_samplers_that_take_from_them_do_n
 
 
 @pytest.mark.parametrize("ends", [False, True])
-async def test_a_load_waits_while_the_disk_is_full_and_other_models_train(
-    world: World, monkeypatch: pytest.MonkeyPatch, ends: bool
-) -> None:
+async def test_a_load_waits_while_the_disk_is_full_and_other_models_train(world: World, ends: bool) -> None:
     """Whether or not its session ends meanwhile."""
     model, other = await world.model(), await world.model()
     await world.done(await _save(world, model, 1))
@@ -284,7 +282,7 @@ async def test_a_load_waits_while_the_disk_is_full_and_other_models_train(
         tried.append(paths)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as full:
+    with world.patch.context() as full:
         full.setattr(os, "link", fail)
         full.setattr(shutil, "copy2", fail)
         loaded = await _load(world, model, 2, model)
@@ -414,9 +412,7 @@ def _is_released(row: Any) -> bool:
     return bool(row.state is ModelState.RELEASED)
 
 
-async def test_a_database_that_fails_for_a_moment_costs_no_save(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_database_that_fails_for_a_moment_costs_no_save(world: World) -> None:
     add: Callable[..., Any] = checkpoint_records.add
     failures = [OperationalError("INSERT", None, OSError("disk I/O error"))]
 
@@ -425,7 +421,7 @@ async def test_a_database_that_fails_for_a_moment_costs_no_save(
             raise failures.pop()
         return int(add(conn, new, replace=replace))
 
-    monkeypatch.setattr(checkpoint_records, "add", fails_once)
+    world.patch.setattr(checkpoint_records, "add", fails_once)
     model = await world.model()
     assert (await world.done(await _save(world, model, 1))).status is FutureStatus.DONE
     assert failures == []

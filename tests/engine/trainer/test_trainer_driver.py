@@ -137,9 +137,7 @@ async def test_step_metrics_are_finite_json(world: World) -> None:
     assert orjson.loads(done.body or b"") == {"metrics": {"grad_norm": 1.0}, "type": "optim_step"}
 
 
-async def test_a_database_that_fails_for_a_moment_loses_no_request(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_database_that_fails_for_a_moment_loses_no_request(world: World) -> None:
     read, failures = model_records.by_key, [OperationalError("SELECT", None, OSError("disk I/O error"))]
 
     def by_key(conn: Connection, key: ModelKey) -> ModelRow | None:
@@ -147,7 +145,7 @@ async def test_a_database_that_fails_for_a_moment_loses_no_request(
             raise failures.pop()
         return read(conn, key)
 
-    monkeypatch.setattr(model_records, "by_key", by_key)
+    world.patch.setattr(model_records, "by_key", by_key)
     model = await world.model()
     assert failures == []
     assert (await world.done(await journal.submit_step(world.store, model, 1))).status is FutureStatus.DONE
@@ -233,17 +231,15 @@ async def test_a_model_given_up_while_there_was_no_memory_for_its_pass_is_told(w
     assert world.workers.names().count("pass") == 1
 
 
-async def test_work_ends_once_nothing_waits_and_no_snapshot_would_help(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.01)
+async def test_work_ends_once_nothing_waits_and_no_snapshot_would_help(world: World) -> None:
+    world.patch.setattr(trainer_driver, "IDLE_S", 0.01)
     ended, again, run_pass = asyncio.Event(), asyncio.Event(), world.workers.run_pass
 
     async def long_pass(*args: Any) -> PassResult:
         world.workers.busy_s += 1.0
         return await run_pass(*args)
 
-    monkeypatch.setattr(world.workers, "run_pass", long_pass)
+    world.patch.setattr(world.workers, "run_pass", long_pass)
     tries, snapshots = 0, world.driver._snapshots
     take_idle = snapshots.take_idle
 
@@ -253,7 +249,7 @@ async def test_work_ends_once_nothing_waits_and_no_snapshot_would_help(
         if tries > 2:
             await take_idle()
 
-    monkeypatch.setattr(snapshots, "take_idle", take_at_last)
+    world.patch.setattr(snapshots, "take_idle", take_at_last)
 
     async def pause() -> None:
         ended.set()
