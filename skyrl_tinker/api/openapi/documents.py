@@ -107,23 +107,23 @@ class Documented(FastAPI):
         return self.openapi_schema
 
 
-def takes(*models: type[Message]) -> Json:
-    """Return openapi_extra for a route whose JSON body is one of `models`."""
-    schema = schema_of(*models)
-    return _body(schema, {model.__name__: EXAMPLES[model] for model in models})
+def takes(summary: str, *models: type[Message]) -> Json:
+    """Return the keywords of a route whose JSON body is one of `models`."""
+    examples = {model.__name__: EXAMPLES[model] for model in models}
+    return {"summary": summary, "openapi_extra": _body(schema_of(*models), examples)}
 
 
-def takes_telemetry() -> Json:
-    """Return openapi_extra for the telemetry route, which accepts any object."""
-    return _body({"type": "object"}, {"events": TELEMETRY})
+def takes_telemetry(summary: str) -> Json:
+    """Return the keywords of the telemetry route, which accepts any object."""
+    return {"summary": summary, "openapi_extra": _body({"type": "object"}, {"events": TELEMETRY})}
 
 
-def takes_pass(*, forward: bool) -> Json:
-    """Return openapi_extra for forward_backward and forward, whose bodies have no pydantic model."""
+def takes_pass(summary: str, *, forward: bool) -> Json:
+    """Return the keywords of forward_backward and forward, whose bodies have no pydantic model."""
     example = FORWARD_PASS if forward else PASS
     extra = _body(_pass_schema("forward_input" if forward else "forward_backward_input"), {"pass": example})
     extra["requestBody"]["content"]["application/x-protobuf"] = {"schema": _BINARY}
-    return extra
+    return {"summary": summary, "openapi_extra": extra}
 
 
 def answers(media_type: str, schema: Json | None = None, **others: Json) -> dict[int | str, Json]:

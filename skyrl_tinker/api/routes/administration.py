@@ -57,12 +57,7 @@ async def list_keys(deps: Deps, caller: CallerDep) -> Response:
     return await json_from_rows(deps.store, lambda conn: overview(conn, limits, now))
 
 
-@router.post(
-    "/keys",
-    summary="Create a key",
-    response_model=NewSecretResponse,
-    openapi_extra=takes(CreateKeyRequest),
-)
+@router.post("/keys", response_model=NewSecretResponse, **takes("Create a key", CreateKeyRequest))
 async def create_key(request: Request, deps: Deps, caller: CallerDep) -> JSONResponse:
     require_admin(caller)
     new = await read_model(request, CreateKeyRequest)
@@ -79,9 +74,8 @@ async def create_key(request: Request, deps: Deps, caller: CallerDep) -> JSONRes
 
 @router.post(
     "/keys/{key}/rotate",
-    summary="Give a key a new secret",
     response_model=NewSecretResponse,
-    openapi_extra=takes(RotateKeyRequest),
+    **takes("Give a key a new secret", RotateKeyRequest),
 )
 async def rotate_key(key: KeyId, request: Request, deps: Deps, caller: CallerDep) -> JSONResponse:
     require_admin(caller)
@@ -98,7 +92,7 @@ async def rotate_key(key: KeyId, request: Request, deps: Deps, caller: CallerDep
     )
 
 
-@router.put("/keys/{key}/limits", summary="Change the limits of a key", openapi_extra=takes(LimitKeyRequest))
+@router.put("/keys/{key}/limits", **takes("Change the limits of a key", LimitKeyRequest))
 async def limit_key(key: KeyId, request: Request, deps: Deps, caller: CallerDep) -> KeyLimitsResponse:
     require_admin(caller)
     require_other(caller, key)
@@ -117,9 +111,8 @@ async def revoke_key(key: KeyId, deps: Deps, caller: CallerDep) -> dict[str, str
 
 @router.post(
     "/bases",
-    summary="Start or stop a base model on demand; nothing under way is cut",
     response_model=ChangeBaseResponse,
-    openapi_extra=takes(ChangeBaseRequest),
+    **takes("Start or stop a base model on demand; nothing under way is cut", ChangeBaseRequest),
 )
 async def change_base(request: Request, deps: Deps, caller: CallerDep) -> JSONResponse:
     require_admin(caller, keyless=True)

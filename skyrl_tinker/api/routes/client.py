@@ -20,11 +20,7 @@ from skyrl_tinker.protocol.schemas.session import (
 router = APIRouter(tags=["client"])
 
 
-@router.post(
-    "/client/config",
-    summary="Flags that the SDK reads once, at construction",
-    openapi_extra=takes(ClientConfigRequest),
-)
+@router.post("/client/config", **takes("Flags that the SDK reads once, at construction", ClientConfigRequest))
 async def client_config(deps: Deps) -> ClientConfigResponse:
     """Every SDK version, which the request names, gets the same answer."""
     flags, most = deps.settings.sdk, deps.settings.bodies.datums
@@ -33,19 +29,13 @@ async def client_config(deps: Deps) -> ClientConfigResponse:
 
 
 @router.post(
-    "/client/dynamic_config",
-    summary="Flags that the SDK reads again every few minutes",
-    openapi_extra=takes(ClientConfigRequest),
+    "/client/dynamic_config", **takes("Flags that the SDK reads again every few minutes", ClientConfigRequest)
 )
 async def dynamic_config() -> DynamicConfigResponse:
     return DynamicConfigResponse()
 
 
-@router.post(
-    "/telemetry",
-    summary="Accept telemetry unread: it may hold the client's API key",
-    openapi_extra=takes_telemetry(),
-)
+@router.post("/telemetry", **takes_telemetry("Accept telemetry unread: it may hold the client's API key"))
 async def telemetry() -> TelemetryResponse:
     return TelemetryResponse()
 

@@ -51,10 +51,9 @@ async def retrieve_model(model: str, deps: Deps, owner: Owner) -> ListedModel:
 
 @root.post(
     "/completions",
-    summary="OpenAI's completions, streamed or not",
     response_class=Response,
     responses=_ANSWER,
-    openapi_extra=takes(CompletionRequest),
+    **takes("OpenAI's completions, streamed or not", CompletionRequest),
 )
 async def completions(request: Request, deps: Deps) -> Response:
     return await _relay(request, deps, CompletionRequest)
@@ -62,10 +61,11 @@ async def completions(request: Request, deps: Deps) -> Response:
 
 @root.post(
     "/chat/completions",
-    summary="OpenAI's chat completions, streamed or not, by the model's own chat template",
     response_class=Response,
     responses=_ANSWER,
-    openapi_extra=takes(ChatCompletionRequest),
+    **takes(
+        "OpenAI's chat completions, streamed or not, by the model's own chat template", ChatCompletionRequest
+    ),
 )
 async def chat_completions(request: Request, deps: Deps) -> Response:
     return await _relay(request, deps, ChatCompletionRequest)
