@@ -75,10 +75,9 @@ def compose_training(
         lanes.write_ended(row)
         woken.set()
 
-    saver = Saver(store, trainer, commits, pending, root, storage)
-    exporter = Exporter(store, trainer, commits, pending, facts, root, storage)
-    ends = store, trainer, samplers
-    publisher = Publisher(*ends, commits, pending, ephemeral, root, drift_monitor, metrics, written, storage)
+    flow = store, trainer, commits, pending, root, storage
+    saver, exporter = Saver(*flow), Exporter(*flow, facts)
+    publisher = Publisher(*flow, samplers, ephemeral, drift_monitor, metrics, written)
     creation = ModelCreation(store, trainer, facts, saver, snapshots, settings.max_lora_rank, storage)
     models = ModelLifecycle(store, trainer, lanes, drift_monitor, snapshots, outbox, commits, facts.names)
     passes = PassCoordinator(store, trainer, router_replay=settings.router_replay)

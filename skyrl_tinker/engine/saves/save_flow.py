@@ -36,7 +36,7 @@ from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import DiskFullError, TrainerError, UserError
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
-from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
+from skyrl_tinker.storage.checkpoint_storage import Storage
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint, expiry
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -91,7 +91,7 @@ class SaveFlow(ABC, Generic[S]):
     _commits: UnitCommits
     _pending: PendingWrites
     _root: Path
-    _storage: Storage = LOCAL_DISK
+    _storage: Storage
 
     def __post_init__(self) -> None:
         self._reserved: set[TinkerPath | None] = set()
