@@ -3,7 +3,6 @@
 import asyncio
 from typing import Any
 
-
 from skyrl_tinker.api.resources import chrome_trace
 from skyrl_tinker.domain.ids import SessionId
 from tests.api.support.world import World, sample, step
