@@ -30,7 +30,7 @@ from skyrl_tinker.engine.trainer.replay import Replay
 from skyrl_tinker.engine.trainer.sleeping_models import SleepingModels
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.trainer.training_requests import TrainingRequests
-from skyrl_tinker.engine.trainer.unit_execution import Executors, UnitExecution
+from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
 from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.storage.checkpoint_storage import open_storage
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -83,9 +83,9 @@ def compose_training(
     passes = PassCoordinator(store, trainer, router_replay=settings.router_replay)
     steps = OptimSteps(store, trainer, lanes, drift_monitor.pop_metrics)
     barriers = ModelBarriers(store, lanes, models, creation, saver, exporter)
-    executors = Executors(passes, steps, publisher, barriers)
+    kinds = passes, steps, publisher, barriers
     execution = UnitExecution(
-        store, trainer, lanes, models, executors, commits, pending, snapshots, metrics, woken
+        store, trainer, lanes, models, *kinds, commits, pending, snapshots, metrics, woken
     )
 
     unit_tokens = settings.unit_tokens or max(UNIT_TOKENS, 2 * settings.trainer_ranks * settings.token_budget)
