@@ -103,7 +103,7 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
         for runtime in runtimes
         if runtime.trainer is not None
     ]
-    training = TrainDispatch([half.driver for half in halves], store, metrics)
+    training = TrainDispatch([driver for driver, _ in halves], store, metrics)
     openai = [
         _openai_server(store, metrics, *each, driver) for each, driver in zip(sampled, drivers, strict=True)
     ]
@@ -113,7 +113,7 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
     bases = [BaseSupervisor(runtime, of.get(runtime.facts.name), statuses, room) for runtime in runtimes]
 
     def is_loading(directory: str) -> bool:
-        return any(half.creation.is_loading(directory) for half in halves)
+        return any(creation.is_loading(directory) for _, creation in halves)
 
     gaps = Gaps(store, bell, training, settings.timeouts.gap_s)
     return Parts(

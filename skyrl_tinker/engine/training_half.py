@@ -1,7 +1,6 @@
 """Composition of the engine's training half: from the journal to the ranks."""
 
 import asyncio
-from dataclasses import dataclass
 from functools import partial
 
 from skyrl_tinker.directories import Directories
@@ -43,14 +42,6 @@ SHARED_PASS_S = 0.075
 """Most work of a pass of several requests while several sessions train: a request waits for one other."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingHalf:
-    """Parts that are used outside the training half."""
-
-    driver: TrainerDriver
-    creation: ModelCreation
-
-
 def compose_training(
     base: BaseRuntime,
     trainer: TrainerGroup,
@@ -59,7 +50,8 @@ def compose_training(
     versions: EphemeralVersions,
     warnings: WarningBoard,
     metrics: Metrics,
-) -> TrainingHalf:
+) -> tuple[TrainerDriver, ModelCreation]:
+    """Return its parts that are used outside."""
     settings, facts, samplers = base.settings, base.facts, base.samplers
     placement, storage, directories = base.placement, base.storage, Directories(settings)
     root, ephemeral = directories.checkpoint_root, directories.ephemeral_dir
@@ -110,7 +102,7 @@ def compose_training(
         woken,
     )
     _register_gauges(metrics, facts.name, trainer, driver, snapshots, replay)
-    return TrainingHalf(driver, creation)
+    return driver, creation
 
 
 def _register_gauges(

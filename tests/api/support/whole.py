@@ -45,8 +45,9 @@ class Engine:
         samples = SampleDispatch([self.sampler], outbox, metrics)
         versions = EphemeralVersions(store, [samplers], samples.forget_sources, spill, settings)
         base = BaseRuntime(settings, FACTS, trainer, samplers, LOCAL_DISK, SEPARATE, cast(Any, None))
-        half = compose_training(base, trainer, store, outbox, versions, WarningBoard(store), metrics)
-        self.driver = half.driver
+        self.driver, _ = compose_training(
+            base, trainer, store, outbox, versions, WarningBoard(store), metrics
+        )
         self.training = TrainDispatch([self.driver], store, metrics)
         self.intake = Intake(store, bell, self.training, samples, metrics)
 

@@ -82,8 +82,9 @@ class World:
         samples = SampleDispatch([sampler], outbox, metrics)
         versions = EphemeralVersions(store, [samplers], samples.forget_sources, spill, settings)
         base = BaseRuntime(settings, FACTS, trainer, samplers, storage, SEPARATE, cast(Any, None))
-        half = compose_training(base, trainer, store, outbox, versions, WarningBoard(store), metrics)
-        self.driver, self.creation = half.driver, half.creation
+        self.driver, self.creation = compose_training(
+            base, trainer, store, outbox, versions, WarningBoard(store), metrics
+        )
         self.training = TrainDispatch([self.driver], store, metrics)
         self.bell = bell
         self.intake = Intake(store, bell, self.training, samples, metrics)
