@@ -58,8 +58,8 @@ class Fleet:
     client: RemoteInferenceClient
     _cores: Sequence[int]
     placement: Placement = SEPARATE
-    _step_s: float = 600.0
-    _clock: Callable[[], float] = time.time
+    step_s: float = 600.0
+    clock: Callable[[], float] = time.time
 
     _servers: Servers = field(init=False)  # since `open`
 
@@ -188,7 +188,7 @@ class Fleet:
             loss = await self._wait_lost(index)
             _log.error("sampler %d at %s is lost and is replaced: %s", index, loss.url, loss.reason)
             self.incidents.append(
-                Incident(self._clock(), f"sampler {index} at {loss.url} was lost: {loss.reason}")
+                Incident(self.clock(), f"sampler {index} at {loss.url} was lost: {loss.reason}")
             )
             self._remove(index)
             await report()
@@ -218,7 +218,7 @@ class Fleet:
 
         client = self.client
         watched = self._members[index], client.dialect.core_path, client.control.http
-        return await CoreWatch(*watched, self._step_s, excused).wait_stuck(index)
+        return await CoreWatch(*watched, self.step_s, excused).wait_stuck(index)
 
     def _remove(self, index: int) -> None:
         if index in self._members:
@@ -308,7 +308,7 @@ class Fleet:
         while True:
             reason = await router.wait_died()
             _log.error("%s and is started again", reason)
-            self.incidents.append(Incident(self._clock(), reason))
+            self.incidents.append(Incident(self.clock(), reason))
             self._losses += 1
             self._proxy_url = None  # one member serves all requests meanwhile
             self._retarget()
