@@ -85,22 +85,10 @@ def compose_training(
     replay = Replay(store, trainer, returns, passes, snapshots, drift_monitor, placement, unit_tokens)
     pace = TrainerPace()
     planner = Planner(lanes, PassBudget(unit_tokens, SHARED_PASS_S), pace.seconds)
-    driver = TrainerDriver(
-        store,
-        trainer,
-        lanes,
-        planner,
-        pace,
-        models,
-        execution,
-        TrainingRequests(store, lanes, models, facts, outbox, metrics, woken),
-        snapshots,
-        replay,
-        SleepingModels(returns, lanes, models, execution),
-        metrics,
-        placement,
-        woken,
-    )
+    requests = TrainingRequests(store, lanes, models, facts, outbox, metrics, woken)
+    sleeping = SleepingModels(returns, lanes, models, execution)
+    work = models, execution, requests, snapshots, replay, sleeping
+    driver = TrainerDriver(store, trainer, lanes, planner, pace, *work, metrics, placement, woken)
     _register_gauges(metrics, facts.name, trainer, driver, snapshots, replay)
     return driver, creation
 
