@@ -22,7 +22,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import LOG_BYTES, Directories
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.errors import LeaseLostError, StartupError
-from skyrl_tinker.server import log_files, preflight, shared_settings, start_plan
+from skyrl_tinker.server import child_process, preflight, shared_settings, start_plan
 from skyrl_tinker.server.addresses import local_url
 from skyrl_tinker.server.announcement import StartPhases, announcement
 from skyrl_tinker.server.api_processes import ApiProcesses
@@ -201,7 +201,7 @@ class _Supervisor:
 
     def _report_death(self, child: ChildProcess, code: int) -> None:
         """Report that a child died. Raises StartupError when it keeps dying."""
-        said = f"last line of its log: {log_files.last_line(child.log)} (see {child.log})"
+        said = f"last line of its log: {child_process.last_line(child.log)} (see {child.log})"
         if child.dies_too_often(code):
             raise StartupError(
                 f"the {child.name} died {MOST_DEATHS} times within {DEATHS_WITHIN_S:.0f} s, giving up; "
@@ -266,7 +266,7 @@ class _Supervisor:
     async def _rotate_logs(self) -> None:
         while True:
             with suppress(OSError):  # a full disk: tried again
-                await asyncio.to_thread(log_files.rotate, self._directories.log_dir, LOG_BYTES)
+                await asyncio.to_thread(child_process.rotate, self._directories.log_dir, LOG_BYTES)
             await asyncio.sleep(_RECORD_S)
 
     async def _report_changes(self, store: Store) -> None:
