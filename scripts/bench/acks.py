@@ -50,8 +50,7 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import SamplingSessionId
 from skyrl_tinker.server.api_processes import ApiProcesses
-from skyrl_tinker.server.child_process import ChildProcess
-from skyrl_tinker.server.log_files import last_line
+from skyrl_tinker.server.child_process import ChildProcess, last_line
 from skyrl_tinker.store import sampling_sessions, server_state, session_records
 from skyrl_tinker.store.cluster.notify_bell import bind_doorbell
 from skyrl_tinker.store.database.group_commit import Later

@@ -17,8 +17,7 @@ from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.bases.base_room import BaseRoom, in_gpus, in_memory
 from skyrl_tinker.engine.bases.base_runtime import BaseRuntime
 from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
-from skyrl_tinker.engine.bases.base_supervisor import BaseSupervisor
-from skyrl_tinker.engine.bases.base_switch import BaseSwitch
+from skyrl_tinker.engine.bases.base_supervisor import BaseSupervisor, BaseSwitch
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.bases.train_dispatch import TrainDispatch
 from skyrl_tinker.engine.deadlines import Deadlines
@@ -55,8 +54,7 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.host_memory import host_memory
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from skyrl_tinker.weight_sync.factory import CHUNK_BYTES, TransportName, backend_of, choose, make_transport
-from skyrl_tinker.weight_sync.no_senders import NoSenders
-from skyrl_tinker.weight_sync.transport import LOOPBACK
+from skyrl_tinker.weight_sync.transport import LOOPBACK, NoSenders
 
 if TYPE_CHECKING:
     from skyrl_tinker.engine.telemetry.otlp_export import SpanExport
@@ -105,7 +103,7 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
         for runtime in runtimes
         if runtime.trainer is not None
     ]
-    training = TrainDispatch([half.driver for half in halves], store, metrics)
+    training = TrainDispatch([driver for driver, _ in halves], store, metrics)
     openai = [
         _openai_server(store, metrics, *each, driver) for each, driver in zip(sampled, drivers, strict=True)
     ]
@@ -115,7 +113,7 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
     bases = [BaseSupervisor(runtime, of.get(runtime.facts.name), statuses, room) for runtime in runtimes]
 
     def is_loading(directory: str) -> bool:
-        return any(half.creation.is_loading(directory) for half in halves)
+        return any(creation.is_loading(directory) for _, creation in halves)
 
     gaps = Gaps(store, bell, training, settings.timeouts.gap_s)
     return Parts(

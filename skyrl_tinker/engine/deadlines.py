@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import takewhile
 
 from skyrl_tinker.domain.ids import RequestKind
@@ -20,27 +21,20 @@ _UNLIMITED = frozenset({RequestKind.CANCEL_SAMPLE, RequestKind.UNLOAD_MODEL})
 LOOK_S = 0.5
 
 
+@dataclass(eq=False)
 class Deadlines:
     """Fails late requests, and missing ones that others wait for."""
 
-    def __init__(
-        self,
-        store: Store,
-        metrics: Metrics,
-        trainer: TrainDispatch,
-        samples: SampleDispatch,
-        outbox: Outbox,
-        gaps: Gaps,
-        request_s: float,
-    ) -> None:
-        self._store = store
-        self._metrics = metrics
-        self._trainer = trainer
-        self._samples = samples
-        self._outbox = outbox
-        self._gaps = gaps
-        self._request_s = request_s
-        self._suspends = Suspends(store.now)
+    _store: Store
+    _metrics: Metrics
+    _trainer: TrainDispatch
+    _samples: SampleDispatch
+    _outbox: Outbox
+    _gaps: Gaps
+    _request_s: float
+
+    def __post_init__(self) -> None:
+        self._suspends = Suspends(self._store.now)
         self._resumed_at = 0.0
 
     async def run(self) -> None:

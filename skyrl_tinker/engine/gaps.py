@@ -23,7 +23,7 @@ from skyrl_tinker.store import server_state, session_records
 from skyrl_tinker.store.database.abstract_database import after_commit
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import expected_requests
-from skyrl_tinker.store.futures.missing import fail_missing
+from skyrl_tinker.store.futures.finish import fail_missing
 from skyrl_tinker.store.store import Store
 
 QUIET_S = 2.0

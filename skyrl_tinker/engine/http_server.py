@@ -7,7 +7,7 @@ import asyncio
 import hmac
 import socket as sockets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 
 from aiohttp import web
@@ -34,27 +34,21 @@ class OpenAddress:
     token: Callable[[], str]
 
 
+@dataclass(eq=False)
 class EngineHttpServer:
     """Trusts its clients: they run as this user or know the token, and the API has authorized the request."""
 
-    def __init__(
-        self,
-        socket: Path,
-        openai: OpenAIRoutes,
-        metrics: Metrics,
-        replica_metrics: Callable[[], Awaitable[bytes]],
-        queues: Callable[[], QueuesView],
-        change_base: Callable[[ChangeBaseRequest], str],
-        body_bytes: int,
-        network: OpenAddress | None = None,
-    ) -> None:
-        self._socket = socket
-        self._network = network
+    _socket: Path
+    openai: InitVar[OpenAIRoutes]
+    _metrics: Metrics
+    _replica_metrics: Callable[[], Awaitable[bytes]]
+    _queues: Callable[[], QueuesView]
+    _change_base: Callable[[ChangeBaseRequest], str]
+    body_bytes: InitVar[int]
+    _network: OpenAddress | None = None
+
+    def __post_init__(self, openai: OpenAIRoutes, body_bytes: int) -> None:
         self._address: str | None = None
-        self._metrics = metrics
-        self._replica_metrics = replica_metrics
-        self._queues = queues
-        self._change_base = change_base
         app = web.Application(client_max_size=body_bytes, middlewares=[self._authorized])
         reports = [
             web.get("/metrics", self._metrics_text),

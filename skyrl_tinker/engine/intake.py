@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from sqlalchemy.exc import OperationalError
 
@@ -24,20 +24,15 @@ _SAMPLING = frozenset({RequestKind.SAMPLE, RequestKind.CANCEL_SAMPLE})
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Intake:
-    def __init__(
-        self,
-        store: Store,
-        bell: Doorbell,
-        trainer: TrainDispatch,
-        samples: SampleDispatch,
-        metrics: Metrics,
-    ) -> None:
-        self._store = store
-        self._bell = bell
-        self._trainer = trainer
-        self._samples = samples
-        self._metrics = metrics
+    _store: Store
+    _bell: Doorbell
+    _trainer: TrainDispatch
+    _samples: SampleDispatch
+    _metrics: Metrics
+
+    def __post_init__(self) -> None:
         self.cursor = 0  # the drivers have all requests up to this id
 
     async def run(self, cursor: int) -> None:

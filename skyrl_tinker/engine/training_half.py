@@ -1,7 +1,6 @@
 """Composition of the engine's training half: from the journal to the ranks."""
 
 import asyncio
-from dataclasses import dataclass
 from functools import partial
 
 from skyrl_tinker.directories import Directories
@@ -30,7 +29,7 @@ from skyrl_tinker.engine.trainer.replay import Replay
 from skyrl_tinker.engine.trainer.sleeping_models import SleepingModels
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.trainer.training_requests import TrainingRequests
-from skyrl_tinker.engine.trainer.unit_execution import Executors, UnitExecution
+from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
 from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.storage.checkpoint_storage import open_storage
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -43,14 +42,6 @@ SHARED_PASS_S = 0.075
 """Most work of a pass of several requests while several sessions train: a request waits for one other."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingHalf:
-    """Parts that are used outside the training half."""
-
-    driver: TrainerDriver
-    creation: ModelCreation
-
-
 def compose_training(
     base: BaseRuntime,
     trainer: TrainerGroup,
@@ -59,7 +50,8 @@ def compose_training(
     versions: EphemeralVersions,
     warnings: WarningBoard,
     metrics: Metrics,
-) -> TrainingHalf:
+) -> tuple[TrainerDriver, ModelCreation]:
+    """Return its parts that are used outside."""
     settings, facts, samplers = base.settings, base.facts, base.samplers
     placement, storage, directories = base.placement, base.storage, Directories(settings)
     root, ephemeral = directories.checkpoint_root, directories.ephemeral_dir
@@ -75,18 +67,17 @@ def compose_training(
         lanes.write_ended(row)
         woken.set()
 
-    saver = Saver(store, trainer, commits, pending, root, storage)
-    exporter = Exporter(store, trainer, commits, pending, facts, root, storage)
-    ends = store, trainer, samplers
-    publisher = Publisher(*ends, commits, pending, ephemeral, root, drift_monitor, metrics, written, storage)
+    flow = store, trainer, commits, pending, root, storage
+    saver, exporter = Saver(*flow), Exporter(*flow, facts)
+    publisher = Publisher(*flow, samplers, ephemeral, drift_monitor, metrics, written)
     creation = ModelCreation(store, trainer, facts, saver, snapshots, settings.max_lora_rank, storage)
     models = ModelLifecycle(store, trainer, lanes, drift_monitor, snapshots, outbox, commits, facts.names)
     passes = PassCoordinator(store, trainer, router_replay=settings.router_replay)
     steps = OptimSteps(store, trainer, lanes, drift_monitor.pop_metrics)
     barriers = ModelBarriers(store, lanes, models, creation, saver, exporter)
-    executors = Executors(passes, steps, publisher, barriers)
+    kinds = passes, steps, publisher, barriers
     execution = UnitExecution(
-        store, trainer, lanes, models, executors, commits, pending, snapshots, metrics, woken
+        store, trainer, lanes, models, *kinds, commits, pending, snapshots, metrics, woken
     )
 
     unit_tokens = settings.unit_tokens or max(UNIT_TOKENS, 2 * settings.trainer_ranks * settings.token_budget)
@@ -94,24 +85,12 @@ def compose_training(
     replay = Replay(store, trainer, returns, passes, snapshots, drift_monitor, placement, unit_tokens)
     pace = TrainerPace()
     planner = Planner(lanes, PassBudget(unit_tokens, SHARED_PASS_S), pace.seconds)
-    driver = TrainerDriver(
-        store,
-        trainer,
-        lanes,
-        planner,
-        pace,
-        models,
-        execution,
-        TrainingRequests(store, lanes, models, facts, outbox, metrics, woken),
-        snapshots,
-        replay,
-        SleepingModels(returns, lanes, models, execution),
-        metrics,
-        placement,
-        woken,
-    )
+    requests = TrainingRequests(store, lanes, models, facts, outbox, metrics, woken)
+    sleeping = SleepingModels(returns, lanes, models, execution)
+    work = models, execution, requests, snapshots, replay, sleeping
+    driver = TrainerDriver(store, trainer, lanes, planner, pace, *work, metrics, placement, woken)
     _register_gauges(metrics, facts.name, trainer, driver, snapshots, replay)
-    return TrainingHalf(driver, creation)
+    return driver, creation
 
 
 def _register_gauges(

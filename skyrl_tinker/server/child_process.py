@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -12,10 +13,39 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from skyrl_tinker import errors
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.system import processes
 
 MOST_DEATHS, DEATHS_WITHIN_S = 5, 120.0
+
+
+_TAIL_BYTES = 65536
+
+
+def rotate(directory: Path, limit: int) -> None:
+    """Copy each log above `limit` bytes to .1, the one before to .2, and empty it.
+
+    Raises OSError, as on a full disk: then it is as large as it was.
+    """
+    for log in directory.glob("*.log"):
+        if log.stat().st_size > limit:
+            _rotate(log)
+
+
+def _rotate(log: Path) -> None:
+    newer, older = (log.with_name(f"{log.name}.{number}") for number in (1, 2))
+    if newer.exists():
+        newer.replace(older)
+    shutil.copyfile(log, newer)
+    os.truncate(log, 0)
+
+
+def last_line(log: Path) -> str:
+    """Return the last line that tells something, "none" if there is none."""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return errors.last_line(file.read().decode(errors="replace"))
 
 
 @dataclass(slots=True, eq=False)

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import InitVar, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import LOG_BYTES, Directories
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.errors import LeaseLostError, StartupError
-from skyrl_tinker.server import log_files, preflight, shared_settings, start_plan
+from skyrl_tinker.server import child_process, preflight, shared_settings, start_plan
 from skyrl_tinker.server.addresses import local_url
 from skyrl_tinker.server.announcement import StartPhases, announcement
 from skyrl_tinker.server.api_processes import ApiProcesses
@@ -92,30 +93,23 @@ def _take_database(settings: Settings, progress: Report) -> Lease:
     return lease
 
 
+@dataclass(eq=False)
 class _Supervisor:
-    def __init__(
-        self,
-        settings: Settings,
-        directories: Directories,
-        bases: Bases,
-        listener: socket.socket,
-        lease: Lease,
-        ready: Report,
-        progress: Report,
-        warn: Report,
-    ) -> None:
-        self._settings = settings
-        self._directories = directories
-        self._bases = bases
-        self._lease = lease
-        self._ready = ready
-        self._progress = progress
-        self._warn = warn
+    _settings: Settings
+    _directories: Directories
+    _bases: Bases
+    listener: InitVar[socket.socket]
+    _lease: Lease
+    _ready: Report
+    _progress: Report
+    _warn: Report
+
+    def __post_init__(self, listener: socket.socket) -> None:
         self._download = ChildProcess(
-            "download", "skyrl_tinker.server.base_models.weights_download", directories
+            "download", "skyrl_tinker.server.base_models.weights_download", self._directories
         )
-        self._apis = ApiProcesses(settings.api_processes, directories, listener, self._on_api_end)
-        self._engine = ChildProcess("engine", "skyrl_tinker.engine.engine_process", directories)
+        self._apis = ApiProcesses(self._settings.api_processes, self._directories, listener, self._on_api_end)
+        self._engine = ChildProcess("engine", "skyrl_tinker.engine.engine_process", self._directories)
         self._was_ready = False
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()
@@ -207,7 +201,7 @@ class _Supervisor:
 
     def _report_death(self, child: ChildProcess, code: int) -> None:
         """Report that a child died. Raises StartupError when it keeps dying."""
-        said = f"last line of its log: {log_files.last_line(child.log)} (see {child.log})"
+        said = f"last line of its log: {child_process.last_line(child.log)} (see {child.log})"
         if child.dies_too_often(code):
             raise StartupError(
                 f"the {child.name} died {MOST_DEATHS} times within {DEATHS_WITHIN_S:.0f} s, giving up; "
@@ -272,7 +266,7 @@ class _Supervisor:
     async def _rotate_logs(self) -> None:
         while True:
             with suppress(OSError):  # a full disk: tried again
-                await asyncio.to_thread(log_files.rotate, self._directories.log_dir, LOG_BYTES)
+                await asyncio.to_thread(child_process.rotate, self._directories.log_dir, LOG_BYTES)
             await asyncio.sleep(_RECORD_S)
 
     async def _report_changes(self, store: Store) -> None:

@@ -28,8 +28,7 @@ from skyrl_tinker.errors import ExhaustedError, NoPlaceError, StorageError, Trai
 from skyrl_tinker.training.actors import Actors, RankReply, Writer
 from skyrl_tinker.training.batching.batch import TrainingInputBatch, build_batch
 from skyrl_tinker.training.batching.outputs import RankOutput, assemble, own_seconds
-from skyrl_tinker.training.captured_bytes import SHARE, CapturedBytes
-from skyrl_tinker.training.captured_state import CapturedState
+from skyrl_tinker.training.captured_state import SHARE, CapturedBytes, CapturedState
 from skyrl_tinker.training.far_directory import FarDirectory
 from skyrl_tinker.training.restart_policy import RestartPolicy
 from skyrl_tinker.training.trainer_spec import TrainerSpec

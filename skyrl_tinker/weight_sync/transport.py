@@ -4,10 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 from skyrl_tinker.domain.values import Way
-from skyrl_tinker.errors import SamplerError, TrainerError
+from skyrl_tinker.errors import NotSupportedError, SamplerError, TrainerError
 from skyrl_tinker.weight_sync.chunks import WeightChunk
 
 if TYPE_CHECKING:
@@ -21,6 +21,30 @@ Message = Mapping[str, Any]
 
 LOOPBACK = "127.0.0.1"
 SyncPhase = Literal["open", "init", "pause", "start", "update", "finish"]
+
+
+class NoSenders:
+    """Raises NotSupportedError when a transport needs the ranks of a trainer."""
+
+    restarts = 0
+
+    def __init__(self, base_model: str) -> None:
+        self._base_model = base_model
+
+    async def open_sender(self, factory: Callable[[int], Any]) -> None:
+        self._refuse()
+
+    async def sender_call(self, method: str, *args: Any) -> list[Any]:
+        self._refuse()
+
+    async def root_call(self, method: str, *args: Any) -> Any:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise NotSupportedError(
+            f"full parameters of base model {self._base_model!r} cannot be sampled: it is served for sampling"
+            " only, and their transport (setting weight_transport) needs the ranks of its trainer"
+        )
 
 
 class CapturedWeights(Protocol):

@@ -9,7 +9,7 @@ gets the first one's ids; and where a request never comes, it blocks its own mod
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from tests.api.support.whole import Whole, whole
 from tests.api.support.world import PROTOBUF, settings_for
 from tests.support.reads import reading
 from tests.support.scripted_trainer import Ran
-from tests.support.waiting import until
+from tests.support.waiting import end, until
 
 LONG = settings.get_current_profile_name() == "long"
 FEW = settings(max_examples=10)
@@ -88,9 +88,7 @@ class Runs:
         if event.arrival.cut is not None:
             for _ in range(event.arrival.cut):
                 await asyncio.sleep(0)
-            sending.cancel()
-            with suppress(asyncio.CancelledError):
-                await sending
+            await end(sending)
         elif event.intrudes:
             clients.refusals.append(await sending)
         else:

@@ -13,7 +13,7 @@ import tinker
 from safetensors.numpy import load_file, save_file
 
 from tests.e2e.support.client import Client, logprobs_of, prompt, random_tokens, train
-from tests.e2e.support.two_bases import served, write_models
+from tests.e2e.support.two_bases import Served, served, write_models
 from tests.support.serve import HEAL_S, Serve
 from tests.support.tiny_models import write_tiny
 from tests.support.waiting import wait_until
@@ -40,9 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
 
 
 @pytest.fixture(scope="module")
-def both(
-    models: tuple[str, str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Serve, tinker.ServiceClient]]:
+def both(models: tuple[str, str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     home = tmp_path_factory.mktemp("isolation") / "home"
     further = ("--also", f"{models[1]}:train,sample", "--also", models[2])
     with served(home, "--base-model", models[0], *further) as found:
@@ -55,7 +53,7 @@ def states(server: Serve) -> dict[str, str]:
 
 
 def test_the_other_serves_and_its_own_requests_fail_until_it_starts(
-    both: tuple[Serve, tinker.ServiceClient], models: tuple[str, str, str]
+    both: Served, models: tuple[str, str, str]
 ) -> None:
     server, service = both
     engine = server.find("engine")

@@ -17,7 +17,7 @@ import tinker
 from tinker import types
 
 from tests.e2e.support.client import Client, datum, prompt, random_tokens
-from tests.e2e.support.two_bases import served, write_models
+from tests.e2e.support.two_bases import Models, Served, served, write_models
 from tests.support.processes import title, vllm_servers
 from tests.support.serve import HEAL_S, KINDS, Serve
 from tests.support.waiting import wait_until
@@ -29,14 +29,12 @@ TOKENS = random_tokens(40, seed=4)
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return write_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
-def server(
-    models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Serve, tinker.ServiceClient]]:
+def server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     home = tmp_path_factory.mktemp("on-demand") / "home"
     settings = home.parent / "settings.toml"
     second = f'[bases."{models[1]}"]\nroles = ["train", "sample"]\nstart = "on_demand"\n'
@@ -86,9 +84,7 @@ def memory(server: Serve) -> int:
     return found
 
 
-def test_it_runs_while_it_is_used_and_is_as_if_it_had_never_stopped(
-    server: tuple[Serve, tinker.ServiceClient], models: tuple[str, str]
-) -> None:
+def test_it_runs_while_it_is_used_and_is_as_if_it_had_never_stopped(server: Served, models: Models) -> None:
     """And the other one, which is busy meanwhile, learns what it learns alone."""
     serve, service = server
     engine, kept = serve.find("engine"), parts(serve)
@@ -145,9 +141,7 @@ def _await_stop(server: Serve, model: str, kept: Sequence[psutil.Process]) -> No
     wait_until(lambda: state(server, model) == "stopped", HEAL_S)
 
 
-def test_samples_and_chats_start_it_too(
-    server: tuple[Serve, tinker.ServiceClient], models: tuple[str, str]
-) -> None:
+def test_samples_and_chats_start_it_too(server: Served, models: Models) -> None:
     serve, service = server
     sampler = service.create_sampling_client(base_model=models[1]).result()
     wait_until(lambda: state(serve, models[1]) == "stopped", HEAL_S)
@@ -160,9 +154,7 @@ def test_samples_and_chats_start_it_too(
     assert sampler.compute_logprobs(prompt(TOKENS)).result(HEAL_S)[1:] == pytest.approx(scored[1:], abs=1e-3)
 
 
-def test_a_wait_says_that_it_is_being_started(
-    server: tuple[Serve, tinker.ServiceClient], models: tuple[str, str]
-) -> None:
+def test_a_wait_says_that_it_is_being_started(server: Served, models: Models) -> None:
     serve, service = server
     wait_until(lambda: state(serve, models[1]) == "stopped", HEAL_S)
     with ThreadPoolExecutor(1) as pool:
@@ -180,9 +172,7 @@ def _says(server: Serve, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_its_owner_starts_and_stops_it_and_cuts_nothing(
-    server: tuple[Serve, tinker.ServiceClient], models: tuple[str, str]
-) -> None:
+def test_its_owner_starts_and_stops_it_and_cuts_nothing(server: Served, models: Models) -> None:
     serve, service = server
     first, second = models
     wait_until(lambda: state(serve, second) == "stopped", HEAL_S)

@@ -13,7 +13,7 @@ import tinker
 from tinker import types
 
 from tests.e2e.support.client import Client, datum, logprobs_of, prompt, random_tokens, train
-from tests.e2e.support.two_bases import served, write_models
+from tests.e2e.support.two_bases import Models, Served, served, write_models
 from tests.e2e.test_import_adapter import run_import
 from tests.support.peft_adapters import save_adapter, token_logprobs
 from tests.support.processes import title
@@ -27,21 +27,19 @@ TOKENS = random_tokens(40, seed=4)
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return write_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
-def both(
-    models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Serve, tinker.ServiceClient]]:
+def both(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     home = tmp_path_factory.mktemp("both") / "home"
     with served(home, "--base-model", models[0], "--also", f"{models[1]}:train,sample") as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def alone(models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
+def alone(models: Models, tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
     """The losses of each base model on a server of its own."""
     found = []
     for number, model in enumerate(models):
@@ -76,16 +74,14 @@ def ranks(server: Serve) -> list[psutil.Process]:
     return [each for each in server.tree() if KINDS["trainer"] in title(each)]
 
 
-def test_each_learns_as_if_it_were_alone(
-    both: tuple[Serve, tinker.ServiceClient], models: tuple[str, str], alone: list[list[float]]
-) -> None:
+def test_each_learns_as_if_it_were_alone(both: Served, models: Models, alone: list[list[float]]) -> None:
     server, service = both
     assert len(ranks(server)) == 2
     assert losses(trained(service, models)) == alone
 
 
 def test_each_comes_back_after_the_death_of_its_ranks(
-    both: tuple[Serve, tinker.ServiceClient], models: tuple[str, str], alone: list[list[float]]
+    both: Served, models: Models, alone: list[list[float]]
 ) -> None:
     server, service = both
     engine = server.find("engine")
@@ -93,9 +89,7 @@ def test_each_comes_back_after_the_death_of_its_ranks(
     assert server.find("engine") == engine
 
 
-def test_the_death_of_the_ranks_of_one_is_not_the_other_s_matter(
-    both: tuple[Serve, tinker.ServiceClient], models: tuple[str, str]
-) -> None:
+def test_the_death_of_the_ranks_of_one_is_not_the_other_s_matter(both: Served, models: Models) -> None:
     server, service = both
     training = [Client("", service, model).new_lora() for model in models]
     for each in training:
@@ -109,9 +103,7 @@ def test_the_death_of_the_ranks_of_one_is_not_the_other_s_matter(
     assert (lost(server) - known).total() == 1
 
 
-def test_one_whose_ranks_die_again_and_again_is_started_anew_by_itself(
-    both: tuple[Serve, tinker.ServiceClient], models: tuple[str, str]
-) -> None:
+def test_one_whose_ranks_die_again_and_again_is_started_anew_by_itself(both: Served, models: Models) -> None:
     """With its samplers, which then have its clients' weights."""
     server, service = both
     engine, kept = server.find("engine"), ranks(server)[0]
@@ -147,9 +139,7 @@ def lost(server: Serve) -> Counter[str]:
 
 
 @pytest.mark.filterwarnings("ignore:DEPRECATED. TrainingClient.load_state:FutureWarning")
-def test_checkpoints_go_on_with_their_own_base_model(
-    both: tuple[Serve, tinker.ServiceClient], models: tuple[str, str]
-) -> None:
+def test_checkpoints_go_on_with_their_own_base_model(both: Served, models: Models) -> None:
     _, service = both
     saved = []
     for model in models:
@@ -172,7 +162,7 @@ def test_checkpoints_go_on_with_their_own_base_model(
         other.load_state(path).result()
 
 
-def test_the_views_have_both(both: tuple[Serve, tinker.ServiceClient], models: tuple[str, str]) -> None:
+def test_the_views_have_both(both: Served, models: Models) -> None:
     server, _ = both
     now = httpx.get(f"{server.url}/api/v1/console/now", timeout=30).json()
     told = [(each["base_model"], each["trainer_ranks"]) for each in now["server"]["base_models"]]
@@ -186,9 +176,7 @@ def test_the_views_have_both(both: tuple[Serve, tinker.ServiceClient], models: t
         assert f'skyrl_tinker_trainer_restarts{{base_model="{model}"}}' in metrics
 
 
-def test_an_adapter_of_others_goes_on_with_the_second(
-    both: tuple[Serve, tinker.ServiceClient], models: tuple[str, str], tmp_path: Path
-) -> None:
+def test_an_adapter_of_others_goes_on_with_the_second(both: Served, models: Models, tmp_path: Path) -> None:
     server, service = both
     peft = save_adapter(models[1], tmp_path / "elsewhere", r=4, target_modules=["q_proj", "down_proj"])
     path = run_import(server, tmp_path / "elsewhere", "--base-model", models[1]).strip()
@@ -198,9 +186,7 @@ def test_an_adapter_of_others_goes_on_with_the_second(
     assert logprobs_of(training, TOKENS) == pytest.approx(expected, abs=1e-4)
 
 
-def test_the_bill_has_each_under_its_name(
-    both: tuple[Serve, tinker.ServiceClient], models: tuple[str, str]
-) -> None:
+def test_the_bill_has_each_under_its_name(both: Served, models: Models) -> None:
     server, service = both
     began = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     hours = began, began + timedelta(hours=2)

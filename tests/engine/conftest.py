@@ -1,11 +1,9 @@
 """A real store and doorbell; the drivers under test run on them."""
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -13,7 +11,7 @@ from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.store import Store
-from tests.engine.support.world import World
+from tests.engine.support.world import MakeWorld, World
 from tests.support.sqlite_file import new_file
 
 
@@ -48,9 +46,21 @@ def sender(store: Store, rung: list[str], metrics: Metrics) -> Outbox:
 
 
 @pytest.fixture
-async def world(store: Store, bell: Doorbell, tmp_path: Path) -> AsyncIterator[World]:
-    made = World(store, bell, tmp_path / "checkpoints")
-    yield made
-    made.running.cancel()
-    with suppress(asyncio.CancelledError, ExceptionGroup):
-        await made.running
+async def make_world(
+    store: Store, bell: Doorbell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[MakeWorld]:
+    """Start an engine on the store; the options are those of World."""
+    made: list[World] = []
+
+    def make(root: Path = tmp_path / "checkpoints", **options: Any) -> World:
+        made.append(World(store, bell, root, patch=monkeypatch, **options))
+        return made[-1]
+
+    yield make
+    for world in made:
+        await world.end()
+
+
+@pytest.fixture
+async def world(make_world: MakeWorld) -> World:
+    return make_world()

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,7 +33,7 @@ from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 from tests.support.reads import reading
 from tests.support.scripted_samplers import ScriptedSamplers
-from tests.support.waiting import until
+from tests.support.waiting import end, until
 
 EXPERTS = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)
 SEQUENCES = (
@@ -88,9 +87,7 @@ async def drawn(store: Store, bell: Doorbell) -> AsyncIterator[Sampling]:
 
 
 async def cancel(running: "asyncio.Task[None]") -> None:
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
+    await end(running)
 
 
 @pytest.fixture

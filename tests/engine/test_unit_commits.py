@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 from tests.support.reads import reading
+from tests.support.waiting import end
 
 WRITTEN = "units written"
 
@@ -35,9 +35,7 @@ async def commits(sender: Outbox) -> AsyncIterator[UnitCommits]:
     made = UnitCommits(sender)
     running = asyncio.create_task(made.run())
     yield made
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
+    await end(running)
 
 
 def write(number: int) -> Callable[[Connection], None]:
@@ -47,7 +45,7 @@ def write(number: int) -> Callable[[Connection], None]:
     return op
 
 
-def end(number: int) -> UnitEnd:
+def ended(number: int) -> UnitEnd:
     return UnitEnd({}, (write(number),))
 
 
@@ -69,13 +67,13 @@ async def test_a_unit_is_committed_behind_those_before_it_however_long_these_are
     encoded = [asyncio.get_running_loop().create_future() for _ in range(3)]
     committed = [commits.add(each) for each in encoded]
     for number in (2, 0):
-        encoded[number].set_result(end(number))
+        encoded[number].set_result(ended(number))
     await committed[0]
     assert (written(store), committed[2].done()) == ([0], False)
-    encoded[1].set_result(end(1))
+    encoded[1].set_result(ended(1))
     await commits.drain()
     assert written(store) == [0, 1, 2]
-    await commits.add(end(3))
+    await commits.add(ended(3))
     assert written(store) == [0, 1, 2, 3]
 
 
@@ -89,7 +87,7 @@ async def test_a_database_that_fails_for_a_moment_changes_no_order(
             raise failures.pop()
 
     monkeypatch.setattr(outbox, "RETRY_S", 0.0)
-    for each in (end(0), UnitEnd({}, (op,)), end(1)):
+    for each in (ended(0), UnitEnd({}, (op,)), ended(1)):
         committed = commits.add(each)
     await committed
     assert (failures, written(store)) == ([], [0, 1])
@@ -98,7 +96,7 @@ async def test_a_database_that_fails_for_a_moment_changes_no_order(
 async def test_what_is_no_unit_and_cannot_be_committed_keeps_no_other_back(
     store: Store, commits: UnitCommits
 ) -> None:
-    ends = [end(0), failing(UserError("no")), end(1)]
+    ends = [ended(0), failing(UserError("no")), ended(1)]
     raised = await asyncio.gather(*map(commits.add, ends), return_exceptions=True)
     assert [str(error) if error else None for error in raised] == [None, "no", None]
     assert written(store) == [0, 1]
@@ -115,7 +113,7 @@ async def test_no_unit_is_committed_behind_one_that_cannot_be(
     store: Store, metrics: Metrics, make: Callable[[], UnitEnd | Awaitable[UnitEnd]]
 ) -> None:
     commits = UnitCommits(Outbox(store, cast(Doorbell, SimpleNamespace(ring=lambda _: None)), metrics))
-    committed = [commits.add(each) for each in (end(0), make(), end(2))]
+    committed = [commits.add(each) for each in (ended(0), make(), ended(2))]
     running = asyncio.create_task(commits.run())
     await asyncio.wait([running, committed[2]], return_when=asyncio.FIRST_COMPLETED)
     assert [each.done() for each in committed] == [True, True, False]
@@ -128,7 +126,7 @@ async def test_units_that_wait_share_transactions_of_a_bounded_size(
 ) -> None:
     monkeypatch.setattr(unit_commits, "MOST", 2)
     for number in range(5):
-        commits.add(end(number))
+        commits.add(ended(number))
     await commits.drain()
     assert rung == ["api"] * 3
 

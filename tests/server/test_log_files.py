@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tinker.server import log_files
+from skyrl_tinker.server import child_process
 from tests.support.waiting import wait_until
 
 LINE = 50
@@ -54,7 +54,7 @@ def test_what_has_been_written_is_kept_for_two_generations(tmp_path: Path) -> No
             process.stdin.write(f"{number}\n")
             process.stdin.flush()
             process.stderr.readline()
-            log_files.rotate(tmp_path, limit=1)
+            child_process.rotate(tmp_path, limit=1)
     found = {file.name: file.read_text() for file in tmp_path.iterdir()}
     assert found == {"engine.log": "", "engine.log.1": "4\n", "engine.log.2": "3\n"}
 
@@ -66,7 +66,7 @@ def test_a_process_that_never_pauses_is_bounded_and_its_lines_stay_in_order(tmp_
     def rotated() -> bool:
         """Rotate; tell whether it was the tenth time that there was something to do."""
         size = log.stat().st_size
-        log_files.rotate(tmp_path, limit)
+        child_process.rotate(tmp_path, limit)
         return size > limit and next(rotations) == 10
 
     with writer(log, COUNTS):
@@ -82,7 +82,7 @@ def test_a_process_that_never_pauses_is_bounded_and_its_lines_stay_in_order(tmp_
 
 def test_a_log_within_its_bound_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "api.log").write_text("a")
-    log_files.rotate(tmp_path, limit=1)
+    child_process.rotate(tmp_path, limit=1)
     assert [file.read_text() for file in tmp_path.iterdir()] == ["a"]
 
 
@@ -99,4 +99,4 @@ def test_a_log_within_its_bound_is_left_alone(tmp_path: Path) -> None:
 )
 def test_the_last_line_is_the_last_that_tells_something(tmp_path: Path, text: str, line: str) -> None:
     (tmp_path / "api.log").write_text(text)
-    assert log_files.last_line(tmp_path / "api.log") == line
+    assert child_process.last_line(tmp_path / "api.log") == line

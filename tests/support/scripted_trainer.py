@@ -31,7 +31,7 @@ from skyrl_tinker.domain.values import (
 )
 from skyrl_tinker.errors import ExhaustedError, StateLostError, StorageError, TrainerError, UserError
 from skyrl_tinker.system.atomic_directory import atomic_directory, make_durable, storage_errors
-from skyrl_tinker.training.captured_bytes import CapturedBytes
+from skyrl_tinker.training.captured_state import CapturedBytes
 from skyrl_tinker.training.trainer_group import PassResult
 
 STEPS_FILE = "steps.json"

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeVar, overload
 
 T = TypeVar("T")
@@ -44,6 +45,13 @@ def wait_until(condition: Callable[[], object], within_s: float = PATIENCE_S, ev
             raise TimeoutError(f"{condition.__qualname__}: not within {within_s:.0f} s")
         time.sleep(_pause(every_s, began))
         began = time.thread_time()
+
+
+async def end(task: "asyncio.Task[Any]") -> None:
+    """Cancel a task and wait for its end. Raises the error that it ended by before."""
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
 
 
 def _pause(least_s: float, began: float) -> float:

@@ -10,7 +10,6 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -121,14 +120,9 @@ class Trained:
 
     async def restart_engine(self) -> None:
         """Its ranks die with it, as all that it has started."""
-        await self._stop()
+        await self.world.end()
         self._group.broken = TrainerError("the engine died")
         self.world = self._engine()
-
-    async def _stop(self) -> None:
-        self.world.running.cancel()
-        with suppress(asyncio.CancelledError, ExceptionGroup):
-            await self.world.running
 
     async def end(self) -> dict[str, np.ndarray]:
         """The weights and moments of all models."""
@@ -140,7 +134,7 @@ class Trained:
             for file in sorted(directory.glob("*.safetensors")):
                 state[f"{index} {file.name}"] = np.frombuffer(file.read_bytes(), np.uint8)
             await self._group.release(key)
-        await self._stop()
+        await self.world.end()
         self._bell.close()
         await self.store.close()
         return state

@@ -1,4 +1,4 @@
-"""Parts of the OpenAPI document that FastAPI does not derive: request bodies, result schemas, the API key."""
+"""Parts of the OpenAPI document that FastAPI does not derive: introduction, bodies, results, the API key."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,6 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import TypeAdapter
 
-from skyrl_tinker.api.openapi.description import DESCRIPTION, TAGS
 from skyrl_tinker.api.openapi.examples import EXAMPLES, FORWARD_PASS, PASS, TELEMETRY
 from skyrl_tinker.protocol.schemas.base import MAX_INT32, Message
 from skyrl_tinker.protocol.schemas.futures import FailedResponse
@@ -48,6 +47,47 @@ _RESULTS = (
 )
 
 
+DESCRIPTION = """\
+The Tinker API on your own hardware. The usual client is the `tinker` SDK, with `TINKER_BASE_URL` set to
+this server; every call can be made by hand, too.
+
+**Keys.** A server on the loopback interface may run without API keys and then needs none. A server with
+keys (`skyrl-tinker keys create`) expects one in the header `X-API-Key`, or as `Authorization: Bearer …`:
+press *Authorize*. You see the objects of your own key only; others are answered with 404.
+
+**Futures.** A call that takes long is answered at once with a `request_id`. POST it to
+`retrieve_future`, which waits up to 20 s and answers with the result, with 408 (still pending: ask again;
+`queue_state_reason` says why), or with 200 and `{"error", "category"}` if the request
+failed. A result can be fetched several times.
+
+**Order.** The requests of one model carry `seq_id` 1, 2, 3, …; they may arrive in any order and run in
+order of `seq_id`. A repeated request gets the future of the first one. An invalid request becomes a
+failed future: its `seq_id` is used.
+
+**Start** with `create_session`, then `create_model` (and `retrieve_future`), `forward_backward`,
+`optim_step`, `save_weights_for_sampler`, `asample`. Keep the session alive with `session_heartbeat`.
+"""
+TAGS = (
+    {"name": "client", "description": "Calls that the SDK makes when it starts"},
+    {"name": "auth", "description": "API keys and the JWTs that they are exchanged for"},
+    {"name": "sessions", "description": "Sessions, to which everything that a client creates belongs"},
+    {"name": "models", "description": "Models: creation, loading, description, release"},
+    {"name": "training", "description": "Passes and optimizer steps"},
+    {"name": "losses", "description": "Custom losses"},
+    {"name": "weights", "description": "Saving weights"},
+    {"name": "sampling", "description": "Sampling sessions and samples"},
+    {"name": "futures", "description": "Futures: results and cancellation"},
+    {"name": "runs", "description": "Training runs: the models that you created"},
+    {"name": "checkpoints", "description": "Checkpoints: lists, publication, copies, deletion"},
+    {"name": "downloads", "description": "Files by signed URLs, which need no API key"},
+    {"name": "audit", "description": "Audit log"},
+    {"name": "billing", "description": "Usage, without prices"},
+    {"name": "console", "description": "Facts for the dashboard and `skyrl-tinker status`"},
+    {"name": "openai", "description": "API for OpenAI's clients; base URL `/oai/api/v1`"},
+    {"name": "health", "description": "Health and metrics, for the server's operator"},
+)
+
+
 class Documented(FastAPI):
     """FastAPI whose document describes the API key."""
 
@@ -67,23 +107,23 @@ class Documented(FastAPI):
         return self.openapi_schema
 
 
-def takes(*models: type[Message]) -> Json:
-    """Return openapi_extra for a route whose JSON body is one of `models`."""
-    schema = schema_of(*models)
-    return _body(schema, {model.__name__: EXAMPLES[model] for model in models})
+def takes(summary: str, *models: type[Message]) -> Json:
+    """Return the keywords of a route whose JSON body is one of `models`."""
+    examples = {model.__name__: EXAMPLES[model] for model in models}
+    return {"summary": summary, "openapi_extra": _body(schema_of(*models), examples)}
 
 
-def takes_telemetry() -> Json:
-    """Return openapi_extra for the telemetry route, which accepts any object."""
-    return _body({"type": "object"}, {"events": TELEMETRY})
+def takes_telemetry(summary: str) -> Json:
+    """Return the keywords of the telemetry route, which accepts any object."""
+    return {"summary": summary, "openapi_extra": _body({"type": "object"}, {"events": TELEMETRY})}
 
 
-def takes_pass(*, forward: bool) -> Json:
-    """Return openapi_extra for forward_backward and forward, whose bodies have no pydantic model."""
+def takes_pass(summary: str, *, forward: bool) -> Json:
+    """Return the keywords of forward_backward and forward, whose bodies have no pydantic model."""
     example = FORWARD_PASS if forward else PASS
     extra = _body(_pass_schema("forward_input" if forward else "forward_backward_input"), {"pass": example})
     extra["requestBody"]["content"]["application/x-protobuf"] = {"schema": _BINARY}
-    return extra
+    return {"summary": summary, "openapi_extra": extra}
 
 
 def answers(media_type: str, schema: Json | None = None, **others: Json) -> dict[int | str, Json]:

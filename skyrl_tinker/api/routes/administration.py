@@ -8,10 +8,12 @@ from starlette.responses import JSONResponse, Response
 from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.requests.responses import json_from_rows
-from skyrl_tinker.api.resources.base_administration import on_demand
 from skyrl_tinker.api.resources.key_administration import overview, require_admin, require_other
 from skyrl_tinker.api.services import CallerDep, Deps, Services
 from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError
+from skyrl_tinker.config import Settings
+from skyrl_tinker.domain.bases import Bases
+from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas.base import MAX_INT64
 from skyrl_tinker.protocol.schemas.console import (
     AdminResponse,
@@ -31,6 +33,23 @@ KeyId = Annotated[int, Path(ge=1, le=MAX_INT64)]
 router = APIRouter(tags=["console"], prefix="/console/admin")
 
 
+def on_demand(settings: Settings, bases: Bases, name: str) -> str:
+    """Return the canonical name of a base model on demand. Raises UserError for others, with what to do."""
+    facts = bases.require(name)
+    if settings.idle_s_of(facts.name) is not None:
+        return facts.name
+    others = [each.name for each in bases.all if settings.idle_s_of(each.name) is not None]
+    only = ", ".join(others) or "there is none"
+    if facts == bases.first:
+        raise UserError(
+            f"base_model: found {name!r}, which always runs as the first one, expected one on demand: {only}"
+        )
+    raise UserError(
+        f"base_model: found {name!r}, which always runs, expected one on demand: {only}; set start = "
+        f'"on_demand" in its table of bases, and start the server again'
+    )
+
+
 @router.get("", summary="Keys, their limits, and their owners' holdings", response_model=AdminResponse)
 async def list_keys(deps: Deps, caller: CallerDep) -> Response:
     require_admin(caller)
@@ -38,12 +57,7 @@ async def list_keys(deps: Deps, caller: CallerDep) -> Response:
     return await json_from_rows(deps.store, lambda conn: overview(conn, limits, now))
 
 
-@router.post(
-    "/keys",
-    summary="Create a key",
-    response_model=NewSecretResponse,
-    openapi_extra=takes(CreateKeyRequest),
-)
+@router.post("/keys", response_model=NewSecretResponse, **takes("Create a key", CreateKeyRequest))
 async def create_key(request: Request, deps: Deps, caller: CallerDep) -> JSONResponse:
     require_admin(caller)
     new = await read_model(request, CreateKeyRequest)
@@ -60,9 +74,8 @@ async def create_key(request: Request, deps: Deps, caller: CallerDep) -> JSONRes
 
 @router.post(
     "/keys/{key}/rotate",
-    summary="Give a key a new secret",
     response_model=NewSecretResponse,
-    openapi_extra=takes(RotateKeyRequest),
+    **takes("Give a key a new secret", RotateKeyRequest),
 )
 async def rotate_key(key: KeyId, request: Request, deps: Deps, caller: CallerDep) -> JSONResponse:
     require_admin(caller)
@@ -79,7 +92,7 @@ async def rotate_key(key: KeyId, request: Request, deps: Deps, caller: CallerDep
     )
 
 
-@router.put("/keys/{key}/limits", summary="Change the limits of a key", openapi_extra=takes(LimitKeyRequest))
+@router.put("/keys/{key}/limits", **takes("Change the limits of a key", LimitKeyRequest))
 async def limit_key(key: KeyId, request: Request, deps: Deps, caller: CallerDep) -> KeyLimitsResponse:
     require_admin(caller)
     require_other(caller, key)
@@ -98,9 +111,8 @@ async def revoke_key(key: KeyId, deps: Deps, caller: CallerDep) -> dict[str, str
 
 @router.post(
     "/bases",
-    summary="Start or stop a base model on demand; nothing under way is cut",
     response_model=ChangeBaseResponse,
-    openapi_extra=takes(ChangeBaseRequest),
+    **takes("Start or stop a base model on demand; nothing under way is cut", ChangeBaseRequest),
 )
 async def change_base(request: Request, deps: Deps, caller: CallerDep) -> JSONResponse:
     require_admin(caller, keyless=True)

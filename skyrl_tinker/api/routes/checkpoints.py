@@ -95,8 +95,7 @@ async def unpublish(run: str, kind: str, name: str, deps: Deps, owner: Owner) ->
 
 @router.put(
     _OF_RUN + "/{kind}/{name}/ttl",
-    summary="Set when a checkpoint expires, counted from now",
-    openapi_extra=takes(SetTtlRequest),
+    **takes("Set when a checkpoint expires, counted from now", SetTtlRequest),
 )
 async def set_ttl(
     run: str, kind: str, name: str, request: Request, deps: Deps, owner: Owner
@@ -135,8 +134,7 @@ async def _set_public(deps: Deps, owner: OwnerId | None, run: str, checkpoint_id
 
 @router.post(
     "/copy_weights",
-    summary="Copy a checkpoint into a project, or into a session of yours",
-    openapi_extra=takes(CopyWeightsRequest),
+    **takes("Copy a checkpoint into a project, or into a session of yours", CopyWeightsRequest),
 )
 async def copy_weights(
     request: Request,

@@ -121,8 +121,9 @@ async def points_csv(run: str, deps: Deps, reach: Reached) -> StreamingResponse:
 
 @router.post(
     "/runs/{run}/metrics",
-    summary="Report numbers of a step of a run that only its script knows, such as the reward",
-    openapi_extra=takes(ReportRequest),
+    **takes(
+        "Report numbers of a step of a run that only its script knows, such as the reward", ReportRequest
+    ),
 )
 async def report_metrics(run: str, request: Request, deps: Deps, owner: Owner) -> dict[str, str]:
     """Accept them at any time, also of a run that is not in training. The dashboard draws each name."""

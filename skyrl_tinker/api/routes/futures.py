@@ -38,10 +38,12 @@ fast = APIRouter(tags=["futures"], route_class=FastRoute)
 
 @fast.post(
     "/retrieve_future",
-    summary="Wait for a result: as stored; 200 with `error` for a failure; 408 while pending",
     response_model=None,
     responses={**answers_with_result(), 408: {"model": TryAgainResponse}},
-    openapi_extra=takes(RetrieveFutureRequest),
+    **takes(
+        "Wait for a result: as stored; 200 with `error` for a failure; 408 while pending",
+        RetrieveFutureRequest,
+    ),
 )
 async def retrieve_future(request: Request, deps: Deps) -> Response:
     message = await read_model(request, RetrieveFutureRequest)
@@ -102,8 +104,10 @@ def _as_json(kind: RequestKind, body: bytes) -> bytes:
 
 @router.post(
     "/retrieve_futures",
-    summary="Wait for any sample of a sampling client; results are then fetched by retrieve_future",
-    openapi_extra=takes(RetrieveFuturesRequest),
+    **takes(
+        "Wait for any sample of a sampling client; results are then fetched by retrieve_future",
+        RetrieveFuturesRequest,
+    ),
 )
 async def retrieve_futures(request: Request, deps: Deps, reach: Reached) -> RetrieveFuturesResponse:
     """Return samples that finished after `prev_cursor`, in order of finishing; none on timeout."""
@@ -145,9 +149,7 @@ def _completed(completion: Completion) -> CompletedFuture:
 
 
 @router.post(
-    "/cancel_future",
-    summary="Cancel a sample, unless it has finished already",
-    openapi_extra=takes(CancelFutureRequest),
+    "/cancel_future", **takes("Cancel a sample, unless it has finished already", CancelFutureRequest)
 )
 async def cancel_future(request: Request, deps: Deps, reach: Reached, owner: Owner) -> dict[str, str]:
     """Answer 400 for anything but a sample: later requests of a model build on its earlier ones."""

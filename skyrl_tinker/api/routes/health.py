@@ -1,9 +1,13 @@
-"""Liveness of this process and readiness of the engine."""
+"""Liveness of this process, readiness of the engine, and the metrics of all."""
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
 from starlette.responses import JSONResponse
 
-from skyrl_tinker.api.services import Deps
+from skyrl_tinker.api.api_metrics import CONTENT_TYPE
+from skyrl_tinker.api.openapi.documents import answers
+from skyrl_tinker.api.resources.key_administration import require_admin
+from skyrl_tinker.api.services import Deps, caller_of
 from skyrl_tinker.api.waiting.engine_client import engine_state
 from skyrl_tinker.protocol.schemas.session import BaseModelState, HealthResponse, ReadyResponse
 from skyrl_tinker.redaction import without_paths
@@ -36,3 +40,17 @@ async def readyz(deps: Deps) -> JSONResponse:
     ]
     answer = ReadyResponse(state=engine.state, detail=told(detail), base_models=bases)
     return JSONResponse(answer.model_dump(), status)
+
+
+@root.get(
+    "/metrics",
+    summary="Prometheus metrics",
+    response_class=Response,
+    responses=answers("text/plain", {"type": "string"}),
+)
+async def metrics(request: Request, deps: Deps) -> Response:
+    """Answered while the engine is down, too: engine_up is 0 then."""
+    if deps.settings.metrics_key:
+        require_admin(caller_of(request))
+    await deps.room.shortage()
+    return Response(await deps.page.text(), media_type=CONTENT_TYPE)

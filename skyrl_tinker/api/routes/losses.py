@@ -26,8 +26,7 @@ router = APIRouter(tags=["losses"])
 
 @router.post(
     "/create_custom_loss",
-    summary="Upload a loss recorded by torch.fx, for passes of the same session",
-    openapi_extra=takes(CreateCustomLossRequest),
+    **takes("Upload a loss recorded by torch.fx, for passes of the same session", CreateCustomLossRequest),
 )
 async def create_custom_loss(request: Request, deps: Deps, owner: Owner) -> AcceptedFuture:
     if not deps.settings.sdk.custom_loss_server_side:

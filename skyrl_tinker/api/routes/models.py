@@ -38,8 +38,7 @@ router = APIRouter(tags=["models"])
 
 @router.post(
     "/create_model",
-    summary="A new model on the base model: LoRA, or full parameters with rank 0",
-    openapi_extra=takes(CreateModelRequest),
+    **takes("A new model on the base model: LoRA, or full parameters with rank 0", CreateModelRequest),
 )
 async def create_model(request: Request, deps: Deps, owner: Owner, caller: CallerDep) -> AcceptedFuture:
     def make(payload: Mapping[str, Any]) -> Creation:
@@ -55,8 +54,11 @@ async def create_model(request: Request, deps: Deps, owner: Owner, caller: Calle
 
 @router.post(
     "/load_weights",
-    summary="A new model from a checkpoint, or with `model_id` a load in place",
-    openapi_extra=takes(CreateViaLoadRequest, LoadWeightsRequest),
+    **takes(
+        "A new model from a checkpoint, or with `model_id` a load in place",
+        CreateViaLoadRequest,
+        LoadWeightsRequest,
+    ),
 )
 async def load_weights(request: Request, deps: Deps, owner: Owner, caller: CallerDep) -> AcceptedFuture:
     def make(payload: Mapping[str, Any]) -> Submission | tuple[CreateViaLoadRequest, Mapping[str, Any]]:
@@ -90,11 +92,7 @@ async def _create_via_load(
     return announce(deps, owner, accepted, pending=creation.failure is None)
 
 
-@router.post(
-    "/unload_model",
-    summary="Release a model after all its earlier requests",
-    openapi_extra=takes(UnloadModelRequest),
-)
+@router.post("/unload_model", **takes("Release a model after all its earlier requests", UnloadModelRequest))
 async def unload_model(request: Request, deps: Deps, reach: Reached, owner: Owner) -> AcceptedFuture:
     """Keep the model's checkpoints and sampling clients; its later requests fail."""
     message = await read_model(request, UnloadModelRequest)
@@ -108,11 +106,7 @@ async def unload_model(request: Request, deps: Deps, reach: Reached, owner: Owne
     return announce(deps, owner, accepted, pending=True)
 
 
-@router.post(
-    "/get_info",
-    summary="Describe a model, from create_model on",
-    openapi_extra=takes(GetInfoRequest),
-)
+@router.post("/get_info", **takes("Describe a model, from create_model on", GetInfoRequest))
 async def get_info(request: Request, deps: Deps, reach: Reached) -> GetInfoResponse:
     message = await read_model(request, GetInfoRequest)
     row = await deps.store.read(lambda conn: model_records.find(conn, reach, ModelId(message.model_id)))
@@ -133,7 +127,7 @@ async def get_info(request: Request, deps: Deps, reach: Reached) -> GetInfoRespo
     )
 
 
-@router.post("/weights_info", summary="Describe a checkpoint", openapi_extra=takes(WeightsInfoRequest))
+@router.post("/weights_info", **takes("Describe a checkpoint", WeightsInfoRequest))
 async def weights_info(request: Request, deps: Deps, reach: Reached) -> WeightsInfoResponse:
     message = await read_model(request, WeightsInfoRequest)
     row = await deps.store.read(lambda conn: model_requests.find_checkpoint(conn, reach, message.tinker_path))

@@ -27,19 +27,19 @@ from skyrl_tinker.system.off_loop import off_loop
 
 CLIENT_GONE = 499  # nginx's status for a closed connection
 
-router = APIRouter(tags=["openai"], prefix="/oai/api/v1", responses=OPENAI_ERRORS)
+root = APIRouter(tags=["openai"], prefix="/oai/api/v1", responses=OPENAI_ERRORS)
 
 _ANSWER = answers(
     "application/json", {"type": "object"}, **{"text/event-stream": {"schema": {"type": "string"}}}
 )
 
 
-@router.get("/models", summary="Base models; any tinker://…/sampler_weights/… path is a model, too")
+@root.get("/models", summary="Base models; any tinker://…/sampler_weights/… path is a model, too")
 async def models(deps: Deps) -> ModelList:
     return ModelList(data=[ListedModel(id=facts.name) for facts in deps.bases.all if facts.sampleable])
 
 
-@router.get("/models/{model:path}", summary="A base model, or weights for sampling")
+@root.get("/models/{model:path}", summary="A base model, or weights for sampling")
 async def retrieve_model(model: str, deps: Deps, owner: Owner) -> ListedModel:
     def find(conn: Connection) -> int:
         found = openai_models.find(conn, owner, model, deps.bases)
@@ -49,23 +49,23 @@ async def retrieve_model(model: str, deps: Deps, owner: Owner) -> ListedModel:
     return ListedModel(id=model, created=await deps.store.fetch(find))
 
 
-@router.post(
+@root.post(
     "/completions",
-    summary="OpenAI's completions, streamed or not",
     response_class=Response,
     responses=_ANSWER,
-    openapi_extra=takes(CompletionRequest),
+    **takes("OpenAI's completions, streamed or not", CompletionRequest),
 )
 async def completions(request: Request, deps: Deps) -> Response:
     return await _relay(request, deps, CompletionRequest)
 
 
-@router.post(
+@root.post(
     "/chat/completions",
-    summary="OpenAI's chat completions, streamed or not, by the model's own chat template",
     response_class=Response,
     responses=_ANSWER,
-    openapi_extra=takes(ChatCompletionRequest),
+    **takes(
+        "OpenAI's chat completions, streamed or not, by the model's own chat template", ChatCompletionRequest
+    ),
 )
 async def chat_completions(request: Request, deps: Deps) -> Response:
     return await _relay(request, deps, ChatCompletionRequest)

@@ -36,8 +36,7 @@ fast = APIRouter(tags=["sampling"], route_class=FastRoute)
 
 @router.post(
     "/create_sampling_session",
-    summary="Sample from the base model or from a checkpoint",
-    openapi_extra=takes(CreateSamplingSessionRequest),
+    **takes("Sample from the base model or from a checkpoint", CreateSamplingSessionRequest),
 )
 async def create_sampling_session(
     request: Request, deps: Deps, owner: Owner
@@ -94,8 +93,7 @@ async def get_sampler(sampler_id: str, deps: Deps, reach: Reached) -> GetSampler
 
 @router.post(
     "/join_sampling_session",
-    summary="A number for one more client of a sampling session",
-    openapi_extra=takes(JoinSamplingSessionRequest),
+    **takes("A number for one more client of a sampling session", JoinSamplingSessionRequest),
 )
 async def join_sampling_session(request: Request, deps: Deps, owner: Owner) -> JoinSamplingSessionResponse:
     """Assign a number; the client's seq_ids begin at it times 10^9, so that no other client uses them."""
@@ -105,11 +103,7 @@ async def join_sampling_session(request: Request, deps: Deps, owner: Owner) -> J
     return JoinSamplingSessionResponse(client_counter=counter)
 
 
-@fast.post(
-    "/asample",
-    summary="Sample from one prompt; a 400 names the invalid field",
-    openapi_extra=takes(AsampleRequest),
-)
+@fast.post("/asample", **takes("Sample from one prompt; a 400 names the invalid field", AsampleRequest))
 async def asample(request: Request, deps: Deps) -> AcceptedFuture:
     caller = caller_of(request)
     sample, base_model = await _read_sample(await request.body(), deps, caller)

@@ -48,9 +48,8 @@ async def list_sessions(
 
 @router.post(
     "/search",
-    summary="Search your sessions by metadata, name, project and status",
-    openapi_extra=takes(SessionSearchRequest),
     response_model=SessionSearchResponse,
+    **takes("Search your sessions by metadata, name, project and status", SessionSearchRequest),
 )
 async def search_sessions(request: Request, deps: Deps, reach: Reached, owner: Owner) -> Response:
     message = await read_model(request, SessionSearchRequest)
@@ -73,8 +72,7 @@ async def get_session(
 
 @router.put(
     "/{session_id}/project",
-    summary="Move a session, with everything that it made, into a project",
-    openapi_extra=takes(SetProjectRequest),
+    **takes("Move a session, with everything that it made, into a project", SetProjectRequest),
 )
 async def set_project(session_id: str, request: Request, deps: Deps, owner: Owner) -> dict[str, str]:
     """Projects need not be created: a project is any id that a session names."""

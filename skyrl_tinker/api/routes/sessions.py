@@ -26,7 +26,7 @@ fast = APIRouter(tags=["sessions"], route_class=FastRoute)
 _LOOPBACK = ("127.0.0.1", "::1")
 
 
-@router.post("/create_session", summary="Open a session", openapi_extra=takes(CreateSessionRequest))
+@router.post("/create_session", **takes("Open a session", CreateSessionRequest))
 async def create_session(
     request: Request, deps: Deps, owner: Owner, caller: CallerDep
 ) -> CreateSessionResponse:
@@ -74,11 +74,7 @@ def _tokenizers_elsewhere(bases: Bases, request: Request) -> str | None:
     )
 
 
-@fast.post(
-    "/session_heartbeat",
-    summary="Keep a session alive; 410 once it is finished",
-    openapi_extra=takes(HeartbeatRequest),
-)
+@fast.post("/session_heartbeat", **takes("Keep a session alive; 410 once it is finished", HeartbeatRequest))
 async def session_heartbeat(request: Request, deps: Deps) -> HeartbeatResponse:
     message = await read_model(request, HeartbeatRequest)
     await deps.heartbeats.keep(owner_of(request), SessionId(message.session_id))
@@ -86,9 +82,7 @@ async def session_heartbeat(request: Request, deps: Deps) -> HeartbeatResponse:
 
 
 @router.post(
-    "/sessions/{session_id}/finish",
-    summary="Finish a session; the first reason wins",
-    openapi_extra=takes(FinishSessionRequest),
+    "/sessions/{session_id}/finish", **takes("Finish a session; the first reason wins", FinishSessionRequest)
 )
 async def finish_session(
     session_id: str, request: Request, deps: Deps, reach: Reached, owner: Owner

@@ -30,15 +30,9 @@ router = APIRouter(tags=["training"], route_class=FastRoute)
 
 
 @router.post(
-    "/forward_backward",
-    summary="A pass over data, with gradients or `forward_only`",
-    openapi_extra=takes_pass(forward=False),
+    "/forward_backward", **takes_pass("A pass over data, with gradients or `forward_only`", forward=False)
 )
-@router.post(
-    "/forward",
-    summary="A pass without gradients, as SDKs up to 0.24 send it",
-    openapi_extra=takes_pass(forward=True),
-)
+@router.post("/forward", **takes_pass("A pass without gradients, as SDKs up to 0.24 send it", forward=True))
 async def forward_backward(request: Request, deps: Deps) -> AcceptedFuture:
     size = int(request.headers["content-length"])  # set by the middleware
     async with deps.gate if size > OFF_LOOP_BYTES else nullcontext():
@@ -47,9 +41,7 @@ async def forward_backward(request: Request, deps: Deps) -> AcceptedFuture:
 
 
 @router.post(
-    "/optim_step",
-    summary="One optimizer step over the gradients accumulated so far",
-    openapi_extra=takes(OptimStepRequest),
+    "/optim_step", **takes("One optimizer step over the gradients accumulated so far", OptimStepRequest)
 )
 async def optim_step(request: Request, deps: Deps) -> AcceptedFuture:
     submission = await read_as(

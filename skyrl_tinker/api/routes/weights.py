@@ -31,9 +31,7 @@ router = APIRouter(tags=["weights"])
 
 
 @router.post(
-    "/save_weights",
-    summary="Save the training state, optimizer included, under a name",
-    openapi_extra=takes(SaveWeightsRequest),
+    "/save_weights", **takes("Save the training state, optimizer included, under a name", SaveWeightsRequest)
 )
 async def save_weights(request: Request, deps: Deps, caller: CallerDep) -> AcceptedFuture:
     kind = RequestKind.SAVE_WEIGHTS
@@ -41,9 +39,7 @@ async def save_weights(request: Request, deps: Deps, caller: CallerDep) -> Accep
 
 
 @router.post(
-    "/save_weights_for_sampler",
-    summary="Save weights for sampling, named or ephemeral",
-    openapi_extra=takes(SaveSamplerRequest),
+    "/save_weights_for_sampler", **takes("Save weights for sampling, named or ephemeral", SaveSamplerRequest)
 )
 async def save_weights_for_sampler(request: Request, deps: Deps, caller: CallerDep) -> AcceptedFuture:
     kind = RequestKind.SAVE_WEIGHTS_FOR_SAMPLER
@@ -52,8 +48,7 @@ async def save_weights_for_sampler(request: Request, deps: Deps, caller: CallerD
 
 @router.post(
     "/save_weights_external",
-    summary="Export weights: a PEFT adapter or a Hugging Face model",
-    openapi_extra=takes(SaveExternalRequest),
+    **takes("Export weights: a PEFT adapter or a Hugging Face model", SaveExternalRequest),
 )
 async def save_weights_external(request: Request, deps: Deps, caller: CallerDep) -> AcceptedFuture:
     kind = RequestKind.SAVE_WEIGHTS_EXTERNAL

@@ -4,22 +4,24 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker.api.security import refusals, tokens
-from skyrl_tinker.api.security.refusals import Refusal, Refusals
+from skyrl_tinker.api.security import tokens
 from skyrl_tinker.api.security.tokens import Caller, InvalidTokenError
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import UnauthenticatedError
 from skyrl_tinker.protocol.validation.key_limits import UNLIMITED, KeyLimits
-from skyrl_tinker.store import api_keys, owners
+from skyrl_tinker.store import api_keys, audit_log, owners
 from skyrl_tinker.store.api_keys import End, Secret
 from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets
+from skyrl_tinker.store.database.abstract_database import after_commit
 from skyrl_tinker.store.store import Store
 
 REFRESH_S = 0.5
@@ -34,7 +36,51 @@ _ENDED: Mapping[End, str] = {
     "expired": "expired at",
     "replaced": "was rotated away, and ended at",
 }
+
+
+MOST_ADDRESSES = 32
+OTHERS = "other addresses"
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Refused credential: of `key` if that is known, then `why` says how it ended."""
+
+    address: str
+    why: str
+    key: OwnerId | None = None
+
+
+class Refusals:
+    """Counts of refused credentials: at most MOST_ADDRESSES entries, the rest under OTHERS."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Refusal] = Counter()
+
+    def note(self, refusal: Refusal, count: int = 1) -> None:
+        if refusal not in self._counts and len(self._counts) >= MOST_ADDRESSES:
+            refusal = Refusal(OTHERS, "any")
+        self._counts[refusal] += count
+
+    def put_back(self, counts: Counter[Refusal]) -> None:
+        """Count the taken refusals again that could not be recorded."""
+        for refusal, count in counts.items():
+            self.note(refusal, count)
+
+    def take(self) -> Counter[Refusal]:
+        """Return the counts and begin anew."""
+        taken, self._counts = self._counts, Counter()
+        return taken
+
+
+def record(conn: Connection, counts: Counter[Refusal]) -> None:
+    """Write one event per entry: `key_ended_use` for a key that has ended, else `login_fail`."""
+    for refusal, count in counts.items():
+        event = "login_fail" if refusal.key is None else "key_ended_use"
+        audit_log.record_key(conn, event, refusal.key, address=refusal.address, why=refusal.why, count=count)
+        told = "refused %d credentials from %s: %s", count, refusal.address, refusal.why
+        after_commit(conn, partial(_log.warning, *told))
 
 
 class KeyRing:
@@ -187,7 +233,7 @@ class KeyRing:
 
         def write(conn: Connection) -> None:
             api_keys.note_use(conn, used)
-            refusals.record(conn, refused)
+            record(conn, refused)
 
         if used or refused:
             self._noted_at = time.monotonic()

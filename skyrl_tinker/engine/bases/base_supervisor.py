@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from contextlib import nullcontext
 from enum import Enum, auto
 from functools import partial
@@ -15,6 +15,7 @@ from skyrl_tinker.engine.sampler.sleep import SleepControl
 from skyrl_tinker.engine.scheduling.sample_gate import SampleGate
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SkyrlTinkerError, TrainerLostError, last_line, root_cause
+from skyrl_tinker.protocol.schemas.console import ChangeBaseRequest
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 PAUSES_S = (1.0, 5.0, 30.0)
@@ -254,3 +255,19 @@ async def _watch_trainer(trainer: TrainerGroup, driver: TrainerDriver) -> None:
         if trainer.broken is not None:
             driver.wake()
         await asyncio.sleep(PING_S)
+
+
+class BaseSwitch:
+    """Starts and stops of base models on demand, as an administrator asks, and their idle times."""
+
+    def __init__(self, supervisors: Sequence[BaseSupervisor]) -> None:
+        self._of = {each.name: each for each in supervisors}
+
+    def change(self, asked: ChangeBaseRequest) -> str:
+        """Start or stop a base model on demand, given by its canonical name; return what follows."""
+        base = self._of[asked.base_model]
+        return base.ask_start() if asked.action == "start" else base.ask_stop()
+
+    def idle(self) -> dict[str, float]:
+        """Return the seconds without requests of those on demand that run, by their names."""
+        return {name: idle_s for name, each in self._of.items() if (idle_s := each.idle_s) is not None}

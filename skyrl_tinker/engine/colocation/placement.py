@@ -120,18 +120,15 @@ class _Side:
         return now - min(since) if since else None
 
 
+@dataclass(eq=False)
 class Colocated:
     """Placement on shared devices. The first phase is the samplers': trainer offloaded, samplers awake."""
 
-    def __init__(
-        self,
-        trainer: Movable,
-        limits: Phases,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._trainer = trainer
-        self._limits = limits
-        self._clock = clock
+    _trainer: Movable
+    _limits: Phases
+    _clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._sides = {PhaseState.TRAINING: _Side(), PhaseState.SAMPLING: _Side()}
         self._totals = {state: PhaseTotals() for state in PhaseState}
         self._state = PhaseState.SAMPLING
@@ -139,7 +136,7 @@ class Colocated:
         self._updates = 0  # in their context or waiting for it
         self._updatable = asyncio.Event()  # set while the samplers' weights are awake
         self._updatable.set()
-        self._since = clock()  # when the state began
+        self._since = self._clock()  # when the state began
         self._closed_at = self._since  # when the other side's phase ended
         self._changed = asyncio.Event()
 

@@ -118,24 +118,17 @@ class _OpenAICall:
         return orjson.dumps(response | {"model": self.request.model} if "model" in response else response)
 
 
+@dataclass(eq=False)
 class OpenAIServer:
-    def __init__(
-        self,
-        store: Store,
-        samplers: Samplers,
-        fleet: Fleet,
-        facts: BaseModelFacts,
-        abilities: ChatAbilities,
-        sampler_driver: SamplerDriver,
-        metrics: Metrics,
-    ) -> None:
-        self._store = store
-        self._samplers = samplers
-        self._fleet = fleet
-        self.facts = facts
-        self._abilities = abilities
-        self._sampler_driver = sampler_driver
-        self._metrics = metrics
+    _store: Store
+    _samplers: Samplers
+    _fleet: Fleet
+    facts: BaseModelFacts
+    _abilities: ChatAbilities
+    _sampler_driver: SamplerDriver
+    _metrics: Metrics
+
+    def __post_init__(self) -> None:
         self._grammars = GrammarTurns()
         self._counting: set[asyncio.Task[None]] = set()
 

@@ -81,24 +81,17 @@ class MeanCost:
         return self.seconds / self.times
 
 
+@dataclass(eq=False)
 class SnapshotKeeper:
-    def __init__(
-        self,
-        store: Store,
-        trainer: TrainerGroup,
-        commits: UnitCommits,
-        root: Path,
-        keep_sampled: KeepSampled,
-        storage: Storage,
-        recovery: Recovery,
-    ) -> None:
-        self._store = store
-        self._trainer = trainer
-        self._commits = commits
-        self._root = root
-        self._keep_sampled = keep_sampled
-        self._storage = storage
-        self._recovery = recovery
+    _store: Store
+    _trainer: TrainerGroup
+    _commits: UnitCommits
+    _root: Path
+    _keep_sampled: KeepSampled
+    _storage: Storage
+    _recovery: Recovery
+
+    def __post_init__(self) -> None:
         self._progress: dict[ModelKey, _Unkept] = {}
         self.of_model = MeanCost(2.0, 100)  # to create a model on fresh ranks, and load its snapshot
         self.of_request = MeanCost(0.5, 100)  # in addition to the ranks' own time: bodies, results, calls
@@ -244,7 +237,7 @@ class SnapshotKeeper:
                 await in_transfer_thread(_link_files, Path(source), Path(row.directory))
                 await in_transfer_thread(self._storage.store_copy, Path(row.directory), Path(source), origin)
                 await self._keep_sampled(model)
-        except BaseException:
+        except BaseException:  # cancelled or failed: no row will name its files
             await self.discard(row)
             raise
         return row

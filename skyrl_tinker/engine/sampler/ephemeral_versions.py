@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -30,24 +31,20 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class EphemeralVersions:
-    def __init__(
-        self,
-        store: Store,
-        samplers: Sequence[Samplers],
-        forget_sources: Callable[[], None],
-        spill: TmpfsSpill,
-        settings: Settings,
-    ) -> None:
-        """`samplers`: of all base models that are sampled, at most one of which samples a version.
+    """Unnamed weights. `samplers`: of all base models that are sampled; at most one samples a version.
 
-        `forget_sources`: called after versions were dropped.
-        """
-        self._store = store
-        self._samplers = samplers
-        self._forget_sources = forget_sources
-        self._spill = spill
-        self._settings = settings
+    `forget_sources`: called after versions were dropped.
+    """
+
+    _store: Store
+    _samplers: Sequence[Samplers]
+    _forget_sources: Callable[[], None]
+    _spill: TmpfsSpill
+    _settings: Settings
+
+    def __post_init__(self) -> None:
         self._turns: WeakValueDictionary[VersionId, asyncio.Lock] = WeakValueDictionary()
         self._began_at = time.monotonic()
         self._moved: set[VersionId] = set()  # to disk, of those that are kept

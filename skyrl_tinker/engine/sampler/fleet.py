@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -39,40 +40,35 @@ class Servers(Protocol):
     async def replace(self, index: int) -> str: ...
 
 
+@dataclass(eq=False)
 class Fleet:
     """`client` reaches members only: replicas that are alive and have the current adapters and weights.
 
     Hold `changing` for every change that must reach all replicas: adapters, weights, new members. A member
     that dies is removed without it. An `equip` loads the current adapters and resident weights on one
     newcomer; it is called with `changing` held.
+
+    Start without servers, until `open`.
+
+    `client`: its proxy, if any, is a router that is not ours. `cores`: engine cores of each replica that
+    decode, 0 if it computes prompts for others. `step_s`: a member whose core does not answer for longer
+    is replaced. `clock`: of incidents.
     """
 
-    _servers: Servers  # since `open`
+    client: RemoteInferenceClient
+    _cores: Sequence[int]
+    placement: Placement = SEPARATE
+    step_s: float = 600.0
+    clock: Callable[[], float] = time.time
 
-    def __init__(
-        self,
-        client: RemoteInferenceClient,
-        cores: Sequence[int],
-        placement: Placement = SEPARATE,
-        step_s: float = 600.0,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """Start without servers, until `open`.
+    _servers: Servers = field(init=False)  # since `open`
 
-        `client`: its proxy, if any, is a router that is not ours. `cores`: engine cores of each replica that
-        decode, 0 if it computes prompts for others. `step_s`: a member whose core does not answer for longer
-        is replaced. `clock`: of incidents.
-        """
-        self.client = client
-        self.changing = AwakeLock(placement)
-        self.placement = placement
+    def __post_init__(self) -> None:
+        self.changing = AwakeLock(self.placement)
         self._router: Router | None = None
-        self._step_s = step_s
-        self._clock = clock
         self._long_calls = 0
-        self._proxy_url = client.proxy_url or None
-        self._cores = cores
-        self.replicas = len(cores)
+        self._proxy_url = self.client.proxy_url or None
+        self.replicas = len(self._cores)
         self._members: dict[int, str] = {}
         self._opened = False
         self._condemned: dict[int, Loss] = {}
@@ -192,7 +188,7 @@ class Fleet:
             loss = await self._wait_lost(index)
             _log.error("sampler %d at %s is lost and is replaced: %s", index, loss.url, loss.reason)
             self.incidents.append(
-                Incident(self._clock(), f"sampler {index} at {loss.url} was lost: {loss.reason}")
+                Incident(self.clock(), f"sampler {index} at {loss.url} was lost: {loss.reason}")
             )
             self._remove(index)
             await report()
@@ -222,7 +218,7 @@ class Fleet:
 
         client = self.client
         watched = self._members[index], client.dialect.core_path, client.control.http
-        return await CoreWatch(*watched, self._step_s, excused).wait_stuck(index)
+        return await CoreWatch(*watched, self.step_s, excused).wait_stuck(index)
 
     def _remove(self, index: int) -> None:
         if index in self._members:
@@ -312,7 +308,7 @@ class Fleet:
         while True:
             reason = await router.wait_died()
             _log.error("%s and is started again", reason)
-            self.incidents.append(Incident(self._clock(), reason))
+            self.incidents.append(Incident(self.clock(), reason))
             self._losses += 1
             self._proxy_url = None  # one member serves all requests meanwhile
             self._retarget()

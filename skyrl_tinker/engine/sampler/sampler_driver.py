@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -79,29 +79,24 @@ class _Guest:
     model_key: ModelKey | None = None
 
 
+@dataclass(eq=False)
 class SamplerDriver:
-    def __init__(
-        self,
-        store: Store,
-        samplers: Samplers,
-        outbox: Outbox,
-        concurrency: Concurrency,
-        metrics: Metrics,
-        *,
-        router_replay: bool = False,
-    ) -> None:
-        """`concurrency`: of sequences in flight; bodies of other requests stay in the store.
+    """Driver of one base model's samples. `concurrency`: of sequences in flight; other bodies stay stored.
 
-        `router_replay`: record experts for samples that are recorded.
-        """
-        self._store = store
-        self._samplers = samplers
-        self._outbox = outbox
-        self._metrics = metrics
-        self._router_replay = router_replay
+    `router_replay`: record experts for samples that are recorded.
+    """
+
+    _store: Store
+    _samplers: Samplers
+    _outbox: Outbox
+    concurrency: InitVar[Concurrency]
+    _metrics: Metrics
+    router_replay: bool = False
+
+    def __post_init__(self, concurrency: Concurrency) -> None:
         self._tasks: dict[int, asyncio.Task[None]] = {}  # in flight, by future id
         self._starting: set[int] = set()  # their bodies are being read
-        self._queued = SampleQueue(Slots(concurrency, lambda: samplers.cores))
+        self._queued = SampleQueue(Slots(concurrency, lambda: self._samplers.cores))
         self._guests = itertools.count(-1, -1)  # ids that no future has
         self._awaited: dict[int, asyncio.Future[None]] = {}  # turns awaited by tasks, by id
         self._away: dict[int, None] = {}  # future ids; the storage of their weights did not answer
@@ -253,7 +248,7 @@ class SamplerDriver:
             usage = Usage(len(request.prompt), output.cached_tokens, sampled)
             result, kept = sample_results.encode_sample_response(output), len(body) <= KEPT_BYTES
             return FutureResult(pass_results.PROTOBUF, result, records, usage, keep_body=kept)
-        except Exception as error:  # becomes the result of this request
+        except Exception as error:  # of any kind, it becomes the result of this request
             return failure_of(error)
 
     async def _sample(self, row: QueuedRow, source: SampleSource, request: SampleRequest) -> SampleOutput:
@@ -274,7 +269,7 @@ class SamplerDriver:
 
     def _read(self, body: bytes) -> SampleRequest:
         request = sample_from_body(body)
-        recorded = self._router_replay and request.record_stability_info
+        recorded = self.router_replay and request.record_stability_info
         return replace(request, routed_experts=True) if recorded else request
 
     async def _source(self, session: SamplingSessionId) -> SampleSource:

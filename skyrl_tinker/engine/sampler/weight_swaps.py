@@ -5,6 +5,7 @@ A version is read from its files; a fresh one from the trainer's ranks, while th
 
 import asyncio
 import logging
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 
 from skyrl_tinker.domain.ids import VersionId
@@ -21,23 +22,20 @@ from skyrl_tinker.weight_sync.transport import CapturedWeights, WeightSource, We
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class WeightSwaps:
-    """Swaps of the weights that the fleet serves. A version None stands for the base weights."""
+    """Swaps of the weights that the fleet serves. A version None stands for the base weights.
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        transport: WeightTransport,
-        facts: BaseModelFacts,
-        metrics: Metrics,
-        *,
-        keep_cache: bool = False,
-    ) -> None:
-        """`keep_cache`: running requests keep their cache from the old weights."""
-        self._keep_cache = keep_cache
-        self._fleet = fleet
-        self._metrics = metrics
-        self._transport = transport
+    `keep_cache`: running requests keep their cache from the old weights.
+    """
+
+    _fleet: Fleet
+    _transport: WeightTransport
+    facts: InitVar[BaseModelFacts]
+    _metrics: Metrics
+    keep_cache: bool = False
+
+    def __post_init__(self, facts: BaseModelFacts) -> None:
         self._base = Path(facts.directory), BASE_MODEL
         self._lent: dict[VersionId, CapturedWeights] = {}
         self._syncing = asyncio.Lock()
@@ -106,7 +104,7 @@ class WeightSwaps:
         async with self._syncing:
             source, name = self._source(version)
             synced = await sync_weights(
-                client.control, self._transport, source, name, awake=awake, keep_cache=self._keep_cache
+                client.control, self._transport, source, name, awake=awake, keep_cache=self.keep_cache
             )
         self._metrics.synced(name, synced.seconds, synced.paused_s)
         origin = "files" if isinstance(source, Path) else "the ranks"

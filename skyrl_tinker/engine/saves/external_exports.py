@@ -22,19 +22,14 @@ from skyrl_tinker.domain.peft_config import (
 )
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
-from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
-from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.protocol import age_encryption
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody
-from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
-from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.atomic_directory import publish, storage_errors
 from skyrl_tinker.system.off_loop import in_disk_thread, in_transfer_thread
-from skyrl_tinker.training.trainer_group import TrainerGroup
 
 SHARD_BYTES = 5 * 10**9
 """Approximate size of a file of a full-parameter model, as on the Hugging Face hub."""
@@ -43,21 +38,11 @@ _SMALL = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
 _NOTICES = ("LICENSE", "NOTICE")
 
 
+@dataclass(eq=False)
 class Exporter(SaveFlow[Save[SaveExternalBody]]):
     """Exports of models. From `capture` to the end of `persist` a model may train, but not save or load."""
 
-    def __init__(
-        self,
-        store: Store,
-        trainer: TrainerGroup,
-        commits: UnitCommits,
-        pending: PendingWrites,
-        facts: BaseModelFacts,
-        checkpoint_root: Path,
-        storage: Storage = LOCAL_DISK,
-    ) -> None:
-        super().__init__(store, trainer, commits, pending, checkpoint_root, storage)
-        self._facts = facts
+    _facts: BaseModelFacts
 
     async def capture(
         self, row: QueuedRow, model: ModelRow, body: SaveExternalBody

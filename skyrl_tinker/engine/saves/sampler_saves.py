@@ -25,21 +25,17 @@ from skyrl_tinker.domain.values import Failure, WeightVersion
 from skyrl_tinker.engine.outbox import failure_of, persistently, read_persistently, when_possible
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor, ScoredProbe
 from skyrl_tinker.engine.sampler.samplers import Samplers
-from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
 from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.errors import ExhaustedError, SamplerError, SkyrlTinkerError, StorageError, TrainerError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
-from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
-from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.off_loop import in_disk_thread
-from skyrl_tinker.training.trainer_group import CapturedState, TrainerGroup
+from skyrl_tinker.training.trainer_group import CapturedState
 
 COMPARED_AFTER_S = 0.1
 """Clients sample new weights at once: their first tokens come before the probe's."""
@@ -81,31 +77,21 @@ class SamplerSave(Save[SaveSamplerBody]):
         return self.path is None
 
 
+@dataclass(eq=False)
 class Publisher(SaveFlow[SamplerSave]):
-    def __init__(
-        self,
-        store: Store,
-        trainer: TrainerGroup,
-        samplers: Samplers | None,
-        commits: UnitCommits,
-        pending: PendingWrites,
-        ephemeral_dir: Path,
-        checkpoint_root: Path,
-        gaps: DriftMonitor,
-        metrics: Metrics,
-        written: Callable[[QueuedRow], None],
-        storage: Storage = LOCAL_DISK,
-    ) -> None:
-        """`samplers` None: weights are only written.
+    """Flow of weights for samplers. `_samplers` None: they are only written.
 
-        `written`: called, once or twice, when a save's weights are in files or the save has failed.
-        """
-        super().__init__(store, trainer, commits, pending, checkpoint_root, storage)
-        self._samplers = samplers
-        self._ephemeral = ephemeral_dir
-        self._gaps = gaps
-        self._metrics = metrics
-        self._written = written
+    `_written`: called, once or twice, when a save's weights are in files or the save has failed.
+    """
+
+    _samplers: Samplers | None
+    _ephemeral: Path
+    _gaps: DriftMonitor
+    _metrics: Metrics
+    _written: Callable[[QueuedRow], None]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._lent: dict[int, SamplerSave] = {}  # by future id
 
     async def capture_rows(self, rows: Sequence[QueuedRow]) -> dict[int, SamplerSave | Failure]:
@@ -218,11 +204,11 @@ class Publisher(SaveFlow[SamplerSave]):
                 for request in requests:
                     try:
                         await names.enter_async_context(self._reserving(request.path))
-                    except Exception as error:  # becomes the result of this request
+                    except Exception as error:  # of any kind, it is the result of this request alone
                         failures[request.row.id] = failure_of(error)
                 fine = [request for request in requests if request.row.id not in failures]
                 numbers = await persistently(lambda: self._store.write(partial(_insert_versions, saves=fine)))
-        except Exception as error:  # becomes the result of each
+        except Exception as error:  # of any kind, it is the result of each, as nobody else answers them
             return [failures.get(request.row.id) or failure_of(error) for request in requests]
         versions = {request.row.id: number for request, number in zip(fine, numbers, strict=True)}
         return [

@@ -36,7 +36,7 @@ from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import DiskFullError, TrainerError, UserError
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
-from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
+from skyrl_tinker.storage.checkpoint_storage import Storage
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint, expiry
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -82,23 +82,18 @@ class Save(Generic[B]):
 S = TypeVar("S", bound=Save[Any])
 
 
+@dataclass(eq=False)
 class SaveFlow(ABC, Generic[S]):
-    def __init__(
-        self,
-        store: Store,
-        trainer: TrainerGroup,
-        commits: UnitCommits,
-        pending: PendingWrites,
-        checkpoint_root: Path,
-        storage: Storage = LOCAL_DISK,
-    ) -> None:
-        """`pending`: records when a save needs the ranks no more."""
-        self._store = store
-        self._trainer = trainer
-        self._commits = commits
-        self._pending = pending
-        self._root = checkpoint_root
-        self._storage = storage
+    """Flow of one kind of save. `pending`: records when a save needs the ranks no more."""
+
+    _store: Store
+    _trainer: TrainerGroup
+    _commits: UnitCommits
+    _pending: PendingWrites
+    _root: Path
+    _storage: Storage
+
+    def __post_init__(self) -> None:
         self._reserved: set[TinkerPath | None] = set()
 
     def persisting(self, path: TinkerPath) -> bool:
@@ -126,7 +121,7 @@ class SaveFlow(ABC, Generic[S]):
         except TrainerError:
             await self._discard(save)
             return False
-        except Exception as error:  # becomes the result of this request
+        except Exception as error:  # of any kind, it becomes the result of this request
             failure = failure_of(error)  # logged before the files' deletion, which may wait or be cut off
             await self._discard(save)
             await self._commits.add(UnitEnd({save.row.id: failure}))

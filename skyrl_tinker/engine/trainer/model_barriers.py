@@ -39,22 +39,16 @@ class BarrierResult:
     write: Work | None = None
 
 
+@dataclass(eq=False)
 class ModelBarriers:
-    def __init__(
-        self,
-        store: Store,
-        lanes: Lanes,
-        models: ModelLifecycle,
-        creation: ModelCreation,
-        saver: Saver,
-        exporter: Exporter,
-    ) -> None:
-        self._store = store
-        self._lanes = lanes
-        self._models = models
-        self._creation = creation
-        self._saver = saver
-        self._exporter = exporter
+    _store: Store
+    _lanes: Lanes
+    _models: ModelLifecycle
+    _creation: ModelCreation
+    _saver: Saver
+    _exporter: Exporter
+
+    def __post_init__(self) -> None:
         self._loads: dict[QueuedRow, LoadFiles | Failure] = {}  # loads that have not begun
 
     async def fetch(self, row: QueuedRow) -> None:

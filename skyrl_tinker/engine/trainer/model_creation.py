@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,26 +54,20 @@ class LoadFiles:
     kept: SnapshotRow
 
 
+@dataclass(eq=False)
 class ModelCreation:
     """Creates and loads models on the workers. Every method raises SkyrlTinkerError on failure."""
 
-    def __init__(
-        self,
-        store: Store,
-        trainer: TrainerGroup,
-        facts: BaseModelFacts,
-        saver: Saver,
-        snapshots: SnapshotKeeper,
-        max_lora_rank: int,
-        storage: Storage = LOCAL_DISK,
-    ) -> None:
-        self._store = store
-        self._trainer = trainer
+    _store: Store
+    _trainer: TrainerGroup
+    facts: InitVar[BaseModelFacts]
+    _saver: Saver
+    _snapshots: SnapshotKeeper
+    _max_lora_rank: int
+    _storage: Storage = LOCAL_DISK
+
+    def __post_init__(self, facts: BaseModelFacts) -> None:
         self._bases = Bases((facts,))
-        self._saver = saver
-        self._snapshots = snapshots
-        self._max_lora_rank = max_lora_rank
-        self._storage = storage
         self._loading: Counter[str] = Counter()  # directories
 
     def is_loading(self, directory: str) -> bool:

@@ -7,6 +7,7 @@ any later replay; its files are removed after that, during training.
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,29 +37,23 @@ Start = Callable[[Coroutine[Any, Any, Any]], object]
 """Start work in the background."""
 
 
+@dataclass(eq=False)
 class ModelLifecycle:
-    """Opens and closes the lanes of models, and ends models."""
+    """Opens and closes the lanes of models, and ends models.
 
-    def __init__(
-        self,
-        store: Store,
-        trainer: TrainerGroup,
-        lanes: Lanes,
-        drift_monitor: DriftMonitor,
-        snapshots: SnapshotKeeper,
-        outbox: Outbox,
-        commits: UnitCommits,
-        names: Collection[str],
-    ) -> None:
-        """`names`: of the base model."""
-        self._store = store
-        self._names = names
-        self._trainer = trainer
-        self._lanes = lanes
-        self._drift_monitor = drift_monitor
-        self._snapshots = snapshots
-        self._outbox = outbox
-        self._commits = commits
+    `names`: of the base model.
+    """
+
+    _store: Store
+    _trainer: TrainerGroup
+    _lanes: Lanes
+    _drift_monitor: DriftMonitor
+    _snapshots: SnapshotKeeper
+    _outbox: Outbox
+    _commits: UnitCommits
+    _names: Collection[str]
+
+    def __post_init__(self) -> None:
         self._releasing: set[ModelKey] = set()  # models whose sessions are over
         self._unloading: dict[ModelKey, QueuedRow] = {}  # by model, its unload_model request
 

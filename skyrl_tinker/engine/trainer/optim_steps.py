@@ -28,19 +28,14 @@ class StepsResult:
     taken: tuple[TakenStep, ...] = ()
 
 
+@dataclass(eq=False)
 class OptimSteps:
-    def __init__(
-        self,
-        store: Store,
-        trainer: TrainerGroup,
-        lanes: Lanes,
-        more_metrics: Callable[[ModelKey], Mapping[str, float]],
-    ) -> None:
-        """`more_metrics`: metrics to report with a model's next step, in addition to the trainer's."""
-        self._store = store
-        self._trainer = trainer
-        self._lanes = lanes
-        self._more_metrics = more_metrics
+    """Steps of optimizers. `more_metrics`: to report with a model's next step, beside the trainer's."""
+
+    _store: Store
+    _trainer: TrainerGroup
+    _lanes: Lanes
+    _more_metrics: Callable[[ModelKey], Mapping[str, float]]
 
     async def apply(self, rows: Sequence[QueuedRow]) -> StepsResult:
         """Apply the steps of valid windows together, and clear the other windows. Raises TrainerError."""

@@ -79,27 +79,20 @@ class ReplayedModels:
         )
 
 
+@dataclass(eq=False)
 class Replay:
-    def __init__(
-        self,
-        store: Store,
-        trainer: TrainerGroup,
-        returns: ModelReturns,
-        passes: PassCoordinator,
-        snapshots: SnapshotKeeper,
-        drift_monitor: DriftMonitor,
-        placement: Placement,
-        pass_tokens: int,
-    ) -> None:
-        """`pass_tokens`: bound of a pass of several models."""
-        self._store = store
-        self._trainer = trainer
-        self._returns = returns
-        self._passes = passes
-        self._snapshots = snapshots
-        self._drift_monitor = drift_monitor
-        self._placement = placement
-        self._pass_tokens = pass_tokens
+    """Replay of the units since the snapshots. `pass_tokens`: bound of a pass of several models."""
+
+    _store: Store
+    _trainer: TrainerGroup
+    _returns: ModelReturns
+    _passes: PassCoordinator
+    _snapshots: SnapshotKeeper
+    _drift_monitor: DriftMonitor
+    _placement: Placement
+    _pass_tokens: int
+
+    def __post_init__(self) -> None:
         self._tries = Counter[ModelKey]()  # consecutive failed tries without a death
         self._in_vain = False  # memory was waited for in vain, and was not available since
         self._failed: dict[ModelKey, str] = {}

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 from skyrl_tinker.domain.ids import ModelKey
@@ -17,18 +18,14 @@ from skyrl_tinker.store.futures.queue import QueuedRow
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class SleepingModels:
-    def __init__(
-        self,
-        returns: ModelReturns,
-        lanes: Lanes,
-        models: ModelLifecycle,
-        execution: UnitExecution,
-    ) -> None:
-        self._returns = returns
-        self._lanes = lanes
-        self._models = models
-        self._execution = execution
+    _returns: ModelReturns
+    _lanes: Lanes
+    _models: ModelLifecycle
+    _execution: UnitExecution
+
+    def __post_init__(self) -> None:
         self._fetched: set[ModelKey] = set()  # fetched, or tried
 
     def left(self) -> list[ModelKey]:

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -45,41 +46,28 @@ class Report(Protocol):
         """Report the progress of a rebuild of the models. `done`: all that do not sleep are back."""
 
 
+@dataclass(eq=False)
 class TrainerDriver:
-    def __init__(
-        self,
-        store: Store,
-        trainer: TrainerGroup,
-        lanes: Lanes,
-        planner: Planner,
-        pace: TrainerPace,
-        models: ModelLifecycle,
-        execution: UnitExecution,
-        requests: TrainingRequests,
-        snapshots: SnapshotKeeper,
-        replay: Replay,
-        sleeping: SleepingModels,
-        metrics: Metrics,
-        placement: Placement,
-        woken: asyncio.Event,
-    ) -> None:
-        """`woken`: set when there may be work."""
-        self.requests = requests
-        self.facts = requests.facts
-        self.woken = woken
-        self._store = store
-        self._trainer = trainer
-        self._lanes = lanes
-        self._planner = planner
-        self._pace = pace
-        self._models = models
-        self._execution = execution
-        self._snapshots = snapshots
-        self._replay = replay
-        self._sleeping = sleeping
-        self._metrics = metrics
-        self._occupancy = requests.occupancy
-        self._placement = placement
+    """Driver of one base model's trainer. `woken`: set when there may be work."""
+
+    _store: Store
+    _trainer: TrainerGroup
+    _lanes: Lanes
+    _planner: Planner
+    _pace: TrainerPace
+    _models: ModelLifecycle
+    _execution: UnitExecution
+    requests: TrainingRequests
+    _snapshots: SnapshotKeeper
+    _replay: Replay
+    _sleeping: SleepingModels
+    _metrics: Metrics
+    _placement: Placement
+    woken: asyncio.Event
+
+    def __post_init__(self) -> None:
+        self.facts = self.requests.facts
+        self._occupancy = self.requests.occupancy
         self._ahead: ReadyPass | None = None  # prepared, but not taken from the lanes
         self._unit_times = UnitTimes()
         self._worked_s = 0.0  # seconds on the current unit, in the trainer's phases
@@ -88,7 +76,7 @@ class TrainerDriver:
         self._wanted: frozenset[ModelKey] = frozenset()  # the models of the unit that runs
         self._taken = 0  # snapshots at the last idle check
         self._idle_since: float | None = None  # None while there is work
-        self.background: AbstractAsyncContextManager[None] = execution
+        self.background: AbstractAsyncContextManager[None] = self._execution
         """Work that goes on while ranks are lost: call `run` within it."""
 
     def view(self) -> TrainingView:

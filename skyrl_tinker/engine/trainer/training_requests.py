@@ -27,26 +27,20 @@ class LookedUp:
     closed: Mapping[ModelKey, Failure]
 
 
+@dataclass(eq=False)
 class TrainingRequests:
-    def __init__(
-        self,
-        store: Store,
-        lanes: Lanes,
-        models: ModelLifecycle,
-        facts: BaseModelFacts,
-        outbox: Outbox,
-        metrics: Metrics,
-        woken: asyncio.Event,
-    ) -> None:
-        """`woken`: set when there may be work."""
-        self.facts = facts
-        self._store = store
-        self.lanes = lanes
-        self._models = models
-        self._outbox = outbox
-        self._metrics = metrics
-        self.occupancy = metrics.occupancy(facts.name)
-        self._woken = woken
+    """Training requests on their way to the lanes. `woken`: set when there may be work."""
+
+    _store: Store
+    lanes: Lanes
+    _models: ModelLifecycle
+    facts: BaseModelFacts
+    _outbox: Outbox
+    _metrics: Metrics
+    _woken: asyncio.Event
+
+    def __post_init__(self) -> None:
+        self.occupancy = self._metrics.occupancy(self.facts.name)
         self.paused: str | None = None
         """Why nothing is trained, for the requests that wait."""
         self._refusal: str | None = None  # why they fail

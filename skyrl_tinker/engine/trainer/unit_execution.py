@@ -34,46 +34,31 @@ from skyrl_tinker.training.trainer_spec import retry_budget
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Executors:
-    """Executors of the units of work, by kind."""
-
-    passes: PassCoordinator
-    optim_steps: OptimSteps
-    sampler_saves: Publisher
-    model_barriers: ModelBarriers
-
-
+@dataclass(eq=False)
 class UnitExecution:
-    """Runs units one after another. Use it as a context, within which its background work runs."""
+    """Runs units one after another. Use it as a context, within which its background work runs.
 
-    def __init__(
-        self,
-        store: Store,
-        trainer: TrainerGroup,
-        lanes: Lanes,
-        models: ModelLifecycle,
-        executors: Executors,
-        commits: UnitCommits,
-        pending: PendingWrites,
-        snapshots: SnapshotKeeper,
-        metrics: Metrics,
-        woken: asyncio.Event,
-    ) -> None:
-        """`woken`: set when a model may save and load again."""
-        self._store = store
-        self._trainer = trainer
-        self._lanes = lanes
-        self._models = models
-        self._executors = executors
-        self._commits = commits
-        self._pending = pending
-        self._snapshots = snapshots
-        self._metrics = metrics
-        self._woken = woken
+    `woken`: set when a model may save and load again.
+    """
+
+    _store: Store
+    _trainer: TrainerGroup
+    _lanes: Lanes
+    _models: ModelLifecycle
+    _passes: PassCoordinator
+    _optim_steps: OptimSteps
+    _sampler_saves: Publisher
+    _model_barriers: ModelBarriers
+    _commits: UnitCommits
+    _pending: PendingWrites
+    _snapshots: SnapshotKeeper
+    _metrics: Metrics
+    _woken: asyncio.Event
+
+    def __post_init__(self) -> None:
         self._background = asyncio.TaskGroup()
         self._units = itertools.count()
-        self._curves = StepCurves(lanes.is_open, store.now)
+        self._curves = StepCurves(self._lanes.is_open, self._store.now)
         self._own_s: Counter[int] = Counter()
         self._for_room: list[QueuedRow] = []  # saves that wait for host memory, oldest first
 
@@ -105,18 +90,18 @@ class UnitExecution:
 
     async def fetch_loads(self) -> None:
         """Begin to fetch the files of the next loads, during units of work. Call it between units."""
-        await self._executors.model_barriers.drop_expired()
+        await self._model_barriers.drop_expired()
         for row in self._lanes.start_fetches():
             self._background.create_task(self._fetch(row))
 
     async def _fetch(self, row: QueuedRow) -> None:
-        await self._executors.model_barriers.fetch(row)
+        await self._model_barriers.fetch(row)
         self._lanes.fetch_ended(row)
         self._woken.set()
 
     async def prepare(self, unit: Pass) -> ReadyPass:
         """Make the batch of a pass; needs no rank."""
-        return await self._executors.passes.prepare(unit)
+        return await self._passes.prepare(unit)
 
     async def run(self, unit: Barriers | ReadyPass) -> None:
         """Run a unit. If it raises TrainerError, the ranks are broken and nothing of it is recorded.
@@ -128,7 +113,7 @@ class UnitExecution:
                 await self._run_pass(unit)
             case Barriers(rows) if unit.kind is RequestKind.OPTIM_STEP:
                 busy_s = self._trainer.busy_s
-                result = await self._executors.optim_steps.apply(rows)
+                result = await self._optim_steps.apply(rows)
                 seconds = self._trainer.busy_s - busy_s
                 ended = [row for row in rows if row.id in result.effects]
                 windows = self._curves.stepped(ended, result.taken, seconds)
@@ -151,7 +136,7 @@ class UnitExecution:
         failure = Failure(_why_deadly(row, error, self._trainer.spec.token_budget), "server")
         _log.error("request %s: %s", row.request_id, failure.message)
         if row.kind is RequestKind.OPTIM_STEP:
-            result = await self._executors.optim_steps.fail(row, failure)
+            result = await self._optim_steps.fail(row, failure)
             self._curves.drop(model_of(row))
             self._end([row], result.effects, result.outcomes)
         elif row.seq_id == 0:
@@ -168,11 +153,11 @@ class UnitExecution:
                 continue
             if not self._trainer.captured.fitting([self._captured_size(row)]):
                 await self._pending.settle()
-                await self._executors.sampler_saves.end_loans()
+                await self._sampler_saves.end_loans()
             if row.status is not FutureStatus.PENDING:
                 if row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER and row.status is FutureStatus.DONE:
                     model = await self._models.row(model_of(row))
-                    await self._executors.sampler_saves.restore(row, model)
+                    await self._sampler_saves.restore(row, model)
                 continue
             if row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
                 await self._save_for_samplers([row], recorded=True)
@@ -187,7 +172,7 @@ class UnitExecution:
         busy_s = self._trainer.busy_s
         budget = self._trainer.spec.token_budget
         again = ready.again
-        result = await self._executors.passes.execute(ready, retry_budget(budget) if again else budget)
+        result = await self._passes.execute(ready, retry_budget(budget) if again else budget)
         self._own_s.update({row.id: result.own_s.get(row.request_id, 0.0) for row in ready.rows})
         if result.exhausted and not (again and len(ready.rows) == 1):
             _log.warning("%d requests do not fit into memory: they run again", len(ready.rows))
@@ -208,19 +193,17 @@ class UnitExecution:
         end = UnitEnd({}, (), next(self._units), effects, result.row_budget)
         self._commits.add(_with_answers(end, ready, result))
         if ready.sequences:
-            self._background.create_task(self._executors.passes.renew_records(ready))
+            self._background.create_task(self._passes.renew_records(ready))
 
     async def _save_for_samplers(self, rows: Sequence[QueuedRow], *, recorded: bool = False) -> None:
         """Capture, then publish in the background. `recorded`: a replay, whose unit is in the journal."""
-        captured = await self._executors.sampler_saves.capture_rows(rows)
+        captured = await self._sampler_saves.capture_rows(rows)
         failures = {row_id: save for row_id, save in captured.items() if isinstance(save, Failure)}
         self._end([] if recorded else rows, {}, failures)
         saves = [save for save in captured.values() if isinstance(save, SamplerSave)]
         for save in saves:
             self._lanes.write_began(save.row)
-        publishing = await self._executors.sampler_saves.publish(
-            saves, self._start_write, self._background.create_task
-        )
+        publishing = await self._sampler_saves.publish(saves, self._start_write, self._background.create_task)
         for model, task in publishing.items():
             self._lanes.publish_began(model)
             task.add_done_callback(partial(self._publish_ended, model))
@@ -231,7 +214,7 @@ class UnitExecution:
 
     async def _run_barrier(self, row: QueuedRow, *, recorded: bool = False) -> None:
         try:
-            result = await self._executors.model_barriers.execute(row)
+            result = await self._model_barriers.execute(row)
         except StorageAwayError as error:
             self._postpone(row, error)
             return

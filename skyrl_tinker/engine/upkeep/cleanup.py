@@ -5,6 +5,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import InitVar, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -35,35 +36,31 @@ CHECKPOINTS = "[0-9]*/*/*"
 """Pattern of directories of checkpoints: model, kind, save."""
 
 
+@dataclass(eq=False)
 class Cleanup:
-    def __init__(
-        self,
-        store: Store,
-        trainer: TrainDispatch,
-        samples: SampleDispatch,
-        is_loading: Callable[[str], bool],
-        versions: EphemeralVersions,
-        settings: Settings,
-        storage: Storage = LOCAL_DISK,
-    ) -> None:
-        self._store = store
-        self._trainer = trainer
-        self._samples = samples
-        self._is_loading = is_loading
-        self._versions = versions
-        self._storage = storage
+    _store: Store
+    _trainer: TrainDispatch
+    _samples: SampleDispatch
+    _is_loading: Callable[[str], bool]
+    _versions: EphemeralVersions
+    settings: InitVar[Settings]
+    _storage: Storage = LOCAL_DISK
+
+    def __post_init__(self, settings: Settings) -> None:
         self._timeout_s, self._parked_s = settings.timeouts.session_s, settings.retention.history_s
-        self._listening_since = store.now()
+        self._listening_since = self._store.now()
         self._ended_until = 0.0  # no samples are left of sessions finished before this
-        self._suspends = Suspends(store.now)
-        purge = Purge(store, settings)
+        self._suspends = Suspends(self._store.now)
+        purge = Purge(self._store, settings)
         self._steps = (
             Step("expired sessions", self._end_expired_sessions),
             Step("samples of finished sessions", self._end_samples),
-            Step("unused weights", versions.sweep),
+            Step("unused weights", self._versions.sweep),
             Step("deleted checkpoints", self._remove_checkpoints),
             Step("old rows", purge.run_now, purge.every_s),
-            *StorageUpkeep(store, storage, settings.checkpoint_cache_gb, is_loading).steps(),
+            *StorageUpkeep(
+                self._store, self._storage, settings.checkpoint_cache_gb, self._is_loading
+            ).steps(),
         )
 
     async def run(self) -> None:

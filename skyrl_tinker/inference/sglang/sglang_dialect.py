@@ -1,11 +1,13 @@
-"""SGLang 0.5.23 behind the port: requests of POST /generate and their answers. Pure.
+"""SGLang 0.5.23 behind the port: requests of POST /generate and of OpenAI's clients, and answers. Pure.
 
 A request is one sequence: SGLang would rename several, so that they could not be aborted.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -32,7 +34,6 @@ from skyrl_tinker.inference.client.sample_parts import (
 )
 from skyrl_tinker.inference.client.sampling_port import Advice, Json, Post
 from skyrl_tinker.inference.constants import BASE_MODEL
-from skyrl_tinker.inference.sglang import sglang_openai
 from skyrl_tinker.inference.sglang.sglang_control import SglangControl
 
 TRIAL: Json = {
@@ -48,6 +49,55 @@ SAME = 1e-4
 NOT_LOADED = ("has never been loaded", "adapters are not loaded", "Failed to implicitly load")
 Rows = Sequence[Sequence[Any] | None]
 """By position, [logprob, token, null] or a list of these; null for a position without."""
+
+
+NAN_HAPPENED = "NaN happened"
+"""Reason of an end that is none."""
+NOT_OF_THE_MODEL: Json = {"min_p": 0.0, "repetition_penalty": 1.0}
+"""Those of generation_config.json would take the place of values that are not given."""
+
+
+def _openai_body(given: Json, model: str, priority: int) -> dict[str, Any]:
+    named = BASE_MODEL if model == BASE_MODEL else f"{BASE_MODEL}:{model}"
+    # With 0, it would leave the prompt unscored.
+    scored = {"logprobs": 1} if given.get("echo") and given.get("logprobs") == 0 else {}
+    return {**given, **NOT_OF_THE_MODEL, **scored, "model": named, "priority": priority}
+
+
+class SglangAnswerReader:
+    """Reader of one request's answer, or of the chunks of its stream in their order."""
+
+    def __init__(self, request: Json) -> None:
+        self._listed = bool(request.get("logprobs"))
+        self._several = request["n"] > 1
+        self._id = ""
+        self._ends: dict[int, int] = defaultdict(int)  # of the tokens so far, in characters, by choice
+
+    def __call__(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """UserError for weights that give no numbers."""
+        answer.pop("metadata", None)
+        self._id = answer["id"] = self._id or answer["id"]  # each choice of a stream has its own
+        for choice in answer["choices"]:
+            choice["stop_reason"] = choice.pop("matched_stop", None)
+            if choice["stop_reason"] == NAN_HAPPENED:
+                raise diverged()
+            if "tokens" in (logprobs := choice.get("logprobs") or {}):
+                self._complete(logprobs, choice["index"])
+        if self._several and answer.get("usage"):
+            # It computes each prompt before the samples, and says of each that all of it was cached.
+            answer["usage"]["prompt_tokens_details"] = None
+        return answer
+
+    def _complete(self, logprobs: dict[str, Any], index: int) -> None:
+        """Add what logprobs of a completion lack: places in the text, and sampled tokens in the lists."""
+        tokens, values = logprobs["tokens"], logprobs["token_logprobs"]
+        rows = logprobs["top_logprobs"] if self._listed else [{}] * len(tokens)
+        logprobs["top_logprobs"] = [
+            None if value is None else {token: value} | (row or {})
+            for token, value, row in zip(tokens, values, rows, strict=True)
+        ]
+        ends = accumulate(map(len, tokens), initial=self._ends[index])
+        *logprobs["text_offset"], self._ends[index] = ends
 
 
 @dataclass(frozen=True)
@@ -67,8 +117,8 @@ class SglangDialect:
     )
     trial = TRIAL
     control = SglangControl
-    openai_body = staticmethod(sglang_openai.body)
-    openai_reader = sglang_openai.SglangAnswerReader
+    openai_body = staticmethod(_openai_body)
+    openai_reader = SglangAnswerReader
 
     def body(self, model: str, request: SampleRequest, *, eos: Sequence[int], context: int) -> dict[str, Any]:
         params = request.params
@@ -100,7 +150,7 @@ class SglangDialect:
     ) -> SamplerResponse:
         meta = payload["meta_info"]
         finish = meta["finish_reason"]
-        if finish.get("matched") == sglang_openai.NAN_HAPPENED:
+        if finish.get("matched") == NAN_HAPPENED:
             raise diverged()
         rows = meta.get("input_token_logprobs") or ()
         first = first_scored(request)

@@ -43,6 +43,12 @@ def closed_set(values: type[StrEnum]) -> Enum:
     )
 
 
+def partial_index(name: str, *columns: str, where: str, unique: bool = False) -> Index:
+    """Return an index of the rows for which a condition holds, in both databases."""
+    condition = text(where)
+    return Index(name, *columns, unique=unique, sqlite_where=condition, postgresql_where=condition)
+
+
 class Base(DeclarativeBase):
     metadata = MetaData(naming_convention=NAMES)
     type_annotation_map = {  # noqa: RUF012  (declared so by SQLAlchemy)
@@ -139,18 +145,12 @@ class AdapterVersion(Base):
 
     __tablename__ = "adapter_versions"
     __table_args__ = (
-        Index(
+        partial_index(
             "ix_adapter_versions_kept",
             *("durable", "model_key", "id", "inflight", "size_bytes"),
-            sqlite_where=text("dropped_at IS NULL AND directory IS NOT NULL"),
-            postgresql_where=text("dropped_at IS NULL AND directory IS NOT NULL"),
+            where="dropped_at IS NULL AND directory IS NOT NULL",
         ),
-        Index(
-            "ix_adapter_versions_dropped_at",
-            "dropped_at",
-            sqlite_where=text("dropped_at IS NOT NULL"),
-            postgresql_where=text("dropped_at IS NOT NULL"),
-        ),
+        partial_index("ix_adapter_versions_dropped_at", "dropped_at", where="dropped_at IS NOT NULL"),
         {"sqlite_autoincrement": True},
     )
     id: Mapped[int] = mapped_column(BigId, primary_key=True)
@@ -190,12 +190,7 @@ class Future(Base):
     __table_args__ = (
         UniqueConstraint("model_key", "seq_id"),
         UniqueConstraint("sampling_session_id", "seq_id"),
-        Index(
-            "ix_futures_pending",
-            "id",
-            sqlite_where=text("status = 'pending'"),
-            postgresql_where=text("status = 'pending'"),
-        ),
+        partial_index("ix_futures_pending", "id", where="status = 'pending'"),
         {"sqlite_autoincrement": True},
     )
     id: Mapped[int] = mapped_column(BigId, primary_key=True)
@@ -345,14 +340,8 @@ class SavedCheckpoint(Base):
 
     __tablename__ = "checkpoints"
     __table_args__ = (
-        Index(
-            "uq_checkpoints_live",
-            "model_key",
-            "kind",
-            "name",
-            unique=True,
-            sqlite_where=text("deleted_at IS NULL"),
-            postgresql_where=text("deleted_at IS NULL"),
+        partial_index(
+            "uq_checkpoints_live", "model_key", "kind", "name", unique=True, where="deleted_at IS NULL"
         ),
         {"sqlite_autoincrement": True},
     )

@@ -1,7 +1,7 @@
-"""End of futures: once, with bytes that stay fetchable."""
+"""End of futures: once, with bytes that stay fetchable. Numbers that no request came for end as failed."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -10,18 +10,20 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
-from skyrl_tinker.domain.ids import Effect, FutureStatus
+from skyrl_tinker.domain.ids import Effect, FutureStatus, ModelKey, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.store.database.abstract_database import after_commit
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import database_time
-from skyrl_tinker.store.database.tables import Future, Request, Result
+from skyrl_tinker.store.database.tables import Future, Model, Request, Result
+from skyrl_tinker.store.futures.record import NewFuture, insert_future
 
 JSON_TYPE = "application/json"
 NO_USAGE = Usage()
 _log = logging.getLogger(__name__)
 
 _ENDED = "status", "finished_at", "error", "category"
+_LIVE = (ModelState.CREATING, ModelState.READY)
 
 
 def _ending(*columns: str) -> Prepared:
@@ -93,6 +95,27 @@ def fail(
         kind, request, session = conn.execute(named).one()
         told = "%s %s of session %s failed: %s", kind, request, session, failure.message
         after_commit(conn, partial(_log.info, *told))
+
+
+def fail_missing(
+    conn: Connection, model: ModelKey, seq_ids: range, failure: Callable[[int], Failure]
+) -> list[int]:
+    """Fail those of a live model's numbers that have no request, so that later ones need not wait.
+
+    Returns them. A request that comes too late gets that failure. `failure`: by seq_id.
+    """
+    live = select(Model.session_id).where(Model.key == model, Model.state.in_(_LIVE))
+    session = conn.scalar(live)
+    if session is None:
+        return []
+    of_model = Future.model_key == model
+    there = select(Future.seq_id).where(of_model, Future.seq_id.between(seq_ids.start, seq_ids.stop - 1))
+    missing = sorted(set(seq_ids).difference(conn.scalars(there)))
+    for seq_id in missing:
+        new = NewFuture(RequestKind.MISSING, seq_id, b"", session, model_key=model)
+        future_id, _ = insert_future(conn, new, None)
+        fail(conn, future_id, failure(seq_id))
+    return missing
 
 
 def failure_body(failure: Failure) -> bytes:

@@ -5,39 +5,13 @@ In: logprobs of one request with its inputs and config. Out: the loss to differe
 """
 
 from collections.abc import Mapping
+from importlib import import_module
 
+from skyrl_tinker.domain.loss_specs import LOSSES
 from skyrl_tinker.training.losses.base import LossContext, LossFunction, LossTerms
-from skyrl_tinker.training.losses.cispo import cispo
-from skyrl_tinker.training.losses.clip_cov import clip_cov
-from skyrl_tinker.training.losses.cross_entropy import cross_entropy
-from skyrl_tinker.training.losses.custom import custom
-from skyrl_tinker.training.losses.dro import dro
-from skyrl_tinker.training.losses.dual_clip import dual_clip
-from skyrl_tinker.training.losses.gspo import gspo
-from skyrl_tinker.training.losses.importance_sampling import importance_sampling
-from skyrl_tinker.training.losses.kl_cov import kl_cov
-from skyrl_tinker.training.losses.ppo import ppo
-from skyrl_tinker.training.losses.regular import regular
-from skyrl_tinker.training.losses.sapo import sapo
-from skyrl_tinker.training.losses.stable_reinforce import stable_reinforce
 
 __all__ = ["LOSS_FUNCTIONS", "LossContext", "LossFunction", "LossTerms"]
 
 LOSS_FUNCTIONS: Mapping[str, LossFunction] = {
-    function.__name__: function
-    for function in (
-        cross_entropy,
-        importance_sampling,
-        ppo,
-        cispo,
-        dro,
-        gspo,
-        stable_reinforce,
-        regular,
-        dual_clip,
-        sapo,
-        clip_cov,
-        kl_cov,
-        custom,
-    )
+    name: getattr(import_module(f"{__name__}.{name}"), name) for name in LOSSES
 }

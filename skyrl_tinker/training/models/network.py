@@ -1,6 +1,7 @@
 """The network on the workers: a transformers causal LM under FSDP2 that returns target logprobs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 
 from skyrl_tinker.errors import StartupError
@@ -19,7 +21,6 @@ from skyrl_tinker.training.models import (
     fsdp_state,
     lora,
     lora_layers,
-    recompute,
     weight_loading,
 )
 from skyrl_tinker.training.models.fsdp_state import RowCollectives
@@ -31,6 +32,33 @@ from skyrl_tinker.training.models.planned_device import device_type
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 
 _UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale")
+
+
+_Forward = Callable[..., Any]
+
+
+def install(layers: Sequence[nn.Module], routing: Routing) -> None:
+    """Wrap the layers, before `fully_shard`: FSDP's hooks then gather the weights for both runs.
+
+    Of each row the first layers run with checkpoints, as many as its routing says. Backward has freed all
+    that the others keep before it runs the first of them again.
+    """
+    for number, layer in enumerate(layers):
+        layer.forward = partial(_forward, layer.forward, routing, number)
+
+
+def _forward(forward: _Forward, routing: Routing, number: int, *args: Any, **kwargs: Any) -> Any:
+    """Run, with a checkpoint or without; layers draw no random numbers, so their state need not be kept."""
+    if number >= routing.active.recompute:
+        return forward(*args, **kwargs)
+    routed = partial(_routed, forward, routing, routing.active)
+    return checkpoint(routed, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def _routed(forward: _Forward, routing: Routing, active: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run under the row's routing, which in backward is no longer set."""
+    with routing.using(active):
+        return forward(*args, **kwargs)
 
 
 class Network(nn.Module):
@@ -231,7 +259,7 @@ def _network(causal_lm: Any) -> Network:
     causal_lm.eval()
     _refuse_unsupported(causal_lm)
     network = Network(causal_lm)
-    recompute.install(network.layers, network.routing)
+    install(network.layers, network.routing)
     return network
 
 

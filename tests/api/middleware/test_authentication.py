@@ -19,9 +19,8 @@ from starlette.types import Message
 from skyrl_tinker.api.middleware import authentication
 from skyrl_tinker.api.middleware.authentication import AuthMiddleware
 from skyrl_tinker.api.middleware.route_traits import TRAITS, Trait
-from skyrl_tinker.api.security import keyring, refusals, tokens
-from skyrl_tinker.api.security.keyring import KeyRing
-from skyrl_tinker.api.security.refusals import Refusal, Refusals
+from skyrl_tinker.api.security import keyring, tokens
+from skyrl_tinker.api.security.keyring import KeyRing, Refusal, Refusals
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import ALL_OWNERS
 from skyrl_tinker.errors import StartupError
@@ -54,8 +53,9 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-async def world(settings: Settings, clock: Clock) -> AsyncIterator[World]:
+async def world(settings: Settings, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     async with running(settings, clock=clock) as made:
+        made.patch = monkeypatch
         yield made
 
 
@@ -428,9 +428,7 @@ async def until_noted(world: World, event: str, count: int) -> list[dict[str, An
     return await until(found, lambda noted: len(noted) >= count)
 
 
-async def test_last_use_is_noted_soon_and_then_once_a_minute(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_last_use_is_noted_soon_and_then_once_a_minute(world: World) -> None:
     ring, rounds = world.services.keys, 0
 
     async def refresh() -> None:
@@ -442,8 +440,8 @@ async def test_last_use_is_noted_soon_and_then_once_a_minute(
         with reading(world.store) as conn:
             return [row.last_used_at for row in api_keys.list_keys(conn)]
 
-    monkeypatch.setattr(ring, "refresh", refresh)
-    monkeypatch.setattr(keyring, "REFRESH_S", 0.01)
+    world.patch.setattr(ring, "refresh", refresh)
+    world.patch.setattr(keyring, "REFRESH_S", 0.01)
     key = await new_user(world, "alice")
     await new_user(world, "bob")
     assert used() == [None, None]
@@ -454,7 +452,7 @@ async def test_last_use_is_noted_soon_and_then_once_a_minute(
     before = rounds
     await until(lambda: rounds >= before + 2)  # the first of them is over, with its notes
     assert used() == first
-    monkeypatch.setattr(keyring, "NOTE_EVERY_S", 0.0)
+    world.patch.setattr(keyring, "NOTE_EVERY_S", 0.0)
     await until(used, first.__ne__)
 
 
@@ -472,10 +470,8 @@ async def test_uses_since_the_last_note_are_noted_when_the_server_stops(world: W
         assert api_keys.find_live(conn, "alice").last_used_at is not None
 
 
-async def test_refused_credentials_are_counted_by_address_in_the_audit_log(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keyring, "NOTE_EVERY_S", 0.0)
+async def test_refused_credentials_are_counted_by_address_in_the_audit_log(world: World) -> None:
+    world.patch.setattr(keyring, "NOTE_EVERY_S", 0.0)
     await new_user(world, "alice")
     for _ in range(3):
         await ask(world, "tml-wrong")
@@ -520,9 +516,9 @@ def test_a_flood_of_addresses_takes_bounded_memory_and_few_lines() -> None:
     for number in range(10_000):
         counts.note(Refusal(f"10.0.{number // 256}.{number % 256}", "an unknown key"))
     taken = counts.take()
-    assert len(taken) == refusals.MOST_ADDRESSES + 1
+    assert len(taken) == keyring.MOST_ADDRESSES + 1
     assert sum(taken.values()) == 10_000
-    assert taken[Refusal(refusals.OTHERS, "any")] == 10_000 - refusals.MOST_ADDRESSES
+    assert taken[Refusal(keyring.OTHERS, "any")] == 10_000 - keyring.MOST_ADDRESSES
     assert not counts.take()
 
 

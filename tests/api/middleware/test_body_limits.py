@@ -20,7 +20,7 @@ from skyrl_tinker.api.middleware import arriving_body
 from skyrl_tinker.api.middleware.body_limits import BodyLimitMiddleware, BodyLimits
 from skyrl_tinker.api.middleware.byte_budget import ByteBudget, Share
 from skyrl_tinker.api.middleware.compression import decompress, most_expanded
-from skyrl_tinker.api.requests.json_bounds import MAX_ITEMS, MAX_OBJECTS, parse_json
+from skyrl_tinker.api.requests.request_body import MAX_ITEMS, MAX_OBJECTS, parse_json
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import TooLargeError, UserError
 from skyrl_tinker.protocol.protobuf.pass_results import PROTOBUF
@@ -139,7 +139,7 @@ def test_escapes_in_strings_cost_no_memory() -> None:
     """Measured in a process of its own: a backtracking pattern took 57 bytes for each byte of escapes."""
     script = """
 import resource
-from skyrl_tinker.api.requests.json_bounds import parse_json
+from skyrl_tinker.api.requests.request_body import parse_json
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 parse_json(b'{"a": "' + b"\\\\n" * 2_000_000 + b'"}')
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

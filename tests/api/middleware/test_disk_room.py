@@ -46,13 +46,11 @@ async def test_new_work_waits_for_room_and_what_was_accepted_does_not(world: Wor
     await world.ok("optim_step", {**step, "seq_id": 2})
 
 
-async def test_a_file_system_that_is_away_stops_nobody(
-    world: World, monkeypatch: pytest.MonkeyPatch, free: list[int]
-) -> None:
+async def test_a_file_system_that_is_away_stops_nobody(world: World, free: list[int]) -> None:
     await world.session()
     back = threading.Event()
-    monkeypatch.setattr(disk_room, "PATIENCE_S", 0.01)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: back.wait() and Usage(1, 1, 0))
+    world.patch.setattr(disk_room, "PATIENCE_S", 0.01)
+    world.patch.setattr(shutil, "disk_usage", lambda _: back.wait() and Usage(1, 1, 0))
     try:
         for _ in range(3):
             await world.session()
@@ -62,9 +60,7 @@ async def test_a_file_system_that_is_away_stops_nobody(
         back.set()
 
 
-async def test_a_file_system_that_answers_with_an_error_stops_nobody(
-    world: World, monkeypatch: pytest.MonkeyPatch, free: list[int]
-) -> None:
+async def test_a_file_system_that_answers_with_an_error_stops_nobody(world: World, free: list[int]) -> None:
     def stale(_: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
@@ -72,7 +68,7 @@ async def test_a_file_system_that_answers_with_an_error_stops_nobody(
     assert (await world.post("create_session", {"sdk_version": "0.38.0"})).status_code == 503
     free[0] = 10**12
     await world.session()
-    monkeypatch.setattr(shutil, "disk_usage", stale)
+    world.patch.setattr(shutil, "disk_usage", stale)
     await world.session()
     assert (await world.http.get("http://api/readyz")).status_code == 200
 

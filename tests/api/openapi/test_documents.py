@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from skyrl_tinker.api.openapi.description import TAGS
+from skyrl_tinker.api.openapi.documents import TAGS
 from skyrl_tinker.api.openapi.examples import EXAMPLES, FORWARD_PASS, PASS
 from skyrl_tinker.protocol.custom_loss import check_custom_loss
 from skyrl_tinker.protocol.protobuf import pass_requests

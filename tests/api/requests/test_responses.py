@@ -96,12 +96,10 @@ async def test_however_much_metadata_a_list_has_a_part_of_it_is_in_memory(
     assert max(map(len, pieces)) < len(body) / 3
 
 
-async def test_a_page_of_a_search_ends_where_its_metadata_is_long(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_page_of_a_search_ends_where_its_metadata_is_long(world: World) -> None:
     opened = {"sdk_version": "0.38.0", "user_metadata": {"notes": "x" * 1000}}
     made = [(await world.ok("create_session", opened))["session_id"] for _ in range(7)]
-    monkeypatch.setattr(session_list, "_PAGE_CHARACTERS", 2500)
+    world.patch.setattr(session_list, "_PAGE_CHARACTERS", 2500)
     found, cursor = list[str](), None
     while True:
         page = await world.ok("sessions/search", {"cursor": cursor, "limit": 4})

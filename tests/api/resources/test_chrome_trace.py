@@ -3,8 +3,6 @@
 import asyncio
 from typing import Any
 
-import pytest
-
 from skyrl_tinker.api.resources import chrome_trace
 from skyrl_tinker.domain.ids import SessionId
 from tests.api.support.world import World, sample, step
@@ -21,10 +19,8 @@ async def exported(world: World, session: str) -> list[Event]:
     return events
 
 
-async def test_each_model_and_sampler_is_a_track_with_a_slice_for_each_of_its_requests(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chrome_trace, "PAGE", 2)  # so that there are several
+async def test_each_model_and_sampler_is_a_track_with_a_slice_for_each_of_its_requests(world: World) -> None:
+    world.patch.setattr(chrome_trace, "PAGE", 2)  # so that there are several
     session = await world.session()
     made = [await world.model(session, number) for number in range(3)]
     sampler = await world.sampler(session)
@@ -85,10 +81,8 @@ async def test_an_unknown_session_is_404_and_a_changed_url_403(world: World) -> 
     assert (await world.http.get(url.replace(mine, other))).status_code == 403
 
 
-async def test_others_have_their_turn_between_the_pages(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chrome_trace, "PAGE", 1)
+async def test_others_have_their_turn_between_the_pages(world: World) -> None:
+    world.patch.setattr(chrome_trace, "PAGE", 1)
     session = await world.session()
     for number in range(10):
         await world.sampler(session, number)

@@ -158,9 +158,7 @@ async def test_a_copy_that_cannot_be_leaves_nothing(world: World) -> None:
     assert left(world) == []
 
 
-async def test_a_copy_whose_commit_was_taken_for_failed_keeps_its_files(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_copy_whose_commit_was_taken_for_failed_keeps_its_files(world: World) -> None:
     source, write, doubts = (
         await saved(world),
         Store.write,
@@ -173,7 +171,7 @@ async def test_a_copy_whose_commit_was_taken_for_failed_keeps_its_files(
             raise doubts.pop()
         return value
 
-    monkeypatch.setattr(Store, "write", doubtful)
+    world.patch.setattr(Store, "write", doubtful)
     answer = await world.post(
         "copy_weights", {"source_path": source, **PROJECT}, **{"X-Idempotency-Key": "k"}
     )

@@ -194,12 +194,10 @@ async def test_a_lost_process_and_a_standing_warning_are_told_to_who_sees_all(bu
 
 
 @pytest.mark.parametrize("short", [False, True])
-async def test_where_files_lie_is_told_to_who_sees_all(
-    world: World, monkeypatch: pytest.MonkeyPatch, short: bool
-) -> None:
+async def test_where_files_lie_is_told_to_who_sees_all(world: World, short: bool) -> None:
     place, why = str(world.settings.root), "GB are free at" if short else "Input/output error"
     if short:
-        monkeypatch.setattr(world.services.room, "least_bytes", math.inf)
+        world.patch.setattr(world.services.room, "least_bytes", math.inf)
     else:
         await world.set_engine("failed", f"{place}/database: {why}")
     root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
@@ -469,14 +467,12 @@ async def test_a_wrong_report_is_refused_by_name(
     assert (await get(world, f"console/runs/{model}/metrics"))["reports"] == []
 
 
-async def test_a_report_of_no_run_or_on_a_full_disk_is_refused(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_report_of_no_run_or_on_a_full_disk_is_refused(world: World) -> None:
     status, text = await report(world, "none", 1, reward=1.0)
     assert status == 404
     assert "no training run none" in text
     model = await world.model()
-    monkeypatch.setattr(disk_room, "LOOK_S", 0.0)
+    world.patch.setattr(disk_room, "LOOK_S", 0.0)
     world.services.room.least_bytes = float("inf")
     assert (await report(world, model, 1, reward=1.0))[0] == 503
 

@@ -192,10 +192,8 @@ async def test_a_changed_url_is_refused(world: World, export: str) -> None:
         assert "lacks expires or signature" in detail
 
 
-async def test_an_expired_url_says_when_it_expired(
-    world: World, export: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(signing, "LIFE_S", -60)
+async def test_an_expired_url_says_when_it_expired(world: World, export: str) -> None:
+    world.patch.setattr(signing, "LIFE_S", -60)
     url = (await urls_of(world, export))["config.json"]
     status, detail = await refusal(world, url)
     assert status == 403

@@ -143,10 +143,8 @@ async def test_a_block_counts_once_and_less_one_beat() -> None:
     assert list(filter(None, reports)) == [0.3 - BEAT_S]
 
 
-async def test_ten_scrapers_cost_one(
-    world: World, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(metrics_page, "KEPT_S", 3600.0)
+async def test_ten_scrapers_cost_one(world: World, http: httpx.AsyncClient) -> None:
+    world.patch.setattr(metrics_page, "KEPT_S", 3600.0)
     asked = 0
 
     async def handler(_: web.Request) -> web.Response:
@@ -157,7 +155,7 @@ async def test_ten_scrapers_cost_one(
     async with engine(world, web.get("/metrics", handler)):
         pages = await asyncio.gather(*(http.get("/metrics") for _ in range(10)))
         assert {page.text.splitlines()[-1] for page in pages} == {"something 1"}
-        monkeypatch.setattr(metrics_page, "KEPT_S", 0.0)
+        world.patch.setattr(metrics_page, "KEPT_S", 0.0)
         assert (await http.get("/metrics")).text.splitlines()[-1] == "something 2"
     assert asked == 2
 

@@ -66,9 +66,7 @@ async def test_weights_for_training_are_no_model(world: World, oai: openai.Async
         await oai.models.retrieve(path)
 
 
-async def test_every_refusal_has_the_form_of_openai(
-    world: World, oai: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_every_refusal_has_the_form_of_openai(world: World, oai: openai.AsyncOpenAI) -> None:
     """Also one by the layers around the route, of which clients read the message only in that form."""
 
     async def refused(
@@ -99,14 +97,14 @@ async def test_every_refusal_has_the_form_of_openai(
     async def away(*_: object) -> None:
         raise OperationalError("SELECT", {}, Exception("the database is locked"))
 
-    monkeypatch.setattr(world.services.backlogs, "full", away)
+    world.patch.setattr(world.services.backlogs, "full", away)
     busy = await refused(openai.InternalServerError, "the database failed, send this again")
     assert (busy.status_code, busy.response.headers["Retry-After"]) == (503, "2")
 
     async def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(world.services.backlogs, "full", broken)
+    world.patch.setattr(world.services.backlogs, "full", broken)
     transport = httpx.ASGITransport(world.app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport) as quiet:
         oai = oai.with_options(http_client=quiet)

@@ -204,10 +204,8 @@ async def test_stop_strings_have_a_size(world: World) -> None:
     assert (answer.status_code, "keys.stop_kb" in answer.json()["error"]["message"]) == (400, True)
 
 
-async def test_a_backlog_is_the_keys_own_and_its_429_says_when_to_come_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(key_backlogs, "COUNT_EVERY_S", 0.0)
+async def test_a_backlog_is_the_keys_own_and_its_429_says_when_to_come_again(world: World) -> None:
+    world.patch.setattr(key_backlogs, "COUNT_EVERY_S", 0.0)
     await limited(world, backlog=3)
     session = await world.session()
     model, sampler = await world.model(session), await world.sampler(session)
@@ -234,11 +232,9 @@ async def test_a_backlog_is_the_keys_own_and_its_429_says_when_to_come_again(
     await world.ok("asample", sample(sampler, 1))
 
 
-async def test_a_request_that_others_wait_for_is_taken_above_the_backlog(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_that_others_wait_for_is_taken_above_the_backlog(world: World) -> None:
     """Or it would be refused until the others give up."""
-    monkeypatch.setattr(key_backlogs, "COUNT_EVERY_S", 0.0)
+    world.patch.setattr(key_backlogs, "COUNT_EVERY_S", 0.0)
     await limited(world, backlog=2)
     model = await world.model()
     await world.ok("optim_step", step(model, 2))
@@ -388,10 +384,8 @@ async def test_a_429_says_when_there_is_a_token_again(
     await rates.admit(who)
 
 
-async def test_requests_above_the_rate_get_a_429_and_those_that_wait_do_not(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(request_rate, "BURST_S", 1000.0)
+async def test_requests_above_the_rate_get_a_429_and_those_that_wait_do_not(world: World) -> None:
+    world.patch.setattr(request_rate, "BURST_S", 1000.0)
     key = await limited(world, requests_per_s=0.002)
     answers = [await world.http.get("sessions") for _ in range(3)]
     assert [answer.status_code for answer in answers] == [200, 200, 429]

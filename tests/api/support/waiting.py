@@ -88,8 +88,9 @@ class Waiting:
         base = BaseRuntime(
             self.settings, FACTS, trainer, samplers, LOCAL_DISK, self.placement, cast(Any, None)
         )
-        half = compose_training(base, trainer, store, outbox, versions, WarningBoard(store), metrics)
-        self.driver = half.driver
+        self.driver, _ = compose_training(
+            base, trainer, store, outbox, versions, WarningBoard(store), metrics
+        )
         self.training = TrainDispatch([self.driver], store, metrics)
         self._intake = Intake(store, self.bell, self.training, self.samples, metrics)
         self.deadlines = Deadlines(

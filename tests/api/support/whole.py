@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, cast
 
 from skyrl_tinker.config import Settings
@@ -26,6 +26,7 @@ from skyrl_tinker.store.store import Store
 from tests.api.support.world import FACTS, World, running
 from tests.support.scripted_samplers import ScriptedSamplers
 from tests.support.scripted_trainer import ScriptedTrainer
+from tests.support.waiting import end
 
 
 class Engine:
@@ -44,8 +45,9 @@ class Engine:
         samples = SampleDispatch([self.sampler], outbox, metrics)
         versions = EphemeralVersions(store, [samplers], samples.forget_sources, spill, settings)
         base = BaseRuntime(settings, FACTS, trainer, samplers, LOCAL_DISK, SEPARATE, cast(Any, None))
-        half = compose_training(base, trainer, store, outbox, versions, WarningBoard(store), metrics)
-        self.driver = half.driver
+        self.driver, _ = compose_training(
+            base, trainer, store, outbox, versions, WarningBoard(store), metrics
+        )
         self.training = TrainDispatch([self.driver], store, metrics)
         self.intake = Intake(store, bell, self.training, samples, metrics)
 
@@ -98,9 +100,7 @@ async def whole(settings: Settings, apis: int) -> AsyncIterator[Whole]:
         yield made
     finally:
         await made.stop_apis()
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        await end(task)
         bell.close()
         await store.close()
         directories.delete_outside_home()

@@ -2,12 +2,13 @@
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 from fastapi import FastAPI
 from sqlalchemy import Connection
 
@@ -33,15 +34,16 @@ STEP = {"metrics": {"grad_norm": 1.0}}
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass
 class World:
-    """`http` speaks to the app below /api/v1; `store` is what the engine would hold."""
+    """`http` speaks to the app below /api/v1; `store` is what the engine would hold. `patch`: the test's."""
 
     settings: Settings
     store: Store
     bell: Doorbell
     app: FastAPI
     http: httpx.AsyncClient
+    patch: pytest.MonkeyPatch = field(init=False)  # set by the fixture `world`
 
     @property
     def services(self) -> Services:

@@ -44,10 +44,8 @@ async def finish(world: World, request_id: str) -> None:
 
 
 @pytest.mark.parametrize("near", [completions.NEAR, -1])
-async def test_what_finished_comes_once_in_the_order_of_the_results(
-    world: World, near: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(completions, "NEAR", near)  # both ways of looking
+async def test_what_finished_comes_once_in_the_order_of_the_results(world: World, near: int) -> None:
+    world.patch.setattr(completions, "NEAR", near)  # both ways of looking
     sampler, other = await world.sampler(), await world.sampler()
     ids = [await submit(world, "asample", sample(sampler, number)) for number in range(4)]
     await finish(world, await submit(world, "asample", sample(other, 0)))

@@ -20,7 +20,7 @@ from skyrl_tinker.store import model_records, server_state
 from skyrl_tinker.store.database.tables import Future, Session
 from skyrl_tinker.store.futures import expected_requests
 from skyrl_tinker.store.futures.expected_requests import RETRY_S
-from skyrl_tinker.store.futures.missing import fail_missing
+from skyrl_tinker.store.futures.finish import fail_missing
 from skyrl_tinker.store.session_records import BEAT_S, MOST_BEATS
 from skyrl_tinker.store.store import write_once
 from tests.api.support.passes import datum, old_json, protobuf

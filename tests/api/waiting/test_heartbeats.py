@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import session_records
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
+from tests.support.waiting import end
 
 
 @pytest.fixture
@@ -46,6 +46,4 @@ async def test_a_write_that_fails_is_the_answer_to_each_and_later_ones_are_writt
     *kept, unknown = await answers(*sessions, SessionId("unknown"))
     assert kept == [None] * 3
     assert isinstance(unknown, NotFoundError)
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
+    await end(running)

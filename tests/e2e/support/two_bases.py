@@ -9,8 +9,12 @@ import tinker
 from tests.support.serve import Serve, serving
 from tests.support.tiny_models import write_tiny
 
+Models = tuple[str, str]
+"""Their directories."""
+Served = tuple[Serve, tinker.ServiceClient]
 
-def write_models(directory: Path, vocab: int = 1024) -> tuple[str, str]:
+
+def write_models(directory: Path, vocab: int = 1024) -> Models:
     """A first, and a second of another family; `vocab`: of the second."""
     write_tiny(directory / "first", vocab=512)
     write_tiny(directory / "second", arch="llama", vocab=vocab, seed=1)
@@ -18,7 +22,7 @@ def write_models(directory: Path, vocab: int = 1024) -> tuple[str, str]:
 
 
 @contextmanager
-def served(home: Path, *options: str) -> Iterator[tuple[Serve, tinker.ServiceClient]]:
+def served(home: Path, *options: str) -> Iterator[Served]:
     with (
         serving(home, "--context-length", "64", *options) as server,
         tinker.ServiceClient(base_url=server.url, api_key="tml-local") as service,

@@ -16,7 +16,7 @@ from skyrl_tinker.engine.scheduling.throughput import EndRate, UnitTimes
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from tests.engine.colocation.test_placement import Devices
 from tests.engine.sampler.test_sampler_driver import FACTS
-from tests.engine.support.simulation import simulate
+from tests.engine.support.simulation import simulated
 from tests.support.sampler_clients import opened_fleet, vllm_client
 from tests.support.waiting import until
 
@@ -44,19 +44,17 @@ async def test_weights_are_on_their_way(tmp_path: Path) -> None:
     assert samplers.paused is None
 
 
-def test_the_trainer_has_its_turn() -> None:
-    async def scenario() -> None:
-        devices = Devices()
-        samplers = samplers_on("http://127.0.0.1:1", placement=devices.placement)
-        turns = asyncio.create_task(devices.placement.run(devices))
+@simulated
+async def test_the_trainer_has_its_turn() -> None:
+    devices = Devices()
+    samplers = samplers_on("http://127.0.0.1:1", placement=devices.placement)
+    turns = asyncio.create_task(devices.placement.run(devices))
+    assert samplers.paused is None
+    async with devices.placement.training():
+        assert samplers.paused == "the trainer is using the samplers' devices"
+    async with devices.placement.sampling():
         assert samplers.paused is None
-        async with devices.placement.training():
-            assert samplers.paused == "the trainer is using the samplers' devices"
-        async with devices.placement.sampling():
-            assert samplers.paused is None
-        turns.cancel()
-
-    simulate(scenario())
+    turns.cancel()
 
 
 def test_without_a_measurement_there_is_no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from skyrl_tinker.config import Phases
 from skyrl_tinker.engine.colocation.phases import IDLE_S, PhaseState, PhaseView, due_in
 from skyrl_tinker.engine.colocation.placement import AwakeLock, Colocated, Separate
-from tests.engine.support.simulation import now, simulate
+from tests.engine.support.simulation import now, simulated
 
 LIMITS = Phases(min_s=0.2, max_s=10.0)
 SLICE_S = 0.01
@@ -146,7 +146,8 @@ jobs = st.lists(st.tuples(gaps, durations), max_size=8)
 
 @settings(max_examples=150)
 @given(jobs, jobs, jobs, st.lists(jobs, max_size=3), st.floats(0.01, 1), st.floats(0.01, 4), st.floats(0, 3))
-def test_one_side_at_a_time_and_nobody_starves(
+@simulated
+async def test_one_side_at_a_time_and_nobody_starves(
     units: list[tuple[float, float]],
     changes: list[tuple[float, float]],
     updates: list[tuple[float, float]],
@@ -162,15 +163,12 @@ def test_one_side_at_a_time_and_nobody_starves(
             await asyncio.sleep(gap)
             await what(seconds)
 
-    async def story() -> None:
-        async with devices.running(), asyncio.TaskGroup() as tasks:
-            tasks.create_task(in_turn(devices.unit, units))
-            tasks.create_task(in_turn(devices.change, changes))
-            tasks.create_task(in_turn(devices.update, updates))
-            for client in clients:
-                tasks.create_task(in_turn(devices.sample, client))
-
-    simulate(story())
+    async with devices.running(), asyncio.TaskGroup() as tasks:
+        tasks.create_task(in_turn(devices.unit, units))
+        tasks.create_task(in_turn(devices.change, changes))
+        tasks.create_task(in_turn(devices.update, updates))
+        for client in clients:
+            tasks.create_task(in_turn(devices.sample, client))
     longest = max((seconds for _, seconds in (*units, *changes)), default=0.0)
     longest += sum(seconds for _, seconds in updates)  # those that follow one another come before caches wake
     bound = max(min_s, max_s, IDLE_S) + longest + 2 * switch_s + SLACK_S
@@ -178,49 +176,40 @@ def test_one_side_at_a_time_and_nobody_starves(
     assert len(devices.waits[PhaseState.TRAINING]) == len(units)
 
 
-def test_a_long_generation_stands_still_and_goes_on() -> None:
+@simulated
+async def test_a_long_generation_stands_still_and_goes_on() -> None:
     devices = Devices()
-
-    async def story() -> None:
-        async with devices.running():
-            sample = asyncio.create_task(devices.sample(30.0))
-            await asyncio.sleep(1)
-            await devices.unit(5.0)
-            assert not sample.done()
-            await sample
-
-    simulate(story())
+    async with devices.running():
+        sample = asyncio.create_task(devices.sample(30.0))
+        await asyncio.sleep(1)
+        await devices.unit(5.0)
+        assert not sample.done()
+        await sample
     totals = devices.placement.totals
     assert totals[PhaseState.TO_TRAINING].count == totals[PhaseState.TO_SAMPLING].count == 1
     assert totals[PhaseState.TRAINING].seconds == pytest.approx(5.0 + IDLE_S, abs=0.02)
     assert devices.waits[PhaseState.TRAINING] == [pytest.approx(LIMITS.max_s + devices.switch_s, abs=0.02)]
 
 
-def test_a_client_that_answers_at_once_costs_no_switch() -> None:
+@simulated
+async def test_a_client_that_answers_at_once_costs_no_switch() -> None:
     devices = Devices()
-
-    async def story() -> None:
-        async with devices.running():
-            flood = [asyncio.create_task(devices.sample(40.0)) for _ in range(20)]
-            for _ in range(50):  # forward_backward, look at the result, optim_step
-                await devices.unit(0.1)
-                await asyncio.sleep(IDLE_S / 2)
-            await asyncio.gather(*flood)
-
-    simulate(story())
+    async with devices.running():
+        flood = [asyncio.create_task(devices.sample(40.0)) for _ in range(20)]
+        for _ in range(50):  # forward_backward, look at the result, optim_step
+            await devices.unit(0.1)
+            await asyncio.sleep(IDLE_S / 2)
+        await asyncio.gather(*flood)
     assert devices.switches == 2
 
 
-def test_both_sides_flooded_share_the_time() -> None:
+@simulated
+async def test_both_sides_flooded_share_the_time() -> None:
     devices = Devices(limits=Phases(min_s=0.2, max_s=3.0))
-
-    async def story() -> None:
-        async with devices.running():
-            flood = [asyncio.create_task(devices.sample(60.0)) for _ in range(4)]
-            while not all(each.done() for each in flood):
-                await devices.unit(0.5)
-
-    simulate(story())
+    async with devices.running():
+        flood = [asyncio.create_task(devices.sample(60.0)) for _ in range(4)]
+        while not all(each.done() for each in flood):
+            await devices.unit(0.5)
     totals = devices.placement.totals
     assert 0.7 < totals[PhaseState.SAMPLING].seconds / totals[PhaseState.TRAINING].seconds < 1.4
     assert totals[PhaseState.TRAINING].seconds / totals[PhaseState.TRAINING].count == pytest.approx(
@@ -228,74 +217,63 @@ def test_both_sides_flooded_share_the_time() -> None:
     )
 
 
-def test_weights_that_wait_are_replaced_before_the_caches_wake() -> None:
+@simulated
+async def test_weights_that_wait_are_replaced_before_the_caches_wake() -> None:
     devices = Devices()
-
-    async def story() -> None:
-        async with devices.running():
-            sample = asyncio.create_task(devices.sample(30.0))
-            await devices.update(1.0)
-            unit = asyncio.create_task(devices.unit(5.0))
-            await asyncio.sleep(LIMITS.max_s + 2)
-            assert devices.placement.state is PhaseState.TRAINING
-            await devices.update(1.0)
-            assert not devices.awake
-            await asyncio.gather(sample, unit)
-
-    simulate(story())
+    async with devices.running():
+        sample = asyncio.create_task(devices.sample(30.0))
+        await devices.update(1.0)
+        unit = asyncio.create_task(devices.unit(5.0))
+        await asyncio.sleep(LIMITS.max_s + 2)
+        assert devices.placement.state is PhaseState.TRAINING
+        await devices.update(1.0)
+        assert not devices.awake
+        await asyncio.gather(sample, unit)
     assert devices.updated_asleep == [False, True]
 
 
-def test_a_steady_stream_of_changes_lets_the_trainer_in() -> None:
+@simulated
+async def test_a_steady_stream_of_changes_lets_the_trainer_in() -> None:
     devices = Devices()
 
-    async def story() -> None:
-        async def stream() -> None:
-            while True:
-                await devices.change(0.5)
+    async def stream() -> None:
+        while True:
+            await devices.change(0.5)
 
-        async with devices.running():
-            streams = [asyncio.create_task(stream()) for _ in range(3)]
-            await asyncio.sleep(1)
-            await devices.unit(1.0)
-            for each in streams:
-                each.cancel()
-            await asyncio.wait(streams)
-
-    simulate(story())
+    async with devices.running():
+        streams = [asyncio.create_task(stream()) for _ in range(3)]
+        await asyncio.sleep(1)
+        await devices.unit(1.0)
+        for each in streams:
+            each.cancel()
+        await asyncio.wait(streams)
     assert devices.waits[PhaseState.TRAINING][0] <= LIMITS.max_s + 0.5 + devices.switch_s + SLACK_S
 
 
-def test_who_gives_up_waiting_leaves_no_trace() -> None:
+@simulated
+async def test_who_gives_up_waiting_leaves_no_trace() -> None:
     devices = Devices()
-
-    async def story() -> None:
-        async with devices.running():
-            sample = asyncio.create_task(devices.sample(100.0))
-            await asyncio.sleep(1)
-            waiting = asyncio.create_task(devices.unit(1.0))
-            await asyncio.sleep(LIMITS.max_s + devices.switch_s - 0.001)  # the switch is nearly over
-            waiting.cancel()
-            await sample
-            await devices.unit(1.0)
-
-    simulate(story())
+    async with devices.running():
+        sample = asyncio.create_task(devices.sample(100.0))
+        await asyncio.sleep(1)
+        waiting = asyncio.create_task(devices.unit(1.0))
+        await asyncio.sleep(LIMITS.max_s + devices.switch_s - 0.001)  # the switch is nearly over
+        waiting.cancel()
+        await sample
+        await devices.unit(1.0)
     assert len(devices.waits[PhaseState.TRAINING]) == 1
 
 
-def test_fresh_processes_begin_with_the_samplers_phase_whenever_the_last_ones_ended() -> None:
+@simulated
+async def test_fresh_processes_begin_with_the_samplers_phase_whenever_the_last_ones_ended() -> None:
     devices = Devices()
-
-    async def story() -> None:
-        async with devices.running():
-            await devices.unit(1.0)
-        assert devices.placement.state is PhaseState.SAMPLING
-        devices.awake, devices.weights_awake, devices.onloaded = True, True, False
-        await devices.sample(1.0)
-        async with devices.running():
-            await devices.unit(1.0)
-
-    simulate(story())
+    async with devices.running():
+        await devices.unit(1.0)
+    assert devices.placement.state is PhaseState.SAMPLING
+    devices.awake, devices.weights_awake, devices.onloaded = True, True, False
+    await devices.sample(1.0)
+    async with devices.running():
+        await devices.unit(1.0)
 
 
 async def test_separate_parts_never_wait() -> None:

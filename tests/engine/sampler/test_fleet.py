@@ -34,6 +34,7 @@ from tests.inference.support.samplers import (
 )
 from tests.support.reads import reading
 from tests.support.sampler_clients import opened_fleet, vllm_client, vllm_servers
+from tests.support.waiting import end
 
 SAMPLES = 16
 
@@ -120,9 +121,7 @@ async def supervised(
     status = BaseStatuses(EngineStatus(store, bell), {"tiny": fleet})
     task = asyncio.create_task(fleet.supervise(status.report, equip))
     yield
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+    await end(task)
 
 
 async def sample_many(fleet: Fleet, model: str = "base", length: int = 120) -> list[SampleOutput]:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -12,6 +12,7 @@ from skyrl_tinker.engine.sampler.full_weights import FullWeights
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, SampleSource, newest
 from skyrl_tinker.errors import SamplerError
 from tests.engine.support.simulation import simulated
+from tests.support.waiting import end
 
 A, B, C, LOST = (WeightVersion(VersionId(number), "full", f"/weights/{number}") for number in (1, 2, 3, 4))
 
@@ -165,9 +166,7 @@ async def test_a_request_that_is_given_up_leaves_its_swap_to_end() -> None:
     server = Server()
     given_up = asyncio.create_task(server.request(A))
     await asyncio.sleep(0)
-    given_up.cancel()
-    with suppress(asyncio.CancelledError):
-        await given_up
+    await end(given_up)
     await server.request(A)
     await server.request(None)
     assert server.swaps == [A, None]

@@ -1,7 +1,6 @@
 """Samples are drawn from what their client was made for, or not at all."""
 
 import asyncio
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -34,7 +33,7 @@ from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 from tests.support.sampler_clients import opened_fleet, vllm_client
 from tests.support.scripted_samplers import ScriptedSamplers
-from tests.support.waiting import until
+from tests.support.waiting import end, until
 
 FACTS = BaseModelFacts("/nowhere", ("new",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, (0,))
 
@@ -89,9 +88,7 @@ async def test_requests_that_the_store_does_not_know_take_their_turns_among_samp
     await waiting
     assert driver.in_flight() == driver.queued() == 0
     assert len(driver._ends._times) == 2, "of those that had a turn"
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
+    await end(running)
 
 
 @pytest.mark.parametrize(("cores", "at_once"), [((1,), 1), ((2,), 2), ((1, 1, 0), 2), ((0,), 1)])
@@ -113,9 +110,7 @@ async def test_each_engine_core_that_decodes_has_places_of_its_own(
     assert (driver.in_flight(), driver.queued()) == (at_once, len(turns) - at_once)
     leave.set()
     await asyncio.gather(*turns)
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
+    await end(running)
 
 
 async def taken(driver: SamplerDriver) -> None:
@@ -142,9 +137,7 @@ async def test_where_many_samples_wait_their_bodies_stay_in_the_store(
     running = asyncio.create_task(driver.run())
     for each in accepted:
         await until(lambda each=each: journal.outcome(store, each), _is_done)  # type: ignore[misc]
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
+    await end(running)
 
 
 def _is_done(outcome: Outcome) -> bool:

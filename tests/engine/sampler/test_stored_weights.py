@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,7 +41,7 @@ from tests.engine.sampler.test_sampler_driver import FACTS
 from tests.engine.support import journal
 from tests.support.reads import reading
 from tests.support.sampler_clients import opened_fleet, vllm_client
-from tests.support.waiting import until
+from tests.support.waiting import end, until
 
 
 def stored(storage: CheckpointStorage, root: Path) -> Path:
@@ -172,9 +171,7 @@ async def test_samples_of_weights_in_storage_that_is_away_wait_and_others_have_t
         await until(lambda each=accepted: journal.outcome(store, each), _is_done)  # type: ignore[misc]
     await until(lambda: (driver.in_flight(), driver.queued(), len(driver._away)) == (0, 0, 0))
     assert len(driver._ends._times) == 6, "each ended once"
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
+    await end(running)
 
 
 def _there(away: bool) -> bool:

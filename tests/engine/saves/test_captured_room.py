@@ -1,9 +1,7 @@
 """Saves of many models while disk or storage hang: what is captured stays within its bound."""
 
-import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,11 +10,9 @@ from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
 from skyrl_tinker.storage.checkpoint_storage import Storage
-from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures.record import Accepted
-from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
-from tests.engine.support.world import World
+from tests.engine.support.world import MakeWorld, World
 
 STATE, SAMPLER, EXPORT = SaveWeightsBody("a"), SaveSamplerBody("a"), SaveExternalBody("a")
 KINDS = {
@@ -122,15 +118,9 @@ def hanging() -> HangingStorage:
 
 
 @pytest.fixture
-async def stored(
-    store: Store, bell: Doorbell, tmp_path: Path, hanging: HangingStorage
-) -> AsyncIterator[World]:
-    made = World(store, bell, tmp_path / "checkpoints", storage=hanging)
-    yield made
+async def stored(make_world: MakeWorld, hanging: HangingStorage) -> AsyncIterator[World]:
+    yield make_world(storage=hanging)
     hanging.back.set()
-    made.running.cancel()
-    with suppress(asyncio.CancelledError, ExceptionGroup):
-        await made.running
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -152,18 +142,13 @@ async def test_saves_that_a_new_engine_repeats_wait_for_memory_too(
     models = await models_of(stored, [3, 3, 3, 3])
     saves = [await save(stored, model, 1, kind) for model in models]
     await stored.until(lambda: len(hanging.asked) == len(models))
-    stored.running.cancel()
-    after = World(stored.store, stored.bell, stored.root)
+    after = stored.new_engine()
     after.workers.sizes, after.workers.captured.most = stored.workers.sizes, 7
     after.workers.disk.clear()
-    try:
-        await after.until(lambda: len(after.workers.held) > 1)
-        after.workers.disk.set()
-        await all_done(after, saves)
-        assert after.workers.most_captured == 6
-    finally:
-        after.running.cancel()
-        await asyncio.wait([after.running])
+    await after.until(lambda: len(after.workers.held) > 1)
+    after.workers.disk.set()
+    await all_done(after, saves)
+    assert after.workers.most_captured == 6
 
 
 async def test_full_weights_that_busy_samplers_would_read_make_room_for_saves_that_are_repeated(
@@ -176,18 +161,13 @@ async def test_full_weights_that_busy_samplers_would_read_make_room_for_saves_th
     saves = [await journal.submit(stored.store, model, 1, kind, body) for model in models]
     behind = [await journal.submit_pass(stored.store, model, 2) for model in models]
     await all_done(stored, behind)  # so their captures are recorded
-    stored.running.cancel()
-    after = World(stored.store, stored.bell, stored.root)
+    after = stored.new_engine()
     after.workers.sizes, after.workers.captured.most = stored.workers.sizes, 7
     after.samplers.takes_captured = True
     after.samplers.going_on.clear()
-    try:
-        await after.until(lambda: len(after.workers.asked("persist")) == len(models))
-        assert after.workers.most_captured == 6
-        after.samplers.going_on.set()
-        await all_done(after, saves)
-        await after.until(lambda: not after.workers.held)
-        assert after.samplers.lent == {}
-    finally:
-        after.running.cancel()
-        await asyncio.wait([after.running])
+    await after.until(lambda: len(after.workers.asked("persist")) == len(models))
+    assert after.workers.most_captured == 6
+    after.samplers.going_on.set()
+    await all_done(after, saves)
+    await after.until(lambda: not after.workers.held)
+    assert after.samplers.lent == {}

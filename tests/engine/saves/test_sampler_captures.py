@@ -15,6 +15,7 @@ from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.errors import StateLostError, TrainerError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
@@ -35,9 +36,9 @@ def trainer() -> ScriptedTrainer:
 @pytest.fixture
 def publisher(store: Store, bell: Doorbell, tmp_path: Path, trainer: ScriptedTrainer) -> Publisher:
     commits = UnitCommits(Outbox(store, bell, Metrics()))
-    parts = cast(Any, trainer), cast(Any, ScriptedSamplers()), commits, PendingWrites()
-    directories, gaps = (tmp_path, tmp_path / "checkpoints"), cast(Any, None)
-    return Publisher(store, *parts, *directories, gaps, Metrics(), lambda row: None)
+    flow = store, cast(Any, trainer), commits, PendingWrites(), tmp_path / "checkpoints", LOCAL_DISK
+    samplers, gaps = cast(Any, ScriptedSamplers()), cast(Any, None)
+    return Publisher(*flow, samplers, tmp_path, gaps, Metrics(), lambda row: None)
 
 
 async def save(store: Store, spec: LoraSpec | None = None, name: str | None = None) -> SamplerSaveRequest:

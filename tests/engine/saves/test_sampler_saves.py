@@ -27,7 +27,7 @@ from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import StorageError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
-from skyrl_tinker.storage.checkpoint_storage import Storage
+from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, Storage
 from skyrl_tinker.store import model_records, sampling_sessions
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
@@ -54,19 +54,11 @@ class World:
         ends, metrics = (cast(Any, self.trainer), samplers), Metrics()
         results = Outbox(store, bell, metrics)
         self.gaps = DriftMonitor(WarningBoard(store), *ends, FACTS, metrics, tokens=TOKENS, bound=1.0)
-        directories = tmp_path / "ram", tmp_path / "disk"
         self.commits = UnitCommits(results)
         self.written: list[int] = []
-        self.publisher = Publisher(
-            store,
-            *ends,
-            self.commits,
-            PendingWrites(),
-            *directories,
-            self.gaps,
-            metrics,
-            lambda row: self.written.append(row.id),
-        )
+        flow = store, ends[0], self.commits, PendingWrites(), tmp_path / "disk", LOCAL_DISK
+        others = samplers, tmp_path / "ram", self.gaps, metrics
+        self.publisher = Publisher(*flow, *others, lambda row: self.written.append(row.id))
 
     async def submit(self, spec: LoraSpec | None = None, **body: Any) -> tuple[ModelKey, Accepted]:
         """The save of a new model, unnamed unless `body` names it."""

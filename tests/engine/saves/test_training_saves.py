@@ -39,7 +39,7 @@ from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.futures.training_submission import Creation
 from skyrl_tinker.store.model_records import NewModel
 from tests.engine.support import journal
-from tests.engine.support.world import World
+from tests.engine.support.world import MakeWorld, World
 from tests.support.reads import reading
 
 WEIGHTS = CheckpointKind.WEIGHTS
@@ -80,20 +80,18 @@ def _directories(world: World) -> list[str]:
     return sorted(path.name for path in world.root.glob("*/*/*"))
 
 
-async def test_no_save_touches_what_another_server_writes_for_the_same_request(world: World) -> None:
+async def test_no_save_touches_what_another_server_writes_for_the_same_request(
+    world: World, make_world: MakeWorld
+) -> None:
     """One that was taken over may stand still in the middle of a save, and go on."""
     model = await world.model()
     world.workers.disk.clear()
     saved = await _save(world, model, 1)
     await _told(world, "persist")
-    successor = World(world.store, world.bell, world.root)  # replays the save
-    try:
-        assert (await successor.done(saved)).status is FutureStatus.DONE
-        world.workers.disk.set()
-        await world.until(lambda: not world.workers.held)
-    finally:
-        successor.running.cancel()
-        await asyncio.wait([successor.running])
+    successor = make_world(world.root)  # replays the save
+    assert (await successor.done(saved)).status is FutureStatus.DONE
+    world.workers.disk.set()
+    await world.until(lambda: not world.workers.held)
     row = await _found(world, model)
     assert row is not None
     assert Path(row.directory).name in _directories(world)
@@ -274,9 +272,7 @@ async def test_ranks_that_die_come_back_though_samplers_that_take_from_them_do_n
 
 
 @pytest.mark.parametrize("ends", [False, True])
-async def test_a_load_waits_while_the_disk_is_full_and_other_models_train(
-    world: World, monkeypatch: pytest.MonkeyPatch, ends: bool
-) -> None:
+async def test_a_load_waits_while_the_disk_is_full_and_other_models_train(world: World, ends: bool) -> None:
     """Whether or not its session ends meanwhile."""
     model, other = await world.model(), await world.model()
     await world.done(await _save(world, model, 1))
@@ -286,7 +282,7 @@ async def test_a_load_waits_while_the_disk_is_full_and_other_models_train(
         tried.append(paths)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as full:
+    with world.patch.context() as full:
         full.setattr(os, "link", fail)
         full.setattr(shutil, "copy2", fail)
         loaded = await _load(world, model, 2, model)
@@ -416,9 +412,7 @@ def _is_released(row: Any) -> bool:
     return bool(row.state is ModelState.RELEASED)
 
 
-async def test_a_database_that_fails_for_a_moment_costs_no_save(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_database_that_fails_for_a_moment_costs_no_save(world: World) -> None:
     add: Callable[..., Any] = checkpoint_records.add
     failures = [OperationalError("INSERT", None, OSError("disk I/O error"))]
 
@@ -427,7 +421,7 @@ async def test_a_database_that_fails_for_a_moment_costs_no_save(
             raise failures.pop()
         return int(add(conn, new, replace=replace))
 
-    monkeypatch.setattr(checkpoint_records, "add", fails_once)
+    world.patch.setattr(checkpoint_records, "add", fails_once)
     model = await world.model()
     assert (await world.done(await _save(world, model, 1))).status is FutureStatus.DONE
     assert failures == []

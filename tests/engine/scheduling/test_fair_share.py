@@ -18,7 +18,7 @@ from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, cost
 from skyrl_tinker.engine.scheduling.planner import Pass, PassBudget, Planner, Unit
 from skyrl_tinker.store.futures.queue import QueuedRow
 from tests.engine.support.rows import queued
-from tests.engine.support.simulation import now, simulate
+from tests.engine.support.simulation import now, simulated
 
 BUDGET, UNIT_S = 1000, 1.0
 DEPTH = 40  # requests of a model that a flood has sent: four units full at least
@@ -134,92 +134,75 @@ def _combinations() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("models", "mix", "kind", "tokens"), [*_combinations()])
-def test_one_request_runs_right_after_the_unit_that_runs_when_it_comes(
+@simulated
+async def test_one_request_runs_right_after_the_unit_that_runs_when_it_comes(
     models: int, mix: str, kind: RequestKind, tokens: int
 ) -> None:
     """Also when the next unit was prepared by then."""
-
-    async def story() -> None:
-        async with running(flood(models, MIXES[mix])) as engine:
-            for number in range(5):
-                await asyncio.sleep(7.3 * UNIT_S)
-                current = len(engine.begun) - 1
-                assert await engine.send("small", ModelKey(number), kind, tokens) - current <= 1
-            assert now() > 35 * UNIT_S
-
-    simulate(story())
+    async with running(flood(models, MIXES[mix])) as engine:
+        for number in range(5):
+            await asyncio.sleep(7.3 * UNIT_S)
+            current = len(engine.begun) - 1
+            assert await engine.send("small", ModelKey(number), kind, tokens) - current <= 1
+        assert now() > 35 * UNIT_S
 
 
 @pytest.mark.parametrize("sessions", [1, 8])
 @pytest.mark.parametrize("depth", [2, DEPTH])
-def test_a_quiet_tenant_waits_for_one_unit_per_request_beside_many_floods(sessions: int, depth: int) -> None:
+@simulated
+async def test_a_quiet_tenant_waits_for_one_unit_per_request_beside_many_floods(
+    sessions: int, depth: int
+) -> None:
     """It sends when it is answered, and pauses as for a sample. It uses more than a ninth of the time."""
-
-    async def story() -> None:
-        floods = [
-            flood(2, (FB, FB, STEP), session=f"flood {number}", depth=depth) for number in range(sessions)
-        ]
-        async with running(*floods) as engine:
-            await asyncio.sleep(20 * UNIT_S)
-            for _ in range(30):
-                for kind in (FB, STEP):
-                    current = len(engine.begun) - 1
-                    assert await engine.send("quiet", ModelKey(1), kind, 200) - current <= 1
-                    await asyncio.sleep(UNIT_S / 20)
-                await asyncio.sleep(UNIT_S)
-
-    simulate(story())
+    floods = [flood(2, (FB, FB, STEP), session=f"flood {number}", depth=depth) for number in range(sessions)]
+    async with running(*floods) as engine:
+        await asyncio.sleep(20 * UNIT_S)
+        for _ in range(30):
+            for kind in (FB, STEP):
+                current = len(engine.begun) - 1
+                assert await engine.send("quiet", ModelKey(1), kind, 200) - current <= 1
+                await asyncio.sleep(UNIT_S / 20)
+            await asyncio.sleep(UNIT_S)
 
 
-def test_who_always_comes_back_leaves_the_flood_its_half_of_the_time() -> None:
+@simulated
+async def test_who_always_comes_back_leaves_the_flood_its_half_of_the_time() -> None:
     """Answered, it asks again at once: no newcomer's place is worth more than a share."""
-
-    async def story() -> None:
-        async with running(flood(5)) as engine:
-            for _ in range(100):
-                await engine.send("back again", ModelKey(1), SAVE)
-            assert engine.used["flood"] >= engine.used["back again"] - UNIT_S
-
-    simulate(story())
+    async with running(flood(5)) as engine:
+        for _ in range(100):
+            await engine.send("back again", ModelKey(1), SAVE)
+        assert engine.used["flood"] >= engine.used["back again"] - UNIT_S
 
 
-def test_large_requests_get_no_more_than_small_ones() -> None:
+@simulated
+async def test_large_requests_get_no_more_than_small_ones() -> None:
     """Two floods, one of requests that fill a unit and one of tiny ones, have the same time."""
-
-    async def story() -> None:
-        large = flood(1, session="large", tokens=BUDGET)
-        small = flood(10, session="small", tokens=10)
-        async with running(large, small) as engine:
-            await asyncio.sleep(100 * UNIT_S)
-            assert engine.used["small"] == pytest.approx(engine.used["large"], abs=2 * UNIT_S)
-
-    simulate(story())
+    large = flood(1, session="large", tokens=BUDGET)
+    small = flood(10, session="small", tokens=10)
+    async with running(large, small) as engine:
+        await asyncio.sleep(100 * UNIT_S)
+        assert engine.used["small"] == pytest.approx(engine.used["large"], abs=2 * UNIT_S)
 
 
-def test_ten_sessions_of_one_owner_get_as_much_as_one_of_another() -> None:
-    async def story() -> None:
-        many = [flood(1, session=f"many {number}", owner=OwnerId(1)) for number in range(10)]
-        async with running(*many, flood(1, session="one", owner=OwnerId(2))) as engine:
-            await asyncio.sleep(100 * UNIT_S)
-            shares = [used for session, used in engine.used.items() if session != "one"]
-            assert sum(shares) == pytest.approx(engine.used["one"], abs=2 * UNIT_S)
-            assert max(shares) - min(shares) <= UNIT_S
-
-    simulate(story())
+@simulated
+async def test_ten_sessions_of_one_owner_get_as_much_as_one_of_another() -> None:
+    many = [flood(1, session=f"many {number}", owner=OwnerId(1)) for number in range(10)]
+    async with running(*many, flood(1, session="one", owner=OwnerId(2))) as engine:
+        await asyncio.sleep(100 * UNIT_S)
+        shares = [used for session, used in engine.used.items() if session != "one"]
+        assert sum(shares) == pytest.approx(engine.used["one"], abs=2 * UNIT_S)
+        assert max(shares) - min(shares) <= UNIT_S
 
 
 @pytest.mark.parametrize("tokens", [10, 100, 300])
-def test_passes_that_join_those_of_others_keep_no_sibling_from_its_turn(tokens: int) -> None:
+@simulated
+async def test_passes_that_join_those_of_others_keep_no_sibling_from_its_turn(tokens: int) -> None:
     """An owner's saves need a unit of their own, while its passes ride along in those of another one."""
-
-    async def story() -> None:
-        saves = flood(1, (SAVE,), "saves", OwnerId(1))
-        passes = flood(1, (FB,), "passes", OwnerId(1), tokens)
-        async with running(saves, passes, flood(1, (FB,), "other", OwnerId(2), 70)) as engine:
-            await asyncio.sleep(40 * UNIT_S)
-            assert engine.used["saves"] == pytest.approx(10 * UNIT_S, abs=2 * UNIT_S)
-
-    simulate(story())
+    saves = flood(1, (SAVE,), "saves", OwnerId(1))
+    passes = flood(1, (FB,), "passes", OwnerId(1), tokens)
+    async with running(saves, passes, flood(1, (FB,), "other", OwnerId(2), 70)) as engine:
+        await asyncio.sleep(40 * UNIT_S)
+        assert engine.used["saves"] == pytest.approx(10 * UNIT_S, abs=2 * UNIT_S)
 
 
 tenants = st.lists(
@@ -236,23 +219,20 @@ tenants = st.lists(
 
 @given(tenants)
 @settings(max_examples=10, phases=[Phase.generate])
-def test_whoever_always_has_work_gets_the_same_time(drawn: Sequence[tuple[int, int, int, str]]) -> None:
+@simulated
+async def test_whoever_always_has_work_gets_the_same_time(drawn: Sequence[tuple[int, int, int, str]]) -> None:
     """Owners among each other, and sessions of an owner, whatever they send and with however many models."""
     floods = [
         flood(models, MIXES[mix], f"{owner}-{number}", OwnerId(owner), tokens)
         for number, (owner, models, tokens, mix) in enumerate(drawn)
     ]
-
-    async def story() -> None:
-        async with running(*floods) as engine:
-            await asyncio.sleep(100 * UNIT_S)
-            owners: dict[str, list[float]] = {}
-            for session, used in engine.used.items():
-                owners.setdefault(session.partition("-")[0], []).append(used)
-            for sessions in owners.values():
-                assert max(sessions) - min(sessions) <= 6 * UNIT_S
-            totals = [sum(sessions) for sessions in owners.values()]
-            assert max(totals) - min(totals) <= 6 * UNIT_S
-            assert sum(totals) >= 95 * UNIT_S, "the trainer was idle"
-
-    simulate(story())
+    async with running(*floods) as engine:
+        await asyncio.sleep(100 * UNIT_S)
+        owners: dict[str, list[float]] = {}
+        for session, used in engine.used.items():
+            owners.setdefault(session.partition("-")[0], []).append(used)
+        for sessions in owners.values():
+            assert max(sessions) - min(sessions) <= 6 * UNIT_S
+        totals = [sum(sessions) for sessions in owners.values()]
+        assert max(totals) - min(totals) <= 6 * UNIT_S
+        assert sum(totals) >= 95 * UNIT_S, "the trainer was idle"

@@ -2,8 +2,11 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
+
+import pytest
 
 from skyrl_tinker.config import Parity, Recovery, Settings
 from skyrl_tinker.domain.ids import FutureStatus, ModelId
@@ -51,11 +54,14 @@ class World:
         unit_tokens: int = 16384,
         replay_s: float = 1e9,
         storage: Storage = LOCAL_DISK,
+        patch: pytest.MonkeyPatch | None = None,
     ) -> None:
         """`trainer`: a real one in place of the scripted workers. `replay_s`: when snapshots are due.
 
-        `storage`: of checkpoints.
+        `storage`: of checkpoints. `patch`: that of the test.
         """
+        self.patch = patch or pytest.MonkeyPatch()
+        self._successors: list[World] = []
         self.store = store
         self.root = root
         self.workers = ScriptedTrainer()
@@ -76,8 +82,9 @@ class World:
         samples = SampleDispatch([sampler], outbox, metrics)
         versions = EphemeralVersions(store, [samplers], samples.forget_sources, spill, settings)
         base = BaseRuntime(settings, FACTS, trainer, samplers, storage, SEPARATE, cast(Any, None))
-        half = compose_training(base, trainer, store, outbox, versions, WarningBoard(store), metrics)
-        self.driver, self.creation = half.driver, half.creation
+        self.driver, self.creation = compose_training(
+            base, trainer, store, outbox, versions, WarningBoard(store), metrics
+        )
         self.training = TrainDispatch([self.driver], store, metrics)
         self.bell = bell
         self.intake = Intake(store, bell, self.training, samples, metrics)
@@ -106,6 +113,20 @@ class World:
         cursor = await self.training.resume()
         async with self.driver.background:
             await asyncio.gather(train(), self.intake.run(cursor))
+
+    def new_engine(self) -> "World":
+        """Kill the engine and start another on its journal and its disk."""
+        self.running.cancel()
+        self._successors.append(World(self.store, self.bell, self.root, patch=self.patch))
+        return self._successors[-1]
+
+    async def end(self) -> None:
+        """Kill the engine and its successors, and pass over the errors that they die of."""
+        for each in self._successors:
+            await each.end()
+        self.running.cancel()
+        with suppress(asyncio.CancelledError, ExceptionGroup):
+            await self.running
 
     async def model(self, spec: LoraSpec | None = None) -> ModelId:
         session = await journal.new_session(self.store)
@@ -140,6 +161,9 @@ class World:
             return look()
 
         return await until(alive, wanted, within_s)
+
+
+MakeWorld = Callable[..., World]
 
 
 def _finished(outcome: Outcome) -> bool:

@@ -11,8 +11,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, OwnerId, RequestId, RequestKind
 from skyrl_tinker.domain.values import PassOutput, SampledSequence, SampleOutput
 from skyrl_tinker.engine.compose import make_metrics
-from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.engine.telemetry.owner_metrics import MOST, OTHERS
+from skyrl_tinker.engine.telemetry.engine_metrics import MOST_OWNERS, OTHERS, Metrics
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.store import Store
 from tests.engine.support.rows import queued
@@ -102,10 +101,10 @@ async def test_only_so_many_owners_get_a_label() -> None:
         return f"key{owner}"
 
     metrics = Metrics(name)
-    for owner in range(MOST + 5):
+    for owner in range(MOST_OWNERS + 5):
         await worked_for(metrics, OwnerId(owner))
     counted = read(metrics, "owner_sampled_tokens_total")
-    assert len(counted) == MOST + 1
+    assert len(counted) == MOST_OWNERS + 1
     assert counted[OTHERS,] == 5 * 4
 
 

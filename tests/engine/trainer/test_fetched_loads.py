@@ -5,7 +5,6 @@ import os
 import shutil
 import threading
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -97,9 +96,7 @@ async def far(
     made = Far(store, bell, tmp_path / "checkpoints", monkeypatch)
     yield made
     made.reads.set()
-    made.world.running.cancel()
-    with suppress(asyncio.CancelledError, ExceptionGroup):
-        await made.world.running
+    await made.world.end()
 
 
 @pytest.mark.parametrize("into_new", [False, True])

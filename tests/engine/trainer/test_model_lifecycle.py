@@ -23,9 +23,7 @@ from tests.engine.support import journal
 from tests.engine.support.world import World
 
 
-async def test_a_full_disk_under_the_database_delays_creations_and_releases(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_under_the_database_delays_creations_and_releases(world: World) -> None:
     write, failures = model_records.set_state, [OperationalError("UPDATE", None, OSError("disk full"))] * 2
 
     def set_state(
@@ -35,8 +33,8 @@ async def test_a_full_disk_under_the_database_delays_creations_and_releases(
             raise failures.pop()
         return write(conn, key, state, reason, **was)
 
-    monkeypatch.setattr(model_records, "set_state", set_state)
-    monkeypatch.setattr(outbox, "RETRY_S", 0.01)
+    world.patch.setattr(model_records, "set_state", set_state)
+    world.patch.setattr(outbox, "RETRY_S", 0.01)
     model = await world.model()
     assert failures == []
     failures.append(OperationalError("UPDATE", None, OSError("disk full")))
@@ -46,9 +44,7 @@ async def test_a_full_disk_under_the_database_delays_creations_and_releases(
     assert world.workers.names() == ["create", "release"]
 
 
-async def test_nobody_waits_for_the_files_of_models_that_are_released(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nobody_waits_for_the_files_of_models_that_are_released(world: World) -> None:
     gone, other = await world.model(), await world.model()
     rmtree, removing, go_on = shutil.rmtree, threading.Event(), threading.Event()
 
@@ -57,7 +53,7 @@ async def test_nobody_waits_for_the_files_of_models_that_are_released(
         go_on.wait()
         rmtree(path, **options)
 
-    monkeypatch.setattr(shutil, "rmtree", slowly)
+    world.patch.setattr(shutil, "rmtree", slowly)
     world.driver.requests.release(await journal.key_of(world.store, gone))
     try:
         await world.until(removing.is_set)
@@ -89,9 +85,7 @@ async def test_a_model_ends_behind_what_it_ran(world: World, monkeypatch: pytest
     await world.until(lambda: journal.model_of(world.store, model), _is_released)
 
 
-async def test_ranks_that_die_right_behind_a_release_do_not_bring_the_model_back(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_ranks_that_die_right_behind_a_release_do_not_bring_the_model_back(world: World) -> None:
     gone, other = await world.model(), await world.model()
     key = await journal.key_of(world.store, gone)
     write, failures = model_records.set_state, [OperationalError("UPDATE", None, OSError("disk full"))]
@@ -105,8 +99,8 @@ async def test_ranks_that_die_right_behind_a_release_do_not_bring_the_model_back
             raise failures.pop()
         return write(conn, key, state, reason, **was)
 
-    monkeypatch.setattr(model_records, "set_state", set_state)
-    monkeypatch.setattr(outbox, "RETRY_S", 0.01)
+    world.patch.setattr(model_records, "set_state", set_state)
+    world.patch.setattr(outbox, "RETRY_S", 0.01)
     world.driver.requests.release(key)
     await world.until(lambda: world.workers.restarts)
     passed = await journal.submit_pass(world.store, other, 1)

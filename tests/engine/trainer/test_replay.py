@@ -4,8 +4,8 @@ import asyncio
 import errno
 import itertools
 import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +34,6 @@ from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBo
 from skyrl_tinker.store import checkpoint_records, model_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.console import step_points
-from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import cancellation
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import ModelRow
@@ -43,31 +42,13 @@ from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult
 from tests.engine.support import journal
-from tests.engine.support.world import World
+from tests.engine.support.world import MakeWorld, World
 from tests.engine.test_ended_sessions import sizes
 from tests.support.reads import reading
 from tests.support.scripted_trainer import ScriptedTrainer
 
 DEAD = TrainerError("rank 0 died")
 UNREADABLE = StorageError("checkpoint 1/6 cannot be read: Input/output error")
-NewEngine = Callable[[World], World]
-
-
-@pytest.fixture
-async def new_engine(store: Store, bell: Doorbell) -> AsyncIterator[Callable[[World], World]]:
-    """Kill an engine and start another on its journal and its disk."""
-    made: list[World] = []
-
-    def start(before: World) -> World:
-        before.running.cancel()
-        made.append(World(store, bell, before.root))
-        return made[-1]
-
-    yield start
-    for world in made:
-        world.running.cancel()
-        with suppress(asyncio.CancelledError, ExceptionGroup):
-            await world.running
 
 
 async def steps_of(world: World, model: ModelId) -> list[list[int]]:
@@ -105,7 +86,7 @@ def expected(first: int, steps: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("refuses", [False, True])
 async def test_what_ran_while_the_ranks_were_lost_runs_on_the_next_ones_or_fails(
-    world: World, monkeypatch: pytest.MonkeyPatch, *, refuses: bool
+    world: World, *, refuses: bool
 ) -> None:
     """Where there are other base models, the engine goes on with those."""
     lost, restarted = asyncio.Event(), asyncio.Event()
@@ -120,7 +101,7 @@ async def test_what_ran_while_the_ranks_were_lost_runs_on_the_next_ones_or_fails
         world.workers.trained.clear()
         world.driver.requests.accept()
 
-    monkeypatch.setattr(world.workers, "restart", die)
+    world.patch.setattr(world.workers, "restart", die)
     world.lost = restart
     model = await world.model()
     next_seq = await train(world, model, 1, 1)
@@ -175,9 +156,7 @@ async def test_idle_ranks_that_die_are_replaced_and_everything_replayed(world: W
     assert await steps_of(world, model) == expected(1, 4)
 
 
-async def test_a_new_engine_brings_back_models_and_runs_what_was_pending(
-    world: World, new_engine: NewEngine
-) -> None:
+async def test_a_new_engine_brings_back_models_and_runs_what_was_pending(world: World) -> None:
     model, neighbour = await world.model(), await world.model()
     following = await train(world, model, 1, 2)
     await train(world, neighbour, 1, 1)
@@ -186,7 +165,7 @@ async def test_a_new_engine_brings_back_models_and_runs_what_was_pending(
     pending = await journal.submit_pass(world.store, model, following)
     parked = await journal.submit_step(world.store, model, following + 1)
     await world.until(lambda: world.workers.names()[-1], lambda name: name == "pass")
-    after = new_engine(world)
+    after = world.new_engine()
     await all_done(after, pending, parked)
     assert await steps_of(after, model) == [*expected(1, 2), [following]]
     assert await steps_of(after, neighbour) == expected(1, 1)
@@ -196,15 +175,13 @@ async def test_a_new_engine_brings_back_models_and_runs_what_was_pending(
     assert recovery.text.startswith(f"2 models came back, with {len(units)} replayed units of work, in ")
 
 
-async def test_units_of_several_models_are_replayed_in_the_order_in_which_they_ran(
-    world: World, new_engine: NewEngine
-) -> None:
+async def test_units_of_several_models_are_replayed_in_the_order_in_which_they_ran(world: World) -> None:
     first, second = await world.model(), await world.model()
     await train(world, second, 1, 1)
     async with behind_a_pass(world, second, 4):
         together = [await journal.submit_pass(world.store, *each) for each in ((first, 1), (second, 5))]
     await all_done(world, *together, await journal.submit_step(world.store, second, 6))
-    after = new_engine(world)
+    after = world.new_engine()
     await all_done(after, await journal.submit_step(after.store, first, 2))
     assert await steps_of(after, second) == [[1, 2], [4, 5]]
 
@@ -215,7 +192,7 @@ def replayed(world: World) -> list[tuple[str, int]]:
 
 
 async def test_units_of_different_models_are_replayed_as_one_and_those_of_one_model_apart(
-    world: World, new_engine: NewEngine
+    world: World,
 ) -> None:
     """As many clients would run them who send at once; then each trains on as if nothing had been."""
     models = [await world.model() for _ in range(3)]
@@ -225,41 +202,34 @@ async def test_units_of_different_models_are_replayed_as_one_and_those_of_one_mo
         await all_done(world, await journal.submit_step(world.store, model, 3))
     await all_done(world, await journal.submit_pass(world.store, models[0], 4))
     assert [count for _, count in replayed(world)] == [1] * 10
-    after = new_engine(world)
+    after = world.new_engine()
     await after.until(lambda: after.ready)
     assert replayed(after) == [("pass", 3), ("pass", 3), ("step", 3), ("pass", 1)]
     assert [await steps_of(after, model) for model in models] == [expected(1, 1)] * 3
 
 
-async def test_a_replayed_pass_is_no_larger_than_one_of_clients(
-    store: Store, bell: Doorbell, tmp_path: Path
-) -> None:
-    before = World(store, bell, tmp_path / "checkpoints", unit_tokens=1)
+async def test_a_replayed_pass_is_no_larger_than_one_of_clients(make_world: MakeWorld) -> None:
+    before = make_world(unit_tokens=1)
     models = [await before.model() for _ in range(2)]
-    await all_done(before, *[await journal.submit_pass(store, model, 1) for model in models])
-    before.running.cancel()
-    await asyncio.wait([before.running])
-    after = World(store, bell, tmp_path / "checkpoints", unit_tokens=1)
+    await all_done(before, *[await journal.submit_pass(before.store, model, 1) for model in models])
+    await before.end()
+    after = make_world(unit_tokens=1)
     await after.until(lambda: after.ready)
     assert replayed(after) == [("pass", 1), ("pass", 1)]
-    after.running.cancel()
-    await asyncio.wait([after.running])
 
 
-async def test_models_are_made_while_the_files_of_others_are_fetched(
-    world: World, new_engine: NewEngine
-) -> None:
+async def test_models_are_made_while_the_files_of_others_are_fetched(world: World) -> None:
     models = [await world.model() for _ in range(3)]
     for model in models:
         await train(world, model, 1, 1)
-    after = new_engine(world)
+    after = world.new_engine()
     after.workers.go_on.clear()
     await after.until(lambda: after.workers.names().count("create"), len(models).__eq__)
     after.workers.go_on.set()
     await all_done(after, *[await journal.submit_step(world.store, model, 4) for model in models])
 
 
-def run_passes(world: World, monkeypatch: pytest.MonkeyPatch) -> list[tuple[set[ModelKey], int | None]]:
+def run_passes(world: World) -> list[tuple[set[ModelKey], int | None]]:
     """Note, in the list returned, the models and the row budget of each pass from now on."""
     ran: list[tuple[set[ModelKey], int | None]] = []
 
@@ -267,22 +237,22 @@ def run_passes(world: World, monkeypatch: pytest.MonkeyPatch) -> list[tuple[set[
         ran.append(({item.model for item in items}, row_budget))
         return await ScriptedTrainer.run_pass(world.workers, items, row_budget)
 
-    monkeypatch.setattr(world.workers, "run_pass", run_pass)
+    world.patch.setattr(world.workers, "run_pass", run_pass)
     return ran
 
 
 @pytest.mark.parametrize("how", ["deadly", "large"])
 async def test_who_is_replayed_with_a_request_that_fails_then_runs_as_before(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, soon_again: None, how: str
+    world: World, soon_again: None, how: str
 ) -> None:
     """In rows of the size in which it ran, without the other: they were in different units."""
     model, bad = await world.model(), await world.model()
     for each in (model, bad):
         await all_done(world, await journal.submit_pass(world.store, each, 1))
     key, bad_key = [await journal.key_of(world.store, each) for each in (model, bad)]
-    after = new_engine(world)
+    after = world.new_engine()
     setattr(after.workers, how, {bad_key})
-    ran = run_passes(after, monkeypatch)
+    ran = run_passes(after)
     await after.until(lambda: after.ready)
     assert ran[0] == ({key, bad_key}, 2048)
     assert {budget for models, budget in ran if key in models} - {None} == {2048}  # None: a probe's
@@ -291,21 +261,19 @@ async def test_who_is_replayed_with_a_request_that_fails_then_runs_as_before(
     assert await steps_of(after, model) == [[1]]
 
 
-async def test_a_pass_is_replayed_in_rows_of_the_size_in_which_it_ran(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_pass_is_replayed_in_rows_of_the_size_in_which_it_ran(world: World) -> None:
     """Whatever token_budget is now: in other rows its sums are rounded otherwise."""
     model = await world.model()
     await train(world, model, 1, 1)
-    after = new_engine(world)
+    after = world.new_engine()
     after.workers.spec.token_budget = 512
-    ran = run_passes(after, monkeypatch)
+    ran = run_passes(after)
     await all_done(after, await journal.submit_step(after.store, model, 4))
     assert {budget for _, budget in ran} == {2048}
 
 
 async def test_an_engine_ends_at_a_unit_that_cannot_be_committed_and_the_next_one_runs_it(
-    world: World, new_engine: NewEngine
+    world: World,
 ) -> None:
     model = await world.model()
 
@@ -323,18 +291,18 @@ async def test_an_engine_ends_at_a_unit_that_cannot_be_committed_and_the_next_on
         with pytest.raises(ExceptionGroup) as ended:
             await world.done(requests[2])
     assert ended.group_contains(ValueError, match="a bug")
-    engine = new_engine(world)
+    engine = world.new_engine()
     await all_done(engine, *requests)
     assert await steps_of(engine, model) == [[1], [3]]
 
 
-async def test_a_poisoned_window_is_poisoned_still(world: World, new_engine: NewEngine) -> None:
+async def test_a_poisoned_window_is_poisoned_still(world: World) -> None:
     model = await world.model()
     key = await journal.key_of(world.store, model)
     await all_done(world, await journal.submit_pass(world.store, model, 1))
     world.workers.bad_models.add(key)
     await world.done(await journal.submit_pass(world.store, model, 2))
-    after = new_engine(world)
+    after = world.new_engine()
     step = await journal.submit_step(world.store, model, 3)
     await after.done(step)
     why = "forward_backward with seq_id 2 failed: loss is not finite"
@@ -343,25 +311,23 @@ async def test_a_poisoned_window_is_poisoned_still(world: World, new_engine: New
     assert await steps_of(after, model) == [[4, 5]]
 
 
-async def test_a_window_that_was_cleared_poisons_no_later_one(world: World, new_engine: NewEngine) -> None:
+async def test_a_window_that_was_cleared_poisons_no_later_one(world: World) -> None:
     model = await world.model()
     world.workers.bad_models.add(await journal.key_of(world.store, model))
     for submitted in (journal.submit_pass(world.store, model, 1), journal.submit_step(world.store, model, 2)):
         await world.done(await submitted)
     world.workers.bad_models.clear()
     await all_done(world, await journal.submit_pass(world.store, model, 3))
-    after = new_engine(world)
+    after = world.new_engine()
     await all_done(after, await journal.submit_step(after.store, model, 4))
     assert await steps_of(after, model) == [[3]]
 
 
-async def test_units_of_a_new_engine_are_numbered_behind_those_of_the_old_one(
-    world: World, new_engine: NewEngine
-) -> None:
+async def test_units_of_a_new_engine_are_numbered_behind_those_of_the_old_one(world: World) -> None:
     """Or two of them would be replayed as one."""
     model = await world.model()
     following = await train(world, model, 1, 1)
-    after = new_engine(world)
+    after = world.new_engine()
     await train(after, model, following, 1)
     key = await journal.key_of(world.store, model)
     with reading(world.store) as conn:
@@ -369,13 +335,13 @@ async def test_units_of_a_new_engine_are_numbered_behind_those_of_the_old_one(
     assert units[following - 1] < units[following]
 
 
-async def test_refused_requests_keep_their_places(world: World, new_engine: NewEngine) -> None:
+async def test_refused_requests_keep_their_places(world: World) -> None:
     """The pass that the API refused is older than all that is pending, and its turn had not come."""
     model = await world.model()
     await all_done(world, await journal.submit_pass(world.store, model, 1))
     why = Failure("datum 2: weights has length 3, expected 4", "user")
     await journal.submit(world.store, model, 3, RequestKind.FORWARD_BACKWARD, failure=why)
-    after = new_engine(world)
+    after = world.new_engine()
     late = await journal.submit_pass(world.store, model, 2)
     step = await journal.submit_step(world.store, model, 4)
     await all_done(after, late)
@@ -383,12 +349,12 @@ async def test_refused_requests_keep_their_places(world: World, new_engine: NewE
     assert why.message in (await journal.error_of(world.store, step)).message
 
 
-async def test_a_cleared_window_is_not_trained_on_again(world: World, new_engine: NewEngine) -> None:
+async def test_a_cleared_window_is_not_trained_on_again(world: World) -> None:
     model = await world.model()
     await all_done(world, await journal.submit_pass(world.store, model, 1))
     await journal.submit(world.store, model, 2, RequestKind.OPTIM_STEP, failure=Failure("lr", "user"))
     await all_done(world, await journal.submit_pass(world.store, model, 3))
-    after = new_engine(world)
+    after = world.new_engine()
     await all_done(after, await journal.submit_step(world.store, model, 4))
     assert await steps_of(after, model) == [[3]]
 
@@ -414,9 +380,7 @@ async def test_a_request_that_kills_the_ranks_fails_alone(world: World) -> None:
     assert await steps_of(world, model) == [[1, 2]]
 
 
-async def test_a_request_for_which_there_is_no_memory_fails_alone(
-    world: World, new_engine: NewEngine
-) -> None:
+async def test_a_request_for_which_there_is_no_memory_fails_alone(world: World) -> None:
     """Its neighbours run as they would have without it, and are replayed so."""
     model, large = await world.model(), await world.model()
     world.workers.large = {await journal.key_of(world.store, large)}
@@ -428,29 +392,27 @@ async def test_a_request_for_which_there_is_no_memory_fails_alone(
     await world.done(bad)
     assert (await journal.error_of(world.store, bad)).message == "no memory"
     assert 2 in [len(items) for what, items in world.workers.told if what == "pass"]
-    after = new_engine(world)
+    after = world.new_engine()
     await train(after, model, 4, 1)
     assert await steps_of(after, model) == [[1, 2], [4, 5]]
 
 
 async def test_a_step_for_which_there_was_no_memory_is_not_replayed_and_its_gradients_are(
-    world: World, new_engine: NewEngine
+    world: World,
 ) -> None:
     model = await world.model()
     await all_done(world, await journal.submit_pass(world.store, model, 1))
     world.workers.short = {await journal.key_of(world.store, model)}
     await world.done(await journal.submit_step(world.store, model, 2))
-    after = new_engine(world)
+    after = world.new_engine()
     await train(after, model, 3, 1)
     assert await steps_of(after, model) == [[1, 3, 4]]
 
 
-async def test_a_model_whose_step_cannot_be_replayed_is_parked(
-    world: World, new_engine: NewEngine, soon_again: None
-) -> None:
+async def test_a_model_whose_step_cannot_be_replayed_is_parked(world: World, soon_again: None) -> None:
     model = await world.model()
     await train(world, model, 1, 1)
-    after = new_engine(world)
+    after = world.new_engine()
     after.workers.short = {await journal.key_of(world.store, model)}
     late = await journal.submit_step(world.store, model, 4)
     await after.done(late)
@@ -475,9 +437,7 @@ def save(store: Store, model: ModelId, seq_id: int, name: str) -> "asyncio.Futur
 
 
 @pytest.mark.parametrize("how", ["the ranks die", "the engine dies"])
-async def test_a_save_that_was_being_written_has_the_weights_of_its_turn(
-    world: World, new_engine: NewEngine, how: str
-) -> None:
+async def test_a_save_that_was_being_written_has_the_weights_of_its_turn(world: World, how: str) -> None:
     model = await world.model()
     await train(world, model, 1, 1)
     world.workers.disk.clear()
@@ -485,7 +445,7 @@ async def test_a_save_that_was_being_written_has_the_weights_of_its_turn(
     await train(world, model, 5, 1)
     after = world
     if how == "the engine dies":
-        after = new_engine(world)
+        after = world.new_engine()
     else:
         world.workers.broken = DEAD
         world.workers.disk.set()
@@ -498,9 +458,7 @@ async def test_a_save_that_was_being_written_has_the_weights_of_its_turn(
     assert await steps_of(after, model) == [[1, 2], [5, 6], [8, 9]]
 
 
-async def test_a_save_that_died_before_it_was_recorded_leaves_no_second_copy(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_save_that_died_before_it_was_recorded_leaves_no_second_copy(world: World) -> None:
     """However often that happens, and the save succeeds."""
     add, attempts, failing = checkpoint_records.add, list[NewCheckpoint](), True
 
@@ -510,18 +468,17 @@ async def test_a_save_that_died_before_it_was_recorded_leaves_no_second_copy(
             raise OperationalError("INSERT", None, OSError("disk full"))
         return add(conn, new, replace=replace)
 
-    monkeypatch.setattr(checkpoint_records, "add", fails)
-    monkeypatch.setattr(outbox, "RETRY_S", 0.01)
+    world.patch.setattr(checkpoint_records, "add", fails)
+    world.patch.setattr(outbox, "RETRY_S", 0.01)
     model = await world.model()
     saving = await save(world.store, model, 1, "a")
     engine = world
     for _ in range(2):
         before = len(attempts)
         await engine.until(lambda: len(attempts), before.__lt__)
-        engine.running.cancel()
-        await asyncio.wait([engine.running])
+        await engine.end()
         await world.store.write(lambda conn: None)  # behind all that the dead one had begun
-        engine = new_engine(engine)
+        engine = engine.new_engine()
     failing = False
     await all_done(engine, saving)
     with reading(world.store) as conn:
@@ -546,19 +503,17 @@ async def bodies_of(world: World, model: ModelId) -> int:
         return len(unit_records.read_bodies(conn, ids))
 
 
-async def test_idle_models_are_kept_and_only_what_came_later_is_replayed(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(unit_records, "KEPT_BYTES", 0)
-    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.02)
+async def test_idle_models_are_kept_and_only_what_came_later_is_replayed(world: World) -> None:
+    world.patch.setattr(unit_records, "KEPT_BYTES", 0)
+    world.patch.setattr(trainer_driver, "IDLE_S", 0.02)
     model = await world.model()
     world.workers.busy_s = 0.0
     await train_busily(world, model, 1, 2)
     await world.until(lambda: snapshot_of(world, model), lambda row: row is not None and row.seq_id == 6)
     await world.until(lambda: bodies_of(world, model), lambda left: left == 0)
-    monkeypatch.setattr(trainer_driver, "IDLE_S", 60.0)
+    world.patch.setattr(trainer_driver, "IDLE_S", 60.0)
     await train_busily(world, model, 7, 1)
-    after = new_engine(world)
+    after = world.new_engine()
     await train_busily(after, model, 10, 1)
     assert await steps_of(after, model) == expected(1, 4)
     names = after.workers.names()
@@ -580,42 +535,34 @@ async def train_busily(world: World, model: ModelId, first: int, steps: int, sec
 
 
 async def test_snapshots_of_short_work_have_a_share_of_idle_time(
-    store: Store, bell: Doorbell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of many models that each do little: the trainer is neither busy nor ever idle for long."""
     clock = SimpleNamespace(monotonic=map(float, itertools.count()).__next__)  # a snapshot takes a second
     monkeypatch.setattr(snapshot_keeper, "time", clock)
     monkeypatch.setattr(trainer_driver, "IDLE_S", 3600.0)
-    world = World(store, bell, tmp_path / "checkpoints", replay_s=0.001)
-    try:
-        for model in [await world.model() for _ in range(3)]:
-            await train_busily(world, model, 1, 1, seconds=0.01)
-            await world.until(partial(snapshot_of, world, model), lambda row: row is not None)
-    finally:
-        world.running.cancel()
-        await asyncio.wait([world.running])
+    world = make_world(replay_s=0.001)
+    for model in [await world.model() for _ in range(3)]:
+        await train_busily(world, model, 1, 1, seconds=0.01)
+        await world.until(partial(snapshot_of, world, model), lambda row: row is not None)
 
 
 async def test_snapshots_count_what_a_replay_takes_beside_the_ranks(
-    store: Store, bell: Doorbell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Short work of the ranks: a fresh model, and three requests that are read, sent and compared."""
     monkeypatch.setattr(trainer_driver, "IDLE_S", 3600.0)
-    world = World(store, bell, tmp_path / "checkpoints", replay_s=0.06)
-    try:
-        model = await world.model()
-        await train_busily(world, model, 1, 1, seconds=1e-6)
-        await world.until(partial(snapshot_of, world, model), lambda row: row is not None)
-    finally:
-        world.running.cancel()
-        await asyncio.wait([world.running])
+    world = make_world(replay_s=0.06)
+    model = await world.model()
+    await train_busily(world, model, 1, 1, seconds=1e-6)
+    await world.until(partial(snapshot_of, world, model), lambda row: row is not None)
 
 
-async def test_what_a_replay_takes_is_known_from_the_last_ones(world: World, new_engine: NewEngine) -> None:
+async def test_what_a_replay_takes_is_known_from_the_last_ones(world: World) -> None:
     models = [await world.model() for _ in range(2)]
     for model in models:
         await train(world, model, 1, 1)
-    after = new_engine(world)
+    after = world.new_engine()
     await after.until(lambda: after.ready)
     before, found = world.driver._snapshots, after.driver._snapshots
     assert found.of_model.times - before.of_model.times == 2
@@ -623,12 +570,12 @@ async def test_what_a_replay_takes_is_known_from_the_last_ones(world: World, new
     assert found.of_model.seconds > before.of_model.seconds
 
 
-async def test_several_models_are_kept_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer_driver, "IDLE_S", 3600.0)
+async def test_several_models_are_kept_at_once(world: World) -> None:
+    world.patch.setattr(trainer_driver, "IDLE_S", 3600.0)
     models = [await world.model() for _ in range(3)]
     for model in models:
         await train_busily(world, model, 1, 1)
-    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.02)
+    world.patch.setattr(trainer_driver, "IDLE_S", 0.02)
     world.workers.disk.clear()
     world.driver.wake()
     await world.until(lambda: world.workers.names().count("persist"))
@@ -645,9 +592,7 @@ async def test_several_models_are_kept_at_once(world: World, monkeypatch: pytest
     await world.until(lambda: world.workers.held, lambda held: not held)
 
 
-async def test_a_replay_waits_for_all_that_is_written_though_one_has_failed(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_replay_waits_for_all_that_is_written_though_one_has_failed(world: World) -> None:
     failed, disk = asyncio.Event(), asyncio.Event()
 
     async def write(keeper: SnapshotKeeper, model: ModelKey, *_: object) -> None:
@@ -656,11 +601,11 @@ async def test_a_replay_waits_for_all_that_is_written_though_one_has_failed(
             raise OSError(errno.EIO, "Input/output error")
         await disk.wait()
 
-    monkeypatch.setattr(SnapshotKeeper, "_write", write)
-    monkeypatch.setattr(trainer_driver, "IDLE_S", 3600.0)
+    world.patch.setattr(SnapshotKeeper, "_write", write)
+    world.patch.setattr(trainer_driver, "IDLE_S", 3600.0)
     for model in [await world.model() for _ in range(2)]:
         await train_busily(world, model, 1, 1)
-    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.02)
+    world.patch.setattr(trainer_driver, "IDLE_S", 0.02)
     world.driver.wake()
     await failed.wait()
     settled = asyncio.create_task(world.driver._snapshots.settle())
@@ -674,13 +619,13 @@ async def test_a_replay_waits_for_all_that_is_written_though_one_has_failed(
 
 
 async def test_a_disk_that_cannot_list_older_snapshots_keeps_the_new_one(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fails(keeper: SnapshotKeeper, below: Path) -> set[Path]:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(SnapshotKeeper, "_directories", fails)
-    model, _ = await with_snapshot(world, monkeypatch)
+    world.patch.setattr(SnapshotKeeper, "_directories", fails)
+    model, _ = await with_snapshot(world)
     await world.until(lambda: "may stay until the next one" in caplog.text)
     assert await snapshot_of(world, model)
     await world.driver._snapshots.remove_replaced(
@@ -706,43 +651,39 @@ def test_what_was_waited_for_in_one_replay_does_not_make_all_later_ones_dear() -
 )
 async def test_a_snapshot_that_cannot_be_written_costs_nothing(
     world: World,
-    new_engine: NewEngine,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     error: Exception,
 ) -> None:
     """The log names the fault, and has the traceback of one that nobody foresaw."""
-    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.02)
+    world.patch.setattr(trainer_driver, "IDLE_S", 0.02)
     world.workers.failing["persist"] = error
     model = await world.model()
     await train_busily(world, model, 1, 1)
     await world.until(lambda: type(error).__name__ in caplog.text)
     await world.until(lambda: world.workers.names().count("captures"), lambda tried: tried > 1)
-    monkeypatch.setattr(trainer_driver, "IDLE_S", 3600.0)
+    world.patch.setattr(trainer_driver, "IDLE_S", 3600.0)
     await world.until(lambda: world.workers.held, lambda held: not held)
     assert ("Traceback" in caplog.text) == isinstance(error, ProgrammingError | ValueError)
     assert not list((world.root.parent / "snapshots").glob("*/*"))
     await train(world, model, 4, 1)
-    after = new_engine(world)
+    after = world.new_engine()
     await train(after, model, 7, 1)
     assert await steps_of(after, model) == expected(1, 3)
 
 
-async def test_a_disk_that_cannot_list_snapshots_ends_no_start(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, _ = await with_snapshot(world, monkeypatch)
+async def test_a_disk_that_cannot_list_snapshots_ends_no_start(world: World) -> None:
+    model, _ = await with_snapshot(world)
 
     def fails(root: Path) -> list[Path]:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(snapshot_keeper, "_of_models", fails)
-    after = new_engine(world)
+    world.patch.setattr(snapshot_keeper, "_of_models", fails)
+    after = world.new_engine()
     await train(after, model, 7, 1)
     assert await steps_of(after, model) == expected(1, 3)
 
 
-async def test_a_checkpoint_that_was_loaded_may_be_deleted(world: World, new_engine: NewEngine) -> None:
+async def test_a_checkpoint_that_was_loaded_may_be_deleted(world: World) -> None:
     model = await world.model()
     await train(world, model, 1, 1)
     await all_done(world, await save(world.store, model, 4, "kept"))
@@ -752,13 +693,13 @@ async def test_a_checkpoint_that_was_loaded_may_be_deleted(world: World, new_eng
     assert world.driver._snapshots.replay_seconds == 0.0, "it sleeps, after a death"
     await train(world, model, 9, 1)
     await asyncio.to_thread(shutil.rmtree, world.root)
-    after = new_engine(world)
+    after = world.new_engine()
     await train(after, model, 12, 1)
     assert await steps_of(after, model) == [[1, 2], [9, 10], [12, 13]]
 
 
-async def test_what_a_released_model_had_is_removed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unit_records, "KEPT_BYTES", 0)
+async def test_what_a_released_model_had_is_removed(world: World) -> None:
+    world.patch.setattr(unit_records, "KEPT_BYTES", 0)
     model = await world.model()
     await train(world, model, 1, 1)
     assert await bodies_of(world, model) == 3
@@ -766,31 +707,26 @@ async def test_what_a_released_model_had_is_removed(world: World, monkeypatch: p
     await world.until(lambda: bodies_of(world, model), lambda left: left == 0)
 
 
-async def test_an_end_whose_files_were_not_removed_leaves_none_to_the_next_engine(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_end_whose_files_were_not_removed_leaves_none_to_the_next_engine(world: World) -> None:
     """The engine dies behind the commit, at any moment of the removal."""
-    monkeypatch.setattr(unit_records, "KEPT_BYTES", 0)
+    world.patch.setattr(unit_records, "KEPT_BYTES", 0)
     model = await world.model()
     await train(world, model, 1, 1)
     key = await journal.key_of(world.store, model)
-    world.running.cancel()
-    await asyncio.wait([world.running])
+    await world.end()
     await world.store.write(lambda conn: model_records.set_state(conn, key, ModelState.RELEASED, "over"))
     kept = world.root.parent / "snapshots" / str(key)
     await asyncio.to_thread((kept / "3.abc").mkdir, parents=True)
-    after = new_engine(world)
+    after = world.new_engine()
     await after.model()
     assert await bodies_of(after, model) == 0
     assert not await asyncio.to_thread(kept.exists)
 
 
-async def test_a_model_waits_for_room_on_the_host_of_a_rank(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_model_waits_for_room_on_the_host_of_a_rank(world: World) -> None:
     """Its snapshot must not be given up for a full disk that is not even the server's."""
-    monkeypatch.setattr(outbox, "AWAY_S", 0.01)
-    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.02)
+    world.patch.setattr(outbox, "AWAY_S", 0.01)
+    world.patch.setattr(trainer_driver, "IDLE_S", 0.02)
     model = await world.model()
     world.workers.busy_s = 0.0
     await train_busily(world, model, 1, 2)
@@ -804,16 +740,16 @@ async def test_a_model_waits_for_room_on_the_host_of_a_rank(
     assert await steps_of(world, model) == expected(1, 3)
 
 
-async def with_snapshot(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[ModelId, Path]:
+async def with_snapshot(world: World) -> tuple[ModelId, Path]:
     """A model that has run two steps, and the directory of its snapshot."""
-    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.02)
+    world.patch.setattr(trainer_driver, "IDLE_S", 0.02)
     model = await world.model()
     world.workers.busy_s = 0.0
     await train_busily(world, model, 1, 2)
     row = await world.until(
         lambda: snapshot_of(world, model), lambda row: row is not None and row.seq_id == 6
     )
-    monkeypatch.setattr(trainer_driver, "IDLE_S", 60.0)
+    world.patch.setattr(trainer_driver, "IDLE_S", 60.0)
     return model, Path(row.directory)
 
 
@@ -823,14 +759,12 @@ async def start(store: Store, base_model: str = "tiny") -> None:
     await store.write(sort)
 
 
-async def test_a_model_whose_snapshot_is_damaged_is_parked_until_it_is_mended(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_model_whose_snapshot_is_damaged_is_parked_until_it_is_mended(world: World) -> None:
     await start(world.store)
-    model, snapshot = await with_snapshot(world, monkeypatch)
+    model, snapshot = await with_snapshot(world)
     neighbour = await world.model()
     await train(world, neighbour, 1, 1)
-    after = new_engine(world)
+    after = world.new_engine()
     after.workers.unreadable.add(str(snapshot))
     failed = await journal.submit_pass(world.store, model, 7)
     await after.done(failed)
@@ -840,20 +774,18 @@ async def test_a_model_whose_snapshot_is_damaged_is_parked_until_it_is_mended(
     await train(after, neighbour, 4, 1)
     assert await steps_of(after, neighbour) == expected(1, 2)
     await start(world.store)
-    mended = new_engine(after)
+    mended = after.new_engine()
     await mended.done(await journal.submit_step(world.store, model, 8))  # of the window that failed
     await train(mended, model, 9, 1)
     assert await steps_of(mended, model) == [*expected(1, 2), [9, 10]]
 
 
-async def test_what_ran_nothing_since_its_snapshot_comes_back_when_it_is_asked_for(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_ran_nothing_since_its_snapshot_comes_back_when_it_is_asked_for(world: World) -> None:
     """Also what died with the ranks; what had more to replay is there first, whatever it is asked."""
-    (model, _), (other, _) = [await with_snapshot(world, monkeypatch) for _ in range(2)]
+    (model, _), (other, _) = [await with_snapshot(world) for _ in range(2)]
     busy = await world.model()
     await train(world, busy, 1, 1)
-    after = new_engine(world)
+    after = world.new_engine()
     await after.until(lambda: after.ready)
     keys = [await journal.key_of(world.store, each) for each in (busy, model, other)]
     assert after.workers.asked("create") == keys[:1]
@@ -873,11 +805,9 @@ async def test_what_ran_nothing_since_its_snapshot_comes_back_when_it_is_asked_f
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["asked for", "in idle time"])
-async def test_files_of_what_sleeps_are_fetched_while_others_train(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, asked: bool
-) -> None:
+async def test_files_of_what_sleeps_are_fetched_while_others_train(world: World, asked: bool) -> None:
     """As after a take-over by another host, while the storage is away for a time."""
-    model, snapshot = await with_snapshot(world, monkeypatch)
+    model, snapshot = await with_snapshot(world)
     other = await world.model()
     await train(world, other, 1, 1)
     world.running.cancel()
@@ -892,12 +822,12 @@ async def test_files_of_what_sleeps_are_fetched_while_others_train(
         if elsewhere.exists():
             elsewhere.rename(row.directory)
 
-    monkeypatch.setattr(SnapshotKeeper, "fetch", fetch)
-    monkeypatch.setattr(SnapshotKeeper, "stored", True)
-    monkeypatch.setattr(outbox, "AWAY_S", 0.01)
+    world.patch.setattr(SnapshotKeeper, "fetch", fetch)
+    world.patch.setattr(SnapshotKeeper, "stored", True)
+    world.patch.setattr(outbox, "AWAY_S", 0.01)
     if not asked:
-        monkeypatch.setattr(trainer_driver, "IDLE_S", 0.02)
-    after = new_engine(world)
+        world.patch.setattr(trainer_driver, "IDLE_S", 0.02)
+    after = world.new_engine()
     waiting = await journal.submit_pass(world.store, model, 7) if asked else None
     await after.until(lambda: len(tried) > 2)
     await train(after, other, 4, 1)
@@ -913,13 +843,11 @@ async def test_files_of_what_sleeps_are_fetched_while_others_train(
     assert after.workers.names().count("load") == 1
 
 
-async def test_models_come_back_while_there_is_nothing_else_to_do(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (model, _), (gone, _), (damaged, snapshot) = [await with_snapshot(world, monkeypatch) for _ in range(3)]
-    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.02)
-    monkeypatch.setattr(trainer_driver, "IDLE_PACE_S", 0.02)
-    after = new_engine(world)
+async def test_models_come_back_while_there_is_nothing_else_to_do(world: World) -> None:
+    (model, _), (gone, _), (damaged, snapshot) = [await with_snapshot(world) for _ in range(3)]
+    world.patch.setattr(trainer_driver, "IDLE_S", 0.02)
+    world.patch.setattr(trainer_driver, "IDLE_PACE_S", 0.02)
+    after = world.new_engine()
     after.workers.unreadable.add(str(snapshot))
     after.driver.requests.release(await journal.key_of(world.store, gone))  # its session is over
     key = await journal.key_of(world.store, model)
@@ -937,18 +865,16 @@ async def test_models_come_back_while_there_is_nothing_else_to_do(
     await after.until(lambda: sizes(after.driver)["ModelReturns._asleep"] == 0)
 
 
-async def test_models_that_are_to_be_saved_come_back_several_at_once(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_models_that_are_to_be_saved_come_back_several_at_once(world: World) -> None:
     """Each save is a unit of its own. One of the models cannot come back, which is known only then."""
-    *fine, damaged = [await with_snapshot(world, monkeypatch) for _ in range(4)]
+    *fine, damaged = [await with_snapshot(world) for _ in range(4)]
     world.running.cancel()
     body = SaveWeightsBody("a").to_bytes()
     *saves, failed = [
         await journal.submit(world.store, model, 7, RequestKind.SAVE_WEIGHTS, body)
         for model, _ in (*fine, damaged)
     ]
-    after = new_engine(world)
+    after = world.new_engine()
     after.workers.unreadable.add(str(damaged[1]))
     load, loading, all_load = after.workers.load_state, list[ModelKey](), asyncio.Event()
 
@@ -959,7 +885,7 @@ async def test_models_that_are_to_be_saved_come_back_several_at_once(
         await all_load.wait()
         await load(model, directory, optimizer=optimizer)
 
-    monkeypatch.setattr(after.workers, "load_state", together)
+    world.patch.setattr(after.workers, "load_state", together)
     await all_done(after, *saves)
     await after.done(failed)
     assert "is damaged; it is tried again" in (await journal.error_of(world.store, failed)).message
@@ -970,13 +896,11 @@ async def test_models_that_are_to_be_saved_come_back_several_at_once(
 @pytest.mark.parametrize(("asleep", "before"), [(True, [0, 0, 2, 3]), (False, [0, 0, 2, 3, 3])])
 async def test_samplers_on_the_same_devices_may_have_them_before_all_models_are_back(
     world: World,
-    new_engine: NewEngine,
-    monkeypatch: pytest.MonkeyPatch,
     asleep: bool,
     before: list[int],
 ) -> None:
     """Of a unit, or those that must be back before any unit, whose work since then is replayed after that."""
-    models = [(await with_snapshot(world, monkeypatch))[0] for _ in range(3)]
+    models = [(await with_snapshot(world))[0] for _ in range(3)]
     if not asleep:
         await all_done(world, *[await journal.submit_pass(world.store, model, 7) for model in models])
     world.running.cancel()
@@ -987,25 +911,23 @@ async def test_samplers_on_the_same_devices_may_have_them_before_all_models_are_
         loaded.append(len(after.workers.asked("load")))
         return nullcontext()
 
-    monkeypatch.setattr(model_returns, "AT_ONCE", 2)
-    monkeypatch.setattr(Separate, "training", training)
-    after = new_engine(world)
+    world.patch.setattr(model_returns, "AT_ONCE", 2)
+    world.patch.setattr(Separate, "training", training)
+    after = world.new_engine()
     await all_done(after, *passes)
     assert loaded[: len(before)] == before
 
 
-async def test_a_unit_runs_without_the_model_that_cannot_come_back(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_unit_runs_without_the_model_that_cannot_come_back(world: World) -> None:
     """Both asked before the engine was there, so that their passes are one unit."""
-    (model, snapshot), (other, _) = [await with_snapshot(world, monkeypatch) for _ in range(2)]
+    (model, snapshot), (other, _) = [await with_snapshot(world) for _ in range(2)]
     world.running.cancel()
     failed = await journal.submit_pass(world.store, model, 7)
     fine = [
         await journal.submit_pass(world.store, other, 7),
         await journal.submit_step(world.store, other, 8),
     ]
-    after = new_engine(world)
+    after = world.new_engine()
     after.workers.unreadable.add(str(snapshot))
     await all_done(after, *fine)
     await after.done(failed)
@@ -1014,11 +936,9 @@ async def test_a_unit_runs_without_the_model_that_cannot_come_back(
     assert after.workers.restarts == 0
 
 
-async def test_ranks_that_die_as_a_model_comes_back_cost_nothing(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, _ = await with_snapshot(world, monkeypatch)
-    after = new_engine(world)
+async def test_ranks_that_die_as_a_model_comes_back_cost_nothing(world: World) -> None:
+    model, _ = await with_snapshot(world)
+    after = world.new_engine()
     await after.until(lambda: after.ready)
     restart = after.workers.restart
 
@@ -1026,7 +946,7 @@ async def test_ranks_that_die_as_a_model_comes_back_cost_nothing(
         await restart()
         after.workers.failing.clear()
 
-    monkeypatch.setattr(after.workers, "restart", heal)
+    world.patch.setattr(after.workers, "restart", heal)
     after.workers.failing["load"] = DEAD
     passes = [await journal.submit_pass(world.store, model, 7 + number) for number in range(2)]
     await all_done(after, *passes, await journal.submit_step(world.store, model, 9))
@@ -1034,13 +954,11 @@ async def test_ranks_that_die_as_a_model_comes_back_cost_nothing(
     assert await steps_of(after, model) == expected(1, 3)
 
 
-async def test_deaths_of_the_ranks_are_forgotten_once_a_model_is_back(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_deaths_of_the_ranks_are_forgotten_once_a_model_is_back(world: World) -> None:
     """Every second time that the model comes back, they die."""
-    model, _ = await with_snapshot(world, monkeypatch)
-    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.01)
-    after = new_engine(world)
+    model, _ = await with_snapshot(world)
+    world.patch.setattr(trainer_driver, "IDLE_S", 0.01)
+    after = world.new_engine()
     load, directories = after.workers.load_state, list[str]()
 
     async def every_second(model: ModelKey, directory: str, *, optimizer: bool) -> None:
@@ -1049,7 +967,7 @@ async def test_deaths_of_the_ranks_are_forgotten_once_a_model_is_back(
             raise after.workers._break("rank 0 died in load_state")
         await load(model, directory, optimizer=optimizer)
 
-    monkeypatch.setattr(after.workers, "load_state", every_second)
+    world.patch.setattr(after.workers, "load_state", every_second)
     for died in range(model_returns.WAKES + 1):
         await after.until(lambda: len(directories) == 2 * died + 1)  # noqa: B023
         after.workers.broken = DEAD
@@ -1058,15 +976,13 @@ async def test_deaths_of_the_ranks_are_forgotten_once_a_model_is_back(
     assert await steps_of(after, model) == expected(1, 3)
 
 
-async def test_who_shared_a_unit_with_a_deadly_request_is_there_when_it_runs_alone(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_shared_a_unit_with_a_deadly_request_is_there_when_it_runs_alone(world: World) -> None:
     """Both slept; the ranks die of the unit, and then of the first request alone."""
-    models = [(await with_snapshot(world, monkeypatch))[0] for _ in range(2)]
+    models = [(await with_snapshot(world))[0] for _ in range(2)]
     world.running.cancel()
     passes = [await journal.submit_pass(world.store, model, 7) for model in models]
     steps = [await journal.submit_step(world.store, model, 8) for model in models]
-    after = new_engine(world)
+    after = world.new_engine()
     after.workers.deadly.add(await journal.key_of(world.store, models[0]))
     await after.done(passes[0])
     assert (
@@ -1078,15 +994,13 @@ async def test_who_shared_a_unit_with_a_deadly_request_is_there_when_it_runs_alo
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "with others"])
-async def test_a_model_whose_return_kills_the_ranks_is_parked_alone(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, together: bool
-) -> None:
+async def test_a_model_whose_return_kills_the_ranks_is_parked_alone(world: World, together: bool) -> None:
     """Asked for alone or with others, which then come back one by one; the ranks have worked for nobody."""
-    deadly, *others = [(await with_snapshot(world, monkeypatch))[0] for _ in range(4)]
+    deadly, *others = [(await with_snapshot(world))[0] for _ in range(4)]
     world.running.cancel()
     asked = others if together else []
     lost, *fine = [await journal.submit_pass(world.store, model, 7) for model in (deadly, *asked)]
-    after = new_engine(world)
+    after = world.new_engine()
     load, key, worked = after.workers.load_state, await journal.key_of(world.store, deadly), list[int]()
     loading, beside, all_load = set[ModelKey](), list[int](), asyncio.Event()
 
@@ -1107,8 +1021,8 @@ async def test_a_model_whose_return_kills_the_ranks_is_parked_alone(
         finally:
             loading.remove(model)
 
-    monkeypatch.setattr(after.workers, "load_state", deadly_load)
-    monkeypatch.setattr(after.workers, "note_work", lambda: worked.append(after.workers.restarts))
+    world.patch.setattr(after.workers, "load_state", deadly_load)
+    world.patch.setattr(after.workers, "note_work", lambda: worked.append(after.workers.restarts))
     await after.done(lost)
     assert "die each time that it is brought back" in (await journal.error_of(world.store, lost)).message
     assert after.workers.restarts == model_returns.WAKES
@@ -1121,11 +1035,9 @@ async def test_a_model_whose_return_kills_the_ranks_is_parked_alone(
     assert after.workers.restarts == model_returns.WAKES
 
 
-async def test_ranks_that_died_before_a_model_began_to_come_back_park_it_in_no_case(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, _ = await with_snapshot(world, monkeypatch)
-    after = new_engine(world)
+async def test_ranks_that_died_before_a_model_began_to_come_back_park_it_in_no_case(world: World) -> None:
+    model, _ = await with_snapshot(world)
+    after = world.new_engine()
     await after.until(lambda: after.ready)
     look, deaths = model_returns.History.may_be_here, [DEAD] * model_returns.WAKES
 
@@ -1134,20 +1046,18 @@ async def test_ranks_that_died_before_a_model_began_to_come_back_park_it_in_no_c
             after.workers.broken = deaths.pop()
         return look(history)
 
-    monkeypatch.setattr(model_returns.History, "may_be_here", die)
+    world.patch.setattr(model_returns.History, "may_be_here", die)
     await train(after, model, 7, 1)
     assert await steps_of(after, model) == expected(1, 3)
     assert after.workers.restarts == model_returns.WAKES
 
 
-async def test_idle_time_leaves_a_model_alone_that_waits_for_its_disk(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, _ = await with_snapshot(world, monkeypatch)
-    other, _ = await with_snapshot(world, monkeypatch)
-    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.01)
-    monkeypatch.setattr(unit_execution, "AWAY_S", 3600.0)
-    after = new_engine(world)
+async def test_idle_time_leaves_a_model_alone_that_waits_for_its_disk(world: World) -> None:
+    model, _ = await with_snapshot(world)
+    other, _ = await with_snapshot(world)
+    world.patch.setattr(trainer_driver, "IDLE_S", 0.01)
+    world.patch.setattr(unit_execution, "AWAY_S", 3600.0)
+    after = world.new_engine()
     after.workers.failing["load"] = UNREADABLE
     await after.until(lambda: after.workers.names().count("load") == 2)
     await asyncio.gather(*(after.until(lambda: after.driver.wake() or True) for _ in range(20)))
@@ -1158,10 +1068,8 @@ async def test_idle_time_leaves_a_model_alone_that_waits_for_its_disk(
     }
 
 
-async def test_a_snapshot_at_which_the_disk_cannot_even_look_is_tried_with_patience(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, snapshot = await with_snapshot(world, monkeypatch)
+async def test_a_snapshot_at_which_the_disk_cannot_even_look_is_tried_with_patience(world: World) -> None:
+    model, snapshot = await with_snapshot(world)
     exists = Path.exists
 
     def fails(path: Path) -> bool:
@@ -1169,23 +1077,21 @@ async def test_a_snapshot_at_which_the_disk_cannot_even_look_is_tried_with_patie
             raise OSError(errno.EIO, "Input/output error")
         return exists(path)
 
-    monkeypatch.setattr(Path, "exists", fails)
-    after = new_engine(world)
+    world.patch.setattr(Path, "exists", fails)
+    after = world.new_engine()
     await train(after, model, 7, 1)
     assert await steps_of(after, model) == expected(1, 3)
 
 
-async def test_a_snapshot_stays_whose_root_has_another_name_now(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, snapshot = await with_snapshot(world, monkeypatch)
+async def test_a_snapshot_stays_whose_root_has_another_name_now(world: World) -> None:
+    model, snapshot = await with_snapshot(world)
     root = snapshot.parents[1]
     root.rename(root.with_name("disk"))
     root.symlink_to(root.with_name("disk"))
     key = await journal.key_of(world.store, model)
     row = snapshot_records.SnapshotRow(6, str(root.with_name("disk") / str(key) / snapshot.name), True)
     await world.store.write(lambda conn: snapshot_records.put(conn, key, row))
-    after = new_engine(world)
+    after = world.new_engine()
     await train(after, model, 7, 1)
     assert await steps_of(after, model) == expected(1, 3)
     assert snapshot.is_dir()
@@ -1204,16 +1110,14 @@ WHEN = pytest.mark.parametrize("more", [0, 1], ids=["asleep", "with more to repl
 @WHEN
 async def test_a_disk_or_memory_that_fails_for_some_seconds_delays_a_model(
     world: World,
-    new_engine: NewEngine,
-    monkeypatch: pytest.MonkeyPatch,
     soon_again: None,
     more: int,
     error: Exception,
 ) -> None:
     """One that sleeps delays no other."""
-    model, _ = await with_snapshot(world, monkeypatch)
+    model, _ = await with_snapshot(world)
     following = await train(world, model, 7, more)
-    after = new_engine(world)
+    after = world.new_engine()
     load, errors = after.workers.load_state, [error] * 2
 
     async def load_in_the_end(key: ModelKey, directory: str, *, optimizer: bool) -> None:
@@ -1221,7 +1125,7 @@ async def test_a_disk_or_memory_that_fails_for_some_seconds_delays_a_model(
             raise errors.pop()
         await load(key, directory, optimizer=optimizer)
 
-    monkeypatch.setattr(after.workers, "load_state", load_in_the_end)
+    world.patch.setattr(after.workers, "load_state", load_in_the_end)
     asked = await journal.submit_pass(world.store, model, following)
     await train(after, await after.model(), 1, 1)
     await all_done(after, asked, await journal.submit_step(world.store, model, following + 1))
@@ -1237,8 +1141,6 @@ NO_MEMORY = ExhaustedError(f"a trainer rank ran out of memory: {SEND_AGAIN}start
 @pytest.mark.parametrize("what", ["create", "pass", "step"])
 async def test_a_replay_waits_for_memory_for_a_while(
     world: World,
-    new_engine: NewEngine,
-    monkeypatch: pytest.MonkeyPatch,
     soon_again: None,
     what: str,
     lasts: int,
@@ -1248,7 +1150,7 @@ async def test_a_replay_waits_for_memory_for_a_while(
     await all_done(world, await journal.submit_pass(world.store, model, 1))
     await all_done(world, await journal.submit_step(world.store, model, 2))
     key = await journal.key_of(world.store, model)
-    after = new_engine(world)
+    after = world.new_engine()
     failed = iter(range(lasts + (what == "pass")))  # which is tried in smaller rows before it waits
     tell, workers = after.workers._tell, after.workers
 
@@ -1260,7 +1162,7 @@ async def test_a_replay_waits_for_memory_for_a_while(
             (workers.short if what == "step" else workers.large).add(key)
         await tell(called, value)
 
-    monkeypatch.setattr(workers, "_tell", short_of_memory)
+    world.patch.setattr(workers, "_tell", short_of_memory)
     step = await journal.submit_step(world.store, model, 3)
     if lasts < model_returns.TRIES:
         await all_done(after, step)
@@ -1276,8 +1178,6 @@ async def test_a_replay_waits_for_memory_for_a_while(
 @pytest.mark.parametrize("what", ["create", "pass"])
 async def test_a_shortage_that_lasts_is_waited_for_once_and_not_for_each_model(
     world: World,
-    new_engine: NewEngine,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     soon_again: None,
     what: str,
@@ -1287,7 +1187,7 @@ async def test_a_shortage_that_lasts_is_waited_for_once_and_not_for_each_model(
     for model in models:
         await train(world, model, 1, 1)
     *short, fine = [await journal.key_of(world.store, model) for model in models]
-    after = new_engine(world)
+    after = world.new_engine()
     tell = after.workers._tell
 
     async def short_of_memory(called: str, value: object) -> None:
@@ -1295,7 +1195,7 @@ async def test_a_shortage_that_lasts_is_waited_for_once_and_not_for_each_model(
         if called == what and value in short:
             raise NO_MEMORY
 
-    monkeypatch.setattr(after.workers, "_tell", short_of_memory)
+    world.patch.setattr(after.workers, "_tell", short_of_memory)
     after.workers.large = set(short) if what == "pass" else set()
     await after.until(lambda: after.ready)
     assert caplog.text.count("tried again in") == model_returns.TRIES - 1
@@ -1303,14 +1203,14 @@ async def test_a_shortage_that_lasts_is_waited_for_once_and_not_for_each_model(
 
 
 async def test_a_snapshot_that_is_damaged_costs_no_other_model_its_tries_for_memory(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, soon_again: None
+    world: World, soon_again: None
 ) -> None:
-    damaged, _ = await with_snapshot(world, monkeypatch)
+    damaged, _ = await with_snapshot(world)
     await train(world, damaged, 7, 1)
     model = await world.model()
     await train(world, model, 1, 1)
     key, errors = await journal.key_of(world.store, model), [NO_MEMORY] * 2
-    after = new_engine(world)
+    after = world.new_engine()
     after.workers.failing["load"] = UNREADABLE
     tell = after.workers._tell
 
@@ -1319,19 +1219,19 @@ async def test_a_snapshot_that_is_damaged_costs_no_other_model_its_tries_for_mem
         if called == "create" and value == key and errors:
             raise errors.pop()
 
-    monkeypatch.setattr(after.workers, "_tell", short_of_memory)
+    world.patch.setattr(after.workers, "_tell", short_of_memory)
     await train(after, model, 4, 1)
     assert after.workers.names().count("load") == model_returns.TRIES
 
 
 @WHEN
 async def test_a_model_on_a_disk_that_fails_for_longer_is_parked_with_its_files(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, soon_again: None, more: int
+    world: World, soon_again: None, more: int
 ) -> None:
     await start(world.store)
-    model, snapshot = await with_snapshot(world, monkeypatch)
+    model, snapshot = await with_snapshot(world)
     following = await train(world, model, 7, more)
-    after = new_engine(world)
+    after = world.new_engine()
     after.workers.failing["load"] = UNREADABLE
     lost = await journal.submit_pass(world.store, model, following)
     await after.until(lambda: journal.model_of(world.store, model), _is_parked)
@@ -1342,17 +1242,17 @@ async def test_a_model_on_a_disk_that_fails_for_longer_is_parked_with_its_files(
     assert after.workers.names().count("load") == model_returns.TRIES
     assert snapshot.is_dir()
     await start(world.store)
-    mended = new_engine(after)
+    mended = after.new_engine()
     await mended.done(await journal.submit_step(world.store, model, following + 1))  # of what failed
     await train(mended, model, following + 2, 1)
     assert (await steps_of(mended, model))[:-1] == expected(1, 2 + more)
 
 
 async def test_a_model_that_is_parked_after_a_death_takes_no_part_when_the_unit_runs_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World,
 ) -> None:
     await start(world.store)
-    model, snapshot = await with_snapshot(world, monkeypatch)
+    model, snapshot = await with_snapshot(world)
     neighbour = await world.model()
     for each, seq_id in ((model, 7), (neighbour, 1)):
         await all_done(world, await journal.submit_pass(world.store, each, seq_id))
@@ -1362,7 +1262,7 @@ async def test_a_model_that_is_parked_after_a_death_takes_no_part_when_the_unit_
         await restart()
         world.workers.failing.clear()
 
-    monkeypatch.setattr(world.workers, "restart", heal)
+    world.patch.setattr(world.workers, "restart", heal)
     world.workers.unreadable.add(str(snapshot))
     world.workers.failing["step"] = DEAD
     steps = [await journal.submit_step(world.store, *each) for each in ((model, 8), (neighbour, 2))]
@@ -1373,13 +1273,11 @@ async def test_a_model_that_is_parked_after_a_death_takes_no_part_when_the_unit_
     assert await steps_of(world, neighbour) == [[1], [3, 4]]
 
 
-async def test_a_copy_beside_snapshots_is_left_alone(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, snapshot = await with_snapshot(world, monkeypatch)
+async def test_a_copy_beside_snapshots_is_left_alone(world: World) -> None:
+    model, snapshot = await with_snapshot(world)
     copy = snapshot.parent.with_name(f"{snapshot.parent.name}.bak") / snapshot.name
     shutil.copytree(snapshot, copy)
-    after = new_engine(world)
+    after = world.new_engine()
     await train(after, model, 7, 1)
     assert await steps_of(after, model) == expected(1, 3)
     assert copy.is_dir()
@@ -1389,15 +1287,13 @@ def _is_parked(row: ModelRow) -> bool:
     return row.state is ModelState.PARKED
 
 
-async def test_a_model_trains_on_as_if_no_other_base_model_had_been_served(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_model_trains_on_as_if_no_other_base_model_had_been_served(world: World) -> None:
     """A request of meanwhile fails in its place, as any other may."""
     await start(world.store)
-    model, _ = await with_snapshot(world, monkeypatch)
+    model, _ = await with_snapshot(world)
     await train(world, model, 7, 1)
     await start(world.store, "other")
-    other = new_engine(world)
+    other = world.new_engine()
     stranger = await other.model()
     await train(other, stranger, 1, 1)
     failed = await journal.submit_pass(world.store, model, 10, forward_only=True)
@@ -1405,20 +1301,18 @@ async def test_a_model_trains_on_as_if_no_other_base_model_had_been_served(
     failure = await journal.error_of(world.store, failed)
     assert "was trained on base model tiny, and this server trains other" in failure.message
     await start(world.store)
-    after = new_engine(other)
+    after = other.new_engine()
     await train(after, model, 11, 1)
     assert await steps_of(after, model) == [*expected(1, 3), [11, 12]]
     assert "was trained on" in ((await journal.model_of(world.store, stranger)).state_reason or "")
 
 
 @pytest.mark.parametrize("how", ["its session is over", "its client asks"])
-async def test_a_parked_model_can_be_released(
-    world: World, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+async def test_a_parked_model_can_be_released(world: World, how: str) -> None:
     await start(world.store)
-    model, snapshot = await with_snapshot(world, monkeypatch)
+    model, snapshot = await with_snapshot(world)
     await start(world.store, "other")
-    other = new_engine(world)
+    other = world.new_engine()
     if how == "its session is over":
         other.driver.requests.release(await journal.key_of(world.store, model))
     else:
@@ -1436,12 +1330,12 @@ async def test_a_parked_model_can_be_released(
     [("float32", 1e-5, False), ("float32", 1e-3, True), ("bfloat16", 0.02, False), ("bfloat16", 0.1, True)],
 )
 async def test_a_replay_with_other_logprobs_says_so_in_the_next_step(
-    world: World, new_engine: NewEngine, dtype: str, drift: float, differs: bool
+    world: World, dtype: str, drift: float, differs: bool
 ) -> None:
     """Bfloat16 alone moves them by more than float32 may."""
     model = await world.model()
     await train(world, model, 1, 1)
-    after = new_engine(world)
+    after = world.new_engine()
     after.workers.drift = drift
     after.workers.spec.dtype = dtype
     done = await after.done(await journal.submit_step(world.store, model, 4))
@@ -1450,15 +1344,13 @@ async def test_a_replay_with_other_logprobs_says_so_in_the_next_step(
     assert "replay_differed" not in orjson.loads(done.body or b"")["metrics"]
 
 
-async def test_a_replayed_request_that_kills_the_ranks_costs_its_own_model_only(
-    world: World, new_engine: NewEngine
-) -> None:
+async def test_a_replayed_request_that_kills_the_ranks_costs_its_own_model_only(world: World) -> None:
     """Both ran in one unit; the neighbour is replayed without it."""
     model, deadly = await world.model(), await world.model()
     async with behind_a_pass(world, model):
         together = [await journal.submit_pass(world.store, *each) for each in ((model, 2), (deadly, 1))]
     await all_done(world, *together)
-    after = new_engine(world)
+    after = world.new_engine()
     after.workers.deadly = {await journal.key_of(world.store, deadly)}
     await all_done(after, await journal.submit_step(world.store, model, 3))
     assert await steps_of(after, model) == [[1, 2]]
@@ -1469,14 +1361,14 @@ async def test_a_replayed_request_that_kills_the_ranks_costs_its_own_model_only(
 
 
 async def test_a_replayed_unit_for_which_there_is_no_memory_costs_the_large_request_only(
-    world: World, new_engine: NewEngine, soon_again: None
+    world: World, soon_again: None
 ) -> None:
     """Both fitted when they ran, in one unit."""
     model, large = await world.model(), await world.model()
     async with behind_a_pass(world, model):
         together = [await journal.submit_pass(world.store, *each) for each in ((model, 2), (large, 1))]
     await all_done(world, *together)
-    after = new_engine(world)
+    after = world.new_engine()
     after.workers.large = {await journal.key_of(world.store, large)}
     await all_done(after, await journal.submit_step(world.store, model, 3))
     assert await steps_of(after, model) == [[1, 2]]
@@ -1484,23 +1376,21 @@ async def test_a_replayed_unit_for_which_there_is_no_memory_costs_the_large_requ
 
 
 async def test_a_pass_prepared_beside_one_that_dies_with_the_ranks_is_not_forgotten(
-    store: Store, bell: Doorbell, tmp_path: Path
+    make_world: MakeWorld,
 ) -> None:
-    world = World(store, bell, tmp_path / "checkpoints", unit_tokens=1)
-    try:
-        models = [await world.model() for _ in range(3)]
-        world.workers.go_on.clear()
-        passes = [await journal.submit_pass(store, models[0], 1)]
-        await world.until(lambda: world.workers.names().count("pass"))
-        passes += [
-            await journal.submit_pass(store, model, seq) for model, seq in zip(models, (2, 1, 1), strict=True)
-        ]
-        await world.taken_in()
-        world.workers.go_on.set()
-        world.workers.go_on.clear()  # the next one waits again, and one more is prepared meanwhile
-        await world.until(lambda: world.workers.names().count("pass"), lambda ran: ran == 2)
-        world.workers.broken = DEAD
-        world.workers.go_on.set()
-        await all_done(world, *passes)
-    finally:
-        world.running.cancel()
+    world = make_world(unit_tokens=1)
+    models = [await world.model() for _ in range(3)]
+    world.workers.go_on.clear()
+    passes = [await journal.submit_pass(world.store, models[0], 1)]
+    await world.until(lambda: world.workers.names().count("pass"))
+    passes += [
+        await journal.submit_pass(world.store, model, seq)
+        for model, seq in zip(models, (2, 1, 1), strict=True)
+    ]
+    await world.taken_in()
+    world.workers.go_on.set()
+    world.workers.go_on.clear()  # the next one waits again, and one more is prepared meanwhile
+    await world.until(lambda: world.workers.names().count("pass"), lambda ran: ran == 2)
+    world.workers.broken = DEAD
+    world.workers.go_on.set()
+    await all_done(world, *passes)

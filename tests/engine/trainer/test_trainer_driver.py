@@ -2,8 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -16,14 +14,13 @@ from skyrl_tinker.domain.values import AdamParams, Failure
 from skyrl_tinker.engine.trainer import trainer_driver
 from skyrl_tinker.protocol.stored_requests import OptimStepBody, SaveWeightsBody
 from skyrl_tinker.store import model_records
-from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import cancellation, queue
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.replay import snapshot_records
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult
 from tests.engine.support import journal
-from tests.engine.support.world import World
+from tests.engine.support.world import MakeWorld, World
 from tests.support.reads import reading
 
 
@@ -98,9 +95,9 @@ async def test_a_look_at_the_queues_while_a_step_runs_hides_no_refusal(world: Wo
 
 
 async def test_a_flood_of_full_passes_does_not_keep_what_is_to_go(
-    store: Store, bell: Doorbell, tmp_path: Path
+    store: Store, make_world: MakeWorld
 ) -> None:
-    world = World(store, bell, tmp_path / "checkpoints", unit_tokens=1)
+    world = make_world(unit_tokens=1)
     flooding, over, unloaded = [await world.model() for _ in range(3)]
     world.workers.go_on.clear()
     flood = [await journal.submit_pass(store, flooding, seq_id, forward_only=True) for seq_id in range(1, 9)]
@@ -116,9 +113,6 @@ async def test_a_flood_of_full_passes_does_not_keep_what_is_to_go(
     last = max(index for index, name in enumerate(names) if name == "release")
     assert names.count("release") == 2
     assert names[last:].count("pass") > len(flood) // 2
-    world.running.cancel()
-    with suppress(asyncio.CancelledError, ExceptionGroup):
-        await world.running
 
 
 async def test_a_refused_step_clears_its_window(world: World) -> None:
@@ -143,9 +137,7 @@ async def test_step_metrics_are_finite_json(world: World) -> None:
     assert orjson.loads(done.body or b"") == {"metrics": {"grad_norm": 1.0}, "type": "optim_step"}
 
 
-async def test_a_database_that_fails_for_a_moment_loses_no_request(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_database_that_fails_for_a_moment_loses_no_request(world: World) -> None:
     read, failures = model_records.by_key, [OperationalError("SELECT", None, OSError("disk I/O error"))]
 
     def by_key(conn: Connection, key: ModelKey) -> ModelRow | None:
@@ -153,7 +145,7 @@ async def test_a_database_that_fails_for_a_moment_loses_no_request(
             raise failures.pop()
         return read(conn, key)
 
-    monkeypatch.setattr(model_records, "by_key", by_key)
+    world.patch.setattr(model_records, "by_key", by_key)
     model = await world.model()
     assert failures == []
     assert (await world.done(await journal.submit_step(world.store, model, 1))).status is FutureStatus.DONE
@@ -239,17 +231,15 @@ async def test_a_model_given_up_while_there_was_no_memory_for_its_pass_is_told(w
     assert world.workers.names().count("pass") == 1
 
 
-async def test_work_ends_once_nothing_waits_and_no_snapshot_would_help(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.01)
+async def test_work_ends_once_nothing_waits_and_no_snapshot_would_help(world: World) -> None:
+    world.patch.setattr(trainer_driver, "IDLE_S", 0.01)
     ended, again, run_pass = asyncio.Event(), asyncio.Event(), world.workers.run_pass
 
     async def long_pass(*args: Any) -> PassResult:
         world.workers.busy_s += 1.0
         return await run_pass(*args)
 
-    monkeypatch.setattr(world.workers, "run_pass", long_pass)
+    world.patch.setattr(world.workers, "run_pass", long_pass)
     tries, snapshots = 0, world.driver._snapshots
     take_idle = snapshots.take_idle
 
@@ -259,7 +249,7 @@ async def test_work_ends_once_nothing_waits_and_no_snapshot_would_help(
         if tries > 2:
             await take_idle()
 
-    monkeypatch.setattr(snapshots, "take_idle", take_at_last)
+    world.patch.setattr(snapshots, "take_idle", take_at_last)
 
     async def pause() -> None:
         ended.set()

@@ -4,7 +4,6 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -39,7 +38,7 @@ from tests.engine.sampler.test_sampler_driver import submit_sample
 from tests.engine.support import journal
 from tests.support.reads import reading
 from tests.support.scripted_samplers import ScriptedSamplers
-from tests.support.waiting import until
+from tests.support.waiting import end, until
 
 
 class Parts:
@@ -213,9 +212,7 @@ async def test_samples_of_sessions_that_are_finished_are_stopped_and_no_others(
     assert driver.in_flight() == 1
     samplers.go_on.set()
     await until(lambda: driver.in_flight() == 0)
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
+    await end(running)
 
 
 async def test_after_the_machine_was_suspended_clients_get_their_time_again(

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from contextlib import suppress
 
 import pytest
 from sqlalchemy import Connection
@@ -16,7 +15,7 @@ from skyrl_tinker.errors import StorageError
 from skyrl_tinker.store import usage_records
 from skyrl_tinker.store.retention import row_purges, session_purges, slices
 from skyrl_tinker.store.store import Store
-from tests.support.waiting import until
+from tests.support.waiting import end, until
 
 
 async def test_a_step_that_failed_is_tried_again_with_the_next_sweep_and_not_after_its_interval(
@@ -34,9 +33,7 @@ async def test_a_step_that_failed_is_tried_again_with_the_next_sweep_and_not_aft
 
     repeating = asyncio.create_task(Step("files of dead hosts", run, every_s=math.inf).repeat())
     await until(lambda: len(ended) == 4)
-    repeating.cancel()
-    with suppress(asyncio.CancelledError):
-        await repeating
+    await end(repeating)
     assert "clean-up of files of dead hosts is tried again in 0 s: no route to host" in caplog.text
     assert "clean-up of files of dead hosts failed" in caplog.text
 

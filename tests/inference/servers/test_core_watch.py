@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
@@ -22,7 +21,7 @@ from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.inference.vllm.vllm_process import VllmProcess
 from tests.inference.support.samplers import ask, prompt_of, sample, spec_of, write_model
 from tests.support.sampler_clients import vllm_client
-from tests.support.waiting import until
+from tests.support.waiting import end, until
 
 pytestmark = [pytest.mark.servers, pytest.mark.long]
 
@@ -94,9 +93,7 @@ async def test_a_core_that_spins_is_noticed_and_an_idle_or_busy_one_is_left_alon
         assert loss.silent
         assert await health(http, server, 5.0) == 200
         for task in (spinning, load):
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            await end(task)
     await client.close()
 
 
@@ -108,9 +105,7 @@ async def test_a_core_with_longer_work_is_excused(server: str) -> None:
         spinning = asyncio.create_task(http.post(f"{server}/collective_rpc", json={"method": "spin"}))
         assert not (await asyncio.wait((watching,), timeout=QUIET_S))[0]
         for task in (spinning, watching):
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            await end(task)
 
 
 async def test_the_core_is_asked_over_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:

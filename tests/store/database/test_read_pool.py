@@ -11,9 +11,8 @@ import pytest
 from sqlalchemy import Connection, text
 
 from skyrl_tinker.store import server_state
-from skyrl_tinker.store.database import read_pool
-from skyrl_tinker.store.database.read_pool import THREADS
-from skyrl_tinker.store.store import Store
+from skyrl_tinker.store import store as stores
+from skyrl_tinker.store.store import THREADS, Store
 from tests.store.support.databases import on_postgresql, on_sqlite
 from tests.store.support.rows import new_session
 from tests.support.waiting import until
@@ -87,7 +86,7 @@ async def test_a_listing_that_takes_long_delays_no_read_of_rows(store: Store) ->
 @on_postgresql
 async def test_connections_that_nobody_uses_are_closed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     await new_session(store)  # the writer's stays
-    monkeypatch.setattr(read_pool, "IDLE_S", 0.0)
+    monkeypatch.setattr(stores, "IDLE_S", 0.0)
     await asyncio.gather(
         *(store.fetch(backends) for _ in range(50)), *(store.read(backends) for _ in range(50))
     )

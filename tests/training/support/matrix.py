@@ -5,7 +5,6 @@ processes, and back as stored bytes.
 import asyncio
 import random
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -25,6 +24,7 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from tests.engine.support import journal
 from tests.engine.support.world import World
+from tests.support.waiting import end
 from tests.training.support.naive import TENANTS, Pass, Trained, schedule
 from tests.training.support.saves import published_weights
 
@@ -129,9 +129,7 @@ class Bench:
                 while (await journal.outcome(self._store, each)).status is FutureStatus.PENDING:
                     assert not world.running.done()
                     await asyncio.sleep(0.01)
-        world.running.cancel()
-        with suppress(asyncio.CancelledError):
-            await world.running
+        await end(world.running)
         bell.close()
 
     async def _create(self, tenant: int) -> ModelId:

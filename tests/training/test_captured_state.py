@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from skyrl_tinker.domain.ids import ModelKey
-from skyrl_tinker.training.captured_bytes import CapturedBytes
+from skyrl_tinker.training.captured_state import CapturedBytes
 
 MODEL = ModelKey(1)
 
