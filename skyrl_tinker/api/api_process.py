@@ -13,32 +13,29 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from skyrl_tinker import config
+from skyrl_tinker.api.app import create_app
+from skyrl_tinker.api.bounded_connections import ConnectionCaps, Connections
+from skyrl_tinker.api.services import Services
+from skyrl_tinker.config import Settings
+from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.bases import Bases
+from skyrl_tinker.errors import StartupError
+from skyrl_tinker.redaction import log_to_stderr
+from skyrl_tinker.store import server_state
+from skyrl_tinker.store.cluster.notify_bell import bind_doorbell
+from skyrl_tinker.store.doorbell import Doorbell
+from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.processes import (
     die_with_parent,
     freeze_gc,
-    gc_paused,
     raise_open_files_limit,
     return_freed_memory,
 )
-
-with gc_paused():
-    import uvicorn
-    import uvloop
-    from fastapi import FastAPI
-
-    from skyrl_tinker import config
-    from skyrl_tinker.api.app import create_app
-    from skyrl_tinker.api.bounded_connections import ConnectionCaps, Connections
-    from skyrl_tinker.api.services import Services
-    from skyrl_tinker.config import Settings
-    from skyrl_tinker.directories import Directories
-    from skyrl_tinker.domain.bases import Bases
-    from skyrl_tinker.errors import StartupError
-    from skyrl_tinker.redaction import log_to_stderr
-    from skyrl_tinker.store import server_state
-    from skyrl_tinker.store.cluster.notify_bell import bind_doorbell
-    from skyrl_tinker.store.doorbell import Doorbell
-    from skyrl_tinker.store.store import Store
 
 FACTS_WITHIN_S = 60.0
 _FACTS_POLL_S = 0.1
@@ -148,8 +145,7 @@ async def run(
         store = Store.open(settings.store_url, files_home or settings.root)
         try:
             bases = await read_bases(store, bell)
-            with gc_paused():
-                app = create_app(settings, store, bases, bell)
+            app = create_app(settings, store, bases, bell)
             freeze_gc()
             await ApiServer(app, listens).serve([listener])
         finally:

@@ -13,7 +13,15 @@ from typing import Any, Literal, NamedTuple
 from sqlalchemy import ColumnElement, Connection, and_, func, insert, literal_column, or_, select, update
 from sqlalchemy.orm import aliased
 
-from skyrl_tinker.domain.ids import ModelKey, OwnerId, Reach, SamplingSessionId, SessionId, VersionId
+from skyrl_tinker.domain.ids import (
+    ModelKey,
+    ModelState,
+    OwnerId,
+    Reach,
+    SamplingSessionId,
+    SessionId,
+    VersionId,
+)
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.errors import NotFoundError, SeqIdReusedError
 from skyrl_tinker.store import session_records
@@ -344,6 +352,17 @@ def _followed() -> ColumnElement[bool]:
         .where(made_on.model_key == AdapterVersion.model_key, made_on.inflight, Session.finished_at.is_(None))
     )
     return and_(AdapterVersion.inflight, follower.exists())
+
+
+def why_parked(conn: Connection, session: SamplingSessionId) -> str | None:
+    """Return why the model of a sampling client's unnamed weights is parked, None if it is not."""
+    query = (
+        select(Model.state_reason)
+        .join(AdapterVersion, AdapterVersion.model_key == Model.key)
+        .join(SamplingSession, SamplingSession.version_id == AdapterVersion.id)
+        .where(SamplingSession.sampling_session_id == session, _UNNAMED, Model.state == ModelState.PARKED)
+    )
+    return conn.scalar(query)
 
 
 def mark_dropped(conn: Connection, version_id: VersionId) -> None:

@@ -138,7 +138,7 @@ class CapturedState:
         return await self.ranks.open_captured(self.number, limit)
 
     async def drop(self) -> None:
-        """Free the copies; dead ranks have none. Harmless if they are free. Call it again if it was cancelled."""
+        """Free the copies, unless they are free; dead ranks have none. Repeat a call that was cancelled."""
         if not self.counted.holds(self.number):
             return
         with suppress(SkyrlTinkerError):
