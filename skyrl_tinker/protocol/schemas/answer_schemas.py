@@ -121,12 +121,13 @@ def _check_read(part: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
     beside = sorted(part.keys() & _RESTRICTING - {first})
     if first is not None and beside and not (beside == ["type"] and _agrees(part, first, schema)):
         raise ValueError(f"{first} beside {beside[0]}: {first} alone would be read, expected it alone")
-    if first is not None and part[first] == []:
+    if first in ("anyOf", "oneOf", "allOf") and part[first] == []:
         raise ValueError(f"{first} is empty, expected at least one schema")
     names, known = part.get("required"), part.get("properties", {})
-    both = isinstance(names, list) and isinstance(known, Mapping)
-    if both and (missing := [name for name in names if isinstance(name, str) and name not in known]):
-        raise ValueError(f"required: {missing[0][:80]!r} is none of the properties, expected it there")
+    if isinstance(names, list) and isinstance(known, Mapping):
+        for name in names:
+            if isinstance(name, str) and name not in known:
+                raise ValueError(f"required: {name[:80]!r} is none of the properties, expected it there")
 
 
 def _agrees(part: Mapping[str, Any], first: str, schema: Mapping[str, Any]) -> bool:
@@ -142,8 +143,8 @@ def _agrees(part: Mapping[str, Any], first: str, schema: Mapping[str, Any]) -> b
 
 
 def _kinds(part: Mapping[str, Any]) -> set[str]:
-    kinds = part.get("type", ())
-    return {kinds} if isinstance(kinds, str) else {kind for kind in kinds if isinstance(kind, str)}
+    kinds = part.get("type")
+    return {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)}
 
 
 def _is(value: Any, kind: str) -> bool:
