@@ -14,7 +14,7 @@ from sqlalchemy.exc import DataError, DBAPIError, OperationalError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from skyrl_tinker.errors import DatabaseError, OverloadedError, SkyrlTinkerError, UserError
+from skyrl_tinker.errors import DatabaseError, NotFoundError, OverloadedError, SkyrlTinkerError, UserError
 from skyrl_tinker.protocol.schemas.base import describe
 from skyrl_tinker.protocol.schemas.openai import FieldError, error_body
 from skyrl_tinker.redaction import redact, without_paths
@@ -63,6 +63,8 @@ def refusal(request: Request, error: SkyrlTinkerError | DBAPIError) -> JSONRespo
     """Return the response for an error of our own; nothing was acknowledged where the database failed."""
     if isinstance(error, DBAPIError):  # that the database is away, the key ring logs
         cause = str(error.orig).partition("\n")[0]
+        if isinstance(error, DataError) and "\0" in request.scope["path"]:
+            return shaped(request.url.path, NotFoundError("the path has the character NUL, as no name has"))
         if isinstance(error, DataError):
             return shaped(request.url.path, UserError(f"the database cannot store this: {redact(cause)}"))
         error = DatabaseError(f"the database failed, send this again: {redact(cause)}", RETRY_S)

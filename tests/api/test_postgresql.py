@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from skyrl_tinker.store import session_records
+from tests.api.support.metadata import check_search
 from tests.api.support.passes import old_json
 from tests.api.support.waiting import ready_model, submit, waiting
 from tests.api.support.world import STEP, World, running, sample, settings_for, step
@@ -30,15 +31,14 @@ async def test_text_that_it_cannot_store_is_refused_and_harms_no_other(world: Wo
     assert found.json()["sessions"] == [session]
 
 
+async def test_a_path_with_nul_leads_nowhere(world: World) -> None:
+    for path in ("training_runs/%00", "sessions/a%00", "console/requests/%00/tokens"):
+        answer = await world.http.get(path)
+        assert (answer.status_code, "NUL" in answer.json()["detail"]) == (404, True)
+
+
 async def test_metadata_of_any_kind_is_found_in_its_displayed_form(world: World) -> None:
-    metadata = {"text": "a b", "number": 1.5, "true": True, "null": None, "list": [1, "x"]}
-    opened = {"sdk_version": "0.38.0", "user_metadata": metadata}
-    session = (await world.ok("create_session", opened))["session_id"]
-    await world.session()
-    shown = {"text": "a b", "number": "1.5", "true": "true", "null": "null", "list": '[1,"x"]'}
-    for key, value in shown.items():
-        found = await world.ok("sessions/search", {"user_metadata": {key: value}, "limit": 5})
-        assert [each["session_id"] for each in found["sessions"]] == [session], key
+    await check_search(world)
 
 
 async def test_a_session_with_a_nul_of_an_older_server_is_left_out_of_searches(world: World) -> None:

@@ -21,18 +21,17 @@ torch.set_num_threads(1)
 
 
 def _write_model(directory: Path, family: str, **config: Any) -> str:
-    shape = AutoConfig.for_model(
-        family,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        head_dim=32,
-        num_key_value_heads=2,
-        vocab_size=512,
-        max_position_embeddings=512,
-        initializer_range=0.2,  # far from uniform predictions, so that mistakes show
-        **config,
-    )
+    small = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,  # far from uniform predictions, so that mistakes show
+    }
+    shape = AutoConfig.for_model(family, **{**small, **config})
     torch.manual_seed(7)
     AutoModelForCausalLM.from_config(shape).save_pretrained(directory)
     return str(directory)
@@ -48,6 +47,13 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def untied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     shape = {"intermediate_size": 128, "tie_word_embeddings": False}
     return _write_model(tmp_path_factory.mktemp("untied"), "qwen3", **shape)
+
+
+@pytest.fixture(scope="session")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Layers of so many inputs that BLAS multiplies up to fifteen rows in an order of its own."""
+    shape = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 1}
+    return _write_model(tmp_path_factory.mktemp("wide"), "qwen3", **shape)
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from skyrl_tinker.protocol.schemas.openai import (
 from skyrl_tinker.protocol.schemas.sampling_rules import overflow
 from skyrl_tinker.protocol.validation.limits import check_ids
 from skyrl_tinker.protocol.validation.openai import check_openai
+from skyrl_tinker.protocol.validation.scores import MAX_CELLS
 
 OpenAIRequest = CompletionRequest | ChatCompletionRequest
 _FORWARDED = {
@@ -94,7 +95,21 @@ def prompt_lengths(request: OpenAIRequest, counts: Sequence[int], facts: BaseMod
         chat = isinstance(request, ChatCompletionRequest)
         name = "messages" if chat else f"prompt[{lengths.index(0)}]"
         raise FieldError(f"{name}: empty, expected at least one token", "messages" if chat else "prompt")
+    _require_few_listed(request, sum(lengths))
     return lengths
+
+
+def _require_few_listed(request: OpenAIRequest, tokens: int) -> None:
+    """Refuse more logprobs of prompts than a sampler should send at once; `tokens`: of all prompts."""
+    if not isinstance(request, CompletionRequest) or not request.echo or request.logprobs is None:
+        return
+    listed = max(1, request.logprobs)
+    if (total := tokens * request.n * listed) > MAX_CELLS:
+        raise FieldError(
+            f"logprobs: {tokens} prompt tokens x n {request.n} x {listed} = {total} with echo, expected at"
+            f" most {MAX_CELLS}: send fewer prompts at once",
+            "logprobs",
+        )
 
 
 def _require_known(tokens: Sequence[int], field: str, facts: BaseModelFacts) -> None:

@@ -281,7 +281,7 @@ class OpenAIServer:
         """Hold a turn among the samples; yields the request's priority in the sampler."""
         share = share_of(call.owner, openai_session(call.owner))
         async with self._sampler_driver.turn(call.owner, call.tokens, call.sequences):
-            with self._samplers.priorities.take(share, call.tokens) as priority:
+            with self._samplers.priorities.take(share, call.tokens, call.sequences) as priority:
                 yield priority
 
     def _count(self, call: _OpenAICall, usage: dict[str, Any]) -> None:

@@ -32,8 +32,11 @@ class Priorities:
         self._ends: dict[Share, int] = {}  # of each share's last request
 
     @contextmanager
-    def take(self, share: Share, tokens: int) -> Iterator[int]:
-        """Yield the priority of a request that computes at most `tokens`; lower is earlier."""
+    def take(self, share: Share, tokens: int, sequences: int = 1) -> Iterator[int]:
+        """Yield the priority of a request that computes at most `tokens`; lower is earlier.
+
+        All its `sequences` have the same: where the last one begins, or others would wait for all of them.
+        """
         now, most = self._earliest(), KEPT + 2 * len(self._running)
         if not self._running or len(self._ends) > most:
             self._ends = {each: end for each, end in self._ends.items() if self._running and end > now}
@@ -46,7 +49,7 @@ class Priorities:
         heappush(self._tags, (tag, number))
         self._running.add(number)
         try:
-            yield tag
+            yield tag + tokens - tokens // sequences
         finally:
             self._running.remove(number)
 

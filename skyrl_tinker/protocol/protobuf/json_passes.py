@@ -119,8 +119,9 @@ def _integers(values: list[Any], where: str) -> npt.NDArray[Any]:
 
 
 def _one_dimensional(values: list[Any], where: str) -> npt.NDArray[Any]:
+    booleans = bool in set(map(type, values))  # NumPy would read them as 0 and 1 among numbers
     try:
-        array = np.asarray(values)
+        array = np.asarray(values, object if booleans else None)
     except ValueError as error:  # a list of lists of different lengths
         raise UserError(f"{where} is nested, expected a flat list of numbers") from error
     if array.ndim != 1:

@@ -1,4 +1,4 @@
-"""Bounds of JSON schemas of answers: samplers compile them, few at the same time.
+"""JSON schemas of answers: their bounds, as samplers compile few at once, and keywords that none reads.
 
 Figures are core-seconds of xgrammar 0.2.8 with 128,000 tokens. vLLM compiles beside the engine's loop, but
 one schema at a time on two cores, and parses it where all requests are parsed.
@@ -48,15 +48,33 @@ _RANGE = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _UNIONS = ("anyOf", "oneOf")
 _DATA = {"const", "enum", "default", "examples"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "schemas"}
+_UNREAD = ("not", "if", "dependentRequired", "dependentSchemas", "dependencies")
+_ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+"""Keywords of which vLLM's grammars read the first one that a schema has, and nothing beside it."""
+_RESTRICTING = _RANGE.union(
+    _ALONE,
+    ("type", "properties", "patternProperties", "additionalProperties", "required", "minProperties"),
+    ("maxProperties", "propertyNames", "items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
+    ("contains", "minLength", "maxLength", "pattern", "format", "multipleOf"),
+)
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "null": (type(None),),
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "string": (str,),
+    "array": (list,),
+    "object": (dict,),
+}
 _INDEX = re.compile(r"[0-9]{1,5}")
 _MOST_TIMES = 10**6
 _PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
 
 
 def check_schemas(*schemas: Mapping[str, Any]) -> None:
-    """Raise ValueError for schemas beyond these bounds together, and for a `$ref` that leads to no schema.
+    """Raise ValueError for schemas beyond these bounds together, and for parts that no grammar would read.
 
-    `parse_json` bounds their depth.
+    Such as a `$ref` that leads to no schema. `parse_json` bounds their depth.
     """
     if (size := len(orjson.dumps(schemas))) > MAX_SCHEMA:
         raise ValueError(f"{size} characters, expected at most {MAX_SCHEMA}")
@@ -74,19 +92,67 @@ def check_schemas(*schemas: Mapping[str, Any]) -> None:
         ends: set[str] = set()
         for place in _references(schema):
             _check_reference(place, schema, ends)
+        for part in _parts(schema):
+            _check_read(part, schema)
 
 
-def _references(value: Any, *, named: bool = False) -> Iterator[str]:
-    """Yield each `$ref` of a schema, those in data left out. `named`: the value maps names to schemas."""
+def _parts(value: Any, *, named: bool = False) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema and each one in it, data left out. `named`: the value maps names to schemas."""
     if isinstance(value, Mapping):
-        if isinstance(place := value.get("$ref"), str):
-            yield place
+        if not named:
+            yield value
         for key, item in value.items():
             if named or key not in _DATA:
-                yield from _references(item, named=key in _NAMED and not named)
+                yield from _parts(item, named=key in _NAMED and not named)
     elif isinstance(value, list):
         for item in value:
-            yield from _references(item)
+            yield from _parts(item)
+
+
+def _references(schema: Mapping[str, Any]) -> Iterator[str]:
+    return (part["$ref"] for part in _parts(schema) if isinstance(part.get("$ref"), str))
+
+
+def _check_read(part: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+    """Raise ValueError for keywords that would change nothing in the answers; `schema`: that has the part."""
+    if unread := next((key for key in _UNREAD if key in part), None):
+        raise ValueError(f"{unread} is not supported, expected a schema without it")
+    first = next((key for key in _ALONE if key in part), None)
+    beside = sorted(part.keys() & _RESTRICTING - {first})
+    if first is not None and beside and not (beside == ["type"] and _agrees(part, first, schema)):
+        raise ValueError(f"{first} beside {beside[0]}: {first} alone would be read, expected it alone")
+    if first in ("anyOf", "oneOf", "allOf") and part[first] == []:
+        raise ValueError(f"{first} is empty, expected at least one schema")
+    names, known = part.get("required"), part.get("properties", {})
+    if isinstance(names, list) and isinstance(known, Mapping):
+        for name in names:
+            if isinstance(name, str) and name not in known:
+                raise ValueError(f"required: {name[:80]!r} is none of the properties, expected it there")
+
+
+def _agrees(part: Mapping[str, Any], first: str, schema: Mapping[str, Any]) -> bool:
+    """Return whether the type of a schema follows from its other keyword, so that it need not be read."""
+    kinds, value = _kinds(part), part[first]
+    if first in ("const", "enum"):
+        values = [value] if first == "const" or not isinstance(value, list) else value
+        return all(any(_is(each, kind) for kind in kinds) for each in values)
+    parts = [_part(value, schema)] if first == "$ref" and isinstance(value, str) else value
+    return isinstance(parts, list) and all(
+        isinstance(each, Mapping) and bool(found := _kinds(each)) and found <= kinds for each in parts
+    )
+
+
+def _kinds(part: Mapping[str, Any]) -> set[str]:
+    kinds = part.get("type")
+    return {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)}
+
+
+def _is(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    if isinstance(value, float) and value.is_integer():
+        return kind in ("integer", "number")
+    return isinstance(value, _TYPES.get(kind, ()))
 
 
 def _check_reference(place: str, schema: Mapping[str, Any], ends: set[str]) -> None:

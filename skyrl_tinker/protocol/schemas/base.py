@@ -1,11 +1,11 @@
 """Base of all messages, and types of their fields."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import chain, repeat
 from typing import Annotated, Any, TypeVar
 
+import orjson
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -51,8 +51,11 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _as_strings(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Turn values into strings: create_model accepts any JSON, the SDK reads strings only."""
-    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
+    """Turn values into strings, as stored: create_model accepts any JSON, the SDK reads strings only."""
+    return {
+        key: value if isinstance(value, str) else orjson.dumps(value).decode()
+        for key, value in metadata.items()
+    }
 
 
 def _refuse_nul(value: T) -> T:

@@ -26,6 +26,7 @@ def validate_sample(request: AsampleRequest, limits: Limits) -> SampleRequest:
     """
     if not 1 <= request.num_samples <= MAX_SAMPLES:
         raise UserError(f"num_samples is {request.num_samples}, expected 1 to {MAX_SAMPLES}")
+    _refuse_other_weights(request)
     prompt = _prompt(request.prompt, limits.vocab_size)
     params = _params(request.sampling_params, limits.vocab_size)
     check_scores(request, len(prompt), limits)
@@ -45,6 +46,12 @@ def validate_sample(request: AsampleRequest, limits: Limits) -> SampleRequest:
     check_abilities(sample, limits.sampler, limits.context_length)
     _check_length(sample, limits.context_length)
     return sample
+
+
+def _refuse_other_weights(request: AsampleRequest) -> None:
+    for field, given in (("base_model", request.base_model), ("model_path", request.model_path)):
+        if given is not None:
+            raise UserError(f"{field} is {given!r}, expected none: the sampling session has its own")
 
 
 def _prompt(prompt: ModelInput, vocab_size: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import CheckpointKind, Reach
 from skyrl_tinker.domain.values import WeightVersion
-from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.protocol.schemas.openai import FieldError
 from skyrl_tinker.store import checkpoint_records, checkpoint_rules, sampling_sessions
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
@@ -24,16 +24,22 @@ def find_weights(
 ) -> tuple[CheckpointRow, WeightVersion]:
     """Return the weights of a path.
 
-    Raises NotFoundError, also for other names, and FieldError for another kind of checkpoint.
+    Raises NotFoundError, also for other names, and FieldError for another kind of checkpoint or base model.
     """
     if not model.startswith(tinker_path.SCHEME):
         raise NotFoundError(f"no model {model!r}: expected {bases.sampled}, or a tinker:// path")
-    path = tinker_path.parse(model)
+    try:
+        path = tinker_path.parse(model)
+    except UserError as error:
+        raise FieldError(f"model: {error}", "model") from error
     if path.kind is not CheckpointKind.SAMPLER_WEIGHTS:
         raise FieldError(str(checkpoint_rules.no_sampler_weights(model)), "model")
     row = checkpoint_records.find(conn, reach, path.model_id, path.kind, path.name)
     version = sampling_sessions.published_version(conn, row.version_id) if row and row.version_id else None
     if row is None or version is None:
         raise checkpoint_rules.not_found(model)
-    checkpoint_rules.require_base(row, bases)
+    try:
+        checkpoint_rules.require_base(row, bases)
+    except UserError as error:
+        raise FieldError(f"model: {error}", "model") from error
     return row, version

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import orjson
 from sqlalchemy import (
     ColumnElement,
     Connection,
@@ -36,6 +37,8 @@ from skyrl_tinker.store.session_records import AT_ONCE
 
 REASONS = ("success", "errored", "interrupted")
 """Reasons with which clients finish sessions; all others are the server's."""
+_NUL = r"(?<!\\)(\\\\)*\\u0000"
+"""Regular expression of JSON that holds the character NUL, which PostgreSQL cannot make text of."""
 
 
 def list_ids(conn: Connection, reach: Reach, limit: int, offset: int) -> list[str]:
@@ -151,21 +154,34 @@ def _has_status(status: StatusQuery) -> ColumnElement[bool]:
 
 
 def _has_metadata(conn: Connection, key: str, value: str) -> ColumnElement[bool]:
-    """Compare a value, which may be any JSON, in its displayed form."""
+    """Compare a value, which may be any JSON, in its displayed form: compact JSON, or the text itself."""
     if conn.dialect.name == "postgresql":
         text = cast(Session.user_metadata, String)
-        readable = case((func.strpos(text, r"\u0000") == 0, Session.user_metadata))  # else it would raise
+        readable = case((~text.regexp_match(_NUL), Session.user_metadata))  # else it would raise
         pair = func.json_each_text(readable).table_valued("key", "value")
         return (
             select(pair.c.key).where(pair.c.key == key, func.coalesce(pair.c.value, "null") == value).exists()
         )
     entry = func.json_each(Session.user_metadata).table_valued("key", "value", "type")
-    shown = case(
-        (entry.c.type == "text", entry.c.value),
-        (entry.c.type.in_(("true", "false", "null")), entry.c.type),
-        else_=cast(entry.c.value, String),
-    )
-    return select(entry.c.key).where(entry.c.key == key, shown == value).exists()
+    same = [
+        and_(entry.c.type.in_(("text", "array", "object")), entry.c.value == value),
+        and_(entry.c.type.in_(("true", "false", "null")), entry.c.type == value),
+    ]
+    if (number := _number(value)) is not None:
+        kind = "integer" if isinstance(number, int) else "real"
+        read = number if abs(number) < 2**63 else float(number)  # SQLite has no larger integers
+        same.append(and_(entry.c.type == kind, entry.c.value == read))
+    return select(entry.c.key).where(entry.c.key == key, or_(*same)).exists()
+
+
+def _number(text: str) -> int | float | None:
+    """Return the number that is displayed so, None if none is."""
+    try:
+        number = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    return number if is_number and orjson.dumps(number).decode() == text else None
 
 
 def _older(conn: Connection, reach: Reach, cursor: SearchCursor) -> ColumnElement[bool]:

@@ -21,9 +21,9 @@ class Segments:
     longest: int
 
 
-SMALLEST = 8
-"""Least number of tokens in a row. For fewer than 4, BLAS multiplies in another order (gemv), so a datum
-alone would not equal, to the bit, the same datum among others.
+SMALLEST = 16
+"""Least number of tokens in a row. For fewer, BLAS may sum up in another order, for layers of 256 inputs and
+more, so a datum alone would not equal, to the bit, the same datum among others.
 """
 
 

@@ -87,7 +87,7 @@ def _score(
         upstream.where(finite, 0.0),
         finite,
         {"loss:sum": loss, **terms.metrics},
-        partial(_not_finite, batch, info, segments, terms.values.detach(), upstream),
+        partial(_not_finite, batch, info, segments, leaf.detach(), terms.values.detach(), upstream),
     )
 
 
@@ -134,10 +134,18 @@ def _not_finite(
     batch: TrainingInputBatch,
     info: RequestInfo,
     segments: list[int],
+    logprobs: torch.Tensor,
     values: torch.Tensor,
     upstream: torch.Tensor,
 ) -> Failure:
     """Name the first datum at fault, and the position in it."""
+    if not logprobs.isfinite().all():
+        cell = int((~logprobs.isfinite()).int().argmax())
+        return Failure(
+            f"{_place(batch, segments, cell)}: expected a finite logprob, found {float(logprobs[cell])}: the "
+            "weights of this model have diverged, load an earlier checkpoint; the request left no gradients",
+            "user",
+        )
     if len(values) == len(upstream):
         cell = int((~(values.isfinite() & upstream.isfinite())).int().argmax())
         finding = f"loss {float(values[cell])}, gradient {float(upstream[cell])}"

@@ -3,6 +3,7 @@
 from typing import Any
 
 from skyrl_tinker.domain.ids import CheckpointKind
+from tests.api.support.metadata import check_search
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import BASE, Json, World
 
@@ -47,6 +48,10 @@ async def test_others_do_not_see_a_session(world: World) -> None:
         assert await search(world, owner=owner) == []
     mine = await world.session()
     assert await search(world, owner={"type": "user", "owner_urns": ["tml:user:bob"]}) == [mine]
+
+
+async def test_metadata_of_any_kind_is_found_in_its_displayed_form(world: World) -> None:
+    await check_search(world)
 
 
 async def test_what_a_search_finds_is_described(world: World) -> None:

@@ -112,7 +112,7 @@ async def test_a_training_run_shows_its_last_checkpoints_and_only_string_metadat
     await world.checkpoint(model, SAMPLER, "s")
     run = (await world.http.get(f"training_runs/{model}", params={"access_scope": "owned"})).json()
     assert run["training_run_id"] == model
-    assert run["user_metadata"] == {"name": "x", "steps": "3", "nested": '{"a": [null]}'}
+    assert run["user_metadata"] == {"name": "x", "steps": "3", "nested": '{"a":[null]}'}
     assert run["last_checkpoint"]["checkpoint_id"] == "weights/two"
     assert run["last_checkpoint"]["checkpoint_type"] == "training"
     assert run["last_sampler_checkpoint"]["tinker_path"] == f"tinker://{model}/sampler_weights/s"

@@ -24,6 +24,7 @@ from skyrl_tinker.protocol.schemas.openai import (
     FieldError,
     parse_openai,
 )
+from skyrl_tinker.protocol.validation.scores import MAX_CELLS
 
 EOS = (1, 2)
 FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, EOS)
@@ -58,6 +59,18 @@ def test_an_empty_prompt_is_refused_by_name(prompt: Any, counts: list[int], name
     request = parse_openai(CompletionRequest, {"model": "m", "prompt": prompt})
     with pytest.raises(FieldError, match=rf"prompt\[{named}\]: empty, expected at least one token"):
         prompt_lengths(request, counts, FACTS)
+
+
+def test_an_echo_lists_so_many_logprobs_at_most() -> None:
+    """A sampler sends all of them at once, and answers nobody else meanwhile."""
+    asked = {"model": "m", "prompt": ["a", "b"], "max_tokens": 0, "n": 2}
+    half = MAX_CELLS // 16
+    for fields in ({"echo": True, "logprobs": 4}, {"echo": True}, {"max_tokens": 1, "logprobs": 20}):
+        prompt_lengths(parse_openai(CompletionRequest, {**asked, **fields}), [half, half], FACTS)
+    wrong = parse_openai(CompletionRequest, {**asked, "echo": True, "logprobs": 4})
+    with pytest.raises(FieldError, match=r"logprobs: .* x n 2 x 4 = .* with echo, expected") as refused:
+        prompt_lengths(wrong, [half, half + 1], FACTS)
+    assert refused.value.field == "logprobs"
 
 
 @pytest.mark.parametrize("added", [True, False])

@@ -15,7 +15,7 @@ from skyrl_tinker.engine.openai.openai_server import OpenAIServer, _OpenAICall
 from skyrl_tinker.engine.scheduling.priorities import Priorities
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError, UserError
-from skyrl_tinker.protocol.schemas.openai import CompletionRequest
+from skyrl_tinker.protocol.schemas.openai import CompletionRequest, FieldError
 from skyrl_tinker.store import checkpoint_records, sampling_sessions
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.store import Store
@@ -68,6 +68,18 @@ async def test_what_is_not_served_is_refused_with_all_that_is(routes: OpenAIRout
         await routes.find(await saved(store, "other"), None)
 
 
+async def test_a_wrong_path_is_named_as_the_model(routes: OpenAIRoutes, store: Store) -> None:
+    for path in (
+        "tinker://",
+        "tinker://x/../y",
+        "tinker://x/sampler_weights/..",
+        await saved(store, "other"),
+    ):
+        with pytest.raises(FieldError, match=r"^model: ") as refused:
+            await routes.find(path, None)
+        assert refused.value.field == "model"
+
+
 async def test_a_request_waits_for_the_samplers_and_uses_them_until_its_end(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,3 +119,17 @@ async def test_a_request_counts_for_its_owner_in_the_sampler(store: Store) -> No
     )
     async with server._turn(first) as earliest, server._turn(first) as next_one, server._turn(other) as small:
         assert (earliest, next_one, small) == (0, 4000, 0)
+
+
+async def test_all_sequences_of_a_request_are_behind_small_requests_of_others(store: Store) -> None:
+    """The sampler gets one priority for all of them."""
+    none: Any = None
+    samplers: Any = SimpleNamespace(priorities=Priorities())
+    driver: Any = SimpleNamespace(turn=lambda *_: nullcontext())
+    server = OpenAIServer(store, samplers, none, STUDENT, none, driver, Metrics())
+    many = CompletionRequest(model="student", prompt=["a", "a"], n=4)
+    one = CompletionRequest(model="student", prompt="a")
+    wide = _OpenAICall(many, OwnerId(1), None, [1000, 1000], {"max_tokens": 3000}, none)
+    small = _OpenAICall(one, OwnerId(2), None, [3], {"max_tokens": 3}, none)
+    async with server._turn(wide) as last, server._turn(small) as first, server._turn(small) as second:
+        assert (last, first, second) == (26_000 - 26_000 // 8, 0, 6)

@@ -22,6 +22,16 @@ def test_a_small_one_is_ahead_of_all_but_the_first_of_a_flood() -> None:
                 assert small == 5 * number
 
 
+def test_many_sequences_of_one_request_are_behind_small_ones_that_come_later() -> None:
+    priorities = Priorities()
+    with priorities.take(FLOOD, 1000, 10) as flood:
+        for used in range(0, 900, 9):
+            with priorities.take(OTHER, 9) as small:
+                assert small == used < flood
+        with priorities.take(OTHER, 9) as as_much:
+            assert as_much == flood, "it is not delayed forever"
+
+
 def test_a_flood_is_ahead_of_whatever_comes_once_its_first_part_has_ended() -> None:
     """Whose tag is the lowest stays the first: those that come later, of anyone, start there or behind."""
     priorities = Priorities()

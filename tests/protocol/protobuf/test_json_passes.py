@@ -129,6 +129,14 @@ def test_types_nulls_missing_shapes_and_configs_are_tolerated() -> None:
             "chunk 0.tokens holds something that is not an int64",
         ),
         (
+            {"model_input": {"chunks": [{"tokens": [True, 1, 2]}]}},
+            "chunk 0.tokens holds something that is not an int64",
+        ),
+        (
+            {"loss_fn_inputs": {"weights": {"data": [True, 0.5], "dtype": "float32"}}},
+            "holds something that is not a number",
+        ),
+        (
             {"model_input": {"chunks": [{"tokens": [[1], [2, 3]]}]}},
             "chunk 0.tokens is nested, expected a flat list",
         ),

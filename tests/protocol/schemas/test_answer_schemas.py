@@ -156,14 +156,65 @@ def test_parts_that_are_slow_to_compile_have_bounds(most: Any, more: Any, found:
         {"oneOf": [{"const": n, "title": "a"} for n in range(1000)]},
         with_properties(400, {"anyOf": [{"type": "string", "maxLength": 200}, {"type": "null"}]}, 400),
         with_properties(100, {"type": "array", "minItems": 10**6, "maxItems": MAX_ITEMS // 100}, 100),
-        with_properties(3, {"minLength": "a", "maxLength": -1, "anyOf": {}, "oneOf": [1]}),
+        with_properties(3, {"minLength": "a", "maxLength": -1}),
+        with_properties(3, {"anyOf": {}}),
+        with_properties(3, {"oneOf": [1]}),
+        {"type": 5},
         with_properties(1000, {"type": "string"}, 1000),
         with_properties(400, {"type": "integer", "minimum": 0, "maximum": 100}, 400),
-        {"$ref": 5, "required": [[]], "properties": {"a": 1, "format": {}}, "format": 1, "minimum": "a"},
+        {"$ref": 5},
+        {"required": [[]], "properties": {"a": 1, "format": {}}, "format": 1, "minimum": "a"},
         with_properties(5, {"properties": ["a"], "required": "a", "pattern": 1, "patternProperties": 1}),
     ],
 )
 def test_other_schemas_are_the_samplers_to_judge(schema: Any) -> None:
+    check_schemas(schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "integer", "not": {"minimum": 0}}, "not is not supported"),
+        ({"items": {"if": {"const": 1}, "then": {}}}, "if is not supported"),
+        ({"properties": {"a": {"dependentRequired": {"a": ["b"]}}}}, "dependentRequired is not supported"),
+        ({"$defs": {"if": {"dependentSchemas": {}}}}, "dependentSchemas is not supported"),
+        ({"const": 5, "type": "string"}, "const beside type: const alone would be read"),
+        ({"enum": ["a", 1], "type": ["string", "null"]}, "enum beside type"),
+        ({"enum": [True], "type": "integer"}, "enum beside type"),
+        ({"enum": [1, 5], "type": "integer", "minimum": 3}, "enum beside minimum"),
+        ({"anyOf": [{"minimum": 5}], "type": "integer"}, "anyOf beside type"),
+        ({"type": "object", "anyOf": [{"type": "object"}, {"type": "null"}]}, "anyOf beside type"),
+        ({"oneOf": [{"type": "object"}], "properties": {}}, "oneOf beside properties"),
+        ({"allOf": [{"type": "integer"}], "minimum": 3}, "allOf beside minimum"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "integer"}}, "maximum": 3}, r"\$ref beside maximum"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "integer"}}, "type": "string"}, r"\$ref beside type"),
+        ({"anyOf": [{"type": 5}, 1], "type": 5}, "anyOf beside type"),
+        ({"anyOf": []}, "anyOf is empty"),
+        ({"type": "object", "required": ["z"]}, "required: 'z' is none of the properties"),
+        ({"properties": {"a": {}}, "required": ["a", "b"]}, "required: 'b' is none of the properties"),
+    ],
+)
+def test_what_no_grammar_would_read_is_refused(schema: Any, message: str) -> None:
+    """The sampler would answer with what does not fit."""
+    with pytest.raises(ValueError, match=message):
+        check_schemas(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"not": {"const": 1, "type": "integer"}, "if": {"enum": [2.0], "type": "integer"}}},
+        {"enum": ["a", None, [1], {"not": 1}], "type": ["string", "null", "array", "object"]},
+        {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}], "default": None, "title": "a"},
+        {"anyOf": [{"type": "integer"}, {"type": ["null"]}], "type": ["integer", "null"]},
+        {
+            "items": {"$ref": "#/$defs/a", "type": "integer", "description": "b"},
+            "$defs": {"a": {"type": "integer"}},
+        },
+        {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"type": "integer"}}, "default": 1},
+    ],
+)
+def test_what_says_the_same_twice_or_restricts_nothing_is_taken(schema: Any) -> None:
     check_schemas(schema)
 
 
@@ -202,15 +253,17 @@ def test_a_chain_of_references_is_followed_once(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_reference_in_data_is_none() -> None:
     lost = {"$ref": "#/nowhere"}
-    data = {"const": lost, "enum": [lost], "default": {"a": lost}, "examples": lost}
-    check_schemas(data, {"items": {"properties": {"properties": data}}}, {"$defs": {"$defs": data}})
-    named = {name: {"$ref": f"#/$defs/{name}"} for name in data}
-    check_schemas({"properties": named, "$defs": {name: {"type": "null"} for name in data}})
+    data = {"const": lost, "default": {"a": lost}, "examples": lost}
+    check_schemas(data, {"enum": [lost]}, {"items": {"properties": {"properties": data}}})
+    check_schemas({"$defs": {"$defs": data}})
+    names = ("const", "enum", "default", "examples")
+    named = {name: {"$ref": f"#/$defs/{name}"} for name in names}
+    check_schemas({"properties": named, "$defs": {name: {"type": "null"} for name in names}})
     for schema in (
         {"properties": data},
         {"$ref": "#/default", "default": {"type": "null"}},
-        {"items": {"default": {"type": "null"}}, "not": {"$ref": "#/items/default"}},
-        {"properties": [{"default": {"type": "null"}}], "not": {"$ref": "#/properties/0/default"}},
+        {"items": {"default": {"type": "null"}}, "then": {"$ref": "#/items/default"}},
+        {"properties": [{"default": {"type": "null"}}], "then": {"$ref": "#/properties/0/default"}},
     ):
         with pytest.raises(ValueError, match="leads nowhere"):
             check_schemas(schema)

@@ -155,6 +155,12 @@ def test_more_target_scores_than_the_sampling_engine_takes_are_refused() -> None
     assert validate(target_prompt_logprobs=few, limits=LACKING)
 
 
+@pytest.mark.parametrize("field", ["base_model", "model_path"])
+def test_weights_other_than_the_sampling_sessions_are_refused(field: str) -> None:
+    with pytest.raises(UserError, match=f"{field} is 'x', expected none: the sampling session has its own"):
+        validate(**{field: "x"})
+
+
 WRONG: list[tuple[str, Any, str]] = [
     ("temperature", -0.1, "Input should be greater than or equal to 0, found -0.1"),
     ("temperature", 2.1, "Input should be less than or equal to 2, found 2.1"),

@@ -83,6 +83,18 @@ def test_a_mixed_pass_equals_each_tenant_alone_to_the_bit(
             assert_equal(gradients_of(together, item.model), gradients_of(alone, item.model))
 
 
+def test_a_short_datum_equals_itself_among_others_to_the_bit(
+    make_worker: MakeWorker, wide_model: str
+) -> None:
+    specs = {model: LoraSpec(8, model) for model in range(1, 18)}
+    together = make_worker(wide_model, models=specs)
+    items = [make_item(model, make_data((model,), model)) for model in specs]
+    for item, output in zip(items, run_pass(together, *items), strict=True):
+        alone = make_worker(wide_model, models={item.model: specs[item.model]})
+        _assert_same_output(output, run_one(alone, item))
+        assert_equal(gradients_of(together, item.model), gradients_of(alone, item.model))
+
+
 PLAIN = {1: (2,), 2: (8, 3), 3: (1,), 4: (5, 1, 60), 5: (300,), 6: (7,), 7: (90,), 8: (120, 40)}
 """Lengths of tenants that leave the head alone, some of them more than share one go at the logprobs."""
 

@@ -81,6 +81,18 @@ def _poisoned(seed: int, lengths: tuple[int, ...]) -> tuple[Datum, ...]:
     return (*good, Datum(bad.tokens, bad.target_tokens, inputs))
 
 
+def test_weights_that_diverged_are_named_and_no_input_is(make_worker: MakeWorker, untied_model: str) -> None:
+    worker = _with_models(make_worker(untied_model), 1, 2)
+    run_one(worker, _item(1, 1))
+    step(worker, 1, AdamParams(1e30))
+    failure, _ = run_pass(worker, _item(1, 2), _item(2, 1))
+    assert isinstance(failure, Failure)
+    found = (
+        "datum 0, position 0: expected a finite logprob, found nan: the weights of this model have diverged"
+    )
+    assert failure.message.startswith(found)
+
+
 @pytest.mark.parametrize("budget", [64, 4096])
 def test_a_failing_request_leaves_its_neighbours_bit_equal(
     make_worker: MakeWorker, untied_model: str, budget: int
