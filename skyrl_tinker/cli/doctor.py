@@ -316,7 +316,8 @@ def _described(settings: Settings) -> str:
     if settings.base_model == TINY:
         return f"tiny, made on first use{'' if settings.samples else ', training only'}"
     facts = base_model.resolve(settings)
-    require_whole(Path(facts.directory))
+    if facts.hub_name is None:  # of a hub's model `serve` downloads them
+        require_whole(Path(facts.directory))
     use = f"sampled by {facts.sampler}" if facts.sampleable else "training only"
     return f"{settings.base_model}: {facts.architecture}, {facts.context_length} tokens of context, {use}"
 

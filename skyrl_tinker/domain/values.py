@@ -221,6 +221,13 @@ class TargetTokens:
         return sorted({*self.tokens} - {-1})
 
 
+LISTED_PER_PLACE = 2048
+"""Logprobs beyond those of sampled tokens that take a sampler's API process as long as a sequence: 8 ms.
+
+It makes one answer after the other, so answers that list much are in flight few at a time.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
     """A validated asample request.
@@ -252,6 +259,14 @@ class SampleRequest:
         left = max(0, context_length - len(self.prompt))
         most = left if self.params.max_tokens is None else self.params.max_tokens
         return len(self.prompt) + self.sequences * most
+
+    def places(self, context_length: int) -> int:
+        """Count the places that it takes among sequences in flight: more than it has if it lists much."""
+        targets = self.target_prompt_logprobs
+        listed = len(self.prompt) * (self.topk_prompt_logprobs + self.prompt_alt_tokens_k)
+        listed += len(targets.tokens) if targets else 0
+        listed += (self.tokens(context_length) - len(self.prompt)) * self.topk_sample_logprobs
+        return max(self.sequences, listed // LISTED_PER_PLACE)
 
 
 TopkRow = tuple[tuple[int, float], ...]

@@ -17,7 +17,7 @@ from skyrl_tinker.protocol.schemas.openai import (
 from skyrl_tinker.protocol.schemas.sampling_rules import overflow
 from skyrl_tinker.protocol.validation.limits import check_ids
 from skyrl_tinker.protocol.validation.openai import check_openai
-from skyrl_tinker.protocol.validation.scores import MAX_CELLS
+from skyrl_tinker.protocol.validation.scores import MAX_LISTED
 
 OpenAIRequest = CompletionRequest | ChatCompletionRequest
 _FORWARDED = {
@@ -99,15 +99,20 @@ def prompt_lengths(request: OpenAIRequest, counts: Sequence[int], facts: BaseMod
     return lengths
 
 
+def listed(request: OpenAIRequest, prompts: int, sampled: int) -> int:
+    """Count the logprobs that an answer lists, of so many tokens of prompts and sampled ones, at most."""
+    if isinstance(request, ChatCompletionRequest):
+        return sampled * (request.top_logprobs or 0)
+    each = 0 if request.logprobs is None else max(1, request.logprobs)
+    return each * (sampled + (prompts * request.n if request.echo else 0))
+
+
 def _require_few_listed(request: OpenAIRequest, tokens: int) -> None:
     """Refuse more logprobs of prompts than a sampler should send at once; `tokens`: of all prompts."""
-    if not isinstance(request, CompletionRequest) or not request.echo or request.logprobs is None:
-        return
-    listed = max(1, request.logprobs)
-    if (total := tokens * request.n * listed) > MAX_CELLS:
+    if (total := listed(request, tokens, 0)) > MAX_LISTED:
         raise FieldError(
-            f"logprobs: {tokens} prompt tokens x n {request.n} x {listed} = {total} with echo, expected at"
-            f" most {MAX_CELLS}: send fewer prompts at once",
+            f"logprobs: {tokens} prompt tokens x n {request.n} x logprobs = {total} with echo, expected at"
+            f" most {MAX_LISTED}: send fewer prompts at once",
             "logprobs",
         )
 

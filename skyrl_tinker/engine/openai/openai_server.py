@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -13,11 +13,12 @@ import orjson
 from aiohttp import web
 
 from skyrl_tinker.domain.ids import OwnerId, openai_session
-from skyrl_tinker.domain.values import BaseModelFacts, Usage, WeightVersion
+from skyrl_tinker.domain.values import LISTED_PER_PLACE, BaseModelFacts, Usage, WeightVersion
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.engine.openai.grammar_turns import GrammarTurns
 from skyrl_tinker.engine.openai.openai_requests import (
     OpenAIRequest,
+    listed,
     prompt_lengths,
     require_one_sequence,
     texts_to_count,
@@ -78,6 +79,12 @@ class _OpenAICall:
     @property
     def sequences(self) -> int:
         return len(self.prompts) * self.request.n
+
+    @property
+    def places(self) -> int:
+        """Places that it takes among sequences in flight (SampleRequest.places): this text takes fourfold."""
+        sampled = self.tokens - sum(self.prompts)
+        return max(self.sequences, 4 * listed(self.request, sum(self.prompts), sampled) // LISTED_PER_PLACE)
 
     @property
     def tokens(self) -> int:
@@ -183,14 +190,16 @@ class OpenAIServer:
     async def _compile(self, call: _OpenAICall) -> None:
         """Have each replica compile the request's grammar, the first one alone: it may die of it.
 
-        The grammar is that of the tokenizer, which all versions share: it needs no weights of its own.
+        The grammar is that of the tokenizer, which all versions share: it needs no weights of its own. Others'
+        may have diverged, so a sampler that gives the token up has compiled it, or fails the request.
         """
         async with self._fleet.placement.sampling():
             body = self._body(replace(call, body={**call.body, **_SHORTEST}), BASE_MODEL, 0)
             data, urls = self._fleet.client.data, self._fleet.client.server_urls
             with call.naming_grammar():
                 for some in (urls[:1], urls[1:]):
-                    await asyncio.gather(*(data.openai(call.path, body, server=url) for url in some))
+                    with suppress(RequestGivenUpError):
+                        await asyncio.gather(*(data.openai(call.path, body, server=url) for url in some))
 
     # To the sampler and back
 
@@ -280,7 +289,7 @@ class OpenAIServer:
     async def _turn(self, call: _OpenAICall) -> AsyncIterator[int]:
         """Hold a turn among the samples; yields the request's priority in the sampler."""
         share = share_of(call.owner, openai_session(call.owner))
-        async with self._sampler_driver.turn(call.owner, call.tokens, call.sequences):
+        async with self._sampler_driver.turn(call.owner, call.tokens, call.places):
             with self._samplers.priorities.take(share, call.tokens, call.sequences) as priority:
                 yield priority
 

@@ -248,17 +248,8 @@ class SamplerDriver:
             usage = Usage(len(request.prompt), output.cached_tokens, sampled)
             result, kept = sample_results.encode_sample_response(output), len(body) <= KEPT_BYTES
             return FutureResult(pass_results.PROTOBUF, result, records, usage, keep_body=kept)
-        except StateLostError as error:
-            return failure_of(await self._or_parked(row, error))
         except Exception as error:  # of any kind, it becomes the result of this request
             return failure_of(error)
-
-    async def _or_parked(self, row: QueuedRow, error: StateLostError) -> StateLostError:
-        """Return the error of weights that are gone; those of a parked model will come back with it."""
-        assert row.sampling_session_id is not None
-        find = partial(sampling_sessions.why_parked, session=row.sampling_session_id)
-        reason = await read_persistently(self._store, find)
-        return error if reason is None else StateLostError(f"{reason}; its unnamed weights come back with it")
 
     async def _sample(self, row: QueuedRow, source: SampleSource, request: SampleRequest) -> SampleOutput:
         """Sample. If the weights' storage is away, other samples use the turn until the files are here."""
@@ -266,6 +257,8 @@ class SamplerDriver:
         while True:  # the files may leave the cache again
             try:
                 return await self._samplers.sample(source, request, share)
+            except StateLostError as error:
+                raise await self._or_parked(row, error) from error
             except StorageAwayError as error:
                 _log.warning("request %s waits: %s", row.request_id, error)
             self._give_back(row.id)
@@ -275,6 +268,13 @@ class SamplerDriver:
                 await self._await_turn(replace(row, tokens=0))  # they were charged for the first turn
             finally:
                 del self._away[row.id]
+
+    async def _or_parked(self, row: QueuedRow, error: StateLostError) -> StateLostError:
+        """Return the error of files that are gone: a start that brings a parked model back may make them."""
+        assert row.sampling_session_id is not None
+        find = partial(sampling_sessions.why_parked, session=row.sampling_session_id)
+        reason = await read_persistently(self._store, find)
+        return error if reason is None else StateLostError(f"{reason}; its unnamed weights may come with it")
 
     def _read(self, body: bytes) -> SampleRequest:
         request = sample_from_body(body)

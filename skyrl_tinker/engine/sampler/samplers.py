@@ -258,5 +258,11 @@ def _on_demand(version: WeightVersion) -> Iterator[None]:
     """Log a failure here: the next sample tries again."""
     try:
         yield
-    except SkyrlTinkerError as error:
-        _log.warning("%s is not loaded by the samplers yet: %s", version.name, error)
+    except Exception as error:  # of any kind: the save beside it goes on
+        foreseen = isinstance(error, SkyrlTinkerError)
+        _log.warning(
+            "%s is not loaded by the samplers yet: %r",
+            version.name,
+            error,
+            exc_info=None if foreseen else error,
+        )

@@ -106,7 +106,7 @@ class Publisher(SaveFlow[SamplerSave]):
         """Publish and compare in the background; score the probe on the trainer, with the same weights.
 
         `compare` starts work that may wait for absent samplers. Returns by model the task that ends when its
-        save is answered.
+        save is answered, and loaded by idle samplers.
         """
         publishing = {save.model.key: (save, write(save.row, self.persist(save))) for save in saves}
         names = {key: save.model.model_id for key, (save, _) in publishing.items()}

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import ray
 
+from skyrl_tinker.errors import MOST_CHARACTERS
 from skyrl_tinker.inference.servers.ports import reserve_port
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.system.interfaces import interface_of
@@ -128,7 +129,7 @@ def with_cause(log: str) -> str:
     if _SAID_ABOVE.search(tail):
         lines = (line for line in reversed(log.splitlines()) if not _SAID_ABOVE.search(line))
         if said := next(filter(None, map(_ERROR.search, lines)), None):
-            return f"{tail.rstrip()}\n{said[1]}\n"
+            return f"{tail.rstrip()}\n{said[1][:MOST_CHARACTERS]}\n"
     return tail
 
 

@@ -46,7 +46,7 @@ _MOST = {
 _PATTERNS, _DIGITS, _PAIRS, _REFERENCES, _URIS, _LENGTHS, _ITEMS, _BRANCHES = _MOST
 _RANGE = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _UNIONS = ("anyOf", "oneOf")
-_DATA = {"const", "enum", "default", "examples"}
+_DATA = {"const", "enum", "default", "examples", "example", "discriminator"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "schemas"}
 _UNREAD = ("not", "if", "dependentRequired", "dependentSchemas", "dependencies")
 _ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
@@ -57,14 +57,14 @@ _RESTRICTING = _RANGE.union(
     ("maxProperties", "propertyNames", "items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
     ("contains", "minLength", "maxLength", "pattern", "format", "multipleOf"),
 )
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "null": (type(None),),
-    "boolean": (bool,),
-    "integer": (int,),
-    "number": (int, float),
-    "string": (str,),
-    "array": (list,),
-    "object": (dict,),
+_TYPES: Mapping[type, str] = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
 }
 _INDEX = re.compile(r"[0-9]{1,5}")
 _MOST_TIMES = 10**6
@@ -72,9 +72,9 @@ _PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL
 
 
 def check_schemas(*schemas: Mapping[str, Any]) -> None:
-    """Raise ValueError for schemas beyond these bounds together, and for parts that no grammar would read.
+    """Raise ValueError for schemas beyond these bounds together, and for a `$ref` that leads to no schema.
 
-    Such as a `$ref` that leads to no schema. `parse_json` bounds their depth.
+    `parse_json` bounds their depth.
     """
     if (size := len(orjson.dumps(schemas))) > MAX_SCHEMA:
         raise ValueError(f"{size} characters, expected at most {MAX_SCHEMA}")
@@ -92,8 +92,12 @@ def check_schemas(*schemas: Mapping[str, Any]) -> None:
         ends: set[str] = set()
         for place in _references(schema):
             _check_reference(place, schema, ends)
-        for part in _parts(schema):
-            _check_read(part, schema)
+
+
+def require_read(schema: Mapping[str, Any]) -> None:
+    """Raise ValueError for parts of a schema that grammars would not read, as if they were not there."""
+    for part in _parts(schema):
+        _check_read(part, schema)
 
 
 def _parts(value: Any, *, named: bool = False) -> Iterator[Mapping[str, Any]]:
@@ -114,11 +118,13 @@ def _references(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_read(part: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    """Raise ValueError for keywords that would change nothing in the answers; `schema`: that has the part."""
+    """Raise ValueError for keywords of a part of a schema that would change nothing in the answers."""
     if unread := next((key for key in _UNREAD if key in part), None):
         raise ValueError(f"{unread} is not supported, expected a schema without it")
     first = next((key for key in _ALONE if key in part), None)
     beside = sorted(part.keys() & _RESTRICTING - {first})
+    if first == "const" and part.get("enum") == [part["const"]]:  # as pydantic wrote a Literal once
+        beside.remove("enum")
     if first is not None and beside and not (beside == ["type"] and _agrees(part, first, schema)):
         raise ValueError(f"{first} beside {beside[0]}: {first} alone would be read, expected it alone")
     if first in ("anyOf", "oneOf", "allOf") and part[first] == []:
@@ -131,28 +137,30 @@ def _check_read(part: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
 
 
 def _agrees(part: Mapping[str, Any], first: str, schema: Mapping[str, Any]) -> bool:
-    """Return whether the type of a schema follows from its other keyword, so that it need not be read."""
-    kinds, value = _kinds(part), part[first]
-    if first in ("const", "enum"):
-        values = [value] if first == "const" or not isinstance(value, list) else value
-        return all(any(_is(each, kind) for kind in kinds) for each in values)
-    parts = [_part(value, schema)] if first == "$ref" and isinstance(value, str) else value
-    return isinstance(parts, list) and all(
-        isinstance(each, Mapping) and bool(found := _kinds(each)) and found <= kinds for each in parts
+    """Return whether the type of a part follows from its other keyword, so that it need not be read."""
+    kinds = _kinds(part, schema)
+    allowed = kinds | {"integer"} if "number" in kinds else kinds
+    branches = part[first] if first.endswith("Of") else [{first: part[first]}]
+    return isinstance(branches, list) and all(
+        bool(found := _kinds(branch, schema)) and found <= allowed for branch in branches
     )
 
 
-def _kinds(part: Mapping[str, Any]) -> set[str]:
-    kinds = part.get("type")
-    return {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)}
+def _kinds(part: Any, schema: Mapping[str, Any]) -> set[str]:
+    """Return the types of a part of a schema: those that it names, or of its constants; none: not known."""
+    if isinstance(part, Mapping) and "type" not in part and isinstance(place := part.get("$ref"), str):
+        part = _part(place, schema)
+    if not isinstance(part, Mapping):
+        return set()
+    if "type" in part:
+        named = part["type"] if isinstance(part["type"], list) else [part["type"]]
+        return {kind for kind in _TYPES.values() if kind in named}
+    constants = [part["const"]] if "const" in part else part.get("enum")
+    return set(map(_kind_of, constants)) if isinstance(constants, list) else set()
 
 
-def _is(value: Any, kind: str) -> bool:
-    if isinstance(value, bool):
-        return kind == "boolean"
-    if isinstance(value, float) and value.is_integer():
-        return kind in ("integer", "number")
-    return isinstance(value, _TYPES.get(kind, ()))
+def _kind_of(value: Any) -> str:
+    return "integer" if isinstance(value, float) and value.is_integer() else _TYPES[type(value)]
 
 
 def _check_reference(place: str, schema: Mapping[str, Any], ends: set[str]) -> None:

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
-from skyrl_tinker.protocol.schemas.answer_schemas import check_schemas
+from skyrl_tinker.protocol.schemas.answer_schemas import check_schemas, require_read
 from skyrl_tinker.protocol.schemas.base import MOST_PROBLEMS, Items, Message, StrictInt, describe
 from skyrl_tinker.protocol.schemas.sampling_rules import (
     MaxTokens,
@@ -203,6 +203,7 @@ class JsonSchema(OpenAIMessage):
     @classmethod
     def _is_short(cls, schema: dict[str, Any]) -> dict[str, Any]:
         check_schemas(schema)
+        require_read(schema)
         return schema
 
 
@@ -406,6 +407,9 @@ class ChatCompletionRequest(OpenAIRequest):
             schemas = [tool.function.parameters or {} for tool in self.called] if self.restricted_by else []
             try:
                 check_schemas(*schemas)
+                for tool in self.called:
+                    if tool.function.strict:  # grammars take any arguments of the others
+                        require_read(tool.function.parameters or {})
             except ValueError as error:
                 raise ValueError(f"tools: parameters: {error}") from error
         return self

@@ -12,6 +12,7 @@ from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities, chat_abilities
 from skyrl_tinker.engine.openai.openai_requests import (
     OpenAIRequest,
+    listed,
     prompt_lengths,
     require_one_sequence,
     texts_to_count,
@@ -24,7 +25,7 @@ from skyrl_tinker.protocol.schemas.openai import (
     FieldError,
     parse_openai,
 )
-from skyrl_tinker.protocol.validation.scores import MAX_CELLS
+from skyrl_tinker.protocol.validation.scores import MAX_LISTED
 
 EOS = (1, 2)
 FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, EOS)
@@ -64,13 +65,32 @@ def test_an_empty_prompt_is_refused_by_name(prompt: Any, counts: list[int], name
 def test_an_echo_lists_so_many_logprobs_at_most() -> None:
     """A sampler sends all of them at once, and answers nobody else meanwhile."""
     asked = {"model": "m", "prompt": ["a", "b"], "max_tokens": 0, "n": 2}
-    half = MAX_CELLS // 16
+    half = MAX_LISTED // 16
     for fields in ({"echo": True, "logprobs": 4}, {"echo": True}, {"max_tokens": 1, "logprobs": 20}):
         prompt_lengths(parse_openai(CompletionRequest, {**asked, **fields}), [half, half], FACTS)
     wrong = parse_openai(CompletionRequest, {**asked, "echo": True, "logprobs": 4})
-    with pytest.raises(FieldError, match=r"logprobs: .* x n 2 x 4 = .* with echo, expected") as refused:
+    with pytest.raises(
+        FieldError, match=r"logprobs: .* x n 2 x logprobs = .* with echo, expected"
+    ) as refused:
         prompt_lengths(wrong, [half, half + 1], FACTS)
     assert refused.value.field == "logprobs"
+
+
+@pytest.mark.parametrize(
+    ("schema", "fields", "count"),
+    [
+        (CompletionRequest, {"prompt": "a"}, 0),
+        (CompletionRequest, {"prompt": "a", "logprobs": 5, "n": 2}, 5 * 70),
+        (CompletionRequest, {"prompt": "a", "logprobs": 5, "n": 2, "echo": True}, 5 * (70 + 2 * 300)),
+        (CompletionRequest, {"prompt": "a", "logprobs": 0, "echo": True}, 370),
+        (ChatCompletionRequest, {"messages": USER, "logprobs": True}, 0),
+        (ChatCompletionRequest, {"messages": USER, "logprobs": True, "top_logprobs": 3}, 3 * 70),
+    ],
+)
+def test_logprobs_that_an_answer_lists_are_counted(
+    schema: type[OpenAIRequest], fields: dict[str, Any], count: int
+) -> None:
+    assert listed(parse_openai(schema, {"model": "m", **fields}), prompts=300, sampled=70) == count
 
 
 @pytest.mark.parametrize("added", [True, False])

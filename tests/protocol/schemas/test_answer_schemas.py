@@ -1,8 +1,10 @@
 """What a schema may cost a sampler, which compiles it before it answers anybody else."""
 
-from typing import Any
+from enum import Enum
+from typing import Annotated, Any, Literal
 
 import pytest
+from pydantic import BaseModel, ConfigDict, Field
 
 from skyrl_tinker.protocol.schemas import answer_schemas
 from skyrl_tinker.protocol.schemas.answer_schemas import (
@@ -18,8 +20,34 @@ from skyrl_tinker.protocol.schemas.answer_schemas import (
     MAX_URIS,
     check_schemas,
     pattern_size,
+    require_read,
 )
 from skyrl_tinker.protocol.schemas.openai import ChatCompletionRequest, FieldError, parse_openai
+
+
+class Color(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class If(BaseModel):
+    """A branch of a union."""
+
+    type: Literal["if"]
+    then: "list[If | Not]"
+
+
+class Not(BaseModel):
+    type: Literal["not"] = "not"
+    of: Color | None = Field(None, description="A color")
+    share: Annotated[float, Field(ge=0)] = 1
+
+
+class Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    tree: Annotated[If | Not, Field(discriminator="type")]
+    colors: dict[str, Color]
+    point: tuple[int, str]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +225,7 @@ def test_other_schemas_are_the_samplers_to_judge(schema: Any) -> None:
 def test_what_no_grammar_would_read_is_refused(schema: Any, message: str) -> None:
     """The sampler would answer with what does not fit."""
     with pytest.raises(ValueError, match=message):
-        check_schemas(schema)
+        require_read(schema)
 
 
 @pytest.mark.parametrize(
@@ -212,10 +240,29 @@ def test_what_no_grammar_would_read_is_refused(schema: Any, message: str) -> Non
             "$defs": {"a": {"type": "integer"}},
         },
         {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"type": "integer"}}, "default": 1},
+        {"const": "a", "enum": ["a"], "type": "string"},
+        {"type": "string", "oneOf": [{"const": "a", "description": "first"}, {"enum": ["b"]}]},
+        {"type": "number", "anyOf": [{"type": "integer"}, {"const": 1.5}]},
+        {"type": "object", "oneOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"type": "object"}}},
+        {
+            "oneOf": [{"type": "null"}],
+            "discriminator": {
+                "propertyName": "type",
+                "mapping": {"if": "#/$defs/If", "enum": "#/$defs/Enum"},
+            },
+        },
+        {"type": ["integer", *(f"no type {n}" for n in range(2000))], "enum": [1] * 5000},
     ],
 )
 def test_what_says_the_same_twice_or_restricts_nothing_is_taken(schema: Any) -> None:
     check_schemas(schema)
+    require_read(schema)
+
+
+def test_schemas_that_pydantic_makes_are_read() -> None:
+    schema = Answer.model_json_schema()
+    check_schemas(schema)
+    require_read(schema)
 
 
 def test_a_reference_leads_to_a_part_of_its_own_schema() -> None:
@@ -304,6 +351,16 @@ def test_it_is_refused_where_it_would_be_compiled(fields: dict[str, Any], named:
     parse_openai(
         ChatCompletionRequest, asked | {"tools": [{"function": {"name": "a", "parameters": of(".{9999}")}}]}
     )
+
+
+def test_only_strict_tools_must_be_read() -> None:
+    """The arguments of others are as the model writes them."""
+    loose = {"function": {"name": "a", "parameters": {"type": "object", "not": {}}}}
+    strict = {"function": {**loose["function"], "name": "b", "strict": True}}
+    asked = {"model": "m", "messages": [{"role": "user", "content": "a"}], "parallel_tool_calls": False}
+    parse_openai(ChatCompletionRequest, {**asked, "tools": [loose]})
+    with pytest.raises(FieldError, match="tools.*: parameters: not is not supported"):
+        parse_openai(ChatCompletionRequest, {**asked, "tools": [loose, strict]})
 
 
 def test_tools_are_no_branches_of_one_schema() -> None:
