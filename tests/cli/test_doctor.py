@@ -271,7 +271,7 @@ def test_a_host_open_to_the_network_needs_keys_as_for_serve(
 
 
 def test_weights_that_are_not_there_are_told_as_by_serve(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model(model := tmp_path / "model")
     (model / INDEX_FILE).write_text('{"weight_map": {"a": "gone.safetensors"}}')
@@ -282,6 +282,11 @@ def test_weights_that_are_not_there_are_told_as_by_serve(
     os.truncate(model / WEIGHTS_FILE, 10_000)
     found = _doctor(capsys, home=tmp_path / "home", base_model=str(model))
     assert found["base model"].startswith(f"FAIL  '{model / WEIGHTS_FILE}' is not a whole safetensors file: ")
+    (model / INDEX_FILE).write_text(
+        '{"weight_map": {"a": "later.safetensors"}}'
+    )  # of a hub, to be downloaded
+    monkeypatch.setattr(base_model.hub, "fetch_description", lambda name: model)
+    assert _doctor(capsys, home=tmp_path / "home", base_model="org/model")["base model"].startswith("ok ")
 
 
 def test_it_asks_database_and_storage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

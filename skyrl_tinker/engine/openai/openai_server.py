@@ -190,8 +190,8 @@ class OpenAIServer:
     async def _compile(self, call: _OpenAICall) -> None:
         """Have each replica compile the request's grammar, the first one alone: it may die of it.
 
-        The grammar is that of the tokenizer, which all versions share: it needs no weights of its own. Others'
-        may have diverged, so a sampler that gives the token up has compiled it, or fails the request.
+        The grammar is that of the tokenizer, which all versions share: it needs no weights of its own. Others
+        may have diverged: a sampler that gives the token up has compiled it, or fails the request.
         """
         async with self._fleet.placement.sampling():
             body = self._body(replace(call, body={**call.body, **_SHORTEST}), BASE_MODEL, 0)

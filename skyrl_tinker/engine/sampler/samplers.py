@@ -259,10 +259,5 @@ def _on_demand(version: WeightVersion) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of any kind: the save beside it goes on
-        foreseen = isinstance(error, SkyrlTinkerError)
-        _log.warning(
-            "%s is not loaded by the samplers yet: %r",
-            version.name,
-            error,
-            exc_info=None if foreseen else error,
-        )
+        unforeseen = None if isinstance(error, SkyrlTinkerError) else error
+        _log.warning("%s is not loaded by the samplers yet: %s", version.name, error, exc_info=unforeseen)

@@ -29,7 +29,7 @@ class QueuedRow:
     """Accepted request, as the engine schedules it. A failed one runs nothing, yet keeps its place.
 
     `base_model`: that of its model or sampling session. Of a sample: `body` where it is small, which saves a
-    read; `tokens`: the most that it computes, prompt included; `sequences`: that it counts as (SampleRequest.places).
+    read; `tokens`: the most that it computes, prompt included; `sequences`: as many as SampleRequest.places.
     """
 
     id: int
