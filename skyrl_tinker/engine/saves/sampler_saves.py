@@ -1,10 +1,10 @@
 """save_weights_for_sampler: captured on the trainer, several models in one turn, then published.
 
-Publishing takes no turn of the trainer and runs in the background: the files are written, then the save is
-recorded and answered while samplers load them. If the weight transport can take unnamed full weights from the
-ranks, these are lent to the samplers: to idle ones from the capture on, to running requests of an inflight
-target once the save is recorded. They are freed when the files are written and no sync reads them; samplers
-that were busy until then read the files.
+Publishing (write, load on the samplers, record, answer) takes no turn of the trainer and runs in the
+background. If the weight transport can take unnamed full weights from the ranks, these are lent to the
+samplers: to idle ones from the capture on, to running requests of an inflight target once the save is
+recorded. They are freed when the files are written and no sync reads them; samplers that were busy until then
+read the files.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -37,8 +37,6 @@ from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.system.off_loop import in_disk_thread
 from skyrl_tinker.training.trainer_group import CapturedState
 
-COMPARED_AFTER_S = 0.1
-"""Clients sample new weights at once: their first tokens come before the probe's."""
 _log = logging.getLogger(__name__)
 Start = Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
 """Start work in the background."""
@@ -65,7 +63,6 @@ class SamplerSaveRequest(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class SamplerSave(Save[SaveSamplerBody]):
     version: WeightVersion
-    written: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def inflight(self) -> bool:
@@ -106,7 +103,7 @@ class Publisher(SaveFlow[SamplerSave]):
         """Publish and compare in the background; score the probe on the trainer, with the same weights.
 
         `compare` starts work that may wait for absent samplers. Returns by model the task that ends when its
-        save is answered, and loaded by idle samplers.
+        save is answered.
         """
         publishing = {save.model.key: (save, write(save.row, self.persist(save))) for save in saves}
         names = {key: save.model.model_id for key, (save, _) in publishing.items()}
@@ -158,35 +155,21 @@ class Publisher(SaveFlow[SamplerSave]):
 
     async def _answer(self, save: SamplerSave) -> bool:
         async with asyncio.TaskGroup() as tasks:
-            bringing = tasks.create_task(self._bring(save))
+            announcing: asyncio.Task[None] | None = None
+            if (samplers := self._borrower(save)) is not None:
+                self._lent[save.row.id] = save
+                samplers.lend(save.version, save.captured)
+                if not save.inflight:  # rollouts must not use weights of a save that may still fail
+                    announcing = tasks.create_task(samplers.announce(save.version))
             started = time.monotonic()
             succeeded = await super()._answer(save)
             if succeeded:
                 self._metrics.published(save.version.kind, save.row.id, time.monotonic() - started)
-            else:  # a recovery of the ranks must not wait for samplers
-                bringing.cancel()
+            elif announcing is not None:  # a recovery of the ranks must not wait for samplers
+                announcing.cancel()
         if succeeded and self._samplers is not None:
             await _announce(self._samplers, save)
         return succeeded
-
-    async def _bring(self, save: SamplerSave) -> None:
-        """Bring the weights to idle samplers: lent ones at once, adapters from the files once they are here.
-
-        Running requests take them later: rollouts must not use weights of a save that may still fail. Ranks
-        that do not lend them forget them meanwhile.
-        """
-        samplers = self._samplers
-        if samplers is None or self._borrower(save) is None:
-            await save.written.wait()
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._free(save))
-                if samplers is not None:
-                    tasks.create_task(samplers.load(save.version))
-            return
-        self._lent[save.row.id] = save
-        samplers.lend(save.version, save.captured)
-        if not save.inflight:
-            await samplers.announce(save.version)
 
     def _borrower(self, save: SamplerSave) -> Samplers | None:
         """Return the samplers if they take these weights from the ranks."""
@@ -227,13 +210,19 @@ class Publisher(SaveFlow[SamplerSave]):
         return SamplerSave(row, model, body, path, directory, captured, version)
 
     async def _write(self, save: SamplerSave) -> int:
+        """Write the files, and load them before the answer: the probe then comes ahead of clients' samples.
+
+        Rows of one adapter that share a step with others have other last bits than alone.
+        """
         size = await self._trainer.persist_state(save.captured, str(save.directory))
-        save.written.set()
+        loading = [] if self._samplers is None else [self._samplers.load(save.version)]  # may take long
+        await asyncio.gather(self._need_ranks_no_more(save), *loading)
         return size
 
-    def _note_here(self, save: SamplerSave) -> None:
-        super()._note_here(save)
-        save.written.set()  # where a second try found them written
+    async def _need_ranks_no_more(self, save: SamplerSave) -> None:
+        if self._borrower(save) is None:
+            await self._free(save)
+        self._note_here(save)
 
     async def _free(self, save: SamplerSave) -> None:
         if self._lent.pop(save.row.id, None) is not None and self._samplers is not None:
@@ -269,7 +258,6 @@ class Publisher(SaveFlow[SamplerSave]):
 
     async def _compare(self, scored: ScoredProbe, save: SamplerSave, publishing: asyncio.Task[bool]) -> None:
         if await publishing:
-            await asyncio.sleep(COMPARED_AFTER_S)
             await self._gaps.compare(scored, save.version, inflight=save.inflight)
 
 

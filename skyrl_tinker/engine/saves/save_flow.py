@@ -109,9 +109,9 @@ class SaveFlow(ABC, Generic[S]):
             return await self._answer(save)
         finally:
             await self._free(save)
+            self._reserved.discard(save.path)
 
     async def _answer(self, save: S) -> bool:
-        """Write, record and answer; then the name is free. Returns whether the save succeeded."""
         try:
             size = await self._write_with_room(save)
             self._note_here(save)
@@ -126,13 +126,11 @@ class SaveFlow(ABC, Generic[S]):
             await self._discard(save)
             await self._commits.add(UnitEnd({save.row.id: failure}))
             return False
-        finally:
-            self._reserved.discard(save.path)
         return True
 
     @asynccontextmanager
     async def _reserving(self, path: TinkerPath | None, *, overwrite: bool = False) -> AsyncIterator[None]:
-        """Reserve the name until `persist` has answered, or here if the block fails. Raises UserError."""
+        """Reserve the name until `persist` frees it, or here if the block fails. Raises UserError."""
         if path is None:
             yield
             return
