@@ -286,7 +286,9 @@ def test_weights_that_are_not_there_are_told_as_by_serve(
         '{"weight_map": {"a": "later.safetensors"}}'
     )  # of a hub, to be downloaded
     monkeypatch.setattr(base_model.hub, "fetch_description", lambda name: model)
-    assert _doctor(capsys, home=tmp_path / "home", base_model="org/model")["base model"].startswith("ok ")
+    assert _doctor(capsys, home=tmp_path / "home", base_model="org/model")["base model"].startswith(
+        "org/model: "
+    )
 
 
 def test_it_asks_database_and_storage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
