@@ -222,10 +222,13 @@ class TargetTokens:
 
 
 LISTED_PER_PLACE = 2048
-"""Logprobs beyond those of sampled tokens that take a sampler's API process as long as a sequence: 8 ms.
+"""Logprobs of a prompt that take a sampler's API process as long as a sequence: 8 ms.
 
-It makes one answer after the other, so answers that list much are in flight few at a time.
+It makes one answer after the other, so answers that list much are in flight few at a time. Those of sampled
+tokens come with each step: they weigh where they are many at each.
 """
+LISTED_PER_STEP = 64
+"""Logprobs that a sequence may list with each sampled token without counting as more than one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,13 +263,14 @@ class SampleRequest:
         most = left if self.params.max_tokens is None else self.params.max_tokens
         return len(self.prompt) + self.sequences * most
 
-    def places(self, context_length: int) -> int:
+    @property
+    def places(self) -> int:
         """Count the places that it takes among sequences in flight: more than it has if it lists much."""
         targets = self.target_prompt_logprobs
         listed = len(self.prompt) * (self.topk_prompt_logprobs + self.prompt_alt_tokens_k)
         listed += len(targets.tokens) if targets else 0
-        listed += (self.tokens(context_length) - len(self.prompt)) * self.topk_sample_logprobs
-        return max(self.sequences, listed // LISTED_PER_PLACE)
+        sampled = self.sequences * (1 + self.topk_sample_logprobs // LISTED_PER_STEP)
+        return max(sampled, listed // LISTED_PER_PLACE)
 
 
 TopkRow = tuple[tuple[int, float], ...]

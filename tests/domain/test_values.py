@@ -17,12 +17,12 @@ PROMPT = tuple(range(1, 1 + LISTED_PER_PLACE))
         (1, {"topk_prompt_logprobs": 20}, 20),
         (1, {"prompt_alt_tokens_k": 7, "topk_prompt_logprobs": 3}, 10),
         (30, {"topk_prompt_logprobs": 20}, 30),
-        (4, {"topk_sample_logprobs": 8}, 4 * 8),
+        (4, {"topk_sample_logprobs": 20}, 4),
+        (4, {"topk_sample_logprobs": 200}, 4 * 4),
         (1, {"target_prompt_logprobs": TargetTokens((len(PROMPT) - 1, 5), PROMPT * 5)}, 5),
     ],
 )
 def test_a_sample_takes_places_by_its_sequences_or_by_the_logprobs_that_it_lists(
     samples: int, scores: dict[str, Any], places: int
 ) -> None:
-    params = SamplingParams(max_tokens=LISTED_PER_PLACE)
-    assert SampleRequest(PROMPT, samples, params, **scores).places(context_length=8192) == places
+    assert SampleRequest(PROMPT, samples, SamplingParams(), **scores).places == places

@@ -142,7 +142,7 @@ async def _read_sample(body: bytes, deps: Services, caller: Caller) -> tuple[New
             stored,
             sample.num_samples,
             sample.tokens(limits.context_length),
-            sample.places(limits.context_length),
+            sample.places,
         )
 
     return await off_loop(len(body), check), limits.base_model

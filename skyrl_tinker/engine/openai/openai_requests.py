@@ -99,17 +99,16 @@ def prompt_lengths(request: OpenAIRequest, counts: Sequence[int], facts: BaseMod
     return lengths
 
 
-def listed(request: OpenAIRequest, prompts: int, sampled: int) -> int:
-    """Count the logprobs that an answer lists, of so many tokens of prompts and sampled ones, at most."""
-    if isinstance(request, ChatCompletionRequest):
-        return sampled * (request.top_logprobs or 0)
-    each = 0 if request.logprobs is None else max(1, request.logprobs)
-    return each * (sampled + (prompts * request.n if request.echo else 0))
+def listed(request: OpenAIRequest, tokens: int) -> int:
+    """Count the logprobs that an answer lists of prompts, which have so many tokens in all."""
+    if not isinstance(request, CompletionRequest) or not request.echo or request.logprobs is None:
+        return 0
+    return tokens * request.n * max(1, request.logprobs)
 
 
 def _require_few_listed(request: OpenAIRequest, tokens: int) -> None:
     """Refuse more logprobs of prompts than a sampler should send at once; `tokens`: of all prompts."""
-    if (total := listed(request, tokens, 0)) > MAX_LISTED:
+    if (total := listed(request, tokens)) > MAX_LISTED:
         raise FieldError(
             f"logprobs: {tokens} prompt tokens x n {request.n} x logprobs = {total} with echo, expected at"
             f" most {MAX_LISTED}: send fewer prompts at once",

@@ -82,9 +82,8 @@ class _OpenAICall:
 
     @property
     def places(self) -> int:
-        """Places that it takes among sequences in flight (SampleRequest.places): this text takes fourfold."""
-        sampled = self.tokens - sum(self.prompts)
-        return max(self.sequences, 4 * listed(self.request, sum(self.prompts), sampled) // LISTED_PER_PLACE)
+        """Places that it takes among sequences in flight (SampleRequest.places); this text takes fourfold."""
+        return max(self.sequences, 4 * listed(self.request, sum(self.prompts)) // LISTED_PER_PLACE)
 
     @property
     def tokens(self) -> int:
