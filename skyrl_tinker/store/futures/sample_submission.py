@@ -72,7 +72,7 @@ _FIRST_OF_KEY = (
 
 @dataclass(frozen=True, slots=True)
 class NewSample:
-    """Checked request. `tokens`: the most that it computes, in so many `sequences`."""
+    """Checked request. `tokens`: the most that it computes; `sequences`: as many as SampleRequest.places."""
 
     sampling_session_id: SamplingSessionId
     seq_id: int
