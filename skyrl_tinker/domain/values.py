@@ -228,7 +228,7 @@ It makes one answer after the other, so answers that list much are in flight few
 tokens come with each step: they weigh where they are many at each.
 """
 LISTED_PER_STEP = 64
-"""Logprobs that a sequence may list with each sampled token without counting as more than one."""
+"""Logprobs that count as a sequence more where each sampled token of one lists so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,10 +258,10 @@ class SampleRequest:
         return 1 if self.params.temperature == 0 else self.num_samples
 
     def tokens(self, context_length: int) -> int:
-        """Count the tokens of the prompt and the most that may be generated: the samplers' work."""
+        """Count the tokens of the prompt, and the most that may be generated in its places: its share."""
         left = max(0, context_length - len(self.prompt))
         most = left if self.params.max_tokens is None else self.params.max_tokens
-        return len(self.prompt) + self.sequences * most
+        return len(self.prompt) + self.places * most
 
     @property
     def places(self) -> int:

@@ -28,11 +28,11 @@ class GrammarTurns:
         self._running: set[asyncio.Task[None]] = set()
 
     async def compiled(
-        self, share: Share, grammar: Hashable, compile_it: Callable[[], Awaitable[None]]
+        self, share: Share, grammar: Hashable, compile_it: Callable[[], Awaitable[bool]]
     ) -> None:
-        """Return once a grammar has been compiled, in a turn of its share unless it is known.
+        """Return once a grammar has been compiled, or tried, in a turn of its share unless it is known.
 
-        Raises the error of `compile_it`; the grammar is then still unknown.
+        It is known once `compile_it`, whose errors are raised, returned True.
         """
         if self._knows(grammar):
             return
@@ -44,13 +44,13 @@ class GrammarTurns:
         await asyncio.shield(running)
 
     async def _compile(
-        self, turn: asyncio.Lock, grammar: Hashable, compile_it: Callable[[], Awaitable[None]]
+        self, turn: asyncio.Lock, grammar: Hashable, compile_it: Callable[[], Awaitable[bool]]
     ) -> None:
         try:
             if self._knows(grammar):  # by the turn before
                 return
-            await compile_it()
-            self._compiled[grammar] = None
+            if await compile_it():
+                self._compiled[grammar] = None
             if len(self._compiled) > self._most:
                 self._compiled.popitem(last=False)
         finally:

@@ -110,8 +110,8 @@ def _require_few_listed(request: OpenAIRequest, tokens: int) -> None:
     """Refuse more logprobs of prompts than a sampler should send at once; `tokens`: of all prompts."""
     if (total := listed(request, tokens)) > MAX_LISTED:
         raise FieldError(
-            f"logprobs: {tokens} prompt tokens x n {request.n} x logprobs = {total} with echo, expected at"
-            f" most {MAX_LISTED}: send fewer prompts at once",
+            f"logprobs: {tokens} prompt tokens x n {request.n} x {total // (tokens * request.n)} = {total}"
+            f" with echo, expected at most {MAX_LISTED}: send fewer prompts at once",
             "logprobs",
         )
 

@@ -186,19 +186,27 @@ class OpenAIServer:
         attempt = partial(self._with_retry, call, lambda: self._compile(call))
         await self._grammars.compiled(share, (known_by, call.grammar), attempt)
 
-    async def _compile(self, call: _OpenAICall) -> None:
+    async def _compile(self, call: _OpenAICall) -> bool:
         """Have each replica compile the request's grammar, the first one alone: it may die of it.
 
-        The grammar is that of the tokenizer, which all versions share: it needs no weights of its own. Others
-        may have diverged: a sampler that gives the token up has compiled it, or fails the request.
+        The grammar is that of the tokenizer, which all versions share: it needs no weights of its own.
+        Returns False if a replica gave the token up, perhaps as others have diverged: the request tells.
         """
         async with self._fleet.placement.sampling():
             body = self._body(replace(call, body={**call.body, **_SHORTEST}), BASE_MODEL, 0)
             data, urls = self._fleet.client.data, self._fleet.client.server_urls
+
+            async def on(url: str) -> bool:
+                with suppress(RequestGivenUpError):
+                    await data.openai(call.path, body, server=url)
+                    return True
+                return False
+
             with call.naming_grammar():
-                for some in (urls[:1], urls[1:]):
-                    with suppress(RequestGivenUpError):
-                        await asyncio.gather(*(data.openai(call.path, body, server=url) for url in some))
+                compiled = [
+                    each for some in (urls[:1], urls[1:]) for each in await asyncio.gather(*map(on, some))
+                ]
+            return all(compiled)
 
     # To the sampler and back
 
@@ -288,7 +296,8 @@ class OpenAIServer:
     async def _turn(self, call: _OpenAICall) -> AsyncIterator[int]:
         """Hold a turn among the samples; yields the request's priority in the sampler."""
         share = share_of(call.owner, openai_session(call.owner))
-        async with self._sampler_driver.turn(call.owner, call.tokens, call.places):
+        occupied = sum(call.prompts) + call.places * int(call.body["max_tokens"])
+        async with self._sampler_driver.turn(call.owner, occupied, call.places):
             with self._samplers.priorities.take(share, call.tokens, call.sequences) as priority:
                 yield priority
 

@@ -96,8 +96,9 @@ def check_schemas(*schemas: Mapping[str, Any]) -> None:
 
 def require_read(schema: Mapping[str, Any]) -> None:
     """Raise ValueError for parts of a schema that grammars would not read, as if they were not there."""
+    referred: dict[str, set[str]] = {}
     for part in _parts(schema):
-        _check_read(part, schema)
+        _check_read(part, schema, referred)
 
 
 def _parts(value: Any, *, named: bool = False) -> Iterator[Mapping[str, Any]]:
@@ -117,15 +118,18 @@ def _references(schema: Mapping[str, Any]) -> Iterator[str]:
     return (part["$ref"] for part in _parts(schema) if isinstance(part.get("$ref"), str))
 
 
-def _check_read(part: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    """Raise ValueError for keywords of a part of a schema that would change nothing in the answers."""
+def _check_read(part: Mapping[str, Any], schema: Mapping[str, Any], referred: dict[str, set[str]]) -> None:
+    """Raise ValueError for keywords of a part of a schema that would change nothing in the answers.
+
+    `referred`: types of parts by their `$ref`; they are added, so that each is looked at once.
+    """
     if unread := next((key for key in _UNREAD if key in part), None):
         raise ValueError(f"{unread} is not supported, expected a schema without it")
     first = next((key for key in _ALONE if key in part), None)
     beside = sorted(part.keys() & _RESTRICTING - {first})
     if first == "const" and part.get("enum") == [part["const"]]:  # as pydantic wrote a Literal once
         beside.remove("enum")
-    if first is not None and beside and not (beside == ["type"] and _agrees(part, first, schema)):
+    if first is not None and beside and not (beside == ["type"] and _agrees(part, first, schema, referred)):
         raise ValueError(f"{first} beside {beside[0]}: {first} alone would be read, expected it alone")
     if first in ("anyOf", "oneOf", "allOf") and part[first] == []:
         raise ValueError(f"{first} is empty, expected at least one schema")
@@ -136,20 +140,29 @@ def _check_read(part: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
                 raise ValueError(f"required: {name[:80]!r} is none of the properties, expected it there")
 
 
-def _agrees(part: Mapping[str, Any], first: str, schema: Mapping[str, Any]) -> bool:
+def _agrees(
+    part: Mapping[str, Any], first: str, schema: Mapping[str, Any], referred: dict[str, set[str]]
+) -> bool:
     """Return whether the type of a part follows from its other keyword, so that it need not be read."""
-    kinds = _kinds(part, schema)
+    kinds = _kinds(part)
     allowed = kinds | {"integer"} if "number" in kinds else kinds
     branches = part[first] if first.endswith("Of") else [{first: part[first]}]
     return isinstance(branches, list) and all(
-        bool(found := _kinds(branch, schema)) and found <= allowed for branch in branches
+        bool(found := _kinds_behind(branch, schema, referred)) and found <= allowed for branch in branches
     )
 
 
-def _kinds(part: Any, schema: Mapping[str, Any]) -> set[str]:
+def _kinds_behind(part: Any, schema: Mapping[str, Any], referred: dict[str, set[str]]) -> set[str]:
+    """Return the types of a part, those of what it refers to where it names none itself."""
+    if not isinstance(part, Mapping) or "type" in part or not isinstance(place := part.get("$ref"), str):
+        return _kinds(part)
+    if place not in referred:
+        referred[place] = _kinds(_part(place, schema))
+    return referred[place]
+
+
+def _kinds(part: Any) -> set[str]:
     """Return the types of a part of a schema: those that it names, or of its constants; none: not known."""
-    if isinstance(part, Mapping) and "type" not in part and isinstance(place := part.get("$ref"), str):
-        part = _part(place, schema)
     if not isinstance(part, Mapping):
         return set()
     if "type" in part:

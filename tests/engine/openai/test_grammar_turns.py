@@ -20,7 +20,7 @@ from skyrl_tinker.engine.sampler.affinity import Affinity
 from skyrl_tinker.engine.scheduling.priorities import Priorities
 from skyrl_tinker.engine.scheduling.sample_gate import SampleGate
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.errors import RequestGivenUpError, SamplerError
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.vllm.vllm_dialect import VLLM
 from skyrl_tinker.protocol.schemas.openai import ChatCompletionRequest, FieldError, parse_openai
@@ -45,6 +45,7 @@ class Replicas:
         self.bodies: list[Mapping[str, Any]] = []
         self.compiled: set[tuple[str, str]] = set()
         self.wrong: set[str] = set()
+        self.given_up: set[str] = set()
         self._workers = defaultdict[str, asyncio.Semaphore](partial(asyncio.Semaphore, workers))
         self._ends = asyncio.Semaphore(0)
         self._compiling: set[asyncio.Task[None]] = set()
@@ -76,6 +77,8 @@ class Replicas:
             await self._ends.acquire()
             if name in self.wrong:
                 raise VLLM.refusal(400, "Grammar error")
+            if name in self.given_up:
+                raise RequestGivenUpError("Internal server error")
             self.compiled.add((replica, name))
 
 
@@ -246,12 +249,32 @@ async def test_a_schema_that_fails_is_named_and_frees_the_turn() -> None:
         await wrong
 
 
+async def test_a_sampler_that_gives_the_token_up_fails_no_request_and_makes_no_grammar_known() -> None:
+    """Perhaps the weights that it has just now have diverged, and the request's own have not."""
+    world = World(("a", "b"))
+    world.replicas.given_up.add("x")
+    asked = world.ask(ANN, "x")
+    await settled()
+    await world.replicas.finish(2)
+    assert not asked.done()
+    world.replicas.given_up.clear()
+    await world.replicas.finish()
+    assert asked.done()
+    assert asked.exception() is None
+    world.replicas.bodies.clear()
+    world.ask(ANN, "x")
+    await settled()
+    await world.replicas.finish()
+    assert [each["max_tokens"] == 1 for each in world.replicas.bodies] == [True, True, False]
+
+
 async def test_the_memory_of_grammars_is_bounded_and_keeps_those_in_use() -> None:
     turns, compiled = GrammarTurns(known=2), []
 
     async def ask(grammar: str) -> None:
-        async def compile_it() -> None:
+        async def compile_it() -> bool:
             compiled.append(grammar)
+            return True
 
         await turns.compiled(ANN, grammar, compile_it)
 
@@ -264,11 +287,11 @@ async def test_the_memory_of_grammars_is_bounded_and_keeps_those_in_use() -> Non
 async def test_a_sampler_that_dies_frees_the_turn() -> None:
     turns = GrammarTurns()
 
-    async def die() -> None:
+    async def die() -> bool:
         raise SamplerError("it died")
 
-    async def live() -> None:
-        """Compile at once."""
+    async def live() -> bool:
+        return True
 
     with pytest.raises(SamplerError):
         await turns.compiled(ANN, "a", die)

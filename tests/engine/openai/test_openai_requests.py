@@ -69,7 +69,7 @@ def test_an_echo_lists_so_many_logprobs_at_most() -> None:
     for fields in ({"echo": True, "logprobs": 4}, {"echo": True}, {"max_tokens": 1, "logprobs": 20}):
         prompt_lengths(parse_openai(CompletionRequest, {**asked, **fields}), [half, half], FACTS)
     wrong = parse_openai(CompletionRequest, {**asked, "echo": True, "logprobs": 4})
-    with pytest.raises(FieldError, match=r"logprobs: .* x n 2 x logprobs = .* with echo") as refused:
+    with pytest.raises(FieldError, match=r"logprobs: .* x n 2 x 4 = .* with echo") as refused:
         prompt_lengths(wrong, [half, half + 1], FACTS)
     assert refused.value.field == "logprobs"
 
