@@ -258,6 +258,5 @@ def _on_demand(version: WeightVersion) -> Iterator[None]:
     """Log a failure here: the next sample tries again."""
     try:
         yield
-    except Exception as error:  # of any kind: the save beside it goes on
-        unforeseen = None if isinstance(error, SkyrlTinkerError) else error
-        _log.warning("%s is not loaded by the samplers yet: %s", version.name, error, exc_info=unforeseen)
+    except SkyrlTinkerError as error:
+        _log.warning("%s is not loaded by the samplers yet: %s", version.name, error)
