@@ -29,7 +29,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,11 @@ def started(home: Path, figures: dict[str, Any], name: str, *bases: str) -> Iter
 
 
 def pss(server: Serve) -> int:
-    return sum(int(each.memory_full_info().pss) for each in server.tree())
+    found = 0
+    for each in server.tree():
+        with suppress(psutil.NoSuchProcess):  # it ended since the tree was read
+            found += int(each.memory_full_info().pss)
+    return found
 
 
 def curves(service: tinker.ServiceClient, models: Sequence[str], steps: int) -> list[list[float]]:

@@ -187,7 +187,7 @@ def import_adapter(
         print(importing.import_adapter(directory, settings, name=name, served=base_model, key=key))
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @with_options(
     "context_length",
     "max_lora_rank",
@@ -202,15 +202,14 @@ def import_adapter(
 )
 def plan(
     config_file: Config = None,
+    gpus: Annotated[int, typer.Option(help="GPUs to plan for", min=1, max=64)] = 1,
+    gpu_memory: Annotated[float, typer.Option(help="GB of each GPU", min=1)] = 80,
+    tenants: Annotated[int, typer.Option(help="Models in training at once", min=1)] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
     base_model: Annotated[
         str | None,
         typer.Option(help="A directory with config.json, or a hub name [default: that of --config]"),
     ] = None,
-    gpus: Annotated[int, typer.Option(help="GPUs to plan for", min=1, max=64)] = 1,
-    gpu_memory: Annotated[float, typer.Option(help="GB of each GPU", min=1)] = 80,
-    full: Annotated[bool, typer.Option("--full", help="As --max-lora-rank 0: all parameters train")] = False,
-    tenants: Annotated[int, typer.Option(help="Models in training at once", min=1)] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
     **given: Any,
 ) -> None:
     """Show whether `serve` with these options fits on GPUs, before there are any, and the command to copy.
@@ -232,8 +231,6 @@ def plan(
 
     with one_line_errors():
         given = {"base_model": base_model, **given, "device": "cuda"}
-        if full:
-            given["max_lora_rank"] = 0
         if not config.load(config_file, **given).plan:  # of the file or the environment
             given["plan"] = True
         settings = config.load(config_file, **given)

@@ -121,6 +121,9 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a write, which names no file."""
 
 
+_SHORT = {"--full": ("--max-lora-rank", "0")}
+
+
 class SettingsCommand(TyperCommand):
     """Command whose options are settings: `--help` has their sections, former ones are refused."""
 
@@ -143,7 +146,7 @@ class SettingsCommand(TyperCommand):
             remedy = config.successor(name.removeprefix("--").replace("-", "_"))
             if remedy and name.startswith("--"):
                 _fail(f"settings: {name}: {remedy}")
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, [word for given in args for word in _SHORT.get(given, (given,))])
 
 
 Home = Annotated[Path | None, option("home")]

@@ -148,7 +148,7 @@ class Settings(BaseSettings):
     if that is more]
     """
     max_lora_rank: int = Field(64, ge=0, le=512)
-    """Highest LoRA rank that a client may choose; 0: full parameters only, samplers take no adapters"""
+    """Highest LoRA rank that a client may choose; 0 (--full): full parameters only, no adapters to sample"""
     context_length: int | None = Field(None, ge=2)
     """Most prompt and generated tokens of a sequence [default: the model's, at most 4096]"""
     recovery: Recovery = Recovery()

@@ -62,6 +62,12 @@ def test_flags_of_the_trainer_reach_the_settings() -> None:
     assert "gradient_checkpointing" not in result.stderr
 
 
+def test_full_is_short_for_rank_0() -> None:
+    assert "0 (--full):" in " ".join(CliRunner().invoke(app, ["serve", "--help"]).stdout.split())
+    result = CliRunner().invoke(app, ["serve", "--full", "--show-config"])
+    assert "max_lora_rank = 0" in result.stdout.splitlines()
+
+
 def test_it_tells_its_version() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == f"skyrl-tinker {__version__}\n"
 

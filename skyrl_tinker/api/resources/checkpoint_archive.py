@@ -19,7 +19,7 @@ from skyrl_tinker.domain.peft_config import (
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.storage.checkpoint_storage import Storage
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
-from skyrl_tinker.system.off_loop import in_disk_thread
+from skyrl_tinker.system.off_loop import in_transfer_thread
 
 COMPLETE_FILE = "checkpoint_complete"
 """Marker without which `tinker checkpoint push-hf` of those SDKs refuses an archive."""
@@ -47,7 +47,7 @@ class Archive:
             yield self._header(name, len(text)) + text + _padding(len(text))
         yield self._header(ADAPTER_FILE, self.weights_size)
         with self.weights as file:
-            while chunk := await in_disk_thread(file.read, _CHUNK):
+            while chunk := await in_transfer_thread(file.read, _CHUNK):
                 yield chunk
         yield _padding(self.weights_size) + _END
 

@@ -16,7 +16,7 @@ from skyrl_tinker.domain.manifest import FILE_NAME, Manifest, parse_manifest
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.storage.checkpoint_storage import Storage
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
-from skyrl_tinker.system.off_loop import in_disk_thread
+from skyrl_tinker.system.off_loop import in_transfer_thread
 
 BINARY = "application/octet-stream"
 
@@ -35,11 +35,11 @@ class CheckpointFiles:
     async def read(self, name: str) -> bytes:
         """Read a small file."""
         with await self.open(name) as file:
-            return await in_disk_thread(file.read)
+            return await in_transfer_thread(file.read)
 
     async def open(self, name: str) -> BinaryIO:
         try:
-            return await in_disk_thread(self._storage.open, Path(self._row.directory), name)
+            return await in_transfer_thread(self._storage.open, Path(self._row.directory), name)
         except (FileNotFoundError, NotADirectoryError):
             raise NotFoundError(f"no checkpoint {self._row.path}: its files are gone") from None
 
