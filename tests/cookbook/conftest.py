@@ -7,15 +7,14 @@ import tinker
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
-from tests.cookbook.support.kitchen import MODEL, RENDERER, Kitchen, Run
+from tests.cookbook.support.kitchen import RENDERER, Kitchen, Run
 from tests.support.serve import serving
 
 
 @pytest.fixture(scope="package")
 def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kitchen]:
     made = Kitchen(tmp_path_factory.mktemp("kitchen"))
-    options = ("--base-model", str(made.model_directory), "--model-name", MODEL, "--also", str(made.teacher))
-    with serving(made.directory / "home", *options) as server:
+    with serving(made.directory / "home", "--config", str(made.write_config())) as server:
         made.url = server.url
         yield made
 

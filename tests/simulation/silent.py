@@ -39,10 +39,10 @@ class Silent:
     async def live(self) -> None:
         """Train, and see the weights before the last ones expire; then be silent, and see all end."""
         self._session = await self._client.session()
+        beating = asyncio.create_task(self._client.beat(self._session))
         created = await self._client.ok("create_model", model_body(self._session))
         self._model = created["model_id"]
         await self._client.result(created["request_id"])
-        beating = asyncio.create_task(self._client.beat(self._session))
         older = await self._publish()
         newest = await self._publish()
         await self._expire(older)

@@ -16,7 +16,7 @@ def write_all(root: Path) -> None:
     """What the loops' recipes name: gsm8k, no_robots, hh-rlhf, DeepMath-103K and ToolAlpaca."""
     problems = [{"question": question(n), "answer": f"By adding.\n#### {RIGHT}"} for n in range(64)]
     write_dataset(root / "openai/gsm8k", "main", train=problems, test=problems[:2])
-    write_dataset(root / "HuggingFaceH4/no_robots", "default", train=lessons(320))
+    write_dataset(root / "HuggingFaceH4/no_robots", "default", train=lessons(320), test=lessons(2))
     pairs = [{"chosen": dialogue(n, RIGHT), "rejected": dialogue(n, ANSWERS[0])} for n in range(32)]
     write_dataset(root / "Anthropic/hh-rlhf", "default", train=pairs, test=pairs[:2])
     prompts = [{"question": question(n)} for n in range(64)]

@@ -11,6 +11,7 @@ from typing import Any
 from tests.cookbook.support import data
 
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"  # recipes choose their renderer by this name; a directory of it is here
+TEACHER = "Qwen/Qwen3-30B-A3B-Instruct-2507"  # likewise
 RENDERER = "qwen3_instruct"
 REPOSITORY = Path(__file__).parents[3]
 
@@ -43,28 +44,41 @@ class Run:
 
 
 class Kitchen:
-    """Model, one of a teacher, datasets and logs of all runs, under one working directory."""
+    """Model, one of a teacher or judge, datasets and logs of all runs, under one working directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.model_directory = directory / MODEL
-        self.teacher = directory / "teacher"
-        for seed, made in enumerate((self.model_directory, self.teacher)):
+        for seed, made in enumerate((self.model_directory, directory / TEACHER)):
             command = [sys.executable, "-m", "skyrl_tinker", "make-model", str(made), "--seed", str(seed)]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         data.write_all(directory)
         self.url = ""
+
+    def write_config(self) -> Path:
+        """Settings of a server of both models, each by its name at the hub, as a file for --config."""
+        own = f'base_model = "{self.model_directory}"\nmodel_name = "{MODEL}"\n'
+        other = f'model_name = "{TEACHER}"\nroles = ["train", "sample"]\n'
+        (file := self.directory / "server.toml").write_text(
+            f'{own}[bases."{self.directory / TEACHER}"]\n{other}'
+        )
+        return file
 
     def cook(self, recipe: str, name: str, *arguments: str) -> Run:
         """`python -m tinker_cookbook.recipes.RECIPE ...` as a user runs it; AssertionError if it fails."""
         return self.run(f"tinker_cookbook.recipes.{recipe}", name, *arguments)
 
     def run(self, module: str, name: str, *arguments: str) -> Run:
-        """`python -m MODULE ...`, with the arguments that all recipes take before those given."""
+        """`python -m MODULE ...`, with the arguments that most recipes take before those given."""
         run = self.log(name)
         common = [f"model_name={MODEL}", f"log_path={run.log_path}", f"base_url={self.url}"]
+        self.call(module, *common, *arguments)
+        return run
+
+    def call(self, module: str, *arguments: str) -> str:
+        """`python -m MODULE ...` in the working directory, and its output; AssertionError if it fails."""
         finished = subprocess.run(
-            [sys.executable, "-m", module, *common, *arguments],
+            [sys.executable, "-m", module, *arguments],
             cwd=self.directory,
             env=os.environ | self._environment(),
             stdout=subprocess.PIPE,
@@ -72,7 +86,7 @@ class Kitchen:
             text=True,
         )
         assert finished.returncode == 0, finished.stdout[-5000:]
-        return run
+        return finished.stdout
 
     def log(self, name: str, *checkpoints: Row) -> Run:
         """The log_path of that name; with checkpoints, as a run that ended after them left it."""
@@ -86,6 +100,8 @@ class Kitchen:
         return {
             "PYTHONPATH": str(REPOSITORY),
             "TINKER_API_KEY": "tml-local",
+            "TINKER_BASE_URL": self.url,
+            "TINKER_COOKBOOK_RUNS_DIR": str(self.directory / "logs"),
             "TINKER_TELEMETRY": "0",
             "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_OFFLINE": "1",
