@@ -5,7 +5,7 @@ usage: scripts/bench/sample.py [--engine vllm|sglang] [--sampler-python PATH]
                                [--base-url URL --sampler-url URL] [--base-model NAME] [--seconds N]
                                [--tokens N]
 
-The bare server's token is read from SKYRL_TINKER_VLLM_TOKEN where it asks for one and --sampler-url is given.
+The bare server's token is read from SKYRL_TINKER_SAMPLER_TOKEN if it asks for one and --sampler-url is given.
 Without URLs it starts `skyrl-tinker serve` in a temporary home and finds its sampling server;
 --sampler-python is the interpreter of that, where it is not ours. Both sides get the same prompts from the
 same plain HTTP client, in turns, so that what else the machine does hits both; `sdk` is the same work

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from skyrl_tinker import config
-from skyrl_tinker.cli import metrics_file, running_server, server_logs
+from skyrl_tinker.cli import metrics_file, running_server, server_logs, server_tables
 from skyrl_tinker.cli.options import Config, Home, one_line_errors, path, seconds
 from skyrl_tinker.cli.running_server import RunningServer, understood
 from skyrl_tinker.cli.terminal import show
@@ -44,7 +44,7 @@ def status(url: Url = None, home: Home = None, config_file: Config = None, as_js
     """Show a running server: problems first, then trainer, samplers and queue. TINKER_API_KEY says whose."""
     with one_line_errors(), understood():
         now = _running(url, home, config_file).now()
-        show([json.dumps(now)] if as_json else running_server.status_lines(now))
+        show([json.dumps(now)] if as_json else server_tables.status_lines(now))
         ready = now["ready"]
     if not ready:
         raise typer.Exit(1)
@@ -56,7 +56,7 @@ def ps(url: Url = None, home: Home = None, config_file: Config = None, as_json: 
     with one_line_errors(), understood():
         now = _running(url, home, config_file).now()
         shown = {name: now[name] for name in ("processes", "replicas")}
-        show([json.dumps(shown)] if as_json else running_server.process_lines(now))
+        show([json.dumps(shown)] if as_json else server_tables.process_lines(now))
 
 
 @app.command()
@@ -73,7 +73,7 @@ def top(
     """Show `status` and `ps` again and again."""
     with one_line_errors(), understood(), suppress(KeyboardInterrupt):
         server = _running(url, home, config_file)
-        running_server.watch(server, interval, times, as_json=as_json)
+        server_tables.watch(server, interval, times, as_json=as_json)
 
 
 @app.command()
@@ -89,7 +89,7 @@ def runs(
     """Show training runs, and why some failed: one's own, with an admin key those of all."""
     with one_line_errors(), understood():
         found = _running(url, home, config_file).runs(most)
-        show([json.dumps(found)] if as_json else running_server.run_lines(found))
+        show([json.dumps(found)] if as_json else server_tables.run_lines(found))
 
 
 @app.command()
@@ -149,10 +149,10 @@ def usage(
     with one_line_errors(), understood():
         server = _running(url, home, config_file)
         if days is not None:
-            show(running_server.usage_by_day(server.usage_of_days(days)))
+            show(server_tables.usage_by_day(server.usage_of_days(days)))
             return
         used = server.usage(hours)
-        show([json.dumps(used)] if as_json else running_server.usage_lines(used))
+        show([json.dumps(used)] if as_json else server_tables.usage_lines(used))
 
 
 @checkpoints.command(name="list")
@@ -167,7 +167,7 @@ def list_checkpoints(
     """Show checkpoints, the oldest first: one's own, with an admin key those of all."""
     with one_line_errors(), understood():
         found = _running(url, home, config_file).checkpoints(run, older_than or 0)
-        show([json.dumps(found)] if as_json else running_server.checkpoint_lines(found))
+        show([json.dumps(found)] if as_json else server_tables.checkpoint_lines(found))
 
 
 @checkpoints.command(name="delete")
@@ -193,7 +193,7 @@ def delete_checkpoints(
         server, chosen = _running(url, home, config_file), [tinker_path.parse(path) for path in paths or ()]
         if not paths:
             found = server.checkpoints(run, older_than or 0)
-            show(running_server.checkpoint_lines(found))
+            show(server_tables.checkpoint_lines(found))
             chosen = [tinker_path.parse(each["tinker_path"]) for each in found]
         if chosen and not yes:
             typer.confirm(f"delete {counted(len(chosen), 'checkpoint')}?", abort=True)
@@ -221,7 +221,7 @@ def list_bases(
         return
     with one_line_errors(), understood():
         found = _running(url, home, config_file).now()["server"]["base_models"]
-        show([json.dumps(found)] if as_json else running_server.base_lines(found))
+        show([json.dumps(found)] if as_json else server_tables.base_lines(found))
 
 
 @bases.command()

@@ -69,7 +69,7 @@ def _no_json(error: SettingsError) -> UserError:
 
 
 def _read_pairs(name: str, pairs: Sequence[str]) -> dict[str, Any]:
-    """Read texts NAME=VALUE, of which a name alone is true. Values of vLLM are JSON where they can be.
+    """Read texts NAME=VALUE, of which a name alone is true. Arguments of samplers are JSON if they can be.
 
     Those of `bases` are names, with uses behind them or without. Raises UserError for unknown uses.
     """

@@ -321,8 +321,8 @@ class Settings(BaseSettings):
 
     def idle_s_of(self, name: str) -> float | None:
         """Return the time without requests after which a base model stops, None for one that always runs."""
-        found = (own for given, own in self.bases.items() if name in (given, own.model_name))
-        return self.timeouts.base_idle_s if any(own.start == "on_demand" for own in found) else None
+        own = self.bases.get(self.for_base(name).base_model)
+        return self.timeouts.base_idle_s if own and own.start == "on_demand" else None
 
     @property
     def further_trained(self) -> list[Self]:

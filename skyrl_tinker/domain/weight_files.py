@@ -54,16 +54,20 @@ def read_header(file: Path) -> tuple[dict[str, Any], int]:
     return header, data
 
 
+def require_files(base_model: Path) -> list[Path]:
+    """List the files of its weights as `weight_files` does; its errors become a StartupError."""
+    try:
+        return weight_files(base_model)
+    except (OSError, ValueError) as error:
+        raise StartupError(str(error)) from error
+
+
 def require_whole(base_model: Path) -> None:
     """Refuse weights that are damaged or cut, which samplers tell without the file's name.
 
     Raises StartupError. Reads the headers only.
     """
-    try:
-        files = weight_files(base_model)
-    except (OSError, ValueError) as error:
-        raise StartupError(str(error)) from error
-    for file in files:
+    for file in require_files(base_model):
         try:
             read_header(file)
         except UNREADABLE as error:

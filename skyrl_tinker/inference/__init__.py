@@ -1,5 +1,5 @@
-"""Sampling: the servers, our client to them, and the plugin that runs inside vLLM.
+"""Sampling: the servers, our client to them, each engine's own code, and the plugin that runs inside one.
 
 In: sample requests and weight updates. Out: generated tokens with logprobs. Imports `domain`, `errors` and
-`processes`; vllm itself is imported by the plugin alone.
+`processes`; an engine itself is imported by its plugin and its entry alone.
 """

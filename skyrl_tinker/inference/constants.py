@@ -12,7 +12,7 @@ MAX_SEQUENCES = 256
 RESERVED_SEQUENCES = 64
 """Further sequences that a sampler decodes, reserved for sessions that have none in flight."""
 
-TOKEN = "SKYRL_TINKER_VLLM_TOKEN"
+TOKEN = "SKYRL_TINKER_SAMPLER_TOKEN"
 """Environment variable with the token that our servers and their router require (plugin/token_guard.py)."""
 
 REPLICA = "X-Skyrl-Tinker-Replica"

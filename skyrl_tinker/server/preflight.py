@@ -21,7 +21,8 @@ from skyrl_tinker.inference.sampling_engine import engine_of
 from skyrl_tinker.server.addresses import is_http
 from skyrl_tinker.server.base_models import catalog
 from skyrl_tinker.storage import owner_mark
-from skyrl_tinker.storage.checkpoint_storage import LOCAL_DISK, CheckpointStorage, Storage, open_storage
+from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage, open_storage
+from skyrl_tinker.storage.local_disk import LOCAL_DISK, Storage
 from skyrl_tinker.storage.owner_mark import LocalPlace
 from skyrl_tinker.store import api_keys, checkpoint_records, server_state
 from skyrl_tinker.store.database.migrate import is_migrated
@@ -67,20 +68,21 @@ def _check_further(settings: Settings) -> None:
 
 def _check_interpreters(settings: Settings) -> None:
     """Refuse interpreters that run no server. That of the settings is also for further base models."""
-    own = dict(zip(settings.bases, catalog.further(settings), strict=True))
-    heirs = [each for name, each in own.items() if settings.bases[name].sampler_python is None]
+    further = catalog.further(settings)
+    heirs = [each for each in further if settings.bases[each.base_model].sampler_python is None]
     if settings.sampler_python is not None:
-        _require_use(settings, heirs)
-    for name, each in own.items():
-        if settings.bases[name].sampler_python is not None:
+        _require_use(settings, *heirs)
+    for each in further:
+        if each not in heirs:
             with catalog.refusals(each):
                 _require_use(each)
 
 
-def _require_use(settings: Settings, heirs: Sequence[Settings] = ()) -> None:
-    users = [each for each in (settings, *heirs) if each.sampler_engine == "sglang"]
+def _require_use(*given: Settings) -> None:
+    """Refuse an interpreter that starts none of the samplers that it is given for."""
+    users = [each for each in given if each.sampler_engine == "sglang"]
     if not users:
-        raise StartupError(f"sampler_python: found sampler_engine {settings.sampler_engine}, expected sglang")
+        raise StartupError(f"sampler_python: found sampler_engine {given[0].sampler_engine}, expected sglang")
     if all(each.external_urls for each in users):
         name = _url_setting(users[0])
         raise StartupError(f"sampler_python and {name}: start the servers with the interpreter yourself")

@@ -21,12 +21,13 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import LOG_BYTES, Directories
 from skyrl_tinker.domain.bases import Bases
+from skyrl_tinker.domain.weight_files import require_files
 from skyrl_tinker.errors import LeaseLostError, StartupError
 from skyrl_tinker.server import child_process, preflight, shared_settings, start_plan
 from skyrl_tinker.server.addresses import local_url
 from skyrl_tinker.server.announcement import StartPhases, announcement
 from skyrl_tinker.server.api_processes import ApiProcesses
-from skyrl_tinker.server.base_models import base_model, catalog
+from skyrl_tinker.server.base_models import catalog
 from skyrl_tinker.server.child_process import DEATHS_WITHIN_S, MOST_DEATHS, ChildProcess
 from skyrl_tinker.store import api_keys, server_state
 from skyrl_tinker.store.cluster.server_lease import Lease
@@ -196,7 +197,7 @@ class _Supervisor:
             self._report_death(self._download, code)
             await asyncio.sleep(_BACK_OFF_S)
         for facts in self._bases.all:
-            base_model.check_weights(Path(facts.directory))
+            require_files(Path(facts.directory))
         await self._set_engine_state(store, "starting", "starting the engine")
 
     def _report_death(self, child: ChildProcess, code: int) -> None:

@@ -24,12 +24,11 @@ from skyrl_tinker.domain.manifest import FILE_NAME, entry_of, read_listing
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import SkyrlTinkerError, StorageAwayError, StorageError
 from skyrl_tinker.storage import owner_mark
+from skyrl_tinker.storage.local_disk import LOCAL_DISK, InUse, Storage
 from skyrl_tinker.system.atomic_directory import publish, staging_of, storage_errors
 from skyrl_tinker.system.off_loop import in_disk_thread, in_transfer_thread
 
 T = TypeVar("T")
-InUse = Callable[[str], bool]
-"""Tells whether a directory is being read."""
 TRIES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses before a call is repeated."""
 FILES_AT_ONCE = 8
@@ -42,50 +41,6 @@ UNUSED_S = 3600.0
 KNOWN_S = 60.0
 """Time for which a directory that was found here counts as here, and as used, without another look."""
 _log = logging.getLogger(__name__)
-
-
-class Storage:
-    """Place of checkpoints beside their directories on this host: here none, see CheckpointStorage."""
-
-    def store(self, directory: Path) -> None:
-        """Do nothing: it is where it stays."""
-
-    def store_copy(self, directory: Path, source: Path, origin: "Storage") -> None:
-        """Do nothing, as `store`."""
-
-    def fetch(self, directory: Path) -> None:
-        """Do nothing: it is there, or gone."""
-
-    async def fetch_off_loop(self, directory: Path) -> None:
-        """Do nothing, as `fetch`."""
-
-    def open(self, directory: Path, name: str) -> BinaryIO:
-        """Open a file of the directory. Raises FileNotFoundError."""
-        return (directory / name).open("rb")
-
-    def remove(self, directory: Path) -> None:
-        """Do nothing: who removes the directory removes it."""
-
-    def discard(self, directory: Path) -> None:
-        """Do nothing, as `remove`."""
-
-    def has(self, directory: Path) -> bool:
-        """Return True: where it is, it stays."""
-        return True
-
-    def listed(self, pattern: str, below: Path | None = None) -> Sequence[Path]:
-        """Return nothing: who sweeps sees the directories."""
-        return ()
-
-    def discard_old(self, pattern: str, unneeded: Collection[Path]) -> None:
-        """Do nothing: directories appear whole, and who sweeps sees them."""
-
-    def evict(self, limit: float, in_use: InUse) -> None:
-        """Do nothing: this is no cache."""
-
-
-LOCAL_DISK = Storage()
-"""That of a server whose checkpoints are on this host's disk only."""
 
 
 class CheckpointStorage(Storage):

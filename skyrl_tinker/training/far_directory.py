@@ -1,17 +1,49 @@
-"""A directory of the engine's host, and its copies on hosts that do not share it."""
+"""Directories of the engine's host, and their copies on hosts that do not share them."""
 
 import asyncio
+import logging
+import secrets
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from skyrl_tinker.errors import SkyrlTinkerError, StorageAwayError, TrainerError
+from skyrl_tinker.errors import SkyrlTinkerError, StorageAwayError, StorageError, TrainerError
 from skyrl_tinker.system.atomic_directory import storage_errors
 from skyrl_tinker.training.actors import Actors
 
 BLOCK_BYTES = 64 << 20
+_log = logging.getLogger(__name__)
+
+
+async def look_for_shared(ranks: Actors, directories: Sequence[Path]) -> None:
+    """Have ranks of other hosts record those directories that they do not share. Raises TrainerError."""
+    if not ranks.spread:
+        return
+    name = f".shared-{secrets.token_hex(16)}"
+    marks = [directory / name for directory in directories]
+    await asyncio.to_thread(_touch_all, marks)
+    try:
+        unshared = await ranks.look_for({str(directory): name for directory in directories})
+    except StorageError as error:
+        raise TrainerError(str(error)) from error
+    finally:
+        await asyncio.to_thread(_remove_all, marks)
+    for directory in sorted(unshared):
+        _log.info("%s is not shared: ranks of other hosts send and get its files", directory)
+
+
+def _touch_all(files: Iterable[Path]) -> None:
+    for file in files:
+        with suppress(OSError):  # a full disk: it then counts as not shared, and works as well
+            file.touch()
+
+
+def _remove_all(files: Iterable[Path]) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
 
 
 class FarDirectory:

@@ -3,9 +3,8 @@
 import asyncio
 import itertools
 import logging
-import secrets
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,12 +23,12 @@ from skyrl_tinker.domain.values import (
     StepItem,
     StepOutput,
 )
-from skyrl_tinker.errors import ExhaustedError, NoPlaceError, StorageError, TrainerError
+from skyrl_tinker.errors import ExhaustedError, NoPlaceError, TrainerError
 from skyrl_tinker.training.actors import Actors, RankReply, Writer
 from skyrl_tinker.training.batching.batch import TrainingInputBatch, build_batch
 from skyrl_tinker.training.batching.outputs import RankOutput, assemble, own_seconds
 from skyrl_tinker.training.captured_state import SHARE, CapturedBytes, CapturedState
-from skyrl_tinker.training.far_directory import FarDirectory
+from skyrl_tinker.training.far_directory import FarDirectory, look_for_shared
 from skyrl_tinker.training.restart_policy import RestartPolicy
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 
@@ -119,19 +118,7 @@ class TrainerGroup:
         Files that such ranks write there are copied here, and files that they read are copied to them.
         """
         self._directories = directories
-        if not self._ranks.spread:
-            return
-        name = f".shared-{secrets.token_hex(16)}"
-        marks = [directory / name for directory in directories]
-        await asyncio.to_thread(_touch_all, marks)
-        try:
-            unshared = await self._ranks.look_for({str(directory): name for directory in directories})
-        except StorageError as error:
-            raise TrainerError(str(error)) from error
-        finally:
-            await asyncio.to_thread(_remove_all, marks)
-        for directory in sorted(unshared):
-            _log.info("%s is not shared: ranks of other hosts send and get its files", directory)
+        await look_for_shared(self._ranks, directories)
 
     async def restart(self) -> None:
         """Replace broken ranks by fresh ones, which have the base model and nothing else.
@@ -401,14 +388,3 @@ class TrainerGroup:
     ) -> CapturedState:
         self.captured.take(number, self.captured.size(model, optimizer=optimizer))
         return CapturedState(number, contents, self._ranks, self.captured, writer)
-
-
-def _touch_all(files: Iterable[Path]) -> None:
-    for file in files:
-        with suppress(OSError):  # a full disk: it then counts as not shared, and works as well
-            file.touch()
-
-
-def _remove_all(files: Iterable[Path]) -> None:
-    for file in files:
-        file.unlink(missing_ok=True)

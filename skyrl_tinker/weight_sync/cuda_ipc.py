@@ -1,7 +1,7 @@
-"""Transport to samplers on the trainer's own GPUs: they read a chunk in place, through vLLM's `ipc` engine.
+"""Transport to samplers on the trainer's own GPUs: they read a chunk in place, through their `ipc` engine.
 
-On a GPU, scripts/gpu-check has sent weights between two processes, neither of them vLLM. Tested on CPU:
-messages, chunks and their bytes, against vLLM's own message types and unpacking.
+On a GPU, scripts/gpu-check has sent weights between two processes, neither of them a sampler. Tested on CPU:
+messages, chunks and their bytes, against the samplers' own message types and unpacking.
 """
 
 import base64
@@ -37,7 +37,7 @@ class CudaIpcSender(ChunkSender):
         return buffer.chunks, pickle.dumps((gpu, handle))
 
     def merge(self, handles: Sequence[bytes]) -> str:
-        """Merge all ranks' handles by GPU, as vLLM takes them; in a rank, as the engine has no torch."""
+        """Merge all ranks' handles by GPU, as samplers take them; in a rank, as the engine has no torch."""
         return merge_handles(handles)
 
     def close(self) -> None:

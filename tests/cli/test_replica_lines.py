@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from skyrl_tinker.cli.running_server import base_lines, process_lines, status_lines
+from skyrl_tinker.cli.server_tables import base_lines, process_lines, status_lines
 
 
 def replica(host: str | None, weights_by: str | None, adapters_by: str | None) -> dict[str, Any]:

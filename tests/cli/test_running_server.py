@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from skyrl_tinker.cli.commands import app
-from skyrl_tinker.cli.running_server import run_lines, usage_lines
+from skyrl_tinker.cli.server_tables import run_lines, usage_lines
 from tests.cli.test_trusted_servers import RUN
 
 

@@ -34,11 +34,12 @@ FETCH = """
 import sys
 from pathlib import Path
 from skyrl_tinker import config
+from skyrl_tinker.domain.weight_files import require_whole
 from skyrl_tinker.server.base_models import base_model, hub
 facts = base_model.resolve(config.load(base_model=sys.argv[1]))
 print(facts.directory)
 hub.fetch_weights(facts.hub_name, Path(facts.directory), lambda done, size: print(done, size))
-base_model.check_weights(Path(facts.directory))
+require_whole(Path(facts.directory))
 """
 
 

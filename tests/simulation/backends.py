@@ -26,7 +26,7 @@ from skyrl_tinker.inference.client.http_connection import HttpAnswer
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.protocol.queue_views import QueuesView
-from skyrl_tinker.protocol.schemas.console import ChangeBaseRequest
+from skyrl_tinker.protocol.schemas.administration import ChangeBaseRequest
 from skyrl_tinker.system.atomic_directory import storage_errors
 from skyrl_tinker.training.trainer_group import PassResult
 from tests.simulation.faults import AWAY, UNREAD, fault, point, prolonged, random_of_history, travel

@@ -25,7 +25,7 @@ from skyrl_tinker.domain.peft_config import ADAPTER_FILE
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.parity.drift_monitor import METRIC
 from skyrl_tinker.engine.trainer.model_returns import DIE_EACH_TIME
-from skyrl_tinker.protocol.schemas.console import ChangeBaseRequest
+from skyrl_tinker.protocol.schemas.administration import ChangeBaseRequest
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database import tables
 from skyrl_tinker.store.database.migrate import migrate

@@ -32,7 +32,7 @@ from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import LeaseLostError, root_cause
-from skyrl_tinker.protocol.schemas.console import ChangeBaseRequest
+from skyrl_tinker.protocol.schemas.administration import ChangeBaseRequest
 from skyrl_tinker.storage.checkpoint_storage import open_storage
 from skyrl_tinker.store.cluster.server_lease import Lease, own_epoch
 from skyrl_tinker.store.database.abstract_database import LeaseFence

@@ -3,21 +3,22 @@
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_tinker.protocol.schemas.base import Message
-from skyrl_tinker.protocol.schemas.console import (
+from skyrl_tinker.protocol.schemas.administration import (
     ChangeBaseRequest,
     CreateKeyRequest,
     LimitKeyRequest,
-    ReportRequest,
     RotateKeyRequest,
 )
+from skyrl_tinker.protocol.schemas.base import Message
+from skyrl_tinker.protocol.schemas.chats import ChatCompletionRequest
+from skyrl_tinker.protocol.schemas.console import ReportRequest
 from skyrl_tinker.protocol.schemas.futures import (
     CancelFutureRequest,
     RetrieveFutureRequest,
     RetrieveFuturesRequest,
 )
 from skyrl_tinker.protocol.schemas.losses import CreateCustomLossRequest
-from skyrl_tinker.protocol.schemas.openai import ChatCompletionRequest, CompletionRequest
+from skyrl_tinker.protocol.schemas.openai import CompletionRequest
 from skyrl_tinker.protocol.schemas.runs import CopyWeightsRequest, SetTtlRequest, WeightsInfoRequest
 from skyrl_tinker.protocol.schemas.sampling import (
     AsampleRequest,

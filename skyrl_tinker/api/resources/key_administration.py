@@ -4,7 +4,7 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.errors import ForbiddenError, UserError
-from skyrl_tinker.protocol.schemas.console import AdminResponse, KeySummary, OwnedNow
+from skyrl_tinker.protocol.schemas.administration import AdminResponse, KeySummary, OwnedNow
 from skyrl_tinker.protocol.validation.key_limits import NAMES, KeyLimits
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.api_keys import KeyRow

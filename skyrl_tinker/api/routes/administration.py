@@ -14,8 +14,7 @@ from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.protocol.schemas.base import MAX_INT64
-from skyrl_tinker.protocol.schemas.console import (
+from skyrl_tinker.protocol.schemas.administration import (
     AdminResponse,
     ChangeBaseRequest,
     ChangeBaseResponse,
@@ -25,6 +24,7 @@ from skyrl_tinker.protocol.schemas.console import (
     NewSecretResponse,
     RotateKeyRequest,
 )
+from skyrl_tinker.protocol.schemas.base import MAX_INT64
 from skyrl_tinker.protocol.validation.key_limits import changes_of
 from skyrl_tinker.store import api_keys, audit_log
 from skyrl_tinker.store.database.group_commit import Op, T

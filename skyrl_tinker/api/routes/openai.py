@@ -12,8 +12,8 @@ from skyrl_tinker.api.requests.request_body import json_object
 from skyrl_tinker.api.services import Deps, Owner, Services, caller_of
 from skyrl_tinker.api.waiting.engine_client import RETRY_AFTER_S, EngineUnavailableError
 from skyrl_tinker.errors import UnavailableError
+from skyrl_tinker.protocol.schemas.chats import ChatCompletionRequest
 from skyrl_tinker.protocol.schemas.openai import (
-    ChatCompletionRequest,
     CompletionRequest,
     ListedModel,
     ModelList,

@@ -15,7 +15,7 @@ from skyrl_tinker.engine.sampler.sleep import SleepControl
 from skyrl_tinker.engine.scheduling.sample_gate import SampleGate
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SkyrlTinkerError, TrainerLostError, last_line, root_cause
-from skyrl_tinker.protocol.schemas.console import ChangeBaseRequest
+from skyrl_tinker.protocol.schemas.administration import ChangeBaseRequest
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 PAUSES_S = (1.0, 5.0, 30.0)

@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 from skyrl_tinker.engine.scheduling.priorities import Share
 
 KNOWN = 64
-"""Most grammars that count as compiled: no more than samplers keep, vLLM 512 MiB of up to 6 MB each.
+"""Most grammars that count as compiled: no more than samplers keep, at least 512 MiB of up to 6 MB each.
 
 To forget one costs its next request a turn, but no compile.
 """

@@ -14,13 +14,8 @@ from skyrl_tinker.engine.openai.openai_server import OpenAIServer
 from skyrl_tinker.engine.outbox import failure_of
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import SkyrlTinkerError
-from skyrl_tinker.protocol.schemas.openai import (
-    OWNER_HEADER,
-    ChatCompletionRequest,
-    CompletionRequest,
-    error_body,
-    parse_openai,
-)
+from skyrl_tinker.protocol.schemas.chats import ChatCompletionRequest
+from skyrl_tinker.protocol.schemas.openai import OWNER_HEADER, CompletionRequest, error_body, parse_openai
 from skyrl_tinker.store.reports import openai_models
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.off_loop import off_loop

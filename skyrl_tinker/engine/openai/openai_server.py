@@ -39,7 +39,8 @@ from skyrl_tinker.errors import (
 )
 from skyrl_tinker.inference.client.sampling_port import AnswerReader
 from skyrl_tinker.inference.constants import BASE_MODEL
-from skyrl_tinker.protocol.schemas.openai import ChatCompletionRequest, FieldError, error_body
+from skyrl_tinker.protocol.schemas.chats import ChatCompletionRequest
+from skyrl_tinker.protocol.schemas.openai import FieldError, error_body
 from skyrl_tinker.store import usage_records
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.off_loop import off_loop
@@ -87,8 +88,8 @@ class _OpenAICall:
 
     @property
     def tokens(self) -> int:
-        """Most tokens that it computes, prompts included."""
-        return sum(self.prompts) + self.sequences * int(self.body["max_tokens"])
+        """Tokens of the prompts, and the most that it generates in its places (SampleRequest.tokens)."""
+        return sum(self.prompts) + self.places * int(self.body["max_tokens"])
 
     @property
     def path(self) -> Path:
@@ -296,8 +297,7 @@ class OpenAIServer:
     async def _turn(self, call: _OpenAICall) -> AsyncIterator[int]:
         """Hold a turn among the samples; yields the request's priority in the sampler."""
         share = share_of(call.owner, openai_session(call.owner))
-        occupied = sum(call.prompts) + call.places * int(call.body["max_tokens"])
-        async with self._sampler_driver.turn(call.owner, occupied, call.places):
+        async with self._sampler_driver.turn(call.owner, call.tokens, call.places):
             with self._samplers.priorities.take(share, call.tokens, call.sequences) as priority:
                 yield priority
 

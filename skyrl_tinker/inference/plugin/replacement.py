@@ -1,4 +1,4 @@
-"""Replacement of functions of vLLM."""
+"""Replacement of functions of the engine."""
 
 from collections.abc import Callable
 from functools import wraps

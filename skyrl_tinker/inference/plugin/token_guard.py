@@ -1,4 +1,4 @@
-"""Access control of our vLLM servers, whose routes replace weights and call methods of their workers."""
+"""Access control of our samplers, whose routes replace weights and call methods of their workers."""
 
 import os
 import secrets

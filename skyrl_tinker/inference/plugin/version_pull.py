@@ -1,4 +1,4 @@
-"""Weight versions from another host: a server of vLLM pulls them before it loads them."""
+"""Weight versions from another host: a sampler pulls them before it loads them."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ class VersionPull:
     """ASGI middleware that replaces a URL of a VersionServer by the path of a local copy.
 
     An adapter's copy is held until it is unloaded; a copy of full parameters until the next update begins or
-    this one is finished, as vLLM maps the files until then.
+    this one is finished, as the engine maps the files until then.
     """
 
     def __init__(self, app: ASGIApp) -> None:

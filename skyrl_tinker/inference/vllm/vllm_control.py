@@ -21,7 +21,6 @@ class VllmControl(FanOut):
     load_route, has_loaded = "/v1/load_lora_adapter", "already been loaded"
 
     async def world_sizes(self) -> tuple[int, ...]:
-        """Count the workers of each replica."""
         answers = await self._call_all("GET", "/get_world_size", params={"include_dp": "true"})
         return tuple(int(answer["world_size"]) for answer in answers)
 
@@ -29,11 +28,6 @@ class VllmControl(FanOut):
         """Do nothing: the plugin has checked its server at the start, and the trial shows the rest."""
 
     async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
-        """Pause all replicas or none.
-
-        abort: running sequences end as aborted; wait: they finish first; keep: they are suspended.
-        clear_cache False keeps KV entries of the old weights: only right if weights do not change.
-        """
         params = {"mode": mode, "clear_cache": "true"} if clear_cache else {"mode": mode, "level": "0"}
         route = "/pause" if clear_cache else "/sleep"  # the same, without 20 ms for answers in progress
         await self._all_or_none(
@@ -42,14 +36,12 @@ class VllmControl(FanOut):
         )
 
     async def resume(self) -> None:
-        """Resume all replicas, paused or not. One failure does not stop the others."""
         await self._each(self._resume)
 
     async def _resume(self, url: str) -> None:
         await self._call(url, "POST", "/wake_up", params={"tags": "scheduling"})
 
     async def is_paused(self) -> bool:
-        """Return whether all replicas are paused. Raises SamplerError if only some are."""
         return common([bool(answer["is_paused"]) for answer in await self._call_all("GET", "/is_paused")])
 
     async def _abort(self, url: str, attempts: list[str]) -> None:
@@ -60,10 +52,6 @@ class VllmControl(FanOut):
             return
 
     async def sleep(self, level: int = 1, mode: PauseMode = "keep") -> None:
-        """Pause as `pause` does, drop the cache, and free GPU memory: all replicas or none.
-
-        Level 1 moves the weights to host memory, 2 drops them; 0 frees nothing. On CPU no level frees memory.
-        """
         params = {"level": str(level), "mode": mode}
         await self._all_or_none(
             lambda url: self._call(url, "POST", "/sleep", params=params, long=True),
@@ -71,29 +59,24 @@ class VllmControl(FanOut):
         )
 
     async def wake_up(self, tags: Sequence[Literal["weights", "kv_cache"]] = ()) -> None:
-        """Move these, or all, back into GPU memory; requests go on when all of it is there."""
         await self._call_all("POST", "/wake_up", params=[("tags", tag) for tag in tags], long=True)
 
     async def is_sleeping(self) -> bool:
-        """Return whether all replicas are asleep. Raises SamplerError if only some are."""
         return common([bool(answer["is_sleeping"]) for answer in await self._call_all("GET", "/is_sleeping")])
 
     async def reset_prefix_cache(self) -> None:
-        """Empty the cache on all replicas, offloaded parts included; running sequences are computed again."""
         await self._each(self._reset_prefix_cache)
 
     async def init_weight_transfer_engine(self, info: Mapping[str, Any]) -> None:
         await self._tell("/init_weight_transfer_engine", info, "init_info")
 
     async def shutdown_weight_transfer_engine(self) -> None:
-        """Leave the trainer's group and free its memory; harmless without a group."""
         await self._call_all("POST", "/shutdown_weight_transfer_engine", long=True)
 
     async def start_weight_update(self) -> None:
         await self._call_all("POST", "/start_weight_update", repeatable=False, long=True)
 
     async def update_weights(self, info: Mapping[str, Any]) -> None:
-        """Send the replicas a part of the weights; a `directory` in it is on this host."""
         await self._tell("/update_weights", info, "update_info")
 
     async def finish_weight_update(self, version: str) -> None:
@@ -102,12 +85,10 @@ class VllmControl(FanOut):
         )
 
     async def weight_version(self) -> str:
-        """Return the version of the full weights of all replicas; START_VERSION until an update."""
         answers = await self._call_all("GET", "/weight_info")
         return common([str(answer["weight_version"]) for answer in answers])
 
     async def set_weight_version(self, version: str) -> None:
-        """Set the version that `weight_version` returns; the weights stay."""
         await self._call_all("POST", "/update_weight_version", {"new_version": version})
 
     async def _reset_prefix_cache(self, url: str) -> None:

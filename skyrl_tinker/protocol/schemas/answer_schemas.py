@@ -1,6 +1,6 @@
 """JSON schemas of answers: their bounds, as samplers compile few at once, and keywords that none reads.
 
-Figures are core-seconds of xgrammar 0.2.8 with 128,000 tokens. vLLM compiles beside the engine's loop, but
+Figures are core-seconds of xgrammar 0.2.8 with 128,000 tokens. It compiles beside the engine's loop, but
 one schema at a time on two cores, and parses it where all requests are parsed.
 """
 
@@ -50,7 +50,7 @@ _DATA = {"const", "enum", "default", "examples", "example", "discriminator"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "schemas"}
 _UNREAD = ("not", "if", "dependentRequired", "dependentSchemas", "dependencies")
 _ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-"""Keywords of which vLLM's grammars read the first one that a schema has, and nothing beside it."""
+"""Keywords of which xgrammar reads the first one that a schema has, and nothing beside it."""
 _RESTRICTING = _RANGE.union(
     _ALONE,
     ("type", "properties", "patternProperties", "additionalProperties", "required", "minProperties"),

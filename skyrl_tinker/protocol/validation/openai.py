@@ -2,12 +2,8 @@
 
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.errors import NotSupportedError
-from skyrl_tinker.protocol.schemas.openai import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    FieldError,
-    OpenAIRequest,
-)
+from skyrl_tinker.protocol.schemas.chats import ChatCompletionRequest
+from skyrl_tinker.protocol.schemas.openai import CompletionRequest, FieldError, OpenAIRequest
 
 
 def check_openai(request: OpenAIRequest, sampler: SamplerAbilities) -> None:

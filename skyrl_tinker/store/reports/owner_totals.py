@@ -8,7 +8,7 @@ from sqlalchemy import Connection, func, select
 
 from skyrl_tinker.domain.ids import ALL_OWNERS, ModelState, OwnerId, RequestKind
 from skyrl_tinker.domain.values import Usage
-from skyrl_tinker.protocol.schemas.console import OwnedNow
+from skyrl_tinker.protocol.schemas.administration import OwnedNow
 from skyrl_tinker.store import usage_records
 from skyrl_tinker.store.checkpoint_records import is_live
 from skyrl_tinker.store.database.rows import total

@@ -17,7 +17,7 @@ from skyrl_tinker.engine.http_server import EngineHttpServer
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.protocol.queue_views import QueuesView
-from skyrl_tinker.protocol.schemas.console import ChangeBaseRequest
+from skyrl_tinker.protocol.schemas.administration import ChangeBaseRequest
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.system.processes import identities, write_pid_file
 from tests.api.support.users import get, new_user, speak_as

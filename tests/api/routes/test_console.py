@@ -16,7 +16,7 @@ from sqlalchemy import Connection, update
 from skyrl_tinker.api.middleware import disk_room
 from skyrl_tinker.api.resources import step_curve
 from skyrl_tinker.api.waiting import engine_queues, server_snapshot
-from skyrl_tinker.cli.running_server import process_lines, run_lines
+from skyrl_tinker.cli.server_tables import process_lines, run_lines
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import ModelId

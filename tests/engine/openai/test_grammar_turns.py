@@ -23,7 +23,8 @@ from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import RequestGivenUpError, SamplerError
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.vllm.vllm_dialect import VLLM
-from skyrl_tinker.protocol.schemas.openai import ChatCompletionRequest, FieldError, parse_openai
+from skyrl_tinker.protocol.schemas.chats import ChatCompletionRequest
+from skyrl_tinker.protocol.schemas.openai import FieldError, parse_openai
 from tests.engine.support.world import FACTS
 
 ANN, BOB = OwnerId(1), OwnerId(2)

@@ -13,7 +13,8 @@ from skyrl_tinker.engine.sampler.fleet import ATTEMPTS
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError, SamplerError, SkyrlTinkerError
 from skyrl_tinker.inference.vllm.vllm_dialect import VLLM
-from skyrl_tinker.protocol.schemas.openai import ChatCompletionRequest, FieldError, parse_openai
+from skyrl_tinker.protocol.schemas.chats import ChatCompletionRequest
+from skyrl_tinker.protocol.schemas.openai import FieldError, parse_openai
 from tests.engine.support.world import FACTS
 
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"allOf": [{"$ref": "#"}]}}}

@@ -19,12 +19,8 @@ from skyrl_tinker.engine.openai.openai_requests import (
     upstream_body,
 )
 from skyrl_tinker.inference.vllm.vllm_dialect import VLLM
-from skyrl_tinker.protocol.schemas.openai import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    FieldError,
-    parse_openai,
-)
+from skyrl_tinker.protocol.schemas.chats import ChatCompletionRequest
+from skyrl_tinker.protocol.schemas.openai import CompletionRequest, FieldError, parse_openai
 from skyrl_tinker.protocol.validation.scores import MAX_LISTED
 
 EOS = (1, 2)

@@ -22,7 +22,8 @@ from skyrl_tinker.protocol.schemas.answer_schemas import (
     pattern_size,
     require_read,
 )
-from skyrl_tinker.protocol.schemas.openai import ChatCompletionRequest, FieldError, parse_openai
+from skyrl_tinker.protocol.schemas.chats import ChatCompletionRequest
+from skyrl_tinker.protocol.schemas.openai import FieldError, parse_openai
 
 
 class Color(Enum):

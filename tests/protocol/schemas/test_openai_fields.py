@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
+from skyrl_tinker.protocol.schemas.chats import NEUTRAL_IN_CHATS, ChatCompletionRequest
 from skyrl_tinker.protocol.schemas.openai import (
     NEUTRAL,
-    NEUTRAL_IN_CHATS,
     NEUTRAL_IN_COMPLETIONS,
-    ChatCompletionRequest,
     CompletionRequest,
     FieldError,
     parse_openai,

@@ -12,13 +12,8 @@ from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.domain.values import SampleRequest, SamplingParams, TargetTokens
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.schemas.base import parse
-from skyrl_tinker.protocol.schemas.openai import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    FieldError,
-    OpenAIRequest,
-    parse_openai,
-)
+from skyrl_tinker.protocol.schemas.chats import ChatCompletionRequest
+from skyrl_tinker.protocol.schemas.openai import CompletionRequest, FieldError, OpenAIRequest, parse_openai
 from skyrl_tinker.protocol.schemas.sampling import AsampleRequest
 from skyrl_tinker.protocol.stored_requests import sample_body, sample_from_body
 from skyrl_tinker.protocol.validation.limits import Limits

@@ -1,0 +1,299 @@
+"""Tables of `skyrl-tinker status`, `ps`, `top`, `runs`, `bases`, `usage` and `checkpoints`."""
+
+import csv
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from io import StringIO
+from typing import Any
+
+from skyrl_tinker.cli.running_server import Facts, RunningServer
+from skyrl_tinker.cli.terminal import printable, show
+from skyrl_tinker.domain.units import GB, MiB, counted, duration
+
+MOST_METADATA = 60
+"""Characters shown of a run's metadata."""
+
+
+def watch(server: RunningServer, interval_s: float, times: int | None, *, as_json: bool) -> None:
+    """Print the state again and again; without `times` until Ctrl-C."""
+    clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not as_json else ""
+    count = 0
+    while times is None or count < times:
+        time.sleep(interval_s if count else 0.0)
+        now = server.now()
+        print(end=clear)
+        show([json.dumps(now)] if as_json else (*status_lines(now), *process_lines(now)))
+        count += 1
+
+
+def status_lines(now: Facts) -> Iterator[str]:
+    """Yield the server's state, problems first, then trainer, samplers and queue."""
+    server = now["server"]
+    for base in server["base_models"]:
+        only = "" if base["trainable"] else ", sampling only"
+        only = only if base["sampleable"] else ", training only"
+        context = f"{base['context_length']} tokens{only}"
+        stopped = f": {base['detail']}" if base["state"] == "stopped" else ""
+        yield f"{base['state']:<9} {base['base_model']} on {server['device']}, {context}{stopped}"
+    if now["detail"]:
+        yield f"          {now['detail']}"
+    for problem in now["problems"]:
+        yield f"{problem['level']:<9} {problem['subject']}: {problem['text']}"
+    for trainer in now["trainers"] or ():
+        whose = f"of {trainer['base_model']}: " if len(now["trainers"]) > 1 else ""
+        yield f"trainer   {whose}{_unit(trainer['running']) or 'waits for work'}"
+        if following := _unit(trainer["following"]):
+            yield f"next      {following}"
+    engines = {base["base_model"]: base["sampler"] for base in server["base_models"]}
+    for samplers in now["samplers"] or ():
+        counts = f"{samplers['in_flight']} in flight, {samplers['waiting']} waiting"
+        whose = f" of {samplers['base_model']}" if len(now["samplers"]) > 1 else ""
+        yield f"samplers  {engines[samplers['base_model']]}{whose}: {counts}"
+    ways = Counter(each["weights_by"] for each in now["replicas"] if each["weights_by"])
+    if ways:
+        to = (f"by {way} to {counted(count, 'replica')}" for way, count in ways.items())
+        yield f"weights   {', '.join(to)}"
+    for kind, rate in (now["rates"] or {}).items():
+        yield f"{kind:<9} {rate['over_10_s']:.0f} tokens/s, {rate['over_60_s']:.0f} over a minute"
+    yield from _table(
+        ("name", "owner", "session", "kind", "waiting", "oldest", "reason"),
+        [
+            (
+                each["name"] or "",
+                each["owner"],
+                each["session_id"],
+                each["kind"],
+                each["waiting"],
+                "" if each["oldest_age_s"] is None else f"{each['oldest_age_s']:.1f} s",
+                each["reason"] or "",
+            )
+            for each in now["queue"]
+        ],
+    )
+
+
+def base_lines(bases: Sequence[Facts]) -> Iterator[str]:
+    """Yield base models with their uses, how each starts, its state, ranks and replicas, and their memory."""
+    sizes = _sizes(bases)
+    rows = [
+        (
+            each["base_model"],
+            ",".join(role for role, can in (("train", "trainable"), ("sample", "sampleable")) if each[can]),
+            each["start"],
+            each["state"],
+            "" if each["since"] is None else _since(each["since"]),
+            "" if each["idle_s"] is None else duration(each["idle_s"]),
+            each["trainer_ranks"],
+            each["replicas"] if each["sampleable"] else 0,
+            *(_mib(each[size]) for size in sizes),
+            each["detail"],
+        )
+        for each in bases
+    ]
+    states = ("base model", "roles", "start", "state", "for", "idle for", "ranks", "replicas")
+    yield from _table((*states, *sizes.values(), "detail"), rows)
+
+
+def _sizes(rows: Sequence[Facts]) -> dict[str, str]:
+    """Return the keys of sizes of memory that `rows` have, and their heads."""
+    on_gpus = any(each["gpu_bytes"] for each in rows)
+    return {"rss_bytes": "memory"} | ({"gpu_bytes": "GPU memory"} if on_gpus else {})
+
+
+def _mib(size: int | None) -> str:
+    return f"{size / MiB:.0f} MiB" if size else ""
+
+
+def process_lines(now: Facts) -> Iterator[str]:
+    """Yield processes, for those who may see them, and replicas."""
+    found = now["processes"] or ()
+    sizes = _sizes(found)
+    processes = [
+        (
+            each["name"],
+            each["pid"],
+            *(_mib(each[size]) for size in sizes),
+            f"{each['cpu_percent']:.0f} %",
+            f"{each['age_s']:.0f} s",
+        )
+        for each in found
+    ]
+    yield from _table(("process", "pid", *sizes.values(), "CPU", "age"), processes)
+    if memory := now["memory"]:
+        free, total = (memory[name] / GB for name in ("available_bytes", "total_bytes"))
+        yield f"{free:.1f} of {total:.1f} GB of its host's memory are available"
+        for place, gpu in enumerate(memory["gpus"]):
+            used, total = (gpu[name] / GB for name in ("used_bytes", "total_bytes"))
+            yield f"{used:.1f} of {total:.1f} GB of GPU {place} are in use"
+    replicas = [
+        (
+            each["base_model"],
+            each["address"] or "",
+            each["host"] or "",
+            each["state"],
+            " ".join(each["weights"]) or "base",
+            each["weights_by"] or "",
+            each["adapters_by"] or "",
+        )
+        for each in now["replicas"]
+    ]
+    yield from _table(
+        ("base model", "replica", "host", "state", "weights", "weights by", "adapters by"), replicas
+    )
+
+
+def run_lines(runs: Facts) -> Iterator[str]:
+    """Yield the runs, and the reasons of those that failed, are lost or parked."""
+    shown = [run for run in runs["runs"] if not _of_command(run)]
+    rows = [
+        (
+            run["name"] or "",
+            run["state"],
+            run["steps_before"] + run["steps"],
+            "" if run["reward"] is None else f"{run['reward']:.4g}",
+            "" if run["loss"] is None else f"{run['loss']:.4g}",
+            f"{_since(run['last_request_at'])} ago",
+            run["owner"],
+            run["run_id"],
+            _hyperparameters(run),
+            _metadata(run["user_metadata"]),
+        )
+        for run in shown
+    ]
+    heads = (
+        "name",
+        "state",
+        "steps",
+        "reward",
+        "loss",
+        "last request",
+        "owner",
+        "run",
+        "hyperparameters",
+        "metadata",
+    )
+    yield from _table(heads, rows) if rows else ("there are no runs",)
+    if hidden := len(runs["runs"]) - len(shown):
+        yield f"and {hidden} of the tinker command without steps, which --json has"
+    if before := runs["total"] - len(runs["runs"]):
+        yield f"and {before} before"
+    ended: dict[tuple[str, str], list[str]] = {}  # one cause may end many
+    for run in runs["runs"]:
+        if run["state"] in ("failed", "lost", "parked"):
+            ended.setdefault((run["state"], run["state_reason"]), []).append(run["run_id"])
+    for (state, reason), ids in ended.items():
+        yield f"{', '.join(ids)} {'is' if len(ids) == 1 else 'are'} {state}: {reason}"
+
+
+def checkpoint_lines(found: Sequence[Facts]) -> Iterator[str]:
+    """Yield checkpoints and their sum."""
+    rows = [
+        (
+            each["tinker_path"],
+            f"{each['size_bytes'] / GB:,.3f} GB",
+            each["time"][:19],
+            (each["expires_at"] or "never")[:19],
+            "yes" if each["public"] else "",
+        )
+        for each in found
+    ]
+    yield from _table(("checkpoint", "size", "saved (UTC)", "expires (UTC)", "public"), rows)
+    size = sum(each["size_bytes"] for each in found) / GB
+    yield f"{counted(len(rows), 'checkpoint')}, {size:,.3f} GB"
+
+
+def usage_by_day(parts: Iterable[Facts]) -> Iterator[str]:
+    """Yield lines of CSV: amounts by day (in UTC), owner, project, base model and kind."""
+    totals: Counter[tuple[str, ...]] = Counter()
+    for event in (event for part in parts for event in part["data"]):
+        kind, amount = _amount(event["event_info"])
+        of = event["user_name"], event["project_id"] or "", event["base_model"], kind
+        totals[event["bucket_start"][:10], *of] += amount
+    lines = StringIO()
+    writer = csv.writer(lines)
+    writer.writerow(("day", "owner", "project", "base_model", "kind", "amount"))
+    writer.writerows((*key, f"{amount:.15g}") for key, amount in sorted(totals.items()))
+    yield from lines.getvalue().splitlines()
+
+
+def usage_lines(usage: Facts) -> Iterator[str]:
+    """Yield tokens, checkpoints and storage by owner and kind."""
+    totals: Counter[tuple[str, str]] = Counter()
+    for event in usage["data"]:
+        kind, amount = _amount(event["event_info"])
+        totals[event["user_name"], kind] += amount
+    rows = [(owner, kind, _number(amount)) for (owner, kind), amount in sorted(totals.items())]
+    yield from _table(("owner", "kind", "amount"), rows) if rows else ("nothing was used",)
+
+
+def _number(amount: float) -> str:
+    """Return a count whole, and GB hours to a thousandth."""
+    if isinstance(amount, int):
+        return f"{amount:,}"
+    return f"{amount:,.3f}" if amount >= 0.001 else "under 0.001"
+
+
+def _amount(event: Facts) -> tuple[str, Any]:
+    match event["type"]:
+        case "training":
+            return "trained tokens", event["token_count"]
+        case "sampling_prefill":
+            return f"prompt tokens{', cached' if event['cached'] else ''}", event["token_count"]
+        case "sampling_sample":
+            return "sampled tokens", event["token_count"]
+        case "checkpoint":
+            return "checkpoints", event["count"]
+        case kind:
+            return f"{kind}, GB hours", event["gigabyte_hours"]
+
+
+def _of_command(run: Facts) -> bool:
+    creator: str = run["user_metadata"].get("created_by", "")
+    return run["steps"] == 0 and creator.startswith("tinker ")
+
+
+def _since(moment: str) -> str:
+    """Return the age of a moment."""
+    return duration(max(1.0, (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds()))
+
+
+def _hyperparameters(run: Facts) -> str:
+    rank, last = run["lora_rank"], run["last"] or {}
+    config = ",".join(f"{name}={value:.6g}" for name, value in run["loss_fn_config"].items())
+    rate = last.get("learning_rate")
+    known = {
+        "base": run["base_model"],
+        "rank": "full" if rank == 0 else rank,
+        "lr": None if rate is None else f"{rate:.4g}",
+        "datums": last.get("datums"),
+        "loss": run["loss_fn"] and run["loss_fn"] + (config and f"({config})"),
+        "from": run["parent"] and f"{run['parent']}@{run['steps_before']}",
+    }
+    return " ".join(f"{name}={value}" for name, value in known.items() if value is not None)
+
+
+def _metadata(metadata: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in metadata.items())[:MOST_METADATA]
+
+
+def _unit(unit: Facts | None) -> str | None:
+    if unit is None:
+        return None
+    models = len(unit["model_ids"]) + unit["others"]
+    since = "" if unit["running_s"] is None else f" for {unit['running_s']:.1f} s"
+    return f"{unit['kind']} of {counted(models, 'model')}{since}"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:
+    """Yield a table with its heads, nothing without rows."""
+    if not rows:
+        return
+    cells = [list(map(printable, row)) for row in (heads, *rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(heads))]
+    yield ""
+    for row in cells:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
