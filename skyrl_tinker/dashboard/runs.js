@@ -56,7 +56,7 @@ function showList(main, failed, recovered) {
   const chosen = new Set();
   const compare = h("button", { type: "button", disabled: true, onclick: () => { location.hash = `#/runs/${[...chosen].join(",")}`; } }, "Compare");
   const count = h("span", { class: "quiet" });
-  const search = h("input", { type: "search", size: 34, "aria-label": "Search", placeholder: "name, project, metadata, state …", oninput: () => { fill(); refresh().catch(failed); } });
+  const search = h("input", { type: "search", size: 34, "aria-label": "Search", placeholder: "name, project, metadata, state …", oninput: () => refresh().catch(failed) });
   const others = h("input", { type: "checkbox", onchange: () => fill() });
   main.append(h("h1", {}, "Runs"), wide(card("Training runs",
     h("p", { class: "row" }, search, h("label", {}, others, "also of the tinker command"), compare, count),
@@ -71,8 +71,7 @@ function showList(main, failed, recovered) {
   }
 
   function fill() {
-    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const found = answer.runs.filter((run) => (others.checked || !ofCommand(run)) && words.every((word) => wordsOf(run).includes(word)));
+    const found = answer.runs.filter((run) => others.checked || !ofCommand(run));
     const key = COLUMNS[order.place][2];
     const sign = order.down ? -1 : 1;
     found.sort((one, other) => compared(key(one), key(other), sign));
@@ -115,10 +114,6 @@ function compared(one, other, sign) {
 
 function ofCommand(run) {
   return run.steps === 0 && (run.user_metadata.created_by ?? "").startsWith("tinker ");
-}
-
-function wordsOf(run) {
-  return [run.run_id, run.name, run.project_id, run.owner, run.base_model, run.state, metadata(run)].join(" ").toLowerCase();
 }
 
 function named(run) {
