@@ -33,6 +33,8 @@ PATIENCE_S = 10.0
 MOST_DAYS = 14
 """Days of one answer about usage."""
 MOST_LISTED = 1000
+SILENT_S = 60.0
+"""Age of a heartbeat from which on a script may have been killed."""
 MOST_METADATA = 60
 """Characters shown of a run's metadata."""
 Facts = Mapping[str, Any]
@@ -111,9 +113,10 @@ class RunningServer:
             return False
         return True
 
-    def runs(self, most: int) -> Facts:
-        """Return the runs with the latest requests."""
-        return self._ask("GET", "/api/v1/console/runs", params={"limit": most})
+    def runs(self, most: int, words: str = "") -> Facts:
+        """Return the runs with the latest requests, of those that have all words."""
+        params = {"limit": most} | ({"search": words} if words else {})
+        return self._ask("GET", "/api/v1/console/runs", params=params)
 
     def newest_run(self) -> str:
         """Return the run with the latest request. Raises StartupError if there is none."""
@@ -368,7 +371,7 @@ def run_lines(runs: Facts) -> Iterator[str]:
     rows = [
         (
             run["name"] or "",
-            run["state"],
+            _state(run),
             run["steps_before"] + run["steps"],
             "" if run["reward"] is None else f"{run['reward']:.4g}",
             "" if run["loss"] is None else f"{run['loss']:.4g}",
@@ -472,9 +475,19 @@ def _of_command(run: Facts) -> bool:
     return run["steps"] == 0 and creator.startswith("tinker ")
 
 
+def _state(run: Facts) -> str:
+    """Return it, of one in training with the time for which its script is silent."""
+    heartbeat: str = run["last_heartbeat_at"]
+    silent = run["state"] in ("creating", "ready") and _age_s(heartbeat) > SILENT_S
+    return f"{run['state']}, silent for {_since(heartbeat)}" if silent else str(run["state"])
+
+
 def _since(moment: str) -> str:
-    """Return the age of a moment."""
-    return duration(max(1.0, (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds()))
+    return duration(max(1.0, _age_s(moment)))
+
+
+def _age_s(moment: str) -> float:
+    return (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds()
 
 
 def _hyperparameters(run: Facts) -> str:
@@ -500,8 +513,10 @@ def _unit(unit: Facts | None) -> str | None:
     if unit is None:
         return None
     models = len(unit["model_ids"]) + unit["others"]
+    known = (name or model_id for name, model_id in zip(unit["names"], unit["model_ids"], strict=True))
+    whose = f" ({', '.join(known)})" if unit["model_ids"] else ""
     since = "" if unit["running_s"] is None else f" for {unit['running_s']:.1f} s"
-    return f"{unit['kind']} of {counted(models, 'model')}{since}"
+    return f"{unit['kind']} of {counted(models, 'model')}{whose}{since}"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:

@@ -7,6 +7,7 @@ import { timeChart } from "./charts.js";
 const EVERY_MS = 2000;
 const MOST_VERSIONS = 3;
 const REMEMBERED_S = 3600;
+const GAP_S = 10; // over which rates are means
 
 export function showNow(main, { now, failed, recovered }) {
   const badge = h("span", { class: "badge" });
@@ -58,12 +59,11 @@ export function showNow(main, { now, failed, recovered }) {
     if (answer.memory) memory.textContent = remaining(answer.memory);
     processes.fill((answer.processes ?? []).map((each) => [
       each.name, String(each.pid), bytes(each.rss_bytes), each.gpu_bytes === null ? null : bytes(each.gpu_bytes), `${Math.round(each.cpu_percent)} %`, duration(each.age_s)]));
-    if (answer.rates) {
-      const at = Date.parse(answer.at) / 1000;
-      history.push([at, answer.rates.trained.over_10_s, answer.rates.sampled.over_10_s]);
-      while (history[0][0] < at - REMEMBERED_S) history.shift();
-      chart.draw([0, 1, 2].map((column) => history.map((row) => row[column])));
-    }
+    const at = Date.parse(answer.at) / 1000;
+    if (at - history.at(-1)?.[0] > GAP_S) history.push([at - GAP_S, null, null]); // the page was hidden, or the server away
+    history.push([at, answer.rates?.trained.over_10_s ?? null, answer.rates?.sampled.over_10_s ?? null]);
+    while (history[0][0] < at - REMEMBERED_S) history.shift();
+    chart.draw([0, 1, 2].map((column) => history.map((row) => row[column])));
   }
 
   // Before the page was opened.
@@ -103,11 +103,21 @@ function byModel(models, of) {
 function served(server) {
   const one = server.base_models.length === 1;
   const models = byModel(server.base_models, (each) => [
-    ...(one ? [["model", each.base_model]] : [["state", each.state === "stopped" ? `stopped: ${each.detail}` : each.state]]),
+    ...(one ? [["model", each.base_model]] : []), ...(one && each.start === "always" ? [] : life(each)),
     ["context", `${number(each.context_length)} tokens`],
     ["runs on", `${server.device}, ${each.trainable ? plural(each.trainer_ranks, "trainer rank") : "sampling only"}, ${each.sampleable ? `${plural(each.replicas, "replica")}, ${each.placement}` : "training only"}`],
   ]);
   return [models, facts([["started", ago(server.started_at)], ["version", server.version]])];
+}
+
+function life({ state, detail, since, idle_s, start, rss_bytes, gpu_bytes }) {
+  const memory = [rss_bytes && bytes(rss_bytes), gpu_bytes && `${bytes(gpu_bytes)} of GPUs`].filter(Boolean).join(", ");
+  return [
+    ["state", state === "stopped" ? `stopped: ${detail}` : state], ["since", ago(since)],
+    ["starts", start === "always" ? "with the server" : "on demand"],
+    ...(idle_s === null ? [] : [["idle for", duration(idle_s)]]),
+    ...(memory ? [["memory", memory]] : []),
+  ];
 }
 
 function training(trainers) {
