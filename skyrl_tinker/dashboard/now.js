@@ -17,6 +17,10 @@ export function showNow(main, { now, failed, recovered }) {
   const server = h("div");
   const trainer = h("div");
   const samplers = h("div");
+  const bases = table("Base models", [
+    ["base model", "run"], ["state", ""], ["since", ""], ["starts", ""], ["idle for", "number optional"], ["memory", "number optional"],
+    ["GPU memory", "number optional"], ["context", "number"], ["runs on", ""]], "none");
+  const baseCard = wide(card("Base models", bases.node));
   const rates = h("div");
   const chart = timeChart("Tokens per second, means over ten seconds", ["trained", "sampled"]);
   const queue = table("Queue by session", [
@@ -33,7 +37,7 @@ export function showNow(main, { now, failed, recovered }) {
     h("h1", {}, "Now ", badge, calm),
     h("div", { class: "grid" },
       problemCard,
-      card("Server", server), card("Trainer", trainer), card("Samplers", samplers),
+      card("Server", server), card("Trainer", trainer), card("Samplers", samplers), baseCard,
       wide(card("Tokens per second, of all owners", rates, chart.node)),
       wide(card("Queue", queue.node)),
       wide(card("Replicas", replicas.node)), processCard));
@@ -46,7 +50,9 @@ export function showNow(main, { now, failed, recovered }) {
     calm.hidden = !none;
     badge.className = `badge ${answer.ready ? "good" : "error"}`;
     problems.replaceChildren(...answer.problems.map(problem));
-    server.replaceChildren(...served(answer.server));
+    server.replaceChildren(served(answer.server));
+    baseCard.hidden = answer.server.base_models.every(({ start }, _, { length }) => length === 1 && start === "always");
+    bases.fill(answer.server.base_models.map((each) => base(each, answer.server.device)));
     trainer.replaceChildren(training(answer.trainers));
     samplers.replaceChildren(sampling(answer.samplers));
     rates.replaceChildren(speeds(answer.rates));
@@ -100,24 +106,22 @@ function byModel(models, of) {
   return h("div", { class: "models" }, ...models.map((each) => h("div", {}, h("h3", {}, each.base_model), facts(of(each)))));
 }
 
-function served(server) {
-  const one = server.base_models.length === 1;
-  const models = byModel(server.base_models, (each) => [
-    ...(one ? [["model", each.base_model]] : []), ...(one && each.start === "always" ? [] : life(each)),
-    ["context", `${number(each.context_length)} tokens`],
-    ["runs on", `${server.device}, ${each.trainable ? plural(each.trainer_ranks, "trainer rank") : "sampling only"}, ${each.sampleable ? `${plural(each.replicas, "replica")}, ${each.placement}` : "training only"}`],
-  ]);
-  return [models, facts([["started", ago(server.started_at)], ["version", server.version]])];
+function served({ base_models, device, started_at, version }) {
+  const one = base_models.length === 1 ? base_models[0] : null;
+  return facts([
+    ...(one ? [["model", one.base_model], ["context", `${number(one.context_length)} tokens`], ["runs on", parts(one, device)]] : [["device", device]]),
+    ["started", ago(started_at)], ["version", version]]);
 }
 
-function life({ state, detail, since, idle_s, start, rss_bytes, gpu_bytes }) {
-  const memory = [rss_bytes && bytes(rss_bytes), gpu_bytes && `${bytes(gpu_bytes)} of GPUs`].filter(Boolean).join(", ");
+function parts({ trainable, trainer_ranks, sampleable, replicas, placement }, device) {
+  return `${device}, ${trainable ? plural(trainer_ranks, "trainer rank") : "sampling only"}, ${sampleable ? `${plural(replicas, "replica")}, ${placement}` : "training only"}`;
+}
+
+function base(each, device) {
   return [
-    ["state", state === "stopped" ? `stopped: ${detail}` : state], ["since", ago(since)],
-    ["starts", start === "always" ? "with the server" : "on demand"],
-    ...(idle_s === null ? [] : [["idle for", duration(idle_s)]]),
-    ...(memory ? [["memory", memory]] : []),
-  ];
+    each.base_model, each.state === "stopped" ? `stopped: ${each.detail}` : each.state, ago(each.since), each.start === "always" ? "with the server" : "on demand",
+    each.idle_s === null ? null : duration(each.idle_s), each.rss_bytes === null ? null : bytes(each.rss_bytes), each.gpu_bytes === null ? null : bytes(each.gpu_bytes),
+    number(each.context_length), parts(each, device)];
 }
 
 function training(trainers) {

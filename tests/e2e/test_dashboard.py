@@ -296,10 +296,10 @@ def test_of_several_base_models_each_has_its_state_and_memory(server: Serve, pag
     bases = f"now.server.base_models.push({{...now.server.base_models[0], ...{json.dumps(asleep)}}})"
     page.run(f"change = (now) => {{ {bases}; }}")
     page.run("location.hash = '#/now'")
-    told = page.wait("[...document.querySelectorAll('.models')].map((each) => each.innerText)[0]")
-    first, second = told.split("other")
+    rows = "[...document.querySelectorAll('section[aria-label=\"Base models\"] tbody tr')]"
+    first, second = page.wait(f"{rows}.length === 2 && {rows}.map((each) => each.innerText)")
     assert "with the server" in first
-    for fact in ("stopped: idle", "days ago", "on demand", "90 s", "2 GB, 3 GB of GPUs"):
+    for fact in ("other", "stopped: idle", "days ago", "on demand", "90 s", "2 GB", "3 GB"):
         assert fact in second
     assert page.errors == []
 
