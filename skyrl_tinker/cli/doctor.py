@@ -88,7 +88,7 @@ def report(settings: Settings, age_s: float = 0.0) -> bool:
 
 
 def _running_by(settings: Settings, until: float) -> str | None:
-    """Return what `_running` finds; None if the home does not answer until then, as its check will tell."""
+    """Return the finding of `_running`; None from a home without an answer until then: its check tells."""
     with suppress(TimeoutError):
         return _begin(lambda: _running(settings)).result(max(0.0, until - time.monotonic()))
     return None

@@ -476,7 +476,7 @@ def _of_command(run: Facts) -> bool:
 
 
 def _state(run: Facts) -> str:
-    """Return it, of one in training with the time for which its script is silent."""
+    """Return it, of one in training with the silence of its script."""
     heartbeat: str = run["last_heartbeat_at"]
     silent = run["state"] in ("creating", "ready") and _age_s(heartbeat) > SILENT_S
     return f"{run['state']}, silent for {_since(heartbeat)}" if silent else str(run["state"])

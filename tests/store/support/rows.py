@@ -105,7 +105,10 @@ async def ephemeral(
     inflight: bool = False,
     future_id: int | None = None,
 ) -> VersionId:
-    of_save = {"durable": False, "inflight": inflight, "future_id": future_id}
-    version = await store.write(lambda conn: sampling_sessions.insert_version(conn, model, "lora", **of_save))
+    version = await store.write(
+        lambda conn: sampling_sessions.insert_version(
+            conn, model, "lora", durable=False, inflight=inflight, future_id=future_id
+        )
+    )
     await store.write(lambda conn: sampling_sessions.publish_version(conn, version, directory, 1))
     return version
