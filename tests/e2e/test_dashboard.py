@@ -540,7 +540,7 @@ def test_a_key_is_asked_for_once_and_shows_its_own_runs_only(chromium: Browser, 
         assert runs["bob"] not in page.text()
         assert "Admin" not in page.text()
         assert keys["alice"] not in page.run("location.href")
-        page.run("location.reload()")
+        page.reload()
         page.wait("document.querySelector('td.run a') !== null")
         assert page.run("localStorage.length") == 0
         page.open("about:blank")
