@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 from sqlalchemy.exc import DBAPIError, OperationalError, ProgrammingError
@@ -48,7 +49,8 @@ _CAPABILITY = 8.0  # bfloat16 and FlashAttention 2
 _FREE_SHARE = 0.9  # of a GPU's memory
 LIMIT_S = 18.0
 """Time from the start of the process to the last finding; on a loaded machine imports take much of it."""
-_LEAST_S = 5.0  # that checks have, however long the imports took
+_LEAST_S = 2.0  # that checks have, however long the imports took
+T = TypeVar("T")
 _running_version = threading.Lock()  # runpy changes sys.modules meanwhile
 
 
@@ -57,7 +59,8 @@ def report(settings: Settings, age_s: float = 0.0) -> bool:
 
     `age_s`: how long the process runs already.
     """
-    running = _running(settings)
+    until = time.monotonic() + max(_LEAST_S, LIMIT_S - age_s)
+    running = _running_by(settings, (time.monotonic() + until) / 2)
     cuda = settings.device == "cuda"
     gpus = cuda and shutil.which(SMI) is not None  # else the driver's finding says it all
     elsewhere = settings.checkpoint_url or settings.snapshot_url
@@ -80,9 +83,15 @@ def report(settings: Settings, age_s: float = 0.0) -> bool:
         "open files": _open_files,
         **({"port": lambda: _port(settings)} if running is None else {"server": lambda: str(running)}),
     }
-    until = time.monotonic() + max(_LEAST_S, LIMIT_S - age_s)
     begun = {name: _begin(check) for name, check in checks.items()}
     return all([_tell(name, finding, until) for name, finding in begun.items()])  # noqa: C419 - tell all
+
+
+def _running_by(settings: Settings, until: float) -> str | None:
+    """Return the finding of `_running`; None from a home without an answer until then: its check tells."""
+    with suppress(TimeoutError):
+        return _begin(lambda: _running(settings)).result(max(0.0, until - time.monotonic()))
+    return None
 
 
 def _running(settings: Settings) -> str | None:
@@ -97,9 +106,9 @@ def _running(settings: Settings) -> str | None:
     return None
 
 
-def _begin(check: Callable[[], str]) -> "Future[str]":
+def _begin(check: Callable[[], T]) -> "Future[T]":
     """Run a check in a thread that the process does not wait for when it ends."""
-    finding: Future[str] = Future()
+    finding: Future[T] = Future()
 
     def run() -> None:
         try:

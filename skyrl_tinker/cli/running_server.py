@@ -102,9 +102,10 @@ class RunningServer:
             return False
         return True
 
-    def runs(self, most: int) -> Facts:
-        """Return the runs with the latest requests."""
-        return self._ask("GET", "/api/v1/console/runs", params={"limit": most})
+    def runs(self, most: int, words: str = "") -> Facts:
+        """Return the runs with the latest requests, of those that have all words."""
+        params = {"limit": most} | ({"search": words} if words else {})
+        return self._ask("GET", "/api/v1/console/runs", params=params)
 
     def newest_run(self) -> str:
         """Return the run with the latest request. Raises StartupError if there is none."""

@@ -84,11 +84,12 @@ def runs(
     most: Annotated[
         int, typer.Option("--lines", "-n", help="Runs, the last used first", min=1, max=1000)
     ] = 20,
+    search: Annotated[str, typer.Option(help="Words of names, projects, owners, states and metadata")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Show training runs, and why some failed: one's own, with an admin key those of all."""
     with one_line_errors(), understood():
-        found = _running(url, home, config_file).runs(most)
+        found = _running(url, home, config_file).runs(most, search)
         show([json.dumps(found)] if as_json else server_tables.run_lines(found))
 
 

@@ -14,6 +14,8 @@ from skyrl_tinker.cli.running_server import Facts, RunningServer
 from skyrl_tinker.cli.terminal import printable, show
 from skyrl_tinker.domain.units import GB, MiB, counted, duration
 
+SILENT_S = 60.0
+"""Age of a heartbeat from which on a script may have been killed."""
 MOST_METADATA = 60
 """Characters shown of a run's metadata."""
 
@@ -152,7 +154,7 @@ def run_lines(runs: Facts) -> Iterator[str]:
     rows = [
         (
             run["name"] or "",
-            run["state"],
+            _state(run),
             run["steps_before"] + run["steps"],
             "" if run["reward"] is None else f"{run['reward']:.4g}",
             "" if run["loss"] is None else f"{run['loss']:.4g}",
@@ -256,9 +258,19 @@ def _of_command(run: Facts) -> bool:
     return run["steps"] == 0 and creator.startswith("tinker ")
 
 
+def _state(run: Facts) -> str:
+    """Return it, of one in training with the silence of its script."""
+    heartbeat: str = run["last_heartbeat_at"]
+    silent = run["state"] in ("creating", "ready") and _age_s(heartbeat) > SILENT_S
+    return f"{run['state']}, silent for {_since(heartbeat)}" if silent else str(run["state"])
+
+
 def _since(moment: str) -> str:
-    """Return the age of a moment."""
-    return duration(max(1.0, (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds()))
+    return duration(max(1.0, _age_s(moment)))
+
+
+def _age_s(moment: str) -> float:
+    return (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds()
 
 
 def _hyperparameters(run: Facts) -> str:
@@ -284,8 +296,10 @@ def _unit(unit: Facts | None) -> str | None:
     if unit is None:
         return None
     models = len(unit["model_ids"]) + unit["others"]
+    known = (name or model_id for name, model_id in zip(unit["names"], unit["model_ids"], strict=True))
+    whose = f" ({', '.join(known)})" if unit["model_ids"] else ""
     since = "" if unit["running_s"] is None else f" for {unit['running_s']:.1f} s"
-    return f"{unit['kind']} of {counted(models, 'model')}{since}"
+    return f"{unit['kind']} of {counted(models, 'model')}{whose}{since}"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:

@@ -20,8 +20,7 @@ function axis(more = {}) {
 }
 
 // `layout`: of a style the scales, the axes, the series of the x axis and the name under which charts share a cursor.
-// `points`: whether they have dots, as uPlot takes it.
-function chart(label, names, layout, points, height) {
+function chart(label, names, layout, height) {
   const node = h("div", { class: "chart", role: "img", "aria-label": label });
   const hooks = { setCursor: [(each) => { if (each.cursor.idx === null) tellLast(each); }] };
   let data = [[], ...names.map(() => [])];
@@ -30,7 +29,7 @@ function chart(label, names, layout, points, height) {
     const { scales, axes, x, shared } = layout(style);
     const series = names.map((name, place) => ({
       label: name, stroke: COLOURS[place % COLOURS.length], width: 1.5,
-      points: { fill: () => colour("--card"), ...points }, value: (_, value) => number(value, 4),
+      points: { fill: () => colour("--card"), filter: lone }, value: (_, value) => number(value, 4),
     }));
     const cursor = { y: false, ...(shared && { sync: { key: shared, scales: ["x", null] } }) };
     plot?.destroy();
@@ -47,17 +46,31 @@ function chart(label, names, layout, points, height) {
     node,
     restyle,
     draw(next) {
+      const { min, max } = plot.scales.x;
+      const zoomed = min !== null && (min > data[0][0] || max < data[0].at(-1));
       data = next;
-      plot.setData(data);
+      plot.setData(data, !zoomed);
+      if (zoomed) plot.redraw();
       if (plot.cursor.idx === null || plot.cursor.idx === undefined) tellLast(plot);
     },
     close() { watch.disconnect(); DARK.removeEventListener("change", recolour); plot.destroy(); },
   };
 }
 
+function known(value) {
+  return value !== null && value !== undefined;
+}
+
+// Where there are too many points for dots: those between two gaps, of which no line would tell.
+function lone(plot, place, all) {
+  if (all) return null;
+  const own = [...plot.data[place].entries()].filter(([, value]) => value !== undefined);
+  return own.filter(([, value], each) => value !== null && !known(own[each - 1]?.[1]) && !known(own[each + 1]?.[1])).map(([at]) => at);
+}
+
 // The legend has the last known values while no point is looked at.
 function tellLast(plot) {
-  plot.setLegend({ idxs: plot.data.map((column) => column.findLastIndex((value) => value !== null && value !== undefined)) }, false);
+  plot.setLegend({ idxs: plot.data.map((column) => column.findLastIndex(known)) }, false);
 }
 
 const values = (_, splits) => splits.map((value) => value === null ? "" : number(value));
@@ -68,14 +81,7 @@ const aMinuteOrMore = (_, first, last) => [Math.min(first, last - 60), last];
 export function timeChart(label, names) {
   const x = { label: "at", value: (_, at) => at === null ? "–" : clock(_, [at])[0] };
   return chart(label, names, () => ({
-    scales: { x: { time: true, range: aMinuteOrMore } }, axes: [axis({ values: clock, space: 90, size: 34 }), axis({ size: 60, values })], x }), { show: false }, HEIGHT);
-}
-
-// Where there are too many points for dots: those between two gaps, of which no line would tell.
-function lone(plot, place, all) {
-  if (all) return null;
-  const known = [...plot.data[place].entries()].filter(([, value]) => value !== undefined);
-  return known.filter(([, value], each) => value !== null && (known[each - 1]?.[1] ?? null) === null && (known[each + 1]?.[1] ?? null) === null).map(([at]) => at);
+    scales: { x: { time: true, range: aMinuteOrMore } }, axes: [axis({ values: clock, space: 90, size: 34 }), axis({ size: 60, values })], x }), HEIGHT);
 }
 
 const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
@@ -84,7 +90,7 @@ const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((digit) => 
 const decades = (_, low, high) => (low === null ? [0.1, 1] : high < 2 * low ? [low / 2, 2 * high] : uPlot.rangeLog(low, high, 10, false));
 
 // `least`: the range that the values' axis shows at least, unless it is logarithmic. All of a page share a cursor.
-export function stepChart(label, names, least = null, height = HEIGHT) {
+export function stepChart(label, names, { least = null, height = HEIGHT } = {}) {
   const range = least && { range: (_, low, high) => [Math.min(low ?? 0, least[0]), Math.max(high ?? 0, least[1])] };
   return chart(label, names, ({ axis: name, log }) => {
     const y = log ? { distr: 3, range: decades } : range;
@@ -94,5 +100,5 @@ export function stepChart(label, names, least = null, height = HEIGHT) {
       x: { label: name },
       shared: "steps",
     };
-  }, { filter: lone }, height);
+  }, height);
 }

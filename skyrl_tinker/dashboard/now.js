@@ -7,6 +7,7 @@ import { timeChart } from "./charts.js";
 const EVERY_MS = 2000;
 const MOST_VERSIONS = 3;
 const REMEMBERED_S = 3600;
+const GAP_S = 10; // over which rates are means
 
 export function showNow(main, { now, failed, recovered }) {
   const badge = h("span", { class: "badge" });
@@ -16,6 +17,10 @@ export function showNow(main, { now, failed, recovered }) {
   const server = h("div");
   const trainer = h("div");
   const samplers = h("div");
+  const bases = table("Base models", [
+    ["base model", "run"], ["state", ""], ["since", ""], ["starts", ""], ["idle for", "number optional"], ["memory", "number optional"],
+    ["GPU memory", "number optional"], ["context", "number"], ["runs on", ""]], "none");
+  const baseCard = wide(card("Base models", bases.node));
   const rates = h("div");
   const chart = timeChart("Tokens per second, means over ten seconds", ["trained", "sampled"]);
   const queue = table("Queue by session", [
@@ -32,7 +37,7 @@ export function showNow(main, { now, failed, recovered }) {
     h("h1", {}, "Now ", badge, calm),
     h("div", { class: "grid" },
       problemCard,
-      card("Server", server), card("Trainer", trainer), card("Samplers", samplers),
+      card("Server", server), card("Trainer", trainer), card("Samplers", samplers), baseCard,
       wide(card("Tokens per second, of all owners", rates, chart.node)),
       wide(card("Queue", queue.node)),
       wide(card("Replicas", replicas.node)), processCard));
@@ -45,7 +50,9 @@ export function showNow(main, { now, failed, recovered }) {
     calm.hidden = !none;
     badge.className = `badge ${answer.ready ? "good" : "error"}`;
     problems.replaceChildren(...answer.problems.map(problem));
-    server.replaceChildren(...served(answer.server));
+    server.replaceChildren(served(answer.server));
+    baseCard.hidden = answer.server.base_models.every(({ start }, _, { length }) => length === 1 && start === "always");
+    bases.fill(answer.server.base_models.map((each) => base(each, answer.server.device)));
     trainer.replaceChildren(training(answer.trainers));
     samplers.replaceChildren(sampling(answer.samplers));
     rates.replaceChildren(speeds(answer.rates));
@@ -58,12 +65,11 @@ export function showNow(main, { now, failed, recovered }) {
     if (answer.memory) memory.textContent = remaining(answer.memory);
     processes.fill((answer.processes ?? []).map((each) => [
       each.name, String(each.pid), bytes(each.rss_bytes), each.gpu_bytes === null ? null : bytes(each.gpu_bytes), `${Math.round(each.cpu_percent)} %`, duration(each.age_s)]));
-    if (answer.rates) {
-      const at = Date.parse(answer.at) / 1000;
-      history.push([at, answer.rates.trained.over_10_s, answer.rates.sampled.over_10_s]);
-      while (history[0][0] < at - REMEMBERED_S) history.shift();
-      chart.draw([0, 1, 2].map((column) => history.map((row) => row[column])));
-    }
+    const at = Date.parse(answer.at) / 1000;
+    if (at - history.at(-1)?.[0] > GAP_S) history.push([at - GAP_S, null, null]); // the page was hidden, or the server away
+    history.push([at, answer.rates?.trained.over_10_s ?? null, answer.rates?.sampled.over_10_s ?? null]);
+    while (history[0][0] < at - REMEMBERED_S) history.shift();
+    chart.draw([0, 1, 2].map((column) => history.map((row) => row[column])));
   }
 
   // Before the page was opened.
@@ -100,14 +106,22 @@ function byModel(models, of) {
   return h("div", { class: "models" }, ...models.map((each) => h("div", {}, h("h3", {}, each.base_model), facts(of(each)))));
 }
 
-function served(server) {
-  const one = server.base_models.length === 1;
-  const models = byModel(server.base_models, (each) => [
-    ...(one ? [["model", each.base_model]] : [["state", each.state === "stopped" ? `stopped: ${each.detail}` : each.state]]),
-    ["context", `${number(each.context_length)} tokens`],
-    ["runs on", `${server.device}, ${each.trainable ? plural(each.trainer_ranks, "trainer rank") : "sampling only"}, ${each.sampleable ? `${plural(each.replicas, "replica")}, ${each.placement}` : "training only"}`],
-  ]);
-  return [models, facts([["started", ago(server.started_at)], ["version", server.version]])];
+function served({ base_models, device, started_at, version }) {
+  const one = base_models.length === 1 ? base_models[0] : null;
+  return facts([
+    ...(one ? [["model", one.base_model], ["context", `${number(one.context_length)} tokens`], ["runs on", parts(one, device)]] : [["device", device]]),
+    ["started", ago(started_at)], ["version", version]]);
+}
+
+function parts({ trainable, trainer_ranks, sampleable, replicas, placement }, device) {
+  return `${device}, ${trainable ? plural(trainer_ranks, "trainer rank") : "sampling only"}, ${sampleable ? `${plural(replicas, "replica")}, ${placement}` : "training only"}`;
+}
+
+function base(each, device) {
+  return [
+    each.base_model, each.state === "stopped" ? `stopped: ${each.detail}` : each.state, ago(each.since), each.start === "always" ? "with the server" : "on demand",
+    each.idle_s === null ? null : duration(each.idle_s), each.rss_bytes === null ? null : bytes(each.rss_bytes), each.gpu_bytes === null ? null : bytes(each.gpu_bytes),
+    number(each.context_length), parts(each, device)];
 }
 
 function training(trainers) {

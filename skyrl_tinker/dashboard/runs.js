@@ -11,14 +11,17 @@ const SILENT_S = 60;
 const LEADING_HEIGHT = 300;
 const ROUNDING = 1e-3; // smaller differences would fill a chart of their own and look like drift
 const CURVES = [
-  ["loss", "Loss per trained token", "sum of the losses by sum of the weights, or by trained positions"],
-  ["sampler_gap", "Trainer–sampler gap", "difference of their logprobs on the probe after a sync", [0, ROUNDING]],
-  ["policy_shift", "Policy shift", "mean of sampled − trained logprob: 0 while the policy is the one that sampled", [-ROUNDING, ROUNDING]],
+  ["loss", "Loss per trained token", "sum of the losses by sum of the weights, or by trained positions", { height: LEADING_HEIGHT, none: "no position had a weight" }],
+  ["sampler_gap", "Trainer–sampler gap", "difference of their logprobs on the probe after a sync",
+    { least: [0, ROUNDING], none: "it is measured after a save of weights for sampling" }],
+  ["policy_shift", "Policy shift", "mean of sampled − trained logprob: 0 while the policy is the one that sampled",
+    { least: [-ROUNDING, ROUNDING], none: "the data has no logprobs as sampled" }],
   ["entropy_proxy", "Entropy proxy", "mean of −logprob of the trained tokens, as sampled"],
   ["grad_norm", "Gradient norm", "before clipping"],
   ["learning_rate", "Learning rate", "as given to optim_step"],
   ["tokens", "Tokens of a step", "of all data since the step before"],
-  ["reward_proxy", "Advantage × logprob", "its mean, not the reward: with advantages centred in their group it goes to 0"],
+  ["reward_proxy", "Advantage × logprob", "its mean, not the reward: with advantages centred in their group it goes to 0",
+    { none: "the data has no advantages" }],
 ];
 const HYPERPARAMETERS = [
   ["base model", (run) => run.base_model],
@@ -56,7 +59,7 @@ function showList(main, failed, recovered) {
   const chosen = new Set();
   const compare = h("button", { type: "button", disabled: true, onclick: () => { location.hash = `#/runs/${[...chosen].join(",")}`; } }, "Compare");
   const count = h("span", { class: "quiet" });
-  const search = h("input", { type: "search", size: 34, "aria-label": "Search", placeholder: "name, project, metadata, state …", oninput: () => { fill(); refresh().catch(failed); } });
+  const search = h("input", { type: "search", size: 34, "aria-label": "Search", placeholder: "name, project, metadata, state …", oninput: () => refresh().catch(failed) });
   const others = h("input", { type: "checkbox", onchange: () => fill() });
   main.append(h("h1", {}, "Runs"), wide(card("Training runs",
     h("p", { class: "row" }, search, h("label", {}, others, "also of the tinker command"), compare, count),
@@ -71,8 +74,7 @@ function showList(main, failed, recovered) {
   }
 
   function fill() {
-    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const found = answer.runs.filter((run) => (others.checked || !ofCommand(run)) && words.every((word) => wordsOf(run).includes(word)));
+    const found = answer.runs.filter((run) => others.checked || !ofCommand(run));
     const key = COLUMNS[order.place][2];
     const sign = order.down ? -1 : 1;
     found.sort((one, other) => compared(key(one), key(other), sign));
@@ -115,10 +117,6 @@ function compared(one, other, sign) {
 
 function ofCommand(run) {
   return run.steps === 0 && (run.user_metadata.created_by ?? "").startsWith("tinker ");
-}
-
-function wordsOf(run) {
-  return [run.run_id, run.name, run.project_id, run.owner, run.base_model, run.state, metadata(run)].join(" ").toLowerCase();
 }
 
 function named(run) {
@@ -191,8 +189,10 @@ function drawCurves(main, chains, failed, recovered) {
   const reports = chains.map((chain) => ({ parts: chain.map((run) => ({ run: run.run_id, next: 0 })), reward: new Map(), values: new Map() }));
   const alone = runs.length === 1;
   const titles = alone ? ["value"] : runs.map((run) => (runs.filter((each) => title(each) === title(run)).length > 1 ? `${title(run)} ${run.run_id.slice(0, 4)}` : title(run)));
-  const charts = CURVES.map(([column, label, about, least]) => [column, stepChart(label, titles, least, column === "loss" ? LEADING_HEIGHT : undefined), label, about]);
-  const reward = stepChart("Reward", titles, null, LEADING_HEIGHT);
+  const charts = CURVES.map(([column, label, about, { none, ...layout } = {}]) => ({
+    column, label, about, none, lack: h("p", { class: "small" }), chart: stepChart(label, titles, layout) }));
+  const allCharts = () => [...charts.map(({ chart }) => chart), reward, reported, time];
+  const reward = stepChart("Reward", titles, { height: LEADING_HEIGHT });
   const reported = stepChart("Reported number", titles);
   const choice = h("select", { "aria-label": "Reported number", onchange: () => drawReports() });
   const rewardCard = card("Reward", h("p", { class: "quiet small" }, "as its script reports it"), reward.node);
@@ -232,8 +232,8 @@ function drawCurves(main, chains, failed, recovered) {
     return h("button", { type: "button", onclick: () => download(`console/runs/${encodeURIComponent(run.run_id)}/points.csv`, `${run.run_id.replaceAll(":", "-")}.csv`).catch(failed) }, "Export CSV");
   }
 
-  function drawn([, chart, label, text]) {
-    return card(label, h("p", { class: "quiet small" }, text), chart.node);
+  function drawn({ label, about, lack, chart }) {
+    return card(label, h("p", { class: "quiet small" }, about), lack, chart.node);
   }
 
   function drawReports() {
@@ -249,13 +249,18 @@ function drawCurves(main, chains, failed, recovered) {
   }
 
   function drawAll() {
-    for (const [column, chart] of charts) chart.draw(shown(points.map((parts) => joined(parts, column, view.axis))));
+    for (const { column, none, lack, chart } of charts) {
+      const curves = points.map((parts) => joined(parts, column, view.axis));
+      chart.draw(shown(curves));
+      lack.hidden = curves.some(([, values]) => values.some((value) => value !== null));
+      lack.textContent = curves.every(([places]) => places.length === 0) ? "No step yet." : none ? `None: ${none}.` : "None.";
+    }
     drawReports();
     if (alone) time.draw(shown(SECONDS.map((column) => joined(points[0], column, view.axis))));
   }
 
   function restyle() {
-    for (const chart of [...charts.map(([, each]) => each), reward, reported, time]) chart.restyle(view);
+    for (const chart of allCharts()) chart.restyle(view);
     drawAll();
   }
 
@@ -287,7 +292,7 @@ function drawCurves(main, chains, failed, recovered) {
   return () => {
     stop();
     stopCheckpoints();
-    for (const chart of [...charts.map(([, each]) => each), reward, reported, time]) chart.close();
+    for (const chart of allCharts()) chart.close();
   };
 }
 

@@ -19,10 +19,11 @@ export function showTokens(main, { path, failed, recovered }) {
   const more = h("button", { type: "button", onclick: () => { most += PAGE; refresh().catch(failed); } }, "Older");
   const kind = h("select", { onchange: () => refresh().catch(failed) },
     ...[["", "all"], ["forward_backward", "forward_backward"], ["forward", "forward"], ["sample", "sample"]].map(([value, name]) => h("option", { value }, name)));
+  const runs = h("select", { onchange: () => { location.hash = runs.value && `#/tokens/run/${encodeURIComponent(runs.value)}` || "#/tokens"; } });
   main.append(h("h1", {}, "Tokens"),
-    run === null ? "" : h("p", { class: "row" }, h("a", { href: `#/runs/${encodeURIComponent(run)}` }, "The run"), h("a", { href: "#/tokens" }, "All runs"),
-      h("span", { class: "quiet small id" }, run)),
-    wide(card("Your finished passes and samples", h("p", { class: "row" }, h("label", {}, "Kind", kind)), list.node, more)));
+    run === null ? "" : h("p", { class: "row" }, h("a", { href: `#/runs/${encodeURIComponent(run)}` }, "The run"), h("span", { class: "quiet small id" }, run)),
+    wide(card("Your finished passes and samples", h("p", { class: "row" }, h("label", {}, "Run", runs), h("label", {}, "Kind", kind)), list.node, more)));
+  nameRuns(runs, run).catch(failed);
   let shown = "";
   let most = PAGE;
   async function refresh() {
@@ -41,6 +42,14 @@ export function showTokens(main, { path, failed, recovered }) {
       each.kind, origin(each), ago(each.created_at)]));
   }
   return poll(EVERY_MS, refresh, failed);
+}
+
+// The runs that were used last, and the one that is shown.
+async function nameRuns(select, shown) {
+  const { runs } = await get(`console/runs?limit=${PAGE}`);
+  const known = runs.map(({ run_id, name }) => [run_id, name === null ? short(run_id) : `${name}, ${short(run_id)}`]);
+  if (shown !== null && runs.every((each) => each.run_id !== shown)) known.unshift([shown, short(shown)]);
+  select.replaceChildren(...[["", "all"], ...known].map(([value, name]) => h("option", { value, selected: value === (shown ?? "") }, name)));
 }
 
 // Those of one prompt beside each other, in the order of the first of each; with whether it is the first.
@@ -64,6 +73,7 @@ function origin({ name, origin: id }) {
 }
 
 async function showOne(main, request, item) {
+  main.replaceChildren(h("h1", {}, "Tokens"), h("p", { class: "row" }, h("a", { href: "#/tokens" }, "All requests"))); // also if it is refused
   const at = `console/requests/${encodeURIComponent(request)}`;
   const answer = await get(`${at}/tokens?item=${item}`);
   const { items, earlier, later, step: taken, reported } = await get(`${at}/items?limit=${PAGE}&offset=${PAGE * Math.floor(item / PAGE)}`);

@@ -112,6 +112,7 @@ class _Supervisor:
         self._apis = ApiProcesses(self._settings.api_processes, self._directories, listener, self._on_api_end)
         self._engine = ChildProcess("engine", "skyrl_tinker.engine.engine_process", self._directories)
         self._was_ready = False
+        self._told = ""
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()
 
@@ -187,7 +188,8 @@ class _Supervisor:
             await self._fetch_weights(store)
         while True:
             code = await self._engine.run()
-            await self._set_engine_state(store, "restarting", f"the engine ended ({_ending(code)})")
+            self._told = f"the engine ended ({_ending(code)})"
+            await self._set_engine_state(store, "restarting", self._told)
             await asyncio.to_thread(processes.end_processes, self._engine_leftovers(), _KILL_GRACE_S)
             self._report_death(self._engine, code)
 
@@ -271,7 +273,10 @@ class _Supervisor:
             await asyncio.sleep(_RECORD_S)
 
     async def _report_changes(self, store: Store) -> None:
-        """Report the standing warning and, after the first start, the state, each time that they change."""
+        """Report the standing warning and, after the first start, the state, each time that they change.
+
+        An end of the engine is not reported: `_report_death` does that.
+        """
         warned, stated = await store.read(_warning), ""
         while True:
             await asyncio.sleep(_RECORD_S)
@@ -279,7 +284,7 @@ class _Supervisor:
                 warning, state = await store.read(_warning), await store.read(_engine_state)
                 if warning is not None and warning != warned:
                     self._warn(warning)
-                if self._was_ready and stated and state != stated:
+                if self._was_ready and stated and state not in (stated, self._told):
                     self._progress(state)
                 warned, stated = warning, state if self._was_ready else ""
 

@@ -26,7 +26,10 @@ WITH_MODEL = (
 
 @dataclass(frozen=True, slots=True)
 class NewCheckpoint:
-    """Checkpoint to record: `directory` is complete on disk; `version_id` names sampler weights in it."""
+    """Checkpoint to record: `directory` is complete on disk; `version_id` names sampler weights in it.
+
+    `steps`: how many its model and that one's parents had taken.
+    """
 
     model_key: ModelKey
     kind: CheckpointKind
@@ -40,6 +43,7 @@ class NewCheckpoint:
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
     version_id: VersionId | None = None
     expires_at: float | None = None
+    steps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Select, bindparam, func, insert, select, update
+from sqlalchemy import Connection, Select, bindparam, func, insert, select, update
 
 from skyrl_tinker.domain.ids import ModelId, ModelKey, ModelState, Reach, SessionId
 from skyrl_tinker.domain.values import LoraSpec
@@ -134,18 +134,17 @@ def set_spec(conn: Connection, key: ModelKey, spec: LoraSpec, optimizer_config: 
     conn.execute(update(Model).where(Model.key == key).values(values))
 
 
-def note_parent(conn: Connection, key: ModelKey, parent: ModelId, saved_at: float) -> None:
-    """Note the run that a model without steps goes on from, by a checkpoint saved then, and its steps."""
+def note_parent(conn: Connection, key: ModelKey, parent: ModelId, steps: int) -> None:
+    """Note the run that a model without steps goes on from, and the steps of its checkpoint."""
     if conn.scalar(select(StepPoint.id).where(StepPoint.model_key == key).limit(1)) is not None:
         return
-    known = conn.scalar(select(Model.key).where(Model.model_id == parent))
-    steps = 0 if known is None else steps_taken(conn, ModelKey(known), StepPoint.at <= saved_at)
     conn.execute(update(Model).where(Model.key == key).values(parent=parent, steps_before=steps))
 
 
-def steps_taken(conn: Connection, key: ModelKey, until: ColumnElement[bool]) -> int:
-    """Return how many steps a model and its parents had taken; `until`: a condition on its points."""
-    last = select(func.max(StepPoint.step)).where(StepPoint.model_key == key, until).scalar_subquery()
+def steps_taken(conn: Connection, key: ModelKey, seq_id: int) -> int:
+    """Return how many steps a model and its parents had taken at the turn of its request `seq_id`."""
+    earlier = StepPoint.model_key == key, StepPoint.seq_id < seq_id
+    last = select(func.max(StepPoint.step)).where(*earlier).scalar_subquery()
     steps = conn.scalar(select(Model.steps_before + func.coalesce(last, 0)).where(Model.key == key))
     return int(steps or 0)
 

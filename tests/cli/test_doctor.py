@@ -8,7 +8,7 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from threading import Event
+from threading import Event, Timer
 
 import psutil
 import pytest
@@ -178,6 +178,26 @@ def test_it_does_not_wait_for_a_check_that_hangs(
     found = capsys.readouterr().out
     assert "FAIL  base model  not known after 18 s: something that it asks does not answer" in found
     ended.set()
+
+
+def test_it_does_not_wait_for_a_home_that_hangs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = Event()
+    watchdog = Timer(60.0, ended.set)
+    watchdog.start()
+    for name in ("_running", "_home"):
+        monkeypatch.setattr(doctor, name, lambda _: str(ended.wait()))
+    monkeypatch.setattr(doctor, "_LEAST_S", 0.0)
+    doctor.report(config.load(home=tmp_path), age_s=doctor.LIMIT_S)
+    assert not ended.is_set()
+    assert "FAIL  home        not known after 18 s" in capsys.readouterr().out
+    watchdog.cancel()
+    ended.set()
+
+
+def test_it_ends_within_twenty_seconds_however_long_imports_take(tmp_path: Path) -> None:
+    assert doctor.LIMIT_S + doctor._LEAST_S <= 20.0
 
 
 def test_its_limit_counts_from_the_start_of_the_process(

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from skyrl_tinker.cli.commands import app
+from skyrl_tinker.cli.running_server import RunningServer
 from skyrl_tinker.cli.server_tables import run_lines, usage_lines
 from tests.cli.test_trusted_servers import RUN
 
@@ -122,6 +123,7 @@ def test_authorities_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: p
 def test_runs_are_told_with_all_their_steps_and_ages_and_without_those_of_the_tinker_command() -> None:
     resumed = RUN | {"name": "resumed", "parent": "first", "steps_before": 5, "steps": 4, "state": "ready"}
     resumed["last_request_at"] = (datetime.now(UTC) - timedelta(hours=3, minutes=30)).isoformat()
+    resumed["last_heartbeat_at"] = datetime.now(UTC).isoformat()
     download = resumed | {"steps": 0, "user_metadata": {"created_by": "tinker checkpoint download"}}
     head, line, hidden, before = filter(None, run_lines({"runs": [resumed, download], "total": 3}))
     assert re.split(r"  +", line)[:4] == ["resumed", "ready", "9", "3 h ago"]
@@ -129,6 +131,28 @@ def test_runs_are_told_with_all_their_steps_and_ages_and_without_those_of_the_ti
     assert head.startswith("name")
     assert hidden == "and 1 of the tinker command without steps, which --json has"
     assert before == "and 1 before"
+
+
+def test_a_run_whose_script_sends_no_heartbeat_says_for_how_long_while_it_is_in_training() -> None:
+    silent = RUN | {"last_heartbeat_at": (datetime.now(UTC) - timedelta(minutes=5, seconds=9)).isoformat()}
+    for state, told in (("ready", "ready, silent for 5 min"), ("released", "released")):
+        _, line = filter(None, run_lines({"runs": [silent | {"name": "a", "state": state}], "total": 1}))
+        assert re.split(r"  +", line)[1] == told
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"), [([], {"limit": 20}), (["--search", "a b"], {"limit": 20, "search": "a b"})]
+)
+def test_runs_are_searched_by_the_server(
+    monkeypatch: pytest.MonkeyPatch, given: list[str], asked: dict[str, object]
+) -> None:
+    def answer(_: RunningServer, *asked: str, params: dict[str, object]) -> dict[str, object]:
+        assert asked == ("GET", "/api/v1/console/runs")
+        return {"runs": [], "total": len(params), **params}
+
+    monkeypatch.setattr(RunningServer, "_ask", answer)
+    shown = CliRunner().invoke(app, ["runs", "--url", "http://127.0.0.1:9", "--json", *given])
+    assert json.loads(shown.stdout) == {"runs": [], "total": len(asked), **asked}
 
 
 def test_what_ended_many_runs_is_told_once() -> None:

@@ -38,6 +38,7 @@ RUN = {
     "lora_rank": None,
     "last": None,
     "last_request_at": "2026-01-01T00:00:00Z",
+    "last_heartbeat_at": "2026-01-01T00:00:00Z",
     "user_metadata": {"note": HOSTILE},
     "state_reason": HOSTILE,
 }

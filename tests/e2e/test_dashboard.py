@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import tinker
@@ -22,7 +23,7 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.processes import identities, write_pid_file
 from tests.api.support.process import launched
 from tests.api.support.world import settings_for, write_facts
-from tests.e2e.support.client import Client, datum, prompt, random_tokens
+from tests.e2e.support.client import Client, datum, prompt, random_tokens, train
 from tests.store.support.rows import create, new_session
 from tests.support.browser import Browser, Page, browser, program
 from tests.support.serve import Serve
@@ -89,6 +90,19 @@ def test_runs_are_found_by_their_names_and_sorted(server: Serve, page: Page) -> 
         assert page.run(ROWS) == [f"sorted by name: {name}" for name in expected]
     page.run("document.querySelector('td.run a').click()")
     page.wait("document.querySelector('h1')?.innerText === 'sorted by name: b'")
+    assert page.errors == []
+
+
+def test_a_run_is_found_by_metadata_that_the_list_does_not_carry(server: Serve, page: Page) -> None:
+    metadata = {f"entry-{place}": f"value-{place}" for place in range(1, 10)}
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-local", display_name="ninth") as service:
+        service.create_lora_training_client(base_model="tiny", rank=8, user_metadata=metadata).result()
+    page.open(f"{server.url}/#/runs")
+    page.wait("document.querySelector('td.run a') !== null")
+    page.run("document.querySelector('input[type=search]').focus()")
+    page.type("entry-9=value-9")
+    page.wait(f"{ROWS}.join() === 'ninth'")
+    assert "value-9" not in page.run("document.querySelector('td.run').innerText")
     assert page.errors == []
 
 
@@ -168,8 +182,8 @@ def test_curves_are_smoothed_and_logarithmic(server: Serve, client: Client, page
     assert page.errors == []
 
 
-DOTS = """import('./dashboard/charts.js').then(async ({{stepChart}}) => {{
-    const {{node, draw}} = stepChart("Loss", ["value"]);
+DOTS = """import('./dashboard/charts.js').then(async (charts) => {{
+    const {{node, draw}} = charts.{}("Loss", ["value"]);
     document.body.append(node);
     const frames = () => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
     while (!node.clientWidth || node.querySelector("canvas").clientWidth !== node.clientWidth) await frames();
@@ -187,6 +201,7 @@ DOTS = """import('./dashboard/charts.js').then(async ({{stepChart}}) => {{
 """Script that draws a chart of these values and counts its dots."""
 
 
+@pytest.mark.parametrize("chart", ["stepChart", "timeChart"])
 @pytest.mark.parametrize(
     ("values", "dots"),
     [
@@ -197,12 +212,146 @@ DOTS = """import('./dashboard/charts.js').then(async ({{stepChart}}) => {{
     ids=["few", "many", "many with lone ones"],
 )
 def test_points_have_dots_where_there_is_room_and_where_they_stand_alone(
-    server: Serve, page: Page, values: list[float | None], dots: int
+    server: Serve, page: Page, chart: str, values: list[float | None], dots: int
 ) -> None:
     page.open(server.url)
     page.wait("document.querySelector('.badge') !== null")
-    assert page.run(DOTS.format(json.dumps(values))) == dots
+    assert page.run(DOTS.format(chart, json.dumps(values))) == dots
     assert page.errors == []
+
+
+PLOTS = """(() => {
+    const Plot = window.uPlot;
+    window.plots = [];
+    window.uPlot = function (...all) { return plots[plots.push(new Plot(...all)) - 1]; };
+    Object.assign(window.uPlot, Plot);
+})()"""
+"""Script that keeps the charts that are made from then on."""
+LACKING = "[...document.querySelectorAll('.curves p.small:not(.quiet)')]"
+LACKING += ".filter((each) => each.offsetParent).map((each) => each.innerText)"
+
+
+def test_a_part_that_was_chosen_stays_while_points_come_and_empty_charts_say_why(
+    server: Serve, client: Client, page: Page
+) -> None:
+    training = client.new_lora()
+    page.open(server.url)
+    page.wait("document.querySelector('.badge') !== null")
+    page.run(PLOTS)
+    page.run(f"location.hash = '#/runs/{training.model_id}'")
+    page.wait(f"{LACKING}.length === 8 && {LACKING}.every((each) => each === 'No step yet.')")
+    for _ in range(4):
+        train(training, random_tokens(6, seed=1))
+    page.wait("plots[0].data[0].length === 4")
+    told = page.run(LACKING)
+    assert "None: the data has no logprobs as sampled." in told
+    assert "None: the data has no advantages." in told
+    assert "No step yet." not in told
+    shown = "document.querySelector('section[aria-label=\"{}\"]').offsetParent !== null"
+    assert [
+        page.run(shown.format(name)) for name in ("Policy shift", "Reward", "Reported by the script")
+    ] == [
+        True,
+        False,
+        False,
+    ], "nothing was reported"
+    page.run("plots[0].setScale('x', {min: 2, max: 3})")
+    train(training, random_tokens(6, seed=1))
+    page.wait("plots[1].data[0].length === 5 && plots[1].scales.x.max === 5")
+    assert page.run("[plots[0].data[0].length, plots[0].scales.x.min, plots[0].scales.x.max]") == [5, 2, 3]
+    assert page.errors == []
+
+
+CHANGED = """(() => {
+    const kept = window.fetch;
+    window.change = () => {};
+    window.fetch = async (url, ...more) => {
+        const answer = await kept(url, ...more);
+        if (!String(url).endsWith("console/now")) return answer;
+        const now = await answer.json();
+        change(now);
+        return new Response(JSON.stringify(now), { headers: { "Content-Type": "application/json" } });
+    };
+})()"""
+"""Script after which `change` may change what the server tells of this moment."""
+RATES = "plots.at(-1).data[1]"
+GAPS = f"{RATES}.filter((rate, place) => rate === null && {RATES}[place - 1] !== null).length"
+
+
+def test_where_rates_were_not_known_their_chart_has_a_gap(server: Serve, page: Page) -> None:
+    page.open(f"{server.url}/#/runs")
+    page.wait("document.querySelector('h1')?.innerText === 'Runs'")
+    page.run(PLOTS)
+    page.run(CHANGED)
+    page.run("location.hash = '#/now'")
+    page.wait(f"plots.length && {RATES}.length > 1 && {RATES}.at(-1) !== null")
+    assert page.run(GAPS) == 0
+    page.run("change = (now) => { now.rates = null; }")
+    page.wait(f"{RATES}.at(-1) === null")
+    page.run("change = () => {}")
+    page.wait(f"{RATES}.at(-1) !== null && {GAPS} === 1")
+    page.run("change = (now) => { now.at = new Date(Date.parse(now.at) + 60_000).toISOString(); }")
+    page.wait(f"{RATES}.at(-1) !== null && {GAPS} === 2")
+    assert page.errors == []
+
+
+def test_of_several_base_models_each_has_its_state_and_memory(server: Serve, page: Page) -> None:
+    page.open(f"{server.url}/#/runs")
+    page.wait("document.querySelector('h1')?.innerText === 'Runs'")
+    page.run(CHANGED)
+    stopped = {"base_model": "other", "state": "stopped", "detail": "idle", "start": "on_demand"}
+    asleep = stopped | {"since": "2026-01-01T00:00:00Z", "idle_s": 90, "rss_bytes": 2e9, "gpu_bytes": 3e9}
+    bases = f"now.server.base_models.push({{...now.server.base_models[0], ...{json.dumps(asleep)}}})"
+    page.run(f"change = (now) => {{ {bases}; }}")
+    page.run("location.hash = '#/now'")
+    rows = "[...document.querySelectorAll('section[aria-label=\"Base models\"] tbody tr')]"
+    first, second = page.wait(f"{rows}.length === 2 && {rows}.map((each) => each.innerText)")
+    assert "with the server" in first
+    for fact in ("other", "stopped: idle", "days ago", "on demand", "90 s", "2 GB", "3 GB"):
+        assert fact in second
+    assert page.errors == []
+
+
+REQUESTS = "[...document.querySelectorAll('tbody tr')].map((row) =>"
+REQUESTS += "[row.querySelector('[data-label=kind]').innerText, row.querySelector('a') !== null])"
+FOLLOW = "[...document.querySelectorAll('main a')].find((each) => each.innerText === '{}').click()"
+PLACE = "document.querySelector('main p.row span')?.innerText ?? ''"
+
+
+def test_tokens_of_a_run_are_chosen_by_kind_and_led_through_and_what_is_gone_is_no_link(
+    server: Serve, page: Page
+) -> None:
+    runs = []
+    for name in ("tokens: a", "tokens: b"):
+        with tinker.ServiceClient(base_url=server.url, api_key="tml-local", display_name=name) as service:
+            training = service.create_lora_training_client(base_model="tiny", rank=8).result()
+            data = [datum(random_tokens(length, seed=length)) for length in (5, 6)]
+            for run in (training.forward_backward, training.forward_backward, training.forward):
+                run(data, "cross_entropy").result()
+            runs.append(training.model_id)
+    page.open(f"{server.url}/#/tokens")
+    page.wait(f"document.querySelector('option[value=\"{runs[0]}\"]')?.innerText.startsWith('tokens: a, ')")
+    page.run(CHOOSE.format("Run", runs[0]))
+    page.wait(f"decodeURIComponent(location.hash) === '#/tokens/run/{runs[0]}'")
+    page.wait(f"{REQUESTS}.length === 3")
+    assert page.run(REQUESTS) == [["forward", False], ["forward_backward", True], ["forward_backward", True]]
+    page.run(CHOOSE.format("Kind", "forward_backward"))
+    page.wait(f"{REQUESTS}.length === 2")
+    page.run("document.querySelector('tbody a').click()")
+    newest = page.wait(f"({PLACE}).endsWith(', 1 of 2') && location.hash")
+    for link, place in (("Next", "2 of 2"), ("Previous", "1 of 2"), ("Earlier request", "1 of 2")):
+        page.run(FOLLOW.format(link))
+        page.wait(f"({PLACE}).endsWith(', {place}') && document.body.innerText.includes('Values')")
+    page.wait(f"location.hash !== '{newest}/0' && document.body.innerText.includes('Later request')")
+    page.run(FOLLOW.format("Later request"))
+    page.wait(f"location.hash === '{newest}' && !document.body.innerText.includes('Later request')")
+    assert page.errors == []
+    of = {"run": runs[0], "kind": "forward"}
+    (gone,) = httpx.get(f"{server.url}/api/v1/console/requests", params=of).json()["requests"]
+    page.run(f"location.hash = '#/tokens/{gone['request_id']}'")
+    page.wait("document.querySelector('.failure')?.innerText.includes('no longer stored')")
+    page.run(FOLLOW.format("All requests"))
+    page.wait(f"{REQUESTS}.length >= 6")
 
 
 PAINTED = """import('./dashboard/charts.js').then(async ({stepChart}) => {
@@ -391,7 +540,7 @@ def test_a_key_is_asked_for_once_and_shows_its_own_runs_only(chromium: Browser, 
         assert runs["bob"] not in page.text()
         assert "Admin" not in page.text()
         assert keys["alice"] not in page.run("location.href")
-        page.run("location.reload()")
+        page.reload()
         page.wait("document.querySelector('td.run a') !== null")
         assert page.run("localStorage.length") == 0
         page.open("about:blank")

@@ -2,6 +2,7 @@
 
 import pytest
 from sqlalchemy import Connection, select
+from tinker.types.client_config_response import ClientConfigResponse
 
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.store.database.tables import Future, Request
@@ -30,6 +31,29 @@ def stored(store: Store, model: ModelRow) -> list[int | None]:
     query = select(Future.seq_id).join(Request, Request.future_id == Future.id)
     with reading(store) as conn:
         return list(conn.scalars(query.where(Future.model_key == model.key).order_by(Future.seq_id)))
+
+
+async def test_of_a_pass_that_is_too_large_the_ones_before_stay(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unit_records, "KEPT_BYTES", 25)
+    model = await create(store, await new_session(store))
+    for seq_id, size in enumerate((10, 10, 10, 26, 10), 1):
+        await run_pass(store, model, seq_id, size)
+    await store.write(end_all)
+    while await store.write(lambda conn: unit_records.drop_bodies(conn, model.key, 100)):
+        pass
+    assert stored(store, model) == [3, 5]
+
+
+async def test_a_batch_of_three_of_the_largest_requests_of_the_sdk_stays(store: Store) -> None:
+    config = ClientConfigResponse()
+    model = await create(store, await new_session(store))
+    for seq_id in (1, 2, 3):
+        await run_pass(store, model, seq_id, int(1.02 * config.fwdbwd_max_chunk_bytes_count))
+    await store.write(end_all)
+    await store.write(lambda conn: unit_records.drop_bodies(conn, model.key, 100))
+    assert stored(store, model) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(("most", "size"), [(32, 25), (2, 1 << 20)])

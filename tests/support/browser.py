@@ -71,6 +71,14 @@ class Page:
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete'")
 
+    def reload(self) -> None:
+        """Load it again. A script that runs meanwhile would be refused."""
+        self.call("Page.reload")
+        message: dict[str, Any] = {}
+        while message.get("method") != "Page.loadEventFired":
+            message = json.loads(self._socket.recv(WAIT_S))
+            self._note(message)
+
     def run(self, script: str) -> Any:
         """Value of an expression, of what it promises too."""
         answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)

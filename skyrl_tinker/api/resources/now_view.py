@@ -249,7 +249,7 @@ def _wait(entry: QueueOfTenant) -> Problem:
     many = "request" if entry.waiting == 1 else "requests"
     return Problem(
         level="warning" if age >= VERY_LONG_S else "info",
-        subject=entry.session_id,
+        subject=f"{entry.name} ({entry.session_id})" if entry.name else entry.session_id,
         text=f"{entry.waiting} {entry.kind} {many} of {entry.owner}, the oldest for {duration(age)}: "
         f"{entry.reason or 'running'}",
     )

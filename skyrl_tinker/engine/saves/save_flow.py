@@ -37,7 +37,7 @@ from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import DiskFullError, TrainerError, UserError
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
 from skyrl_tinker.storage.local_disk import Storage
-from skyrl_tinker.store import checkpoint_records
+from skyrl_tinker.store import checkpoint_records, model_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint, expiry
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
@@ -66,6 +66,7 @@ class Save(Generic[B]):
 
     def checkpoint(self, conn: Connection, size: int, **others: Any) -> NewCheckpoint:
         assert self.path is not None, "ephemeral weights are not a checkpoint"
+        assert self.row.seq_id is not None, "saves are numbered"
         return NewCheckpoint(
             model_key=self.model.key,
             kind=self.path.kind,
@@ -75,6 +76,7 @@ class Save(Generic[B]):
             spec=self.model.spec,
             size_bytes=size,
             expires_at=expiry(conn, self.body.ttl_seconds),
+            steps=model_records.steps_taken(conn, self.model.key, self.row.seq_id),
             **others,
         )
 

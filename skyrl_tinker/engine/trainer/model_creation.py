@@ -182,5 +182,5 @@ def _set_ready(model: ModelRow) -> Op[bool]:
 
 
 def _note_parent(model: ModelRow, checkpoint: CheckpointRow) -> Op[None]:
-    parent, saved_at = checkpoint.model_id, checkpoint.created_at
-    return partial(model_records.note_parent, key=model.key, parent=parent, saved_at=saved_at)
+    parent, steps = checkpoint.model_id, checkpoint.steps
+    return partial(model_records.note_parent, key=model.key, parent=parent, steps=steps)

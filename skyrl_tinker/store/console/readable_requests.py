@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, Connection, case, exists, func, or_, select, true
+from sqlalchemy.orm import aliased
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, OwnerId, RequestKind
 from skyrl_tinker.protocol.schemas.console import ReadableQuery
@@ -19,7 +20,6 @@ from skyrl_tinker.store.database.tables import (
     Result,
     SamplingSession,
     Session,
-    StepPoint,
 )
 from skyrl_tinker.store.owners import owned_by
 
@@ -37,7 +37,8 @@ class StoredTokens:
 
     `earlier`, `later`: the request before and behind of the same kind, of its model or sampling session.
     `step`: how many steps its weights had taken, with those of the run's parents, and the numbers that the
-    script `reported` of that step. None, of weights that change while they are sampled and of base models.
+    script `reported` of that step. None, of weights that change while they are sampled, of base models, and
+    of weights whose save is no longer recorded.
     """
 
     kind: RequestKind
@@ -97,7 +98,8 @@ def _of_run(run: str) -> ColumnElement[bool]:
 def stored_tokens(conn: Connection, owner: OwnerId | None, request_id: str) -> StoredTokens | None:
     """Return the stored parts of an owner's request; None if it is not its own, or purged."""
     place = Future.model_key, Future.sampling_session_id, Future.seq_id
-    weights = AdapterVersion.model_key, AdapterVersion.created_at
+    save = aliased(Future)
+    weights = AdapterVersion.model_key, save.seq_id
     query = (
         select(Future.kind, _BASE_MODEL, Request.body, Result.body, *place, *weights)
         .join(Session, Session.session_id == Future.session_id)
@@ -106,13 +108,14 @@ def stored_tokens(conn: Connection, owner: OwnerId | None, request_id: str) -> S
         .outerjoin(Model, Model.key == Future.model_key)
         .outerjoin(SamplingSession, SamplingSession.sampling_session_id == Future.sampling_session_id)
         .outerjoin(AdapterVersion, _FIXED)
+        .outerjoin(save, save.id == AdapterVersion.future_id)
         .where(Future.request_id == request_id, Future.kind.in_(KINDS), owned_by(owner))
         .where(Future.status == FutureStatus.DONE)
     )
     row = conn.execute(query).one_or_none()
     if row is None:
         return None
-    kind, base_model, body, result, model, sampler, seq_id, sampled, saved_at = row
+    kind, base_model, body, result, model, sampler, seq_id, sampled, saved = row
     of = Future.sampling_session_id == sampler if model is None else Future.model_key == model
     same = of, Future.kind == kind, Future.status == FutureStatus.DONE, _READABLE
     near = select(Future.request_id).join(Result, Result.future_id == Future.id).where(*same).limit(1)
@@ -120,9 +123,9 @@ def stored_tokens(conn: Connection, owner: OwnerId | None, request_id: str) -> S
     before = near.where(Future.seq_id.between(seq_id - NEAR, seq_id - 1)).order_by(Future.seq_id.desc())
     behind = near.where(Future.seq_id.between(seq_id + 1, seq_id + NEAR)).order_by(Future.seq_id)
     step, reported = None, {}
-    if (run := sampled if model is None else model) is not None:
-        until = StepPoint.at <= saved_at if model is None else StepPoint.seq_id < seq_id
-        step = model_records.steps_taken(conn, ModelKey(run), until)
+    run, turn = (sampled, saved) if model is None else (model, seq_id)
+    if run is not None and turn is not None:
+        step = model_records.steps_taken(conn, ModelKey(run), turn)
         reported = run_reports.of_step(conn, ModelKey(run), step)
     ends = conn.scalar(before), conn.scalar(behind)
     return StoredTokens(kind, base_model, body, result, *ends, step, reported)

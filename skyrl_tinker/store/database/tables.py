@@ -366,6 +366,7 @@ class SavedCheckpoint(Base):
     deleted_at: Mapped[float | None]
     removed_at: Mapped[float | None] = mapped_column(index=True)
     public: Mapped[bool] = mapped_column(server_default=false())
+    steps: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
 
 
 class Snapshot(Base):

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from sqlalchemy import (
     ColumnElement,
@@ -29,9 +28,9 @@ from skyrl_tinker.store.database.tables import Future, Model, Request, Session, 
 from skyrl_tinker.store.futures.queue import IN_WINDOW, QueuedRow, window_failure
 from skyrl_tinker.store.session_records import HELD
 
-KEPT, KEPT_BYTES = 32, 4 * MiB
+KEPT, KEPT_BYTES = 32, 16 * MiB
 """Bodies of a model's newest passes that stay behind its snapshot, so that their tokens can be read: so many,
-and together so large at most.
+and together so large at most. The SDK divides a batch into passes of 5 MB.
 """
 SLICE = 200
 """Bodies deleted in one transaction: other writers wait meanwhile."""
@@ -150,7 +149,7 @@ def unfinished_until(conn: Connection, model: ModelKey, seq_id: int) -> list[int
 def drop_bodies(conn: Connection, model: ModelKey, until: int) -> bool:
     """Delete some bodies of finished requests up to seq_id `until`; returns True if more are left.
 
-    Those of the newest passes stay for their readers: KEPT, of KEPT_BYTES together.
+    Those of the newest passes stay for their readers: KEPT, of KEPT_BYTES together, without larger ones.
     """
     finished = (
         select(Future.id, func.length(Request.body).label("size"))
@@ -158,9 +157,11 @@ def drop_bodies(conn: Connection, model: ModelKey, until: int) -> bool:
         .where(Future.model_key == model, Future.seq_id <= until, Future.status != FutureStatus.PENDING)
     )
     passes = finished.where(Future.kind == RequestKind.FORWARD_BACKWARD).order_by(Future.seq_id.desc())
-    newest = conn.execute(passes.limit(KEPT)).all()
-    sizes = accumulate(row.size for row in newest)
-    kept = [row.id for row, size in zip(newest, sizes, strict=True) if size <= KEPT_BYTES]
+    room, kept = KEPT_BYTES, []
+    for row in conn.execute(passes.limit(KEPT)):
+        if row.size <= room:
+            room -= row.size
+            kept.append(row.id)
     some = finished.with_only_columns(Future.id).where(Future.id.not_in(kept)).limit(SLICE)
     return conn.execute(delete(Request).where(Request.future_id.in_(some))).rowcount == SLICE
 

@@ -235,12 +235,14 @@ async def test_a_sample_and_a_pass_have_the_numbers_that_were_reported_of_their_
     with reading(world.store) as conn:
         key = model_records.by_id(conn, ModelId(run)).key
     data = [datum_of([5, 6], [1.0, 1.0])]
-    passes = [await ran(world, run, seq_id, data, [-1.0, -1.0]) for seq_id in (1, 3)]
+    passes = [await ran(world, run, seq_id, data, [-1.0, -1.0]) for seq_id in (1, 4)]
     samples, session = [], SessionId(run.partition(":")[0])
-    for number, inflight in enumerate((False, False, True)):
-        if number == 1:
-            await world.store.write(lambda conn: step_points.add(conn, key, 2, database_time(conn), MEASURED))
-        version = await ephemeral(world.store, key, inflight=inflight)
+    await world.store.write(lambda conn: step_points.add(conn, key, 3, database_time(conn), MEASURED))
+    for number, (seq_id, inflight) in enumerate(((2, False), (5, False), (6, True))):
+        saved = {"model_id": run, "seq_id": seq_id, "path": f"w{seq_id}"}
+        request = (await world.ok("save_weights_for_sampler", saved))["request_id"]
+        future_id = await world.id_of(request)  # which a replay repeats after the step
+        version = await ephemeral(world.store, key, inflight=inflight, future_id=future_id)
         new = {"base_model": BASE, "model_path": None, "version_id": version}
         sampler = await world.store.write(
             lambda conn, number=number, new=new: sampling_sessions.create(conn, session, number, **new)

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, update
 from skyrl_tinker.api.middleware import disk_room
 from skyrl_tinker.api.resources import step_curve
 from skyrl_tinker.api.waiting import engine_queues, server_snapshot
-from skyrl_tinker.cli.server_tables import process_lines, run_lines
+from skyrl_tinker.cli.server_tables import process_lines, run_lines, status_lines
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.ids import ModelId
@@ -104,6 +104,13 @@ async def test_what_waits_long_is_a_problem_with_its_reason(world: World) -> Non
     waits = (await now(world))["problems"][-1]
     assert waits["level"] == "warning"
     assert waits["text"].startswith("1 sampling request of local, the oldest for 10 min: the engine is")
+    named = await world.ok("create_session", {"sdk_version": "0.38.0", "display_name": "letters"})
+    session = named["session_id"]
+    await world.ok("asample", sample(await world.sampler(session), 0))
+    await _age(world, 600)
+    subjects = {problem["subject"] for problem in (await now(world))["problems"]}
+    assert subjects == {"engine", waits["subject"], f"letters ({session})"}
+    assert "letters" not in waits["subject"]
 
 
 async def _age(world: World, seconds: float) -> None:
@@ -128,8 +135,11 @@ async def test_the_trainer_says_what_it_runs_and_what_follows(busy: Waiting) -> 
     assert trainer["running"]["model_ids"] == [first]
     assert trainer["following"]["model_ids"] == [second]
     assert (trainer["running"]["names"], trainer["following"]["names"]) == ([None], ["letters"])
-    queue = (await now(busy.api))["queue"]
-    assert {entry["name"]: entry["session_id"] for entry in queue}["letters"] == named["session_id"]
+    told = await now(busy.api)
+    assert {entry["name"]: entry["session_id"] for entry in told["queue"]}["letters"] == named["session_id"]
+    lines = [line for line in status_lines(told) if line.startswith(("trainer", "next"))]
+    assert re.fullmatch(rf"trainer   optim_step of 1 model \({first}\) for \d+\.\d s", lines[0])
+    assert lines[1] == "next      optim_step of 1 model (letters)"
     assert trainer["running"]["running_s"] >= 0
     busy.trainer.go_on.set()
 

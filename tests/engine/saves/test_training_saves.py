@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 import pytest
-from sqlalchemy import Connection, update
+from sqlalchemy import Connection, select, update
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.config import Settings
@@ -33,7 +33,7 @@ from skyrl_tinker.storage.local_disk import Storage
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
 from skyrl_tinker.store.database.group_commit import Op, T
-from skyrl_tinker.store.database.tables import Session
+from skyrl_tinker.store.database.tables import Model, Session
 from skyrl_tinker.store.futures import training_submission
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.futures.training_submission import Creation
@@ -142,6 +142,35 @@ async def test_a_model_trains_on_while_its_save_is_written_and_is_answered_when_
     assert _directories(world) == [Path(row.directory).name]
     written = await asyncio.to_thread(lambda: [file.stat().st_size for file in world.root.glob("*/*/*/*")])
     assert (row.has_optimizer, row.size_bytes) == (True, sum(written))
+
+
+async def test_a_checkpoint_knows_the_steps_of_its_weights_not_of_the_moment_in_which_it_is_written(
+    world: World,
+) -> None:
+    model, resumed = await world.model(), await world.model()
+    await _trained(world, model, 1)
+    world.workers.disk.clear()
+    saved = await _save(world, model, 3)
+    await _trained(world, model, 4)
+    world.workers.disk.set()
+    assert (await world.done(saved)).status is FutureStatus.DONE
+    assert (await world.done(await _load(world, resumed, 1, model))).status is FutureStatus.DONE
+    await _trained(world, resumed, 2)
+    again = await world.model()
+    assert (await world.done(await _save(world, resumed, 4))).status is FutureStatus.DONE
+    assert (await world.done(await _load(world, again, 1, resumed))).status is FutureStatus.DONE
+    with reading(world.store) as conn:
+        query = select(Model.parent, Model.steps_before).where(Model.model_id.in_((resumed, again)))
+        told = dict(conn.execute(query).tuples())
+    assert told == {model: 1, resumed: 2}
+
+
+async def _trained(world: World, model: ModelId, seq_id: int) -> None:
+    for each in (
+        await journal.submit_pass(world.store, model, seq_id),
+        await journal.submit_step(world.store, model, seq_id + 1),
+    ):
+        assert (await world.done(each)).status is FutureStatus.DONE
 
 
 async def test_saves_and_loads_of_one_model_wait_for_the_one_that_is_written(world: World) -> None:

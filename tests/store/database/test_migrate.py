@@ -73,6 +73,22 @@ ROWS_OF_0010 = """
     INSERT INTO server_state VALUES ('secret.jwt', '"a"'), ('secret.download', '"b"'), ('engine', '{}');
     INSERT INTO sessions VALUES ('s', 1, 1, NULL, NULL, NULL, '[]', '{}', NULL, NULL, '0.38.0', 1);
 """
+ROWS_OF_0018 = """
+    INSERT INTO sessions (session_id, created_at, last_heartbeat_at, tags, user_metadata, sdk_version)
+        VALUES ('s', 1, 1, '[]', '{}', '0.38.0');
+    INSERT INTO models (key, model_id, session_id, model_seq_id, base_model, lora_rank, seed, train_mlp,
+        train_attn, train_unembed, optimizer_config, user_metadata, state, created_at, last_request_at,
+        steps_before)
+        VALUES (1, 's:train:0', 's', 0, 'tiny', 8, 0, 1, 1, 1, '{}', '{}', 'ready', 1, 1, 5),
+               (2, 's:train:1', 's', 1, 'tiny', 8, 0, 1, 1, 1, '{}', '{}', 'ready', 1, 1, 0);
+    INSERT INTO step_points (model_key, step, seq_id, at, tokens, datums, wait_s, compute_s, answer_s)
+        VALUES (1, 1, 2, 10, 1, 1, 0, 0, 0), (1, 2, 4, 20, 1, 1, 0, 0, 0), (1, 3, 7, 30, 1, 1, 0, 0, 0);
+    INSERT INTO checkpoints (model_key, kind, name, directory, base_model, lora_rank, seed, train_mlp,
+        train_attn, train_unembed, has_optimizer, optimizer_config, size_bytes, user_metadata, created_at)
+        VALUES (1, 'weights', 'a', '', 'tiny', 8, 0, 1, 1, 1, 0, '{}', 1, '{}', 25),
+               (1, 'weights', 'b', '', 'tiny', 8, 0, 1, 1, 1, 0, '{}', 1, '{}', 5),
+               (2, 'weights', 'c', '', 'tiny', 8, 0, 1, 1, 1, 0, '{}', 1, '{}', 25);
+"""
 PATHS_OF_0008 = [
     ("adapter_versions", 1, "HOME/run/adapters/v1"),
     ("adapter_versions", 2, "/dev/shm/v2"),
@@ -214,6 +230,18 @@ def test_keys_of_the_version_before_stay_and_signing_secrets_leave_the_database(
     assert connection.execute("SELECT * FROM api_keys").fetchall() == [
         (1, "alice", b"\x01", 1, None),
         (2, "bob", b"\x02", 1, 2),
+    ]
+    connection.close()
+
+
+def test_checkpoints_of_the_version_before_get_the_steps_until_they_were_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    _update(path, "0018", ROWS_OF_0018)
+    connection = sqlite3.connect(path)
+    assert connection.execute("SELECT name, steps FROM checkpoints").fetchall() == [
+        ("a", 7),
+        ("b", 5),
+        ("c", 0),
     ]
     connection.close()
 

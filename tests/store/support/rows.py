@@ -98,10 +98,17 @@ async def outcome(store: Store, request_id: RequestId) -> outcomes.Outcome:
 
 
 async def ephemeral(
-    store: Store, model: ModelKey, directory: str = "/ram/v", *, inflight: bool = False
+    store: Store,
+    model: ModelKey,
+    directory: str = "/ram/v",
+    *,
+    inflight: bool = False,
+    future_id: int | None = None,
 ) -> VersionId:
     version = await store.write(
-        lambda conn: sampling_sessions.insert_version(conn, model, "lora", durable=False, inflight=inflight)
+        lambda conn: sampling_sessions.insert_version(
+            conn, model, "lora", durable=False, inflight=inflight, future_id=future_id
+        )
     )
     await store.write(lambda conn: sampling_sessions.publish_version(conn, version, directory, 1))
     return version
