@@ -126,11 +126,9 @@ def _experts(choice: Mapping[str, Any], length: int) -> RoutedExperts:
 
 def _array(encoded: str | npt.NDArray[Any]) -> Any:
     """Return an array: as it is in a packed answer, base64 of a .npy file in JSON."""
-    return (
-        encoded
-        if isinstance(encoded, np.ndarray)
-        else np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
-    )
+    if isinstance(encoded, np.ndarray):
+        return encoded
+    return np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
 
 
 def _topk_sampled(position: Mapping[str, Any], k: int) -> TopkRow:
