@@ -6,6 +6,9 @@ usage: scripts/bench/bystanders.py [MEASURE...]
     typo      the next call after one that the SDK could not build: save_state(user_metadata={"step": 5})
     adapters  a sample of 3 tokens of one adapter, the longest of ten, beside three streams of another
               where a batch has one (max_loras 1)
+    listed    such a sample of the base model, the longest, beside another session's 30 prompts of 4,000
+              tokens with topk_prompt_logprobs 64, and beside its sample of 64 sequences of 160 tokens with
+              topk_sample_logprobs 100
     flood     such a sample of the base model beside another session's 64 sequences of 3,000 tokens: p50, p99
     storage   passes of one session while another's checkpoint is loaded from storage that takes 4 s for each
               file: their median, as a multiple of that before
@@ -28,9 +31,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -54,12 +58,23 @@ from tests.support.serve import Serve, serving
 BARS = {
     "next_call_s": 5.0,
     "sample_p99_s": 2.0,
+    "listed_of_prompts_s": 2.0,
+    "listed_of_samples_s": 2.0,
     "adapter_longest_s": 3.0,
     "pass_ratio": 1.2,
     "loop_still_ms": 50.0,
 }
 SMALL = types.SamplingParams(max_tokens=3, stop=[])
 LARGE = types.SamplingParams(max_tokens=3000, stop=[])
+WIDE = types.SamplingParams(max_tokens=160, stop=[])
+LISTED: dict[str, Callable[[tinker.SamplingClient], list[Any]]] = {
+    "of_prompts": lambda client: [
+        client.sample(random_prompt(4000), 1, SMALL, include_prompt_logprobs=True, topk_prompt_logprobs=64)
+        for _ in range(30)
+    ],
+    "of_samples": lambda client: [client.sample(random_prompt(3), 64, WIDE, topk_sample_logprobs=100)],
+}
+"""Large requests of another session, by name."""
 FLOOD_S, STILL_S, SLOW_S, BEFORE_S, LIMIT_S = 40.0, 6.0, 4.0, 8.0, 180.0
 POLL_S = 0.005
 
@@ -132,6 +147,24 @@ def flood(place: Place) -> Report:
     return {"samples": len(taken), "sample_p50_s": part(taken, 0.5), "sample_p99_s": part(taken, 0.99)}
 
 
+def listed(place: Place) -> Report:
+    small = place.base_sampler()
+    sample(small)
+    report: Report = {}
+    for name in LISTED:
+        # Another process: the SDK, too, decodes long lists of logprobs for seconds.
+        with ProcessPoolExecutor(1, get_context("spawn"), os.nice, (19,)) as others:
+            running = others.submit(list_logprobs, place.server.url, name)
+            taken = [seconds(lambda: sample(small)) for _ in iter(running.done, True)]
+        report |= {f"{name}_took_s": running.result(), f"listed_{name}_s": max(taken)}
+    return report
+
+
+def list_logprobs(url: str, name: str) -> float:
+    client = tinker.ServiceClient(base_url=url).create_sampling_client(base_model="tiny").result(LIMIT_S)
+    return seconds(lambda: [each.result(LIMIT_S) for each in LISTED[name](client)])
+
+
 def adapters(place: Place) -> Report:
     busy, other = (place.adapter() for _ in range(2))
     sample(other)
@@ -188,6 +221,7 @@ def database(place: Place) -> Report:
 MEASURES: dict[str, tuple[Callable[[Path], Any], Callable[[Place], Report]]] = {
     "typo": (with_one_adapter_at_a_time, typo),
     "adapters": (with_one_adapter_at_a_time, adapters),
+    "listed": (with_one_adapter_at_a_time, listed),
     "flood": (with_one_adapter_at_a_time, flood),  # the last there: it runs on
     "storage": (on_object_storage, storage),
     "database": (on_postgresql, database),

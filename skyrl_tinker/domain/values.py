@@ -222,10 +222,11 @@ class TargetTokens:
 
 
 LISTED_PER_PLACE = 2048
-"""Logprobs of a prompt that take a sampler's API process as long as a sequence: 8 ms.
+"""Logprobs of a prompt that take a sampler's API process as long as a sequence, 8 ms: in JSON.
 
 It makes one answer after the other, so answers that list much are in flight few at a time. Those of sampled
-tokens come with each step: they weigh where they are many at each.
+tokens come with each step: they weigh where they are many at each. Arrays, from our own vLLM servers without
+a router between, take a twelfth.
 """
 LISTED_PER_STEP = 64
 """Logprobs that count as a sequence more where each sampled token of one lists so many."""
@@ -266,11 +267,15 @@ class SampleRequest:
     @property
     def places(self) -> int:
         """Count the places that it takes among sequences in flight: more than it has if it lists much."""
+        sampled = self.sequences * (1 + self.topk_sample_logprobs // LISTED_PER_STEP)
+        return max(sampled, self.listed // LISTED_PER_PLACE)
+
+    @property
+    def listed(self) -> int:
+        """Count the logprobs of its prompt that it lists."""
         targets = self.target_prompt_logprobs
         listed = len(self.prompt) * (self.topk_prompt_logprobs + self.prompt_alt_tokens_k)
-        listed += len(targets.tokens) if targets else 0
-        sampled = self.sequences * (1 + self.topk_sample_logprobs // LISTED_PER_STEP)
-        return max(sampled, listed // LISTED_PER_PLACE)
+        return listed + (len(targets.tokens) if targets else 0)
 
 
 TopkRow = tuple[tuple[int, float], ...]

@@ -55,12 +55,13 @@ from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.sampling_sessions import SamplingSessionRow
 from skyrl_tinker.store.stability_records import RoutingRecord, SequenceRecord
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.system.off_loop import OFF_LOOP_BYTES
+from skyrl_tinker.system.off_loop import OFF_LOOP_BYTES, off_loop
 
 BATCH = 256  # bodies read in one transaction
 CACHED_SESSIONS = 1 << 16
 KEPT_BYTES = 32 * KiB
 """Largest body of a sample that stays with its result, so that its prompt can be read."""
+LISTED_BYTES = 8  # of a token and its logprob
 LISTED_S = 0.9  # each API process asks once a second, and listing all waiting requests takes milliseconds
 CONCURRENCY = {"cuda": Concurrency(MAX_SEQUENCES, MAX_SEQUENCES), "cpu": Concurrency(96, MAX_SEQUENCES)}
 """Default of the setting sample_concurrency. On a CPU a step takes longer with more sequences."""
@@ -239,14 +240,18 @@ class SamplerDriver:
             assert row.sampling_session_id is not None
             async with self._samplers.gate.passage():
                 source = await self._source(row.sampling_session_id)
-                request = self._read(body)
+                request = await off_loop(len(body), lambda: self._read(body))
                 output = await self._sample(row, source, request)
             replicas.extend(output.replicas)
             self._metrics.sampled(output, row.owner_id)
             records = _records(row, request, output) if request.record_stability_info else ()
             sampled = sum(len(sequence.tokens) for sequence in output.sequences)
             usage = Usage(len(request.prompt), output.cached_tokens, sampled)
-            result, kept = sample_results.encode_sample_response(output), len(body) <= KEPT_BYTES
+            listed = request.listed + sampled * (1 + request.topk_sample_logprobs)
+            result = await off_loop(
+                LISTED_BYTES * listed, lambda: sample_results.encode_sample_response(output)
+            )
+            kept = len(body) <= KEPT_BYTES
             return FutureResult(pass_results.PROTOBUF, result, records, usage, keep_body=kept)
         except Exception as error:  # of any kind, it becomes the result of this request
             return failure_of(error)

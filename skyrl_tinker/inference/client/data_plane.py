@@ -8,6 +8,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
+from skyrl_tinker.domain.units import KiB
 from skyrl_tinker.domain.values import SampleRequest
 from skyrl_tinker.errors import SamplerPausedError
 from skyrl_tinker.inference.client.generated import SamplerResponse
@@ -16,8 +17,8 @@ from skyrl_tinker.inference.client.in_flight import InFlight
 from skyrl_tinker.inference.client.sampling_port import Dialect, Json
 from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES, REPLICA
 
-MOST_LISTED = 4096
-"""Most tokens of a prompt's top k that are parsed on the event loop; more would block it for too long."""
+ON_LOOP_BYTES = 64 * KiB
+"""Largest answer that is parsed on the event loop: a longer one, as of listed logprobs, would block it."""
 PAUSED_S = 0.2
 """Seconds between the tries of a call that a paused server refuses."""
 T = TypeVar("T")
@@ -73,9 +74,7 @@ class DataPlane:
         parse = partial(
             self.dialect.parse, answer.content, request, model=model, switched=switched, replica=replica
         )
-        if request.routed_experts or request.topk_prompt_logprobs * len(request.prompt) > MOST_LISTED:
-            return await asyncio.to_thread(parse)
-        return parse()
+        return await asyncio.to_thread(parse) if answer.size > ON_LOOP_BYTES else parse()
 
     async def generate(self, body: Json, *, headers: Headers | None = None) -> Any:
         """Generate with token ids in and out."""

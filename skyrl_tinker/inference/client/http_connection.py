@@ -31,10 +31,11 @@ class HttpStatusError(Exception):
 
 
 class HttpAnswer(NamedTuple):
-    """Answer below status 400; `content`: decoded, None when it is neither JSON nor packed."""
+    """Answer below status 400, of `size` bytes; `content`: None when it is neither JSON nor packed."""
 
     content: Any
     headers: Mapping[str, str]
+    size: int = 0
 
 
 class JsonHttp:
@@ -157,7 +158,7 @@ async def _send(session: aiohttp.ClientSession, method: str, url: str, **options
         if response.status >= 400:
             raise HttpStatusError(response.status, _message(content))
         decoded = unpack(content) if response.content_type == PACKED else _decode(content)
-        return HttpAnswer(decoded, response.headers)
+        return HttpAnswer(decoded, response.headers, len(content))
 
 
 def _decode(content: bytes) -> Any:

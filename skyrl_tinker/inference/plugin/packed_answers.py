@@ -1,4 +1,4 @@
-"""Packed answers of vLLM's generate route, without FastAPI and without a JSON object per token."""
+"""Packed answers of vLLM's generate route, without FastAPI and without an object per token or logprob."""
 
 from collections.abc import AsyncGenerator
 from copy import copy
@@ -18,7 +18,6 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancell
 from vllm.exceptions import VLLMError
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
-from vllm.utils.serial_utils import numpy2base64
 
 from skyrl_tinker.inference.packed import PACKED, pack
 from skyrl_tinker.inference.plugin.asgi import read_body, with_body
@@ -39,8 +38,9 @@ class PackedAnswers:
         content = await read_body(receive)
         try:
             asked = GenerateRequest.model_validate_json(content)
-            packable = not asked.stream and asked.sampling_params.logprobs == 0
-            packable &= asked.sampling_params.prompt_logprobs is None and asked.output_mode == "tokens"
+            params = asked.sampling_params
+            packable = not asked.stream and asked.output_mode == "tokens" and params.logprobs is not None
+            packable &= -1 not in (params.logprobs, params.prompt_logprobs)  # the vocabulary's length
         except ValueError:  # vLLM's own route names the field
             packable = False
         if not packable:
@@ -80,37 +80,48 @@ class _PackedTokens(ServingTokens):
         request_metadata: Any,
         **_: Any,  # of 0.33, for other forms of answers
     ) -> bytes:
-        """Return the packed answer of vLLM's method. The only logprobs requested are those of the tokens."""
+        """Return the packed answer of vLLM's method."""
         async for output in result_generator:
             final = output
-        choices = []
+        params, choices = request.sampling_params, []
         for each in final.outputs:
             self._raise_if_error(each.finish_reason, request_id)
+            tokens = np.asarray(each.token_ids, np.int32)
+            listed = _listed(each.logprobs, params.logprobs or 0)
+            if len(listed["logprobs"]) != len(tokens):
+                raise RuntimeError(f"found logprobs of {len(listed['logprobs'])} of {len(tokens)} tokens")
             choices.append(
                 {
                     "index": each.index,
+                    "token_ids": tokens,
+                    "logprobs": listed,
                     "finish_reason": each.finish_reason or "stop",
                     "weight_versions": [asdict(span) for span in each.weight_versions or ()],
-                    "routed_experts": None
-                    if each.routed_experts is None
-                    else numpy2base64(each.routed_experts),
+                    "routed_experts": each.routed_experts,
                 }
             )
-        scores = final.prompt_token_id_logprobs
-        payload = {
-            "model": model_name,
-            "choices": choices,
-            "usage": {"prompt_tokens_details": {"cached_tokens": final.num_cached_tokens}},
-            "prompt_token_id_logprobs": None if scores is None else numpy2base64(scores),
-        }
-        tokens = [list(each.token_ids) for each in final.outputs]
-        return pack(payload, tokens, [_of_tokens(each.logprobs) for each in final.outputs])
+        k = params.prompt_logprobs
+        return pack(
+            {
+                "model": model_name,
+                "choices": choices,
+                "usage": {"prompt_tokens_details": {"cached_tokens": final.num_cached_tokens}},
+                "prompt_logprobs": None if k is None else _listed(final.prompt_logprobs, k),
+                "prompt_token_id_logprobs": final.prompt_token_id_logprobs,
+            }
+        )
 
 
-def _of_tokens(listed: Any) -> Any:
-    """Return [length], float32, the first of each position: vLLM lists that of the sampled token there."""
-    assert isinstance(listed, FlatLogprobs)
-    return np.asarray(listed.logprobs, np.float32)[listed.start_indices]
+def _listed(positions: Any, k: int) -> dict[str, Any]:
+    """Return logprobs [positions, 1 + k], each position's own token first, and its `likeliest` tokens.
+
+    The first position of a prompt has none, and no row.
+    """
+    assert isinstance(positions, FlatLogprobs)
+    return {
+        "likeliest": np.asarray(positions.token_ids, np.int32).reshape(-1, 1 + k)[:, 1:],
+        "logprobs": np.asarray(positions.logprobs, np.float32).reshape(-1, 1 + k),
+    }
 
 
 def _accepts(scope: Scope) -> bool:

@@ -47,7 +47,7 @@ class VllmDialect:
     ) -> tuple[dict[str, Any], dict[str, str]]:
         # vLLM prefers the header, which a router may set.
         headers = {"X-Request-Id": attempt}
-        if straight and not vllm_requests.lists_logprobs(request):
+        if straight:
             headers["Accept"] = PACKED  # servers without our plugin answer JSON
         return {"request_id": attempt, "priority": priority}, headers
 

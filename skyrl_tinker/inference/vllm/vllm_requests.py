@@ -77,11 +77,6 @@ def abort_id(attempt: str) -> str:
 # Scores of the prompt
 
 
-def lists_logprobs(request: SampleRequest) -> bool:
-    """Return whether vLLM lists logprobs beside those of the sampled tokens."""
-    return bool(request.prompt_logprobs or request.topk_prompt_logprobs or request.topk_sample_logprobs)
-
-
 def _prompt_scores(request: SampleRequest) -> Mapping[str, Any]:
     fields: dict[str, Any] = {}
     if request.prompt_logprobs or request.topk_prompt_logprobs:

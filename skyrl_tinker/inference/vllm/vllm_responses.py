@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from skyrl_tinker.domain.values import (
     AltTokens,
@@ -32,9 +33,9 @@ from skyrl_tinker.inference.client.sample_parts import (
     target_table,
 )
 from skyrl_tinker.inference.constants import BASE_MODEL
+from skyrl_tinker.inference.vllm import listed_logprobs
+from skyrl_tinker.inference.vllm.listed_logprobs import VLLM_LEAST_LOGPROB
 
-VLLM_LEAST_LOGPROB = -9999.0
-"""vLLM's replacement for lower logprobs and NaN."""
 TRIAL = {
     "model": BASE_MODEL,
     "token_ids": [0, 0],  # of one token, vLLM's ExampleConnector dies
@@ -42,6 +43,8 @@ TRIAL = {
 }
 """Body of a request whose answer shows the server's arguments."""
 Rows = Sequence[Mapping[str, Any] | None]
+Listed = Mapping[str, Any]
+"""Arrays of a packed answer (listed_logprobs)."""
 
 
 def parse(
@@ -56,7 +59,7 @@ def parse(
     details = payload["usage"].get("prompt_tokens_details") or {}
     rows, matrix = payload.get("prompt_logprobs"), payload.get("prompt_token_id_logprobs")
     listed = bool(request.prompt_logprobs or request.topk_prompt_logprobs)
-    missing = (listed and (rows is None or len(rows) < len(request.prompt))) or (
+    missing = (listed and (rows is None or _positions(rows) < len(request.prompt))) or (
         scores_other_tokens(request) and matrix is None
     )
     response = SamplerResponse(
@@ -73,6 +76,8 @@ def parse(
         )
     if missing or (not listed and matrix is None):
         return response
+    if isinstance(rows, Mapping) and np.isnan(rows["logprobs"]).any():
+        raise diverged()
     return replace(
         response,
         prompt_logprobs=_prompt_logprobs(rows or (), request) if request.prompt_logprobs else None,
@@ -82,21 +87,24 @@ def parse(
 
 
 def _generated(choice: Mapping[str, Any], model: str | None, request: SampleRequest) -> GeneratedSequence:
-    topk = request.topk_sample_logprobs
-    content = choice["logprobs"] or ()
-    if isinstance(content, Mapping):  # not packed
-        content = content.get("content") or ()
-        logprobs = tuple(float(position["logprob"]) for position in content)
+    k = request.topk_sample_logprobs
+    listed = choice["logprobs"] or {}
+    if "likeliest" in listed:
+        tokens = tuple(choice["token_ids"].tolist())
+        logprobs = tuple(listed["logprobs"][:, 0].tolist())
+        topk = listed_logprobs.of_sampled(choice["token_ids"], k, **listed) if k else ()
     else:
-        logprobs = tuple(content)
-    tokens = tuple(choice["token_ids"] or ())
+        tokens = tuple(choice["token_ids"] or ())
+        content = listed.get("content") or ()
+        logprobs = tuple(float(position["logprob"]) for position in content)
+        topk = tuple(_topk_sampled(position, k) for position in content) if k else ()
     if not all(logprob > VLLM_LEAST_LOGPROB for logprob in logprobs):  # too unlikely to be drawn
         raise diverged()
     return GeneratedSequence(
         tokens,
         logprobs,
         choice["finish_reason"],
-        tuple(_topk_sampled(position, topk) for position in content) if topk else (),
+        topk,
         version_spans(choice, model, len(tokens)),
         _experts(choice, len(request.prompt) + len(tokens) - 1)
         if request.routed_experts and tokens
@@ -105,7 +113,7 @@ def _generated(choice: Mapping[str, Any], model: str | None, request: SampleRequ
 
 
 def _experts(choice: Mapping[str, Any], length: int) -> RoutedExperts:
-    """Read base64 of a .npy file. Raises SamplerError unless it has the experts of `length` tokens."""
+    """Read experts. Raises SamplerError unless they are those of `length` tokens."""
     encoded = choice.get("routed_experts")
     experts: RoutedExperts = np.empty(0, np.uint8) if encoded is None else _array(encoded)
     if len(experts) != length:
@@ -116,7 +124,10 @@ def _experts(choice: Mapping[str, Any], length: int) -> RoutedExperts:
     return experts if experts.dtype == np.uint8 else experts.astype(np.int16)
 
 
-def _array(encoded: str) -> Any:
+def _array(encoded: str | npt.NDArray[Any]) -> Any:
+    """Return an array: as it is in a packed answer, base64 of a .npy file in JSON."""
+    if isinstance(encoded, np.ndarray):
+        return encoded
     return np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
 
 
@@ -126,18 +137,28 @@ def _topk_sampled(position: Mapping[str, Any], k: int) -> TopkRow:
     return most_likely((candidate for candidate in listed if candidate[1] > VLLM_LEAST_LOGPROB), k)
 
 
-def _prompt_logprobs(rows: Rows, request: SampleRequest) -> tuple[float, ...]:
+def _positions(rows: Rows | Listed) -> int:
+    """Count the positions that were scored, and the first, which has no row in arrays."""
+    return len(rows["logprobs"]) + 1 if isinstance(rows, Mapping) else len(rows)
+
+
+def _prompt_logprobs(rows: Rows | Listed, request: SampleRequest) -> tuple[float, ...]:
     """Return [len(prompt)]; NaN for the first, which has no predecessor, and for tokens before the last n."""
     first = first_scored(request)
+    if isinstance(rows, Mapping):
+        return (*[math.nan] * first, *listed_logprobs.clamped(rows["logprobs"][first - 1 :, 0]).tolist())
     return tuple(
         float(row[str(token)]["logprob"]) if row is not None and index >= first else math.nan
         for index, (row, token) in enumerate(zip(rows, request.prompt, strict=True))
     )
 
 
-def _topk_prompt(rows: Rows, request: SampleRequest) -> tuple[TopkRow, ...]:
+def _topk_prompt(rows: Rows | Listed, request: SampleRequest) -> tuple[TopkRow, ...]:
     """Return [len(prompt)]; vLLM also lists the prompt's own token, where it is not among the k best."""
     first, k = first_scored(request), request.topk_prompt_logprobs
+    if isinstance(rows, Mapping):
+        scored = {name: array[first - 1 :] for name, array in rows.items()}
+        return (*[()] * first, *listed_logprobs.of_prompt(np.asarray(request.prompt[first:]), k, **scored))
     return tuple(
         most_likely(((int(token), float(entry["logprob"])) for token, entry in row.items()), k)
         if row is not None and index >= first
@@ -146,8 +167,8 @@ def _topk_prompt(rows: Rows, request: SampleRequest) -> tuple[TopkRow, ...]:
     )
 
 
-def _prompt_scores(matrix: str, request: SampleRequest) -> PromptScores:
-    """Read the plugin's matrix: base64 of a .npy file with rows [first, len(prompt) - 1)."""
+def _prompt_scores(matrix: str | npt.NDArray[Any], request: SampleRequest) -> PromptScores:
+    """Read the plugin's matrix, with rows [first, len(prompt) - 1)."""
     scores: Float32 = _array(matrix)
     table = target_table(request)
     width, draws = table.shape[1], request.prompt_alt_tokens_k

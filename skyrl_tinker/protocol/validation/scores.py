@@ -13,7 +13,7 @@ MAX_WIDTH = 1024
 MAX_CELLS = 1 << 20
 """Most tokens or draws of one request, over all its positions."""
 MAX_LISTED = 1 << 18
-"""Most tokens of topk_prompt_logprobs, which a sampler sends as text and all at once."""
+"""Most tokens of topk_prompt_logprobs, which a sampler sends all at once, some as text."""
 _TARGETS = "target_prompt_logprobs"
 
 

@@ -1,6 +1,7 @@
 """Samples are drawn from what their client was made for, or not at all."""
 
 import asyncio
+import threading
 from dataclasses import replace
 from typing import Any, cast
 
@@ -10,6 +11,8 @@ from skyrl_tinker.domain.ids import FutureStatus, SessionId
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.domain.values import (
     BaseModelFacts,
+    SampledSequence,
+    SampleOutput,
     SampleRequest,
     SamplingParams,
 )
@@ -22,10 +25,11 @@ from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotSupportedError
+from skyrl_tinker.protocol.protobuf import sample_results
 from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.doorbell import Doorbell
-from skyrl_tinker.store.futures import sample_submission
+from skyrl_tinker.store.futures import queue, sample_submission
 from skyrl_tinker.store.futures.outcomes import Outcome
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.futures.sample_submission import NewSample
@@ -39,14 +43,19 @@ FACTS = BaseModelFacts("/nowhere", ("new",), "Qwen3ForCausalLM", 512, 128, 2, 1,
 
 
 async def submit_sample(
-    store: Store, session: SessionId, base_model: str, seq_id: int, prompt: tuple[int, ...] = (1, 2)
+    store: Store,
+    session: SessionId,
+    base_model: str,
+    seq_id: int,
+    prompt: tuple[int, ...] = (1, 2),
+    topk: int = 0,
 ) -> Accepted:
     sampler = await store.write(
         lambda conn: sampling_sessions.create(
             conn, session, 0, base_model=base_model, model_path=None, version_id=None
         )
     )
-    body = sample_body(SampleRequest(prompt, 1, SamplingParams(max_tokens=1)))
+    body = sample_body(SampleRequest(prompt, 1, SamplingParams(max_tokens=1), topk_sample_logprobs=topk))
     return await store.write(
         lambda conn: sample_submission.submit_sample(
             conn, NewSample(sampler, seq_id, b"", body, 1, 1, 1), None
@@ -142,3 +151,31 @@ async def test_where_many_samples_wait_their_bodies_stay_in_the_store(
 
 def _is_done(outcome: Outcome) -> bool:
     return outcome.status is FutureStatus.DONE
+
+
+@pytest.mark.parametrize(("topk", "on_loop"), [(20, True), (200, False)])
+async def test_answers_that_list_many_logprobs_are_encoded_off_the_event_loop(
+    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch, topk: int, on_loop: bool
+) -> None:
+    metrics, samplers = Metrics(), ScriptedSamplers()
+    row = tuple((token, -float(token)) for token in range(topk))
+    samplers.sequences = (SampledSequence((1,) * 50, (-0.5,) * 50, "length", (row,) * 50),)
+    outbox = Outbox(store, bell, metrics)
+    driver = SamplerDriver(store, cast(Samplers, samplers), outbox, Concurrency(8, 8), metrics)
+    threads: list[int] = []
+    encode = sample_results.encode_sample_response
+
+    def noted(output: SampleOutput) -> bytes:
+        threads.append(threading.get_ident())
+        return encode(output)
+
+    monkeypatch.setattr(sample_results, "encode_sample_response", noted)
+    session = await journal.new_session(store)
+    accepted = await submit_sample(store, session, "tiny", 0, topk=topk)
+    driver.submit(await store.read(lambda conn: queue.queued_after(conn, 0)))
+    running = asyncio.create_task(driver.run())
+    outcome = await until(lambda: journal.outcome(store, accepted), _is_done)
+    await end(running)
+    assert [thread == threading.get_ident() for thread in threads] == [on_loop]
+    answer = sample_results.sample_response_json(outcome.body or b"")
+    assert len(answer["sequences"][0]["topk_logprobs"][49]) == topk

@@ -116,7 +116,8 @@ async def test_long_lists_of_logprobs_are_not_parsed_on_the_event_loop(
 
     monkeypatch.setattr(type(VLLM), "parse", staticmethod(noted))
     for length in (20, 200):
-        output = await sampler("base", ask(prompt_of(length), max_tokens=1, topk_prompt_logprobs=32))
+        output = await sampler("base", ask(prompt_of(length), max_tokens=1, topk_prompt_logprobs=64))
         assert output.topk_prompt_logprobs is not None
-        assert [len(row) for row in output.topk_prompt_logprobs] == [0, *[32] * (length - 1)]
-    assert [thread is threading.current_thread() for thread in threads] == [True, False]
+        assert [len(row) for row in output.topk_prompt_logprobs] == [0, *[64] * (length - 1)]
+    await sampler("base", ask(prompt_of(5), num_samples=3, max_tokens=50, topk_sample_logprobs=100))
+    assert [thread is threading.current_thread() for thread in threads] == [True, False, False]

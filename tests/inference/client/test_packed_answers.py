@@ -1,6 +1,6 @@
 """Packed answers of a real server: the same as those of vLLM's own route, in all but their form."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_tinker.domain.values import SampleRequest, TargetTokens, VersionSpan
+from skyrl_tinker.domain.values import SampleRequest, TargetTokens, TopkRow, VersionSpan
 from skyrl_tinker.inference.client import http_connection
 from skyrl_tinker.inference.client.generated import SamplerResponse
 from skyrl_tinker.inference.client.http_connection import HttpStatusError
@@ -50,13 +50,23 @@ def assert_alike(packed: SamplerResponse, plain: SamplerResponse) -> None:
     """All the same, but for rounding: what shares a step with others is computed otherwise."""
     for found, expected in zip(packed.sequences, plain.sequences, strict=True):
         np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
-        assert replace(found, logprobs=()) == replace(expected, logprobs=())
+        assert_same_rows(found.topk, expected.topk)
+        assert replace(found, logprobs=(), topk=()) == replace(expected, logprobs=(), topk=())
+    assert_same_rows(packed.topk_prompt_logprobs or (), plain.topk_prompt_logprobs or ())
+    np.testing.assert_allclose(packed.prompt_logprobs or (), plain.prompt_logprobs or (), atol=1e-4)
     if packed.scores and plain.scores:
         np.testing.assert_allclose(packed.scores.targets, plain.scores.targets, atol=1e-4)
     drawn = [each.scores and each.scores.draws and each.scores.draws.tokens for each in (packed, plain)]
     assert drawn[0] == drawn[1]
-    assert replace(packed, sequences=(), scores=None) == replace(plain, sequences=(), scores=None)
+    compared = {"sequences": (), "scores": None, "prompt_logprobs": None, "topk_prompt_logprobs": None}
+    assert replace(packed, **compared) == replace(plain, **compared)  # type: ignore[arg-type]
     assert (packed.scores is None) == (plain.scores is None)
+
+
+def assert_same_rows(found: Sequence[TopkRow], expected: Sequence[TopkRow]) -> None:
+    for row, other in zip(found, expected, strict=True):
+        assert [token for token, _ in row] == [token for token, _ in other]
+        np.testing.assert_allclose([value for _, value in row], [value for _, value in other], atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +78,17 @@ def assert_alike(packed: SamplerResponse, plain: SamplerResponse) -> None:
         ask(PROMPT, max_tokens=30, seed=3, temperature=0.7, top_k=5, top_p=0.9),
         ask(PROMPT, max_tokens=2, seed=3, target_prompt_logprobs=TargetTokens((8, 2), tuple(range(16)))),
         ask(PROMPT, max_tokens=2, seed=3, prompt_alt_tokens_k=2),
+        ask(PROMPT, num_samples=3, max_tokens=9, seed=3, topk_sample_logprobs=20),
+        ask(PROMPT, max_tokens=9, seed=3, temperature=0.7, topk_sample_logprobs=511, stop=("e",)),
+        ask(PROMPT, max_tokens=1, seed=3, prompt_logprobs=True, topk_prompt_logprobs=3),
+        ask(PROMPT, max_tokens=2, seed=3, topk_prompt_logprobs=511, topk_sample_logprobs=1),
+        ask(PROMPT, max_tokens=1, seed=3, prompt_logprobs=True, prompt_logprobs_last_n=4),
+        ask(PROMPT[:1], max_tokens=1, seed=3, prompt_logprobs=True, topk_prompt_logprobs=3),
     ],
-    ids=["one", "several", "stop texts", "top k and p", "targets", "draws"],
+    ids=[
+        *("one", "several", "stop texts", "top k and p", "targets", "draws", "listed", "all listed"),
+        *("prompt", "all of the prompt", "end of the prompt", "one token of a prompt"),
+    ],
 )
 async def test_a_packed_answer_says_the_same(sampler: Sampler, request_: SampleRequest) -> None:
     body = vllm_requests.body("base", request_, eos=sampler.facts.eos_token_ids, context=CONTEXT)
@@ -92,8 +111,8 @@ async def test_a_packed_answer_of_an_adapter_names_it(sampler: Sampler, tmp_path
 
 @pytest.mark.parametrize(
     "params",
-    [{"prompt_logprobs": 1, "logprobs": 0}, {"logprobs": 2}, {}],
-    ids=["of the prompt", "listed", "none"],
+    [{"prompt_logprobs": -1, "logprobs": 0}, {"logprobs": -1}, {}],
+    ids=["all of the prompt", "all", "none"],
 )
 async def test_what_arrays_cannot_say_is_said_in_json(sampler: Sampler, params: dict[str, Any]) -> None:
     body = {"model": "base", "token_ids": PROMPT, "sampling_params": {"max_tokens": 3, "seed": 1, **params}}
@@ -125,14 +144,16 @@ async def test_what_is_refused_is_refused_with_the_same_words(
     assert message in packed[1]
 
 
-@pytest.mark.parametrize("listed", [False, True])
-async def test_samples_come_packed_unless_they_list_logprobs(
-    sampler: Sampler, monkeypatch: pytest.MonkeyPatch, listed: bool
+@pytest.mark.parametrize(
+    "listed", [{}, {"topk_sample_logprobs": 3}, {"prompt_logprobs": True}, {"topk_prompt_logprobs": 3}]
+)
+async def test_samples_come_packed_with_the_logprobs_that_they_list(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch, listed: dict[str, Any]
 ) -> None:
     unpacked: list[bytes] = []
     unpack = http_connection.unpack
     monkeypatch.setattr(
         http_connection, "unpack", lambda content: unpacked.append(content) or unpack(content)
     )
-    await sampler("base", ask(PROMPT, max_tokens=2, topk_sample_logprobs=3 if listed else 0))
-    assert len(unpacked) == (0 if listed else 1)
+    await sampler("base", ask(PROMPT, max_tokens=2, **listed))
+    assert len(unpacked) == 1
