@@ -79,7 +79,6 @@ def _check_interpreters(settings: Settings) -> None:
 
 
 def _require_use(*given: Settings) -> None:
-    """Refuse an interpreter that starts none of the samplers that it is given for."""
     users = [each for each in given if each.sampler_engine == "sglang"]
     if not users:
         raise StartupError(f"sampler_python: found sampler_engine {given[0].sampler_engine}, expected sglang")
