@@ -10,6 +10,8 @@ usage: scripts/bench/bystanders.py [MEASURE...]
               tokens with topk_prompt_logprobs 64, and beside its sample of 64 sequences of 160 tokens with
               topk_sample_logprobs 100
     flood     such a sample of the base model beside another session's 64 sequences of 3,000 tokens: p50, p99
+    passes    such a sample, and passes of 64 tokens, beside two sessions with queues of passes of 100,000
+              tokens: the longest ones, that pass also as a part of its bar: 1.5 x alone, and one large pass
     storage   passes of one session while another's checkpoint is loaded from storage that takes 4 s for each
               file: their median, as a multiple of that before
     database  the longest wait for /healthz while those processes of PostgreSQL that serve connections are
@@ -61,6 +63,8 @@ BARS = {
     "listed_of_prompts_s": 2.0,
     "listed_of_samples_s": 2.0,
     "adapter_longest_s": 3.0,
+    "sample_longest_s": 2.0,
+    "pass_to_bar": 1.0,
     "pass_ratio": 1.2,
     "loop_still_ms": 50.0,
 }
@@ -183,6 +187,30 @@ def adapters(place: Place) -> Report:
     return {"adapter_longest_s": max(taken)}
 
 
+def passes(place: Place) -> Report:
+    large, small, sampler = [place.training() for _ in range(2)], place.training(), place.base_sampler()
+    data = [random_datum(500) for _ in range(200)]
+    sample(sampler)
+    train(small)
+    alone = [seconds(lambda: train(small)) for _ in during(BEFORE_S)]
+    unit = max(seconds(lambda: train(large[0], data)) for _ in range(3))
+    queued = [each.forward_backward(data, "cross_entropy") for _ in range(2) for each in large]
+    running = Thread(target=lambda: [each.result(LIMIT_S) for each in queued])
+    running.start()
+    with ThreadPoolExecutor(1) as samples:
+        sampling = samples.submit(lambda: [seconds(lambda: sample(sampler)) for _ in during(2 * unit)])
+        beside = [seconds(lambda: train(small)) for _ in during(2 * unit)]
+        sampled = sampling.result()
+    assert running.is_alive(), "the large passes ended before the small ones were measured"
+    running.join()
+    return {
+        "unit_s": unit,
+        "pass_longest_s": max(beside),
+        "pass_to_bar": max(beside) / (1.5 * max(alone) + unit),
+        "sample_longest_s": max(sampled),
+    }
+
+
 def storage(place: Place) -> Report:
     saves, passes = place.training(), place.training()
     train(saves)
@@ -222,6 +250,7 @@ MEASURES: dict[str, tuple[Callable[[Path], Any], Callable[[Place], Report]]] = {
     "typo": (with_one_adapter_at_a_time, typo),
     "adapters": (with_one_adapter_at_a_time, adapters),
     "listed": (with_one_adapter_at_a_time, listed),
+    "passes": (with_one_adapter_at_a_time, passes),
     "flood": (with_one_adapter_at_a_time, flood),  # the last there: it runs on
     "storage": (on_object_storage, storage),
     "database": (on_postgresql, database),
@@ -256,8 +285,8 @@ def sample(client: tinker.SamplingClient) -> None:
     client.sample(random_prompt(3), 1, SMALL).result(LIMIT_S)
 
 
-def train(client: tinker.TrainingClient) -> None:
-    client.forward_backward([random_datum(64)], "cross_entropy").result(LIMIT_S)
+def train(client: tinker.TrainingClient, data: list[types.Datum] | None = None) -> None:
+    client.forward_backward(data or [random_datum(64)], "cross_entropy").result(LIMIT_S)
 
 
 @contextmanager

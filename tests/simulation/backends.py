@@ -68,10 +68,14 @@ def _logprob(tokens: Sequence[int]) -> float:
 
 
 class Ranks(ScriptedTrainer):
-    """Ranks of one base model, which send weights to `replicas`. Each call takes a second of their time."""
+    """Ranks of one base model, which send weights to `replicas`. Each call takes a second of their time.
+
+    `passed`: number and row budget of the call in which a pass, by model and seq_id, last left gradients.
+    """
 
     def __init__(self, replicas: "Replicas") -> None:
         super().__init__()
+        self.passed: dict[tuple[ModelKey, int], tuple[int, int]] = {}
         self._replicas = replicas
         self.logprob_of = lambda model: _logprob(drawn(self._state(model).steps))
         self._standing: asyncio.Future[None] | None = None
@@ -178,6 +182,11 @@ class Ranks(ScriptedTrainer):
         result = await super().run_pass(items, row_budget)
         if DEADLY in map(_first_token, items) and not result.exhausted:
             raise self._break("killed by a pass")
+        self.passed |= {
+            (item.model, item.seq_id): (len(self.told), result.row_budget)
+            for item, output in zip(items, result.outputs, strict=True)
+            if item.backward and not isinstance(output, Failure)
+        }
         await self._after()
         return result
 

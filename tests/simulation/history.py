@@ -8,7 +8,7 @@ import asyncio
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -33,6 +33,7 @@ from skyrl_tinker.store.database.opening import open_database
 from skyrl_tinker.store.database.postgresql import PostgresDatabase
 from skyrl_tinker.store.database.sqlite_database import SqliteDatabase
 from skyrl_tinker.store.store import write_once
+from skyrl_tinker.training.trainer_spec import retry_budget
 from tests.api.support.world import BASE, FACTS, sample, step
 from tests.simulation import silent, teacher
 from tests.simulation.backends import DEADLY, NOT_FINITE, drawn
@@ -648,13 +649,17 @@ class History:
             found = _rows(conn, f"SELECT {columns} FROM checkpoints WHERE model_key = :of", key)
             assert server_state.get(conn, server_state.WARNING) is None
             ((futures,),) = _rows(conn, "SELECT count(*) FROM futures WHERE model_key = :of", key)
+            ran = "SELECT seq_id, unit, row_budget FROM futures WHERE model_key = :of"
+            passes = _rows(conn, f"{ran} AND effect = 'gradients'", key)
         root = self._settings.checkpoint_root.resolve()
         here = {name: (self._settings.root / at).resolve().relative_to(root) for name, at, _ in found}
         root = self._home / "bucket" / "checkpoints" if self._stores else root
         saved = {name: root / here[name] for name, _, live in found if live}
         assert not any((root / at).exists() for name, at in here.items() if name not in saved)
         exported = saved.pop(EXPORT)
-        trained = self._server.ranks[model.base_model].trained[key]
+        ranks = self._server.ranks[model.base_model]
+        _check_units(passes, {seq_id: call for (of, seq_id), call in ranks.passed.items() if of == key})
+        trained = ranks.trained[key]
         assert (trained.steps, trained.gradients) == (truth.steps, truth.gradients)
         kept = {name: steps for name, steps in truth.saves.items() if name not in _gone(model)}
         assert {name: json.loads((at / STEPS_FILE).read_text()) for name, at in saved.items()} == kept
@@ -664,6 +669,21 @@ class History:
             assert set(written) == set(saved.values()), "nothing is left of saves that were repeated"
             assert list(exported.parent.iterdir()) == [exported]
         assert futures == last + 1
+
+
+def _check_units(passes: Sequence[Any], passed: Mapping[int, tuple[int, int]]) -> None:
+    """Check that the ranks last ran passes together, and in rows of the size, as is recorded.
+
+    `passes`: seq_id, unit and row budget of each; `passed`: number and row budget of the ranks' call by
+    seq_id. A pass that killed the ranks in a replay runs apart, in smaller rows.
+    """
+    calls: dict[int, int] = {}  # by unit
+    for seq_id, unit, row_budget in passes:
+        number, budget = passed.get(seq_id, (0, 0))
+        if number and budget != retry_budget(row_budget):
+            assert budget == row_budget, (seq_id, budget, row_budget)
+            assert calls.setdefault(unit, number) == number, (seq_id, unit)
+    assert len(set(calls.values())) == len(calls), "no units ran together"
 
 
 def _stream(name: str, seed: int, modulus: int, remainders: Sequence[int]) -> Random | None:
