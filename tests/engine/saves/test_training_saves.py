@@ -161,7 +161,7 @@ async def test_a_checkpoint_knows_the_steps_of_its_weights_not_of_the_moment_in_
     assert (await world.done(await _load(world, again, 1, resumed))).status is FutureStatus.DONE
     with reading(world.store) as conn:
         query = select(Model.parent, Model.steps_before).where(Model.model_id.in_((resumed, again)))
-        told = dict(conn.execute(query).tuples())
+        told = {row.parent: row.steps_before for row in conn.execute(query)}
     assert told == {model: 1, resumed: 2}
 
 
