@@ -13,6 +13,7 @@ from skyrl_tinker.cli import database, keys, server_commands
 from skyrl_tinker.cli.options import (
     Config,
     SettingsCommand,
+    ShortCommand,
     one_line_errors,
     path,
     with_options,
@@ -187,7 +188,7 @@ def import_adapter(
         print(importing.import_adapter(directory, settings, name=name, served=base_model, key=key))
 
 
-@app.command(cls=SettingsCommand)
+@app.command(cls=ShortCommand)
 @with_options(
     "context_length",
     "max_lora_rank",

@@ -48,8 +48,8 @@ _DRIVERS = {"12": 525, "13": 580}
 _CAPABILITY = 8.0  # bfloat16 and FlashAttention 2
 _FREE_SHARE = 0.9  # of a GPU's memory
 LIMIT_S = 18.0
-"""Time from the start of the process to the last finding; on a loaded machine imports take much of it."""
-_LEAST_S = 2.0  # that checks have, however long the imports took
+"""Time from the start of the process to the last finding, where imports take less."""
+_LEAST_S = 2.0  # that checks have where imports take longer
 T = TypeVar("T")
 _running_version = threading.Lock()  # runpy changes sys.modules meanwhile
 
@@ -113,7 +113,7 @@ def _begin(check: Callable[[], T]) -> "Future[T]":
     def run() -> None:
         try:
             finding.set_result(check())
-        except StartupError as error:
+        except (StartupError, OSError) as error:
             finding.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
@@ -127,7 +127,7 @@ def _tell(name: str, finding: "Future[str]", until: float) -> bool:
         late = f"not known after {LIMIT_S:g} s: something that it asks does not answer, or is slow"
         print(f"FAIL  {name:<11} {late}")
         return False
-    except StartupError as error:
+    except (StartupError, OSError) as error:
         print(f"FAIL  {name:<11} {error}")
         return False
     return True

@@ -121,10 +121,19 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a write, which names no file."""
 
 
-_SHORT = {"--full": ("--max-lora-rank", "0")}
+class ShortCommand(TyperCommand):
+    """Command with a short form of a setting: `--full` for `--max-lora-rank 0`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        long = "--max-lora-rank"
+        if "--full" in args and any(param.name == "max_lora_rank" for param in self.get_params(ctx)):
+            if any(given.partition("=")[0] == long for given in args):
+                _fail(f"settings: --full is short for {long} 0: give one of them")
+            args = [word for given in args for word in ((long, "0") if given == "--full" else (given,))]
+        return super().parse_args(ctx, args)
 
 
-class SettingsCommand(TyperCommand):
+class SettingsCommand(ShortCommand):
     """Command whose options are settings: `--help` has their sections, former ones are refused."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -146,7 +155,7 @@ class SettingsCommand(TyperCommand):
             remedy = config.successor(name.removeprefix("--").replace("-", "_"))
             if remedy and name.startswith("--"):
                 _fail(f"settings: {name}: {remedy}")
-        return super().parse_args(ctx, [word for given in args for word in _SHORT.get(given, (given,))])
+        return super().parse_args(ctx, args)
 
 
 Home = Annotated[Path | None, option("home")]

@@ -7,6 +7,7 @@ const EVERY_MS = 5000;
 const PAGE = 100;
 const MOST_ROWS = 1000;
 const LOWEST_LOGPROB = -6;
+let chosenKind = ""; // also where another run is chosen
 
 export function showTokens(main, { path, failed, recovered }) {
   const run = path[0] === "run" ? path[1] : null;
@@ -17,8 +18,8 @@ export function showTokens(main, { path, failed, recovered }) {
   const list = table("Finished passes and samples", [["prompt", "text"], ["request", "id"], ["kind", ""], ["of", "run"], ["accepted", ""]],
     "None yet. Passes and samples stand here once they are finished.");
   const more = h("button", { type: "button", onclick: () => { most += PAGE; refresh().catch(failed); } }, "Older");
-  const kind = h("select", { onchange: () => refresh().catch(failed) },
-    ...[["", "all"], ["forward_backward", "forward_backward"], ["forward", "forward"], ["sample", "sample"]].map(([value, name]) => h("option", { value }, name)));
+  const kind = h("select", { onchange: () => { chosenKind = kind.value; refresh().catch(failed); } },
+    ...[["", "all"], ["forward_backward", "forward_backward"], ["forward", "forward"], ["sample", "sample"]].map(([value, name]) => h("option", { value, selected: value === chosenKind }, name)));
   const runs = h("select", { onchange: () => { location.hash = runs.value && `#/tokens/run/${encodeURIComponent(runs.value)}` || "#/tokens"; } });
   main.append(h("h1", {}, "Tokens"),
     run === null ? "" : h("p", { class: "row" }, h("a", { href: `#/runs/${encodeURIComponent(run)}` }, "The run"), h("span", { class: "quiet small id" }, run)),
@@ -46,7 +47,8 @@ export function showTokens(main, { path, failed, recovered }) {
 
 // The runs that were used last, and the one that is shown.
 async function nameRuns(select, shown) {
-  const { runs } = await get(`console/runs?limit=${PAGE}`);
+  const [{ runs: all }, { caller }] = await Promise.all([get(`console/runs?limit=${PAGE}`), get("console/now")]);
+  const runs = all.filter(({ owner }) => owner === caller.name); // an admin's list has those of all
   const known = runs.map(({ run_id, name }) => [run_id, name === null ? short(run_id) : `${name}, ${short(run_id)}`]);
   if (shown !== null && runs.every((each) => each.run_id !== shown)) known.unshift([shown, short(shown)]);
   select.replaceChildren(...[["", "all"], ...known].map(([value, name]) => h("option", { value, selected: value === (shown ?? "") }, name)));

@@ -54,7 +54,7 @@ def read_header(file: Path) -> tuple[dict[str, Any], int]:
     return header, data
 
 
-def require_files(base_model: Path) -> list[Path]:
+def listed_weights(base_model: Path) -> list[Path]:
     """List the files of its weights as `weight_files` does; its errors become a StartupError."""
     try:
         return weight_files(base_model)
@@ -67,7 +67,7 @@ def require_whole(base_model: Path) -> None:
 
     Raises StartupError. Reads the headers only.
     """
-    for file in require_files(base_model):
+    for file in listed_weights(base_model):
         try:
             read_header(file)
         except UNREADABLE as error:

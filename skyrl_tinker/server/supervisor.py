@@ -21,7 +21,7 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import LOG_BYTES, Directories
 from skyrl_tinker.domain.bases import Bases
-from skyrl_tinker.domain.weight_files import require_files
+from skyrl_tinker.domain.weight_files import listed_weights
 from skyrl_tinker.errors import LeaseLostError, StartupError
 from skyrl_tinker.server import child_process, preflight, shared_settings, start_plan
 from skyrl_tinker.server.addresses import local_url
@@ -199,7 +199,7 @@ class _Supervisor:
             self._report_death(self._download, code)
             await asyncio.sleep(_BACK_OFF_S)
         for facts in self._bases.all:
-            require_files(Path(facts.directory))
+            listed_weights(Path(facts.directory))
         await self._set_engine_state(store, "starting", "starting the engine")
 
     def _report_death(self, child: ChildProcess, code: int) -> None:

@@ -66,6 +66,10 @@ def test_full_is_short_for_rank_0() -> None:
     assert "0 (--full):" in " ".join(CliRunner().invoke(app, ["serve", "--help"]).stdout.split())
     result = CliRunner().invoke(app, ["serve", "--full", "--show-config"])
     assert "max_lora_rank = 0" in result.stdout.splitlines()
+    for both in (["--full", "--max-lora-rank", "8"], ["--max-lora-rank=8", "--full"]):
+        result = CliRunner().invoke(app, ["serve", *both, "--show-config"])
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert "--full is short for --max-lora-rank 0" in result.stderr
 
 
 def test_it_tells_its_version() -> None:

@@ -34,12 +34,12 @@ FETCH = """
 import sys
 from pathlib import Path
 from skyrl_tinker import config
-from skyrl_tinker.domain.weight_files import require_whole
+from skyrl_tinker.domain.weight_files import listed_weights
 from skyrl_tinker.server.base_models import base_model, hub
 facts = base_model.resolve(config.load(base_model=sys.argv[1]))
 print(facts.directory)
 hub.fetch_weights(facts.hub_name, Path(facts.directory), lambda done, size: print(done, size))
-require_whole(Path(facts.directory))
+listed_weights(Path(facts.directory))
 """
 
 

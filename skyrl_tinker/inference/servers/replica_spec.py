@@ -68,7 +68,7 @@ class SamplerSpec:
     max_cpu_loras: int  # adapters kept in memory
     log_dir: str
     log_suffix: str = ""  # of the names of its logs, by which base models differ
-    startup_s: float = 900.0  # time to start; an engine may give up before, after 600
+    startup_s: float = 900.0  # time to start; VLLM_ENGINE_READY_TIMEOUT_S is 600
     engine: EngineProcess = field(kw_only=True)
     replicas: int = 1
     tensor_parallel_size: int = 1  # of each replica

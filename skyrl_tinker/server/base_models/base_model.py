@@ -8,7 +8,7 @@ from typing import Any
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.values import BaseModelFacts
-from skyrl_tinker.domain.weight_files import require_files
+from skyrl_tinker.domain.weight_files import listed_weights
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.inference.sampling_engine import engine_of
 from skyrl_tinker.inference.servers.replica_spec import ModelToServe
@@ -41,7 +41,7 @@ def resolve(settings: Settings) -> BaseModelFacts:
     """
     _, facts = read_config(settings)
     if facts.hub_name is None:
-        require_files(Path(facts.directory))  # cut ones let only their own base model fail
+        listed_weights(Path(facts.directory))  # cut ones let only their own base model fail
     _check_workers(settings.tensor_parallel_size, facts)
     return facts
 

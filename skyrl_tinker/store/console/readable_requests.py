@@ -19,6 +19,7 @@ from skyrl_tinker.store.database.tables import (
     Request,
     Result,
     SamplingSession,
+    SavedCheckpoint,
     Session,
 )
 from skyrl_tinker.store.owners import owned_by
@@ -38,7 +39,7 @@ class StoredTokens:
     `earlier`, `later`: the request before and behind of the same kind, of its model or sampling session.
     `step`: how many steps its weights had taken, with those of the run's parents, and the numbers that the
     script `reported` of that step. None, of weights that change while they are sampled, of base models, and
-    of weights whose save is no longer recorded.
+    of unnamed weights whose save is no longer recorded.
     """
 
     kind: RequestKind
@@ -99,7 +100,8 @@ def stored_tokens(conn: Connection, owner: OwnerId | None, request_id: str) -> S
     """Return the stored parts of an owner's request; None if it is not its own, or purged."""
     place = Future.model_key, Future.sampling_session_id, Future.seq_id
     save = aliased(Future)
-    weights = AdapterVersion.model_key, save.seq_id
+    steps = select(func.max(SavedCheckpoint.steps)).where(SavedCheckpoint.version_id == AdapterVersion.id)
+    weights = AdapterVersion.model_key, save.seq_id, steps.scalar_subquery()
     query = (
         select(Future.kind, _BASE_MODEL, Request.body, Result.body, *place, *weights)
         .join(Session, Session.session_id == Future.session_id)
@@ -115,7 +117,7 @@ def stored_tokens(conn: Connection, owner: OwnerId | None, request_id: str) -> S
     row = conn.execute(query).one_or_none()
     if row is None:
         return None
-    kind, base_model, body, result, model, sampler, seq_id, sampled, saved = row
+    kind, base_model, body, result, model, sampler, seq_id, sampled, saved, steps_then = row
     of = Future.sampling_session_id == sampler if model is None else Future.model_key == model
     same = of, Future.kind == kind, Future.status == FutureStatus.DONE, _READABLE
     near = select(Future.request_id).join(Result, Result.future_id == Future.id).where(*same).limit(1)
@@ -126,6 +128,9 @@ def stored_tokens(conn: Connection, owner: OwnerId | None, request_id: str) -> S
     run, turn = (sampled, saved) if model is None else (model, seq_id)
     if run is not None and turn is not None:
         step = model_records.steps_taken(conn, ModelKey(run), turn)
+    elif model is None:  # the save's request is purged: a checkpoint has its steps
+        step = steps_then
+    if run is not None and step is not None:
         reported = run_reports.of_step(conn, ModelKey(run), step)
     ends = conn.scalar(before), conn.scalar(behind)
     return StoredTokens(kind, base_model, body, result, *ends, step, reported)

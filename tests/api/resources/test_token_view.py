@@ -6,18 +6,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sqlalchemy import delete
+from sqlalchemy import delete, update
 from tinker import types
 from transformers import AutoTokenizer
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.domain.ids import ModelId, SessionId
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, SessionId
+from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.protocol.schemas.console import StepMeasures
 from skyrl_tinker.server.base_models.tiny_model import make_model
-from skyrl_tinker.store import api_keys, model_records, sampling_sessions
+from skyrl_tinker.store import api_keys, checkpoint_records, model_records, sampling_sessions
+from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.database.rows import database_time
-from skyrl_tinker.store.database.tables import Request
+from skyrl_tinker.store.database.tables import AdapterVersion, Request
 from skyrl_tinker.store.futures import finish
 from tests.api.support.databases import ON_BOTH
 from tests.api.support.passes import post_pass, protobuf
@@ -236,13 +238,14 @@ async def test_a_sample_and_a_pass_have_the_numbers_that_were_reported_of_their_
         key = model_records.by_id(conn, ModelId(run)).key
     data = [datum_of([5, 6], [1.0, 1.0])]
     passes = [await ran(world, run, seq_id, data, [-1.0, -1.0]) for seq_id in (1, 4)]
-    samples, session = [], SessionId(run.partition(":")[0])
+    samples, versions, session = [], [], SessionId(run.partition(":")[0])
     await world.store.write(lambda conn: step_points.add(conn, key, 3, database_time(conn), MEASURED))
     for number, (seq_id, inflight) in enumerate(((2, False), (5, False), (6, True))):
         saved = {"model_id": run, "seq_id": seq_id, "path": f"w{seq_id}"}
         request = (await world.ok("save_weights_for_sampler", saved))["request_id"]
         future_id = await world.id_of(request)  # which a replay repeats after the step
         version = await ephemeral(world.store, key, inflight=inflight, future_id=future_id)
+        versions.append(version)
         new = {"base_model": BASE, "model_path": None, "version_id": version}
         sampler = await world.store.write(
             lambda conn, number=number, new=new: sampling_sessions.create(conn, session, number, **new)
@@ -260,3 +263,18 @@ async def test_a_sample_and_a_pass_have_the_numbers_that_were_reported_of_their_
     first, second = (0, {"reward": 0.25}), (1, {"reward": 0.75, "length": 2.0})
     assert [await told(each) for each in passes] == [first, second]
     assert [await told(each) for each in samples] == [first, second, (None, {})]
+    spec = LoraSpec(8, 1)
+    named = NewCheckpoint(
+        ModelKey(key),
+        CheckpointKind.SAMPLER_WEIGHTS,
+        "w5",
+        "/w5",
+        BASE,
+        spec,
+        1,
+        version_id=versions[1],
+        steps=1,
+    )
+    await world.store.write(lambda conn: checkpoint_records.add(conn, named, replace=True))
+    await world.store.write(lambda conn: conn.execute(update(AdapterVersion).values(future_id=None)))
+    assert [await told(each) for each in samples] == [(None, {}), second, (None, {})], "saves are purged"
