@@ -193,13 +193,14 @@ def passes(place: Place) -> Report:
     sample(sampler)
     train(small)
     alone = [seconds(lambda: train(small)) for _ in during(BEFORE_S)]
-    unit = max(seconds(lambda: train(large[0], data)) for _ in range(3))
+    units = [seconds(lambda: train(large[0], data)) for _ in range(3)]
+    unit, window = max(units), 2 * min(units)
     queued = [each.forward_backward(data, "cross_entropy") for _ in range(2) for each in large]
-    running = Thread(target=lambda: [each.result(LIMIT_S) for each in queued])
+    running = Thread(target=lambda: [each.result(LIMIT_S) for each in queued], daemon=True)
     running.start()
     with ThreadPoolExecutor(1) as samples:
-        sampling = samples.submit(lambda: [seconds(lambda: sample(sampler)) for _ in during(2 * unit)])
-        beside = [seconds(lambda: train(small)) for _ in during(2 * unit)]
+        sampling = samples.submit(lambda: [seconds(lambda: sample(sampler)) for _ in during(window)])
+        beside = [seconds(lambda: train(small)) for _ in during(window)]
         sampled = sampling.result()
     assert running.is_alive(), "the large passes ended before the small ones were measured"
     running.join()

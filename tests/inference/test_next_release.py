@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.servers, pytest.mark.long, pytest.mark.timeout(3600)]
 
 ROOT = Path(__file__).parents[2]
 SUITE = (
+    "tests/inference/client/test_packed_answers.py",
     "tests/inference/client/test_sampling_port.py",
     "tests/inference/plugin",
     "tests/inference/test_packed.py",

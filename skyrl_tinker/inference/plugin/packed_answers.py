@@ -118,6 +118,8 @@ def _listed(positions: Any, k: int) -> dict[str, Any]:
     The first position of a prompt has none, and no row.
     """
     assert isinstance(positions, FlatLogprobs)
+    if len(positions.logprobs) % (1 + k):
+        raise RuntimeError(f"found {len(positions.logprobs)} logprobs, expected {1 + k} of each position")
     return {
         "likeliest": np.asarray(positions.token_ids, np.int32).reshape(-1, 1 + k)[:, 1:],
         "logprobs": np.asarray(positions.logprobs, np.float32).reshape(-1, 1 + k),

@@ -76,6 +76,8 @@ def parse(
         )
     if missing or (not listed and matrix is None):
         return response
+    if listed and (found := _positions(rows or ())) > len(request.prompt):
+        raise SamplerError(f"found logprobs of {found} of {len(request.prompt)} tokens of the prompt")
     if isinstance(rows, Mapping) and np.isnan(rows["logprobs"]).any():
         raise diverged()
     return replace(

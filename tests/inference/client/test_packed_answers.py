@@ -65,8 +65,11 @@ def assert_alike(packed: SamplerResponse, plain: SamplerResponse) -> None:
 
 def assert_same_rows(found: Sequence[TopkRow], expected: Sequence[TopkRow]) -> None:
     for row, other in zip(found, expected, strict=True):
-        assert [token for token, _ in row] == [token for token, _ in other]
-        np.testing.assert_allclose([value for _, value in row], [value for _, value in other], atol=1e-4)
+        values = dict(other)  # two that differ in rounding alone may have changed places
+        assert {token for token, _ in row} == values.keys()
+        np.testing.assert_allclose(
+            [value for _, value in row], [values[token] for token, _ in row], atol=1e-4
+        )
 
 
 @pytest.mark.parametrize(
