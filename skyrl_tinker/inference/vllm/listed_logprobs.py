@@ -1,7 +1,7 @@
 """Logprobs that a packed answer lists for each position: of its own token, then of the likeliest. Pure.
 
-What is read is what the JSON of vLLM 0.32 says, down to ties. In JSON each logprob is an object, which takes 4 us of
-vLLM's API process: it answers nobody else meanwhile.
+What is read is what the JSON of vLLM 0.32 says, down to ties. In JSON each logprob is an object, which takes
+4 us of vLLM's API process: it answers nobody else meanwhile.
 """
 
 from typing import Any
