@@ -33,6 +33,7 @@ BLOCKS = {
     "docs/architecture.md: alembic/ the schema's migrations": PICTURE,
     "docs/benchmarks.md: scripts/bench/latency.py": MINUTES,
     "docs/cluster.md: kubectl create secret generic tinker --from-litera": "it needs Kubernetes",
+    "docs/cluster.md: helm install kuberay-operator kuberay-operator --r": "it needs Kubernetes",
     "docs/cluster.md: head=$(kubectl get pods --selector app=tinker-serv": "it needs Kubernetes",
     "docs/cluster.md: ray start --head --node-ip-address=10.0.0.1 --port": "tests/faults/test_cluster.py",
     "docs/cluster.md: scripts/cluster-up skyrl-tinker serve --home /var/": "tests/scripts/test_cluster_up.py",
