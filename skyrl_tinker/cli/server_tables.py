@@ -186,7 +186,8 @@ def run_lines(runs: Facts) -> Iterator[str]:
     ended: dict[tuple[str, str], list[str]] = {}  # one cause may end many
     for run in runs["runs"]:
         if run["state"] in ("failed", "lost", "parked"):
-            ended.setdefault((run["state"], run["state_reason"]), []).append(run["run_id"])
+            reason = run["state_reason"].removeprefix(f"model {run['run_id']} is {run['state']}: ")
+            ended.setdefault((run["state"], reason), []).append(run["run_id"])
     for (state, reason), ids in ended.items():
         yield f"{', '.join(ids)} {'is' if len(ids) == 1 else 'are'} {state}: {reason}"
 

@@ -6,7 +6,7 @@ in the order of commits, as readers that go on from the last id need it.
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -78,6 +78,7 @@ class PostgresDatabase(Database):
             connect_args={name: value for name, value in _PARAMETERS.items() if name not in url.query},
             execution_options={"home": home},
         )
+        event.listen(self.engine, "do_connect", _connect)
         event.listen(self.engine, "connect", _note_timeline)
         event.listen(self.engine, "connect", _send_lists_as_bytes)
         event.listen(self.engine, "before_cursor_execute", _leave_before)
@@ -189,6 +190,19 @@ def _note_timeline(connection: "psycopg.Connection[Any]", record: Any) -> None:
     if not connection.closed:  # else the first to use it sees that
         connection.rollback()
     record.info[_TIMELINE] = None if row is None else row[0]
+
+
+def _connect(dialect: Any, _: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Connect, to a database whose texts are UTF-8: those of another would be bytes, or lose letters."""
+    connection = dialect.connect(*arguments, **options)
+    encoding = connection.info.parameter_status("server_encoding")
+    if encoding != "UTF8":
+        connection.close()
+        raise StartupError(
+            f"database_url: the database's encoding is {encoding}, expected UTF8: make one by "
+            "createdb --encoding UTF8 --template template0"
+        )
+    return connection
 
 
 def _send_lists_as_bytes(connection: "psycopg.Connection[Any]", _: Any) -> None:

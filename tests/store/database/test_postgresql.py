@@ -11,8 +11,10 @@ import pytest
 from sqlalchemy import Connection, make_url, text
 from sqlalchemy.exc import OperationalError
 
+from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database.abstract_database import after_commit
+from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.postgresql import _TIMELINE, PostgresDatabase
 from skyrl_tinker.store.store import Store
 from tests.store.support.databases import on_postgresql
@@ -149,6 +151,14 @@ async def test_who_stands_still_in_the_middle_of_a_write_loses_its_turn(url: str
     with pytest.raises(OperationalError):
         await stand_still()
     assert await store.read(count) == 1
+
+
+def test_a_database_of_another_encoding_is_refused(url: str, postgres: Postgres) -> None:
+    kind = "ENCODING 'SQL_ASCII' LC_COLLATE 'C' LC_CTYPE 'C'"
+    postgres.execute(f"CREATE DATABASE letters TEMPLATE template0 {kind}")
+    with pytest.raises(StartupError, match="encoding is SQL_ASCII, expected UTF8"):
+        migrate(url.replace(str(make_url(url).database), "letters"))
+    postgres.drop(postgres.url("letters"))
 
 
 async def test_nobody_notices_a_restart_of_the_server_between_transactions(
