@@ -102,7 +102,7 @@ async function showOne(main, request, item) {
       other("Earlier request", earlier), other("Later request", later)),
     h("div", { class: "grid" },
       wide(card("Text", h("p", { class: "row" }, h("label", {}, "Coloured by", choice), scale), text)),
-      Object.keys(reported).length ? wide(card(`Reported of step ${taken}`, figures(Object.entries(reported).map(([name, value]) => [name, number(value)])))) : null,
+      Object.keys(reported).length ? wide(card(`Reported by the script for step ${taken}`, figures(Object.entries(reported).map(([name, value]) => [name, number(value)])))) : null,
       items.length > 1 ? wide(card("Items, grouped by prompt", all.node)) : null,
       wide(card("Values", values.node))));
 
