@@ -351,6 +351,8 @@ def test_tokens_of_a_run_are_chosen_by_kind_and_led_through_and_what_is_gone_is_
     page.run(f"location.hash = '#/tokens/{gone['request_id']}'")
     page.wait("document.querySelector('.failure')?.innerText.includes('no longer stored')")
     page.run(FOLLOW.format("All requests"))
+    page.wait(f"{REQUESTS}.length >= 4 && {REQUESTS}.every(([kind]) => kind === 'forward_backward')")
+    page.run(CHOOSE.format("Kind", ""))
     page.wait(f"{REQUESTS}.length >= 6")
 
 
