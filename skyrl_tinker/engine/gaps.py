@@ -93,12 +93,13 @@ class Gaps:
 
     def _never(self, conn: Connection, due: Mapping[ModelKey, _Due], now: float) -> dict[ModelKey, _Due]:
         """Return the gaps that no client will fill."""
-        return {
-            model: each
-            for model, each in due.items()
-            if not expected_requests.expected(conn, model, each.gap.owner_id, now)
-            and (each.waited_s >= self._gap_s or session_records.beats(conn, each.gap.session_id, now))
-        }
+        return {model: each for model, each in due.items() if self._is_over(conn, model, each, now)}
+
+    def _is_over(self, conn: Connection, model: ModelKey, due: _Due, now: float) -> bool:
+        of_model, of_owner = expected_requests.expected(conn, model, due.gap.owner_id, now)
+        if due.waited_s >= self._gap_s:  # without keys all clients are one owner, who always sends something
+            return not of_model
+        return not (of_model or of_owner) and session_records.beats(conn, due.gap.session_id, now)
 
     def _fail(self, conn: Connection, never: Mapping[ModelKey, _Due]) -> None:
         for model, each in never.items():

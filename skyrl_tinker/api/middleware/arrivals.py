@@ -4,6 +4,7 @@ Told are those that take long to arrive or to be stored, and those that were los
 """
 
 import asyncio
+import re
 from collections.abc import Awaitable
 from contextlib import suppress
 from functools import partial
@@ -23,9 +24,10 @@ from skyrl_tinker.store.store import Store
 
 LOOK_S = 0.5
 """Longest time after which a request is told: far less than the engine waits."""
-HOLD_S = 10.0
+HOLD_S = 4.0
 """Time for which a request is told at once, so that the death of this process does not end it."""
-_HEAD_BYTES = 4096
+_END_BYTES = 4096
+_MODEL_ID = re.compile(rb'"model_id"\s*:\s*"([^"\\]+)"')
 _TRIED_AGAIN = frozenset(
     {0, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS}
 )  # 0: the client left, or this process ends
@@ -37,20 +39,25 @@ class Arrival:
     def __init__(self, owner: OwnerId | None, headers: Headers, began: float) -> None:
         self._owner = owner
         self._encoding = headers.get("content-encoding", "identity").strip().lower()
-        self._start = b""
+        self._start = self._last = b""
         self.began = began
 
     def note(self, part: bytes) -> None:
-        """Keep the beginning of the body."""
+        """Keep the beginning and the end of the body: the SDK's JSON has data before the model."""
         if not self._start:
-            self._start = part[:_HEAD_BYTES]
+            self._start = part[:_END_BYTES]
+        self._last = (self._last + part[-_END_BYTES:])[-_END_BYTES:]
 
     @property
     def sender(self) -> Sender:
-        """Sender, without a model where the body does not begin with one: as all JSON."""
-        start = self._start if self._encoding == "identity" else first_bytes(self._start, self._encoding)
-        fields = head(start)
-        return Sender(self._owner, ModelId(fields[0]) if fields else None)
+        """Sender, without a model where no end of the body, as far as it is here, has one."""
+        start, last = self._start, self._last
+        if self._encoding != "identity":
+            start, last = first_bytes(start, self._encoding), b""
+        if fields := head(start):
+            return Sender(self._owner, ModelId(fields[0]))
+        named = _MODEL_ID.search(last) or _MODEL_ID.search(start)
+        return Sender(self._owner, ModelId(named[1].decode(errors="replace")) if named else None)
 
 
 class Arrivals:

@@ -43,10 +43,11 @@ def note_outage(conn: Connection) -> None:
     _note(conn, dict.fromkeys(map(_of_model, live), database_time(conn) + OUTAGE_S))
 
 
-def expected(conn: Connection, model: ModelKey, owner: OwnerId | None, now: float) -> bool:
-    """Return whether a request of this model, which is the owner's, is on its way."""
+def expected(conn: Connection, model: ModelKey, owner: OwnerId | None, now: float) -> tuple[bool, bool]:
+    """Return whether a request of this model is on its way, and whether one of its owner may be of it."""
     until = _read(conn)
-    return any(until.get(key, 0.0) > now for key in (_of_model(model), _of_owner(owner)))
+    of_model, of_owner = (until.get(key, 0.0) > now for key in (_of_model(model), _of_owner(owner)))
+    return of_model, of_owner
 
 
 def _note(conn: Connection, until: Mapping[str, float]) -> None:

@@ -19,7 +19,7 @@ from skyrl_tinker.engine.gaps import NOTED_S, QUIET_S
 from skyrl_tinker.store import model_records, server_state
 from skyrl_tinker.store.database.tables import Future, Session
 from skyrl_tinker.store.futures import expected_requests
-from skyrl_tinker.store.futures.expected_requests import RETRY_S
+from skyrl_tinker.store.futures.expected_requests import RETRY_S, Sender
 from skyrl_tinker.store.futures.finish import fail_missing
 from skyrl_tinker.store.session_records import BEAT_S, MOST_BEATS
 from skyrl_tinker.store.store import write_once
@@ -196,6 +196,41 @@ async def test_a_request_that_is_on_its_way_is_waited_for(made: Waiting, sent: s
     answer = await sending
     assert answer.status_code == 200, answer.text
     assert (await made.api.result(waits)).json()["metrics"] == STEP["metrics"]
+
+
+@pytest.mark.parametrize("part", ["model first", "model last"])
+async def test_a_request_of_another_model_that_is_on_its_way_is_not_waited_for(
+    made: Waiting, part: str
+) -> None:
+    """It is of the same owner: without keys all clients are one."""
+    waits = await parked(made, await ready_model(made.api), 2)
+    other = await ready_model(made.api)
+    body = old_json(other, 1)
+    content = json.dumps(dict(reversed(body.items())) if part == "model first" else body).encode()
+    rest = asyncio.Event()
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield content[:-1]
+        await rest.wait()
+        yield content[-1:]
+
+    headers = {"Content-Type": "application/json"}
+    sending = asyncio.create_task(made.api.http.post("forward_backward", content=parts(), headers=headers))
+    await until(lambda: _tells(made))
+    await closes(made, time.time())
+    assert "seq 1 of this model never came" in await made.api.failure(waits)
+    rest.set()
+    assert (await sending).status_code == 200
+
+
+async def test_requests_of_unknown_models_do_not_hold_a_gap_for_ever(made: Waiting) -> None:
+    waits, now = await parked(made, await ready_model(made.api), 2), time.time()
+    unknown = {Sender(None, None): now + DAY}
+    await made.store.write(partial(expected_requests.note, until=unknown))
+    await closes(made, now, 890)
+    assert await stands(made, 1)
+    await closes(made, now + 890, 11)
+    assert "seq 1 of this model never came" in await made.api.failure(waits)
 
 
 async def test_a_request_that_was_lost_is_waited_for_until_it_is_certainly_not_sent_again(
