@@ -10,6 +10,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +32,9 @@ T = TypeVar("T")
 class Ranks:
     """Position of a process among its peers.
 
-    `transfers`: group for collectives in another thread, beside those of units; None with one rank.
+    `transfers`: group for collectives in another thread, beside those of units; None with one rank. It is of
+    gloo on GPUs too: NCCL may hang if two groups' collectives come in other orders on other ranks
+    (NVIDIA/nccl#195), and two threads have no order.
     """
 
     rank: int
@@ -162,14 +165,14 @@ def join(
     """
     limit = timedelta(seconds=timeout_s)
     os.environ["NCCL_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = interface
-    if device == "cuda":
+    on_gpus = device == "cuda"
+    if on_gpus:
         torch.cuda.set_device(0)  # Ray shows each actor its own GPU only
-        return _join(place.open(rank, world, limit), rank, world, "nccl", device, limit)
-    with closing_new_listeners():
-        return _join(place.open(rank, world, limit), rank, world, "gloo", device, limit)
-
-
-def _join(store: Store, rank: int, world: int, backend: str, device: str, limit: timedelta) -> Ranks:
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
-    transfers = dist.new_group(backend=backend, timeout=limit) if world > 1 else None
-    return Ranks(rank, world, init_device_mesh(device, (world,)), transfers)
+    with nullcontext() if on_gpus else closing_new_listeners():  # NCCL connects later, to listeners of its own
+        store = place.open(rank, world, limit)
+        backend = "nccl" if on_gpus else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+        mesh = init_device_mesh(device, (world,))
+        with closing_new_listeners():
+            transfers = dist.new_group(backend="gloo", timeout=limit) if world > 1 else None
+    return Ranks(rank, world, mesh, transfers)

@@ -1,6 +1,6 @@
 """Chunks of whole tensors that the ranks have captured and hold. Imported in the ranks only.
 
-Run on CPU, over gloo. Not run on a GPU, where the ranks pass chunks on over NCCL.
+The ranks pass chunks on over gloo, on GPUs too, where this has not run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,13 +48,12 @@ class CapturedSource:
     `fill` is a collective: every rank must fill all chunks, in order.
     """
 
-    on_device = True
-
     def __init__(self, share: CapturedShare, limit: int, *, everywhere: bool) -> None:
         """`everywhere`: all ranks get the bytes of a chunk; else only its owner and rank 0 have them."""
         self.chunks = captured_chunks(share.dealt, share.dtype, limit)
         self._share = share
         self._everywhere = everywhere
+        self.on_device = share.group is None  # gloo sends from the host
 
     def fill(self, index: int, buffer: torch.Tensor) -> None:
         """Pack or receive a chunk. Raises TrainerError if passing it on failed: the group is unusable."""

@@ -6,15 +6,18 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from skyrl_tinker.errors import SamplerError, StartupError, TrainerError
 from skyrl_tinker.training.checkpoints.tensor_files import write_tensors
+from skyrl_tinker.training.weight_share import WeightShare
 from skyrl_tinker.weight_sync import nccl
 from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
 from skyrl_tinker.weight_sync.captured_chunks import CapturedSource
@@ -172,6 +175,14 @@ async def test_ranks_that_came_in_the_middle_of_a_sync_take_no_part_in_it(name: 
     await transport.leave()
     chunks, arrived = await carry(transport, receiver, tmp_path)
     assert len(chunks) == len(arrived) == 4
+
+
+@pytest.mark.parametrize(("ranks", "on_device"), [(1, True), (2, False)])
+def test_ranks_pass_chunks_on_from_the_host_over_gloo(ranks: int, on_device: bool) -> None:
+    """NCCL may hang when it passes chunks on in one thread, and gathers shards in another."""
+    group = cast(dist.ProcessGroup, object()) if ranks > 1 else None
+    share = WeightShare(0, torch.float32, [{"a": (3,)}, *[{}] * (ranks - 1)], {"a": floats(3)}, group)
+    assert CapturedSource(share, LIMIT, everywhere=True).on_device is on_device
 
 
 async def test_a_load_under_way_ends_before_its_rank_stops_reading(monkeypatch: pytest.MonkeyPatch) -> None:
