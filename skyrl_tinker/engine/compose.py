@@ -47,7 +47,7 @@ from skyrl_tinker.inference.sampling_engine import engine_of
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.storage.checkpoint_storage import open_storage
-from skyrl_tinker.storage.local_disk import Storage
+from skyrl_tinker.storage.storage_port import Storage
 from skyrl_tinker.store import owners
 from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets
 from skyrl_tinker.store.doorbell import Doorbell

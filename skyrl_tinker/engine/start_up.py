@@ -36,7 +36,7 @@ from skyrl_tinker.errors import SamplerError, StartupError, StorageError
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.storage.checkpoint_storage import open_storage
-from skyrl_tinker.storage.local_disk import Storage
+from skyrl_tinker.storage.storage_port import Storage
 from skyrl_tinker.store import checkpoint_records, sampling_sessions, server_state
 from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.store import Store

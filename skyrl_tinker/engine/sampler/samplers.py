@@ -30,7 +30,7 @@ from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, StateLostError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.protocol.queue_views import SamplingView
 from skyrl_tinker.protocol.validation.sampling import check_abilities
-from skyrl_tinker.storage.local_disk import LOCAL_DISK, Storage
+from skyrl_tinker.storage.storage_port import LOCAL_DISK, Storage
 from skyrl_tinker.system.off_loop import in_transfer_thread
 from skyrl_tinker.weight_sync.transport import CapturedWeights, WeightTransport
 

@@ -24,7 +24,7 @@ from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody
-from skyrl_tinker.storage.local_disk import LOCAL_DISK, Storage
+from skyrl_tinker.storage.storage_port import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records, checkpoint_rules, model_records, session_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.database.group_commit import Op

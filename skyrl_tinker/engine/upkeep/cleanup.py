@@ -22,7 +22,7 @@ from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.suspends import Suspends
 from skyrl_tinker.engine.upkeep.purge import Purge
 from skyrl_tinker.engine.upkeep.upkeep_step import Step
-from skyrl_tinker.storage.local_disk import LOCAL_DISK, InUse, Storage
+from skyrl_tinker.storage.storage_port import LOCAL_DISK, InUse, Storage
 from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions, session_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.store import Store
