@@ -26,7 +26,7 @@ from skyrl_tinker.engine.outbox import failure_of, persistently, read_persistent
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor, ScoredProbe
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
-from skyrl_tinker.engine.scheduling.lanes import model_of
+from skyrl_tinker.engine.scheduling.row_work import model_of
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import ExhaustedError, SamplerError, SkyrlTinkerError, StorageError, TrainerError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
