@@ -75,7 +75,8 @@ from skyrl_tinker.domain.ids import (
     SessionId,
 )
 from skyrl_tinker.domain.peft_config import ADAPTER_FILE
-from skyrl_tinker.domain.values import BaseModelFacts, SampleRequest, SamplingParams
+from skyrl_tinker.domain.samples import SampleRequest, SamplingParams
+from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.colocation.placement import SEPARATE

@@ -11,7 +11,8 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
-from skyrl_tinker.domain.values import Failure, SampledSequence, SampleRequest, SamplingParams
+from skyrl_tinker.domain.samples import SampledSequence, SampleRequest, SamplingParams
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver

@@ -21,14 +21,9 @@ from skyrl_tinker.domain.ids import (
     openai_session,
     sequence_ids,
 )
+from skyrl_tinker.domain.samples import SampleOutput, SampleRequest
 from skyrl_tinker.domain.units import KiB
-from skyrl_tinker.domain.values import (
-    BaseModelFacts,
-    SampleOutput,
-    SampleRequest,
-    Usage,
-    WeightVersion,
-)
+from skyrl_tinker.domain.values import BaseModelFacts, Usage, WeightVersion
 from skyrl_tinker.engine.outbox import (
     FutureOutcome,
     FutureResult,

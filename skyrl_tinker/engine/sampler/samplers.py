@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
-from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, SampleRequest, WeightVersion
+from skyrl_tinker.domain.samples import SampleOutput, SampleRequest
+from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
 from skyrl_tinker.engine.outbox import when_possible
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterCache, AdapterLimits
 from skyrl_tinker.engine.sampler.affinity import Affinity

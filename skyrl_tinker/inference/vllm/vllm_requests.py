@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from skyrl_tinker.domain.values import SampleRequest
+from skyrl_tinker.domain.samples import SampleRequest
 from skyrl_tinker.inference.client.sample_parts import (
     Int32,
     max_tokens,

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
 
-from skyrl_tinker.domain.values import SEEDS
+from skyrl_tinker.domain.samples import SEEDS
 from skyrl_tinker.protocol.schemas.base import (
     MAX_INT32,
     Items,

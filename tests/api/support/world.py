@@ -17,7 +17,8 @@ from skyrl_tinker.api.services import Services
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, RequestId, VersionId
-from skyrl_tinker.domain.values import BaseModelFacts, Failure, PassOutput, SampledSequence, SampleOutput
+from skyrl_tinker.domain.samples import SampledSequence, SampleOutput
+from skyrl_tinker.domain.values import BaseModelFacts, Failure, PassOutput
 from skyrl_tinker.protocol.protobuf import pass_results, sample_results
 from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions, server_state
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint

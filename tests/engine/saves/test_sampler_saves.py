@@ -13,10 +13,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
-from skyrl_tinker.domain.values import (
-    Failure,
-    LoraSpec,
-)
+from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import METRIC, DriftMonitor

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_tinker.domain.values import SampleRequest, SamplingParams, TargetTokens
+from skyrl_tinker.domain.samples import SampleRequest, SamplingParams, TargetTokens
 from skyrl_tinker.inference.vllm.vllm_requests import SCORES_KEY, pack
 
 HIDDEN, VOCAB, RANK, SLOTS, MOST_TOKENS = 32, 64, 16, 4, 512
