@@ -58,7 +58,7 @@ from tests.support.serve import CORE, KINDS, Serve, serving
 
 DEFAULT, FULL = (3_840, 60), (131_072, 2_000)  # samples, steps
 SETTINGS = """
-retention = {results_s = 20, stability_s = 20}
+retention = {results_s = 20}
 ephemeral = {keep = 4, idle_s = 10}
 """
 REST_S = 90.0

@@ -60,8 +60,6 @@ class Bodies(Table):
     """Largest other body, as sent and after decompression"""
     held_mb: int = Field(32, ge=1)
     """Large request bodies held at once, as sent; as much again expanded"""
-    datums: int = Field(4096, ge=1)
-    """Most datums of a forward_backward"""
 
 
 class EphemeralWeights(Table):
@@ -81,11 +79,11 @@ class Retention(Table):
     """Time that records are kept."""
 
     results_s: float = Field(86400.0, gt=0)
-    """Time that results are kept; twice that the records of ended requests"""
+    """Time that results are kept, and records of samples after their last use; twice that the records of
+    ended requests
+    """
     history_s: float = Field(7776000.0, gt=0)
     """Time that usage, audit events, removed checkpoints and ended sessions are listed"""
-    stability_s: float = Field(86400.0, gt=0)
-    """Time that the record of a sample is kept after its last use"""
     checkpoints_s: int | None = Field(None, ge=3600, le=10 * 365 * 86400)
     """Time to live of checkpoints that are saved or copied without one [default: they do not expire]"""
 

@@ -252,7 +252,6 @@ def trainer_spec(settings: Settings, directories: Directories, facts: BaseModelF
         threads=1,  # several would sum up in another order
         token_budget=settings.token_budget,
         resident_models=settings.resident_models,
-        memory_gb=settings.trainer_memory_gb,
         gradient_checkpointing=settings.gradient_checkpointing,
         network_interface=settings.network_interface,
         expandable_segments=backend_of(_transport_name(settings)) != "ipc",
