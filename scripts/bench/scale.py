@@ -103,7 +103,7 @@ from skyrl_tinker.inference.constants import RESERVED_SEQUENCES
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.inference.vllm.vllm_process import VllmProcess
 from skyrl_tinker.protocol.stored_requests import SaveWeightsBody, sample_body
-from skyrl_tinker.store import sampling_sessions, session_records
+from skyrl_tinker.store import sampling_sessions, session_records, weight_versions
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.tables import AdapterVersion, Future, Model, Session
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
@@ -395,7 +395,7 @@ async def cleanup_ms(sessions: int, models: int, versions: int) -> float:
                 began = time.process_time()
                 await cleanup.sweep()
                 times.append(time.process_time() - began)
-        kept = await made.store.read(lambda conn: len(sampling_sessions.ephemeral_sizes(conn)))
+        kept = await made.store.read(lambda conn: len(weight_versions.ephemeral_sizes(conn)))
         assert kept == models * versions, "each is in use"
         return 1e3 * statistics.median(times)
 
