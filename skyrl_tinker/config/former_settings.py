@@ -2,11 +2,7 @@
 
 from collections.abc import Mapping
 
-from skyrl_tinker.config.setting_tables import (
-    EphemeralWeights,
-    Phases,
-    Recovery,
-)
+from skyrl_tinker.config.setting_tables import EphemeralWeights, Phases, Recovery
 from skyrl_tinker.protocol.schemas.session import SdkFlags
 from skyrl_tinker.protocol.validation.key_limits import KeyLimits
 
