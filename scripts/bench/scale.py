@@ -37,7 +37,6 @@ fanout_p50_ms: an adapter on all replicas, each of which takes 20 ms; pause_p50_
 cost_ratio_64, fanout_ratio_64: to one replica. errors: samples that failed. mb_per_10k_waiting.
 """
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -59,6 +58,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import aiohttp
 import psutil
 from acks import api_processes, together
+from serving import options_of
 from sqlalchemy import Connection, func, insert, select
 
 from skyrl_tinker.api.waiting.heartbeats import Heartbeats
@@ -588,9 +588,7 @@ async def measure(replicas: int, samples: int, waiting: int, answer_s: float) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--sessions", type=int, default=10_000)
     parser.add_argument("--models", type=int, default=1_000)
     parser.add_argument("--samples", type=int, default=20_000)
