@@ -195,22 +195,12 @@ class BaseOverrides(Table):
     def applied(self, name: str) -> dict[str, Any]:
         """Return the settings by which those of this base model differ from the server's."""
         own = {key: value for key, value in self if key not in ("roles", "start")}
-        inherited = {key for key in _INHERITED if own[key] is None}
+        inherited = {key for key, value in own.items() if value is None and key not in _NONE_OF_ITS_OWN}
         return {**_OF_FIRST, "base_model": name, **{key: own[key] for key in own.keys() - inherited}}
 
 
-_INHERITED = (
-    "token_budget",
-    "gradient_checkpointing",
-    "resident_models",
-    "sampler_engine",
-    "sampler_python",
-    "gpu_memory_utilization",
-    "max_lora_rank",
-    "max_loras",
-    "max_cpu_loras",
-    "sample_concurrency",
-)
+_NONE_OF_ITS_OWN = ("model_name", "context_length", "reasoning_parser", "tool_parser", "router_url")
+"""Keys that are not the server's where a base model has none."""
 _OF_FIRST: Mapping[str, Any] = {
     "bases": {},
     "placement": "separate",
