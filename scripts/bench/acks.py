@@ -21,7 +21,6 @@ http_acks_per_s_1, …; alone_ms: median of one at a time; ring_ms: median of a 
 and back.
 """
 
-import argparse
 import asyncio
 import json
 import re
@@ -43,6 +42,7 @@ from uuid import uuid4
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import uvloop
+from serving import options_of
 from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
@@ -84,9 +84,7 @@ class Part:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     database = parser.add_mutually_exclusive_group()
     database.add_argument("--postgresql", action="store_true", help="start one, of Debian's package")
     database.add_argument("--database-url", help="of an empty database")

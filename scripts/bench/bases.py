@@ -19,7 +19,6 @@ it is ready, or has no process left; freed: share of its memory that is back the
 first alone, and while the second starts.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -39,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import httpx
 import psutil
 import tinker
+from serving import options_of
 from tinker import types
 
 from tests.e2e.support.client import Client, datum, logprobs_of, prompt, random_tokens, train
@@ -221,8 +221,7 @@ def on_demand(server: Serve, client: Client, second: str, turns: int) -> dict[st
 
 def main() -> None:
     os.environ.setdefault("TINKER_API_KEY", "tml-local")
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = options_of(__doc__)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--turns", type=int, default=3)
     arguments = parser.parse_args()

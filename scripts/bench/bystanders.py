@@ -21,13 +21,11 @@ Without names all of them. Each starts what it needs, on the tiny model, and end
 each and, as its last line, one JSON object; exits with 1 when a bar was missed.
 """
 
-import argparse
 import http.client
 import json
 import logging
 import os
 import shutil
-import signal
 import statistics
 import sys
 import tempfile
@@ -49,6 +47,7 @@ import httpx
 import tinker
 from client import random_datum, random_prompt
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication
+from serving import end_on_sigterm, options_of
 from tinker import types
 
 from skyrl_tinker.config import Settings
@@ -339,15 +338,13 @@ def longest_wait(place: Place, within_s: float) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("measures", nargs="*", metavar="MEASURE", help=", ".join(MEASURES))
     names = parser.parse_args().measures or list(MEASURES)
     if unknown := [name for name in names if name not in MEASURES]:
         parser.error(f"found {unknown[0]}, expected some of {', '.join(MEASURES)}")
     logging.disable(logging.WARNING)  # requests to the storage, and clients whose server has ended
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended all the same
+    end_on_sigterm()
     report: Report = {}
     for make in dict.fromkeys(MEASURES[name][0] for name in MEASURES if name in names):
         with tempfile.TemporaryDirectory() as directory:

@@ -4,13 +4,14 @@ import argparse
 import os
 import random
 
+from serving import options_of
 from tinker import types
 
 
 def options(doc: str | None) -> argparse.ArgumentParser:
     """--base-url and --base-model; a server on the loopback takes any key."""
     os.environ.setdefault("TINKER_API_KEY", "tml-local")
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(doc)
     parser.add_argument("--base-url", help="of a running server; default: one is started")
     parser.add_argument("--base-model", default="tiny")
     return parser

@@ -9,7 +9,6 @@ of the page, and `facts` that until it shows the server's state, while samples a
 Needs chromium. Prints a table and, as its last line, one JSON object: medians in milliseconds, and the ratio.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from serving import served
+from serving import options_of, served
 from turns import requests, timed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -100,9 +99,7 @@ def first_sight(page: Page, url: str) -> dict[str, float]:
 
 def main() -> None:
     os.environ.setdefault("TINKER_API_KEY", "tml-local")
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--repeats", type=int, default=90)
     arguments = parser.parse_args()
     with (

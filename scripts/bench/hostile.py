@@ -18,16 +18,13 @@ worst_mb: the highest peak; neighbours_failed: requests without an answer; misse
 exit code 1; and all figures of the table.
 """
 
-import argparse
 import asyncio
 import itertools
-import json
 import multiprocessing
 import os
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -45,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import aiohttp
 import zstandard
 from ingest import body_name, random_data
+from serving import chosen, end_on_sigterm, judged, options_of
 
 from skyrl_tinker.server import preflight
 from skyrl_tinker.store import server_state
@@ -476,16 +474,12 @@ def measure(directory: Path, names: Sequence[str], hold_s: float) -> dict[str, J
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--attacks", help=f"some of {','.join(CASES)}")
     parser.add_argument("--hold", type=float, default=20.0, help="seconds")
     arguments = parser.parse_args()
-    names = arguments.attacks.split(",") if arguments.attacks else tuple(CASES)
-    if unknown := [name for name in names if name not in CASES]:
-        parser.error(f"--attacks: found {', '.join(unknown)}, expected some of {', '.join(CASES)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the API is ended all the same
+    names = chosen(parser, arguments.attacks, CASES)
+    end_on_sigterm()
     with tempfile.TemporaryDirectory() as directory:
         rows = measure(Path(directory), names, arguments.hold)
     result = {
@@ -494,10 +488,7 @@ def main() -> int:
         "missed": [text for name, row in rows.items() for text in missed(name, row)],
         "attacks": rows,
     }
-    for text in result["missed"]:
-        print(f"missed: {text}")
-    print(json.dumps(result))
-    return 1 if result["missed"] else 0
+    return judged(result)
 
 
 if __name__ == "__main__":

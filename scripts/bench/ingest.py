@@ -34,7 +34,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-from serving import served
+from serving import options_of, served
 
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 
@@ -213,9 +213,7 @@ async def _beat(client: Client, session: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--base-url", help="of a running server; default: one is started")
     parser.add_argument("--base-model", default="tiny")
     parser.add_argument("--bodies", type=int, default=208)

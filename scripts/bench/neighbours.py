@@ -21,10 +21,7 @@ worst_p99_ratio_fb and worst_p99_ratio_sample: beside an attack / alone; missed:
 which make the exit code 1; and all figures of the table.
 """
 
-import argparse
-import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -43,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import psutil
 import tinker
 from attacks import Attacker
+from serving import chosen, end_on_sigterm, judged, options_of
 from tinker import types
 
 from skyrl_tinker.config import Settings
@@ -318,17 +316,13 @@ def measure(serve: Serve, made: Mapping[str, str], names: Sequence[str], seconds
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--attacks", help=f"some of {','.join(CASES)}")
     parser.add_argument("--seconds", type=float, help="of each run")
     arguments = parser.parse_args()
-    names = arguments.attacks.split(",") if arguments.attacks else tuple(CASES)
-    if unknown := [name for name in names if name not in CASES]:
-        parser.error(f"--attacks: found {', '.join(unknown)}, expected some of {', '.join(CASES)}")
+    names = chosen(parser, arguments.attacks, CASES)
     seconds = arguments.seconds or 20.0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server is ended all the same
+    end_on_sigterm()
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory) / "home"
         holders = {QUIET, *(holder for name in names for holder in CASES[name].holders)}
@@ -336,10 +330,7 @@ def main() -> int:
         with serving(home) as serve:
             result = measure(serve, made, names, seconds)
         Directories(Settings(home=home)).delete_outside_home()
-    for text in result["missed"]:
-        print(f"missed: {text}")
-    print(json.dumps(result))
-    return 1 if result["missed"] else 0
+    return judged(result)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Prints, as its last line, one JSON object: slices; slice_p50_ms, slice_p99_ms, s
 writer_p50_ms, writer_p99_ms, writer_max_ms: of the other writer meanwhile; rows_left; db_mb.
 """
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -24,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from serving import options_of
 from sqlalchemy import Connection, func, select
 
 from skyrl_tinker.config import Settings
@@ -148,9 +148,7 @@ async def measure(home: Path, requests: int, result_bytes: int) -> dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--result-bytes", type=int, default=2000)
     arguments = parser.parse_args()

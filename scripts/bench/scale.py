@@ -37,7 +37,6 @@ fanout_p50_ms: an adapter on all replicas, each of which takes 20 ms; pause_p50_
 cost_ratio_64, fanout_ratio_64: to one replica. errors: samples that failed. mb_per_10k_waiting.
 """
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -59,6 +58,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import aiohttp
 import psutil
 from acks import api_processes, together
+from serving import options_of
 from sqlalchemy import Connection, func, insert, select
 
 from skyrl_tinker.api.waiting.heartbeats import Heartbeats
@@ -75,7 +75,8 @@ from skyrl_tinker.domain.ids import (
     SessionId,
 )
 from skyrl_tinker.domain.peft_config import ADAPTER_FILE
-from skyrl_tinker.domain.values import BaseModelFacts, SampleRequest, SamplingParams
+from skyrl_tinker.domain.samples import SampleRequest, SamplingParams
+from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.colocation.placement import SEPARATE
@@ -88,8 +89,9 @@ from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
-from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
+from skyrl_tinker.engine.scheduling.lanes import Lanes
 from skyrl_tinker.engine.scheduling.planner import PassBudget, Planner
+from skyrl_tinker.engine.scheduling.row_work import model_of
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
 from skyrl_tinker.engine.scheduling.slots import Concurrency, Slots
 from skyrl_tinker.engine.scheduling.throughput import TrainerPace
@@ -101,7 +103,7 @@ from skyrl_tinker.inference.constants import RESERVED_SEQUENCES
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.inference.vllm.vllm_process import VllmProcess
 from skyrl_tinker.protocol.stored_requests import SaveWeightsBody, sample_body
-from skyrl_tinker.store import sampling_sessions, session_records
+from skyrl_tinker.store import sampling_sessions, session_records, weight_versions
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.tables import AdapterVersion, Future, Model, Session
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
@@ -393,7 +395,7 @@ async def cleanup_ms(sessions: int, models: int, versions: int) -> float:
                 began = time.process_time()
                 await cleanup.sweep()
                 times.append(time.process_time() - began)
-        kept = await made.store.read(lambda conn: len(sampling_sessions.ephemeral_sizes(conn)))
+        kept = await made.store.read(lambda conn: len(weight_versions.ephemeral_sizes(conn)))
         assert kept == models * versions, "each is in use"
         return 1e3 * statistics.median(times)
 
@@ -586,9 +588,7 @@ async def measure(replicas: int, samples: int, waiting: int, answer_s: float) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--sessions", type=int, default=10_000)
     parser.add_argument("--models", type=int, default=1_000)
     parser.add_argument("--samples", type=int, default=20_000)

@@ -1,14 +1,42 @@
-"""A server of one's own for a benchmark: started in a temporary home, ended with it."""
+"""Parts of benchmarks: their options, a server of one's own in a temporary home, the judgement at the end."""
 
+import argparse
+import json
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 READY = "skyrl-tinker ready: "
+
+
+def options_of(doc: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def chosen(parser: argparse.ArgumentParser, given: str | None, known: Collection[str]) -> Sequence[str]:
+    """Names of `--attacks`, separated by commas; all without it."""
+    names = given.split(",") if given else tuple(known)
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"--attacks: found {', '.join(unknown)}, expected some of {', '.join(known)}")
+    return names
+
+
+def end_on_sigterm() -> None:
+    """Have what was started ended all the same."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+
+
+def judged(result: Mapping[str, Any]) -> int:
+    """Print the bars that were `missed`, and the result as the last line; returns the exit code."""
+    for text in result["missed"]:
+        print(f"missed: {text}")
+    print(json.dumps(result))
+    return 1 if result["missed"] else 0
 
 
 @contextmanager

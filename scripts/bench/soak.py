@@ -25,18 +25,16 @@ home_mb: at the end; rss_growth: end / start of the kind of process that grew mo
 
 import argparse
 import asyncio
-import json
 import os
 import random
-import signal
 import sqlite3
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import tinker
 from client import random_tokens
+from serving import end_on_sigterm, judged, options_of
 from tinker import types
 
 from skyrl_tinker.config import Settings
@@ -58,7 +57,7 @@ from tests.support.serve import CORE, KINDS, Serve, serving
 
 DEFAULT, FULL = (3_840, 60), (131_072, 2_000)  # samples, steps
 SETTINGS = """
-retention = {results_s = 20, stability_s = 20}
+retention = {results_s = 20}
 ephemeral = {keep = 4, idle_s = 10}
 """
 REST_S = 90.0
@@ -415,10 +414,19 @@ def show(session: Session, serve: Serve, number: int) -> None:
     )
 
 
+@contextmanager
+def serving_apart(settings: str) -> Iterator[Serve]:
+    """Yield a server with these settings in a home of its own, of which nothing is left."""
+    with tempfile.TemporaryDirectory() as directory:
+        (config := Path(directory) / "settings.toml").write_text(settings)
+        home = Path(directory) / "home"
+        with serving(home, "--config", str(config)) as serve:
+            yield serve
+        Directories(Settings(home=home)).delete_outside_home()
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument(
         "--full", action="store_true", help="131,072 samples, 2,000 steps, the bars of a long run"
     )
@@ -427,21 +435,14 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=60.0, help="seconds between kills; 0: none")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server is ended all the same
+    end_on_sigterm()
     samples, steps = FULL if arguments.full else DEFAULT
     arguments.samples = arguments.samples or samples
     arguments.steps = arguments.steps or steps
     if not arguments.samples >= arguments.steps >= 10:
         parser.error("--steps must be at least 10, and --samples at least as many")
-    with tempfile.TemporaryDirectory() as directory:
-        config = Path(directory) / "settings.toml"
-        config.write_text(SETTINGS)
-        home = Path(directory) / "home"
-        with serving(home, "--config", str(config)) as serve:
-            result = asyncio.run(soak(serve, arguments))
-        Directories(Settings(home=home)).delete_outside_home()
-    print(json.dumps(result))
-    return 1 if result["missed"] else 0
+    with serving_apart(SETTINGS) as serve:
+        return judged(asyncio.run(soak(serve, arguments)))
 
 
 if __name__ == "__main__":

@@ -23,11 +23,8 @@ the exit code 1.
 import argparse
 import asyncio
 import itertools
-import json
 import random
-import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -39,11 +36,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import aiohttp
 from client import random_tokens
-from soak import Kill, Killer, Sizes, percentile
+from serving import end_on_sigterm, judged, options_of
+from soak import Kill, Killer, Sizes, percentile, serving_apart
 
-from skyrl_tinker.config import Settings
-from skyrl_tinker.directories import Directories
-from tests.support.serve import Serve, serving
+from tests.support.serve import Serve
 
 DEFAULT, FULL = (20, 180.0, 2), (1000, 3600.0, 10)  # tenants, seconds, kills
 RATE = 12.0
@@ -308,8 +304,7 @@ async def run(serve: Serve, arguments: argparse.Namespace) -> Json:
 
 
 def main() -> int:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = options_of(__doc__)
     parser.add_argument("--full", action="store_true", help="1,000 tenants, an hour, 10 kills, its bars")
     parser.add_argument("--tenants", type=int)
     parser.add_argument("--seconds", type=float)
@@ -317,20 +312,13 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=RATE, help="operations per second of all sessions")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server is ended all the same
+    end_on_sigterm()
     tenants, seconds, kills = FULL if arguments.full else DEFAULT
     arguments.tenants = arguments.tenants or tenants
     arguments.seconds = arguments.seconds or seconds
     arguments.kills = kills if arguments.kills is None else arguments.kills
-    with tempfile.TemporaryDirectory() as directory:
-        config = Path(directory) / "settings.toml"
-        config.write_text(SETTINGS)
-        home = Path(directory) / "home"
-        with serving(home, "--config", str(config)) as serve:
-            result = asyncio.run(run(serve, arguments))
-        Directories(Settings(home=home)).delete_outside_home()
-    print(json.dumps(result))
-    return 1 if result["missed"] else 0
+    with serving_apart(SETTINGS) as serve:
+        return judged(asyncio.run(run(serve, arguments)))
 
 
 if __name__ == "__main__":

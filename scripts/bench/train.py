@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from naive import NaiveLoop
+from serving import options_of
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
@@ -250,9 +251,7 @@ def measure(setting: Setting, arguments: argparse.Namespace) -> dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on cuda")
     parser.add_argument("--rounds", type=int, default=3)

@@ -10,7 +10,6 @@ Prints a table and, as its last line, one JSON object: by request the medians of
 median of the ratios new / old of each turn.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import tinker
 from client import random_datum, random_prompt
-from serving import served
+from serving import options_of, served
 from tinker import types
 
 ADAM = types.AdamParams(learning_rate=1e-4)
@@ -49,9 +48,7 @@ def timed(work: Callable[[], object]) -> float:
 
 def main() -> None:
     os.environ.setdefault("TINKER_API_KEY", "tml-local")
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path, nargs="?", default=Path(__file__).resolve().parents[2])
     parser.add_argument("--repeats", type=int, default=150)

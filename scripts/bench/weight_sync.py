@@ -25,6 +25,7 @@ from pathlib import Path
 
 import aiohttp
 import ray
+from serving import options_of
 
 from skyrl_tinker import config
 from skyrl_tinker.domain.ids import ModelKey
@@ -183,9 +184,7 @@ def sampler_spec(facts: BaseModelFacts, home: Path, replicas: int) -> SamplerSpe
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--replicas", type=int, default=1)

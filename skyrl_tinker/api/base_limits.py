@@ -83,7 +83,6 @@ def _limits(settings: Settings, facts: BaseModelFacts) -> Limits:
         base_model=facts.name,
         vocab_size=facts.vocab_size,
         context_length=facts.context_length,
-        max_datums=settings.bodies.datums,
         max_lora_rank=settings.max_lora_rank,
         sampler=facts.sampler,
     )

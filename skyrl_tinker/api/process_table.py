@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from skyrl_tinker.protocol.schemas.console import ProcessUse
+from skyrl_tinker.protocol.schemas.now import ProcessUse
 from skyrl_tinker.system.processes import Identity, read_pid_file
 
 API = "skyrl_tinker.api.api_process"

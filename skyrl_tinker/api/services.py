@@ -26,7 +26,7 @@ from skyrl_tinker.api.waiting.server_snapshot import SnapshotReader
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import OwnerId, Reach
-from skyrl_tinker.storage.local_disk import Storage
+from skyrl_tinker.storage.storage_port import Storage
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 

@@ -114,7 +114,7 @@ def _owner(settings: Settings, key: str | None) -> OwnerId | None:
 
     def find(conn: Connection) -> OwnerId | None:
         if key is not None:
-            return api_keys.live_id(conn, key)
+            return api_keys.find_live(conn, key).id
         if api_keys.count_keys(conn):
             raise UserError(
                 "--key is missing: this home has API keys, and only the named key will see the checkpoint"

@@ -2,14 +2,10 @@
 
 from typing import Any
 
-from pydantic import (
-    BaseModel,
-)
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from skyrl_tinker.config.setting_tables import (
-    BaseOverrides,
-)
+from skyrl_tinker.config.setting_tables import BaseOverrides
 from skyrl_tinker.config.settings import Settings
 
 SECTIONS = {

@@ -10,13 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import (
-    ValidationError,
-)
-from pydantic_settings import (
-    SettingsConfigDict,
-    SettingsError,
-)
+from pydantic import ValidationError
+from pydantic_settings import SettingsConfigDict, SettingsError
 
 from skyrl_tinker.config.descriptions import keys_of, takes_pairs
 from skyrl_tinker.config.settings import Settings

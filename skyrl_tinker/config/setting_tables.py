@@ -4,12 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import (
-    Field,
-    JsonValue,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from skyrl_tinker.protocol.schemas.base import Table
 
@@ -60,8 +55,6 @@ class Bodies(Table):
     """Largest other body, as sent and after decompression"""
     held_mb: int = Field(32, ge=1)
     """Large request bodies held at once, as sent; as much again expanded"""
-    datums: int = Field(4096, ge=1)
-    """Most datums of a forward_backward"""
 
 
 class EphemeralWeights(Table):
@@ -81,11 +74,11 @@ class Retention(Table):
     """Time that records are kept."""
 
     results_s: float = Field(86400.0, gt=0)
-    """Time that results are kept; twice that the records of ended requests"""
+    """Time that results are kept, and records of samples after their last use; twice that the records of
+    ended requests
+    """
     history_s: float = Field(7776000.0, gt=0)
     """Time that usage, audit events, removed checkpoints and ended sessions are listed"""
-    stability_s: float = Field(86400.0, gt=0)
-    """Time that the record of a sample is kept after its last use"""
     checkpoints_s: int | None = Field(None, ge=3600, le=10 * 365 * 86400)
     """Time to live of checkpoints that are saved or copied without one [default: they do not expire]"""
 
@@ -202,22 +195,12 @@ class BaseOverrides(Table):
     def applied(self, name: str) -> dict[str, Any]:
         """Return the settings by which those of this base model differ from the server's."""
         own = {key: value for key, value in self if key not in ("roles", "start")}
-        inherited = {key for key in _INHERITED if own[key] is None}
+        inherited = {key for key, value in own.items() if value is None and key not in _NONE_OF_ITS_OWN}
         return {**_OF_FIRST, "base_model": name, **{key: own[key] for key in own.keys() - inherited}}
 
 
-_INHERITED = (
-    "token_budget",
-    "gradient_checkpointing",
-    "resident_models",
-    "sampler_engine",
-    "sampler_python",
-    "gpu_memory_utilization",
-    "max_lora_rank",
-    "max_loras",
-    "max_cpu_loras",
-    "sample_concurrency",
-)
+_NONE_OF_ITS_OWN = ("model_name", "context_length", "reasoning_parser", "tool_parser", "router_url")
+"""Keys that are not the server's where a base model has none."""
 _OF_FIRST: Mapping[str, Any] = {
     "bases": {},
     "placement": "separate",

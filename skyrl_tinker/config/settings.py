@@ -5,13 +5,7 @@ from pathlib import Path
 from typing import Literal, Self
 from urllib.parse import quote
 
-from pydantic import (
-    Field,
-    JsonValue,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -139,14 +133,6 @@ class Settings(BaseSettings):
     """
     resident_models: int = Field(0, ge=0)
     """LoRA models on the trainer's devices at once, others wait on the host; 0 = all [on cuda: as planned]"""
-    trainer_memory_gb: float | None = Field(None, gt=0)
-    """Memory that models may take per FSDP worker; beyond it no full-parameter model is made [default: the
-    machine's memory]
-    """
-    unit_tokens: int | None = Field(None, ge=1)
-    """Tokens that one unit of work takes from all lanes [default: 16384, or two micro-batches of every worker
-    if that is more]
-    """
     max_lora_rank: int = Field(64, ge=0, le=512)
     """Highest LoRA rank that a client may choose; 0 (--full): full parameters only, no adapters to sample"""
     context_length: int | None = Field(None, ge=2)

@@ -37,6 +37,11 @@ def parameters(facts: BaseModelFacts, spec: LoraSpec) -> int:
     return facts.num_layers * widths + (spec.rank * sum(head) if spec.train_unembed else 0)
 
 
+def cached_bytes(facts: BaseModelFacts, dtype: str) -> int:
+    """Return the bytes of a token's keys and values."""
+    return 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * ELEMENT_BYTES[dtype]
+
+
 def _layers(
     facts: BaseModelFacts,
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...], tuple[int, int]]:

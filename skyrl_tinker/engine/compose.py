@@ -47,7 +47,7 @@ from skyrl_tinker.inference.sampling_engine import engine_of
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.storage.checkpoint_storage import open_storage
-from skyrl_tinker.storage.local_disk import Storage
+from skyrl_tinker.storage.storage_port import Storage
 from skyrl_tinker.store import owners
 from skyrl_tinker.store.cluster.signing_secrets import SigningSecrets
 from skyrl_tinker.store.doorbell import Doorbell
@@ -252,7 +252,6 @@ def trainer_spec(settings: Settings, directories: Directories, facts: BaseModelF
         threads=1,  # several would sum up in another order
         token_budget=settings.token_budget,
         resident_models=settings.resident_models,
-        memory_gb=settings.trainer_memory_gb,
         gradient_checkpointing=settings.gradient_checkpointing,
         network_interface=settings.network_interface,
         expandable_segments=backend_of(_transport_name(settings)) != "ipc",

@@ -19,7 +19,7 @@ from skyrl_tinker.engine.telemetry.engine_metrics import CONTENT_TYPE, Metrics
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.protocol.schemas.administration import ChangeBaseRequest
-from skyrl_tinker.protocol.schemas.console import RecentRates
+from skyrl_tinker.protocol.schemas.now import RecentRates
 from skyrl_tinker.store.cluster.signing_secrets import ENGINE_HEADER
 
 SHUTDOWN_S = 1.0

@@ -36,8 +36,8 @@ from skyrl_tinker.errors import SamplerError, StartupError, StorageError
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.storage.checkpoint_storage import open_storage
-from skyrl_tinker.storage.local_disk import Storage
-from skyrl_tinker.store import checkpoint_records, sampling_sessions, server_state
+from skyrl_tinker.storage.storage_port import Storage
+from skyrl_tinker.store import checkpoint_records, server_state, weight_versions
 from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.off_loop import TRANSFER_THREADS, in_disk_thread
@@ -277,6 +277,6 @@ async def _restore(versions: Iterator[WeightVersion], spill: TmpfsSpill) -> None
 
 def _settle_versions(conn: Connection, ephemeral: Path) -> list[WeightVersion]:
     """Drop versions that were never published; return the ephemeral ones, with directories in `ephemeral`."""
-    sampling_sessions.drop_unpublished(conn)
-    sampling_sessions.settle_ephemeral(conn, ephemeral)
-    return sampling_sessions.list_ephemeral_versions(conn)
+    weight_versions.drop_unpublished(conn)
+    weight_versions.settle_ephemeral(conn, ephemeral)
+    return weight_versions.list_ephemeral_versions(conn)

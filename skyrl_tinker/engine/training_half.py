@@ -3,6 +3,7 @@
 import asyncio
 from functools import partial
 
+from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.engine.bases.base_runtime import BaseRuntime
 from skyrl_tinker.engine.outbox import Outbox
@@ -37,9 +38,13 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 UNIT_TOKENS = 16384
-"""Least default of the setting unit_tokens."""
 SHARED_PASS_S = 0.075
 """Most work of a pass of several requests while several sessions train: a request waits for one other."""
+
+
+def unit_tokens(settings: Settings) -> int:
+    """Return the tokens that a unit of work takes from all lanes: UNIT_TOKENS, or two rows of every rank."""
+    return max(UNIT_TOKENS, 2 * settings.trainer_ranks * settings.token_budget)
 
 
 def compose_training(
@@ -80,11 +85,11 @@ def compose_training(
         store, trainer, lanes, models, *kinds, commits, pending, snapshots, metrics, woken
     )
 
-    unit_tokens = settings.unit_tokens or max(UNIT_TOKENS, 2 * settings.trainer_ranks * settings.token_budget)
+    most = unit_tokens(settings)
     returns = ModelReturns(store, trainer, snapshots, placement, facts.names)
-    replay = Replay(store, trainer, returns, passes, snapshots, drift_monitor, placement, unit_tokens)
+    replay = Replay(store, trainer, returns, passes, snapshots, drift_monitor, placement, most)
     pace = TrainerPace()
-    planner = Planner(lanes, PassBudget(unit_tokens, SHARED_PASS_S), pace.seconds)
+    planner = Planner(lanes, PassBudget(most, SHARED_PASS_S), pace.seconds)
     requests = TrainingRequests(store, lanes, models, facts, outbox, metrics, woken)
     sleeping = SleepingModels(returns, lanes, models, execution)
     work = models, execution, requests, snapshots, replay, sleeping

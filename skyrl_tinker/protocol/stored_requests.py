@@ -9,7 +9,8 @@ import orjson
 from pydantic import TypeAdapter
 
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.domain.values import AdamParams, DimuonParams, SampleRequest
+from skyrl_tinker.domain.samples import SampleRequest
+from skyrl_tinker.domain.values import AdamParams, DimuonParams
 from skyrl_tinker.errors import UserError
 
 _NOT_COMPARED = ("type", "sampling_session_seq_id")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
-from skyrl_tinker.domain.state_size import parameters
+from skyrl_tinker.domain.state_size import cached_bytes, parameters
 from skyrl_tinker.domain.units import GB, MiB
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.inference.vllm.vllm_arguments import expert_slot_rank
@@ -177,9 +177,7 @@ class MemoryEstimate:
     @property
     def cache_tokens(self) -> float:
         """Tokens whose keys and values fit into one replica."""
-        facts = self.facts
-        per_token = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * _BFLOAT16
-        return self._cache_bytes * self.division.tensor_parallel / per_token
+        return self._cache_bytes * self.division.tensor_parallel / cached_bytes(self.facts, "bfloat16")
 
     # Table
 

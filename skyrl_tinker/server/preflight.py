@@ -22,8 +22,8 @@ from skyrl_tinker.server.addresses import is_http
 from skyrl_tinker.server.base_models import catalog
 from skyrl_tinker.storage import owner_mark
 from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage, open_storage
-from skyrl_tinker.storage.local_disk import LOCAL_DISK, Storage
 from skyrl_tinker.storage.owner_mark import LocalPlace
+from skyrl_tinker.storage.storage_port import LOCAL_DISK, Storage
 from skyrl_tinker.store import api_keys, checkpoint_records, server_state
 from skyrl_tinker.store.database.migrate import is_migrated
 from skyrl_tinker.store.database.opening import file_of

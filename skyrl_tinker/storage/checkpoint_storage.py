@@ -24,7 +24,7 @@ from skyrl_tinker.domain.manifest import FILE_NAME, entry_of, read_listing
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import SkyrlTinkerError, StorageAwayError, StorageError
 from skyrl_tinker.storage import owner_mark
-from skyrl_tinker.storage.local_disk import LOCAL_DISK, InUse, Storage
+from skyrl_tinker.storage.storage_port import LOCAL_DISK, InUse, Storage
 from skyrl_tinker.system.atomic_directory import publish, staging_of, storage_errors
 from skyrl_tinker.system.off_loop import in_disk_thread, in_transfer_thread
 
@@ -44,10 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointStorage(Storage):
-    """Storage at a URL. Every call may take as long as the network does: make it in a thread.
-
-    StorageError names the URL and the cause. Files outside of `root` are not its business.
-    """
+    """Storage at a URL. Files outside of `root` are not its business."""
 
     def __init__(self, root: Path, url: str, pauses_s: tuple[float, ...] = TRIES_S) -> None:
         """`root`: of the local directories. ValueError, ImportError: fsspec does not know the URL."""
@@ -112,11 +109,9 @@ class CheckpointStorage(Storage):
         return False
 
     def store(self, directory: Path) -> None:
-        """Store a directory with a manifest; nothing of it stays there after StorageError."""
         self._store(directory, lambda name, place: self._files.put_file(str(directory / name), place))
 
     def store_copy(self, directory: Path, source: Path, origin: Storage) -> None:
-        """Store a directory that is a copy of `source`; within the storage, if `origin` has that there."""
         if not (isinstance(origin, CheckpointStorage) and origin._is_with(self) and origin.has(source)):
             self.store(directory)
             return
@@ -142,22 +137,14 @@ class CheckpointStorage(Storage):
             raise
 
     def fetch(self, directory: Path) -> None:
-        """Make the local directory, unless it is there.
-
-        Files are checked by the manifest; those that an earlier try has fetched whole are kept. Harmless when
-        the storage has none, too: then there is no directory.
-        """
+        """Check files by the manifest; those that an earlier try has fetched whole are kept."""
         if directory.is_relative_to(self._root):
             with self._lock(directory), storage_errors(f"'{directory}' could not be fetched"):
                 if not self._find(directory) and self._fetch(directory):
                     self._find(directory)
 
     async def fetch_off_loop(self, directory: Path) -> None:
-        """Fetch it beside the event loop; at once if that has just found it here.
-
-        However many wait for one directory, one thread fetches it, and all have its outcome. Use it from one
-        event loop.
-        """
+        """Fetch it in one thread, however many wait for it, and give all its outcome. Use one event loop."""
         if self._knows(directory):
             return
         if directory not in self._fetching:
@@ -211,10 +198,7 @@ class CheckpointStorage(Storage):
         return True
 
     def open(self, directory: Path, name: str) -> BinaryIO:
-        """Open a file of the directory: on this host if it is here, else in storage, without a copy here.
-
-        Raises FileNotFoundError where neither has it.
-        """
+        """Open a file on this host if it is here, else in storage, without a copy here."""
         if not directory.is_relative_to(self._root):
             return super().open(directory, name)
         if _touched(directory):
@@ -232,7 +216,6 @@ class CheckpointStorage(Storage):
         return file
 
     def remove(self, directory: Path) -> None:
-        """Remove it from storage; harmless if it is not there."""
         if not directory.is_relative_to(self._root):
             return
         self._known.pop(directory, None)
@@ -247,7 +230,6 @@ class CheckpointStorage(Storage):
         self._try("remove", place, remove)
 
     def discard(self, directory: Path) -> None:
-        """Remove the files of a failed save, if that can be done."""
         try:
             self.remove(directory)
         except StorageError as error:
@@ -260,10 +242,6 @@ class CheckpointStorage(Storage):
         return bool(self._try("look for", place, lambda: self._files.exists(f"{place}/{FILE_NAME}")))
 
     def listed(self, pattern: str, below: Path | None = None) -> Sequence[Path]:
-        """Return the directories of `pattern` with files that are stored, whole or not; none if it is away.
-
-        `pattern`: of their paths relative to the root. `below`: a directory, by default the root.
-        """
         try:
             return list(self._stored(pattern, below or self._root))
         except StorageAwayError as error:
@@ -271,10 +249,6 @@ class CheckpointStorage(Storage):
             return ()
 
     def discard_old(self, pattern: str, unneeded: Collection[Path]) -> None:
-        """Remove the `unneeded` directories, and those without manifest, if they are older than a day.
-
-        The host of these died while it stored or removed them, or before it recorded them.
-        """
         for directory, files in self._stored(pattern, self._root).items():
             if FILE_NAME in files and directory not in unneeded:
                 continue
@@ -289,10 +263,6 @@ class CheckpointStorage(Storage):
         return float(self._files.modified(place).timestamp())
 
     def evict(self, limit: float, in_use: InUse) -> None:
-        """Delete stored directories from this host, the longest unused first, until all take `limit` bytes.
-
-        Those used within an hour stay, and those `in_use`: a load may wait for longer.
-        """
         found = [file.parent for file in self._root.glob(f"**/{FILE_NAME}") if file.parent.name[0] != "."]
         sizes = {directory: sum(file.stat().st_size for file in directory.iterdir()) for directory in found}
         excess = sum(sizes.values()) - limit

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, select, update
+from sqlalchemy import Connection, func, insert, or_, select, update
 
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import NotFoundError, UserError
@@ -89,7 +89,7 @@ def create(
         raise UserError(
             f"name: found {name!r}, expected a letter, then up to 63 letters, digits or any of '. _ @ + -'"
         )
-    if _find_live(conn, name) is not None:
+    if _by_name(conn, name) is not None:
         raise UserError(f"name: found {name!r}, which a live key has: revoke that one, or take another name")
     key = _new_key()
     row = {"name": name, "hash": digest(key), "created_at": database_time(conn)}
@@ -183,19 +183,11 @@ def count_keys(conn: Connection) -> int:
     return conn.scalar(select(func.count()).select_from(ApiKey)) or 0
 
 
-def live_id(conn: Connection, name: str) -> OwnerId:
-    """Return the id of the live key of this name. Raises NotFoundError."""
-    key_id = _find_live(conn, name)
-    if key_id is None:
-        raise _no_live_key(name)
-    return OwnerId(key_id)
-
-
 def find_live(conn: Connection, id_or_name: str) -> KeyRow:
     """Return a live key, given by id or name. Raises NotFoundError."""
     row = _by_id(conn, id_or_name) if _ID.fullmatch(id_or_name) else _by_name(conn, id_or_name)
     if row is None or not row.is_live(database_time(conn)):
-        raise _no_live_key(id_or_name)
+        raise NotFoundError(f"no live key {id_or_name!r}: see `skyrl-tinker keys list`")
     return row
 
 
@@ -245,17 +237,11 @@ def _secrets(row: KeyRow, current: bytes, previous: bytes | None) -> Iterator[tu
         yield previous, Secret(row, *min([*ends, (row.previous_until, "replaced")]))
 
 
-def _find_live(conn: Connection, name: str) -> int | None:
-    return conn.scalar(select(ApiKey.id).where(ApiKey.name == name, _is_live(conn)))
-
-
-def _is_live(conn: Connection) -> ColumnElement[bool]:
-    unexpired = or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > database_time(conn))
-    return and_(ApiKey.revoked_at.is_(None), unexpired)
-
-
 def _by_name(conn: Connection, name: str) -> KeyRow | None:
-    row = conn.execute(select(*_COLUMNS).where(ApiKey.name == name, _is_live(conn))).one_or_none()
+    """Return the live key of this name, None without one."""
+    unexpired = or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > database_time(conn))
+    live = ApiKey.name == name, ApiKey.revoked_at.is_(None), unexpired
+    row = conn.execute(select(*_COLUMNS).where(*live)).one_or_none()
     return None if row is None else _key(row)
 
 
@@ -268,7 +254,3 @@ def _by_id(conn: Connection, key_id: str) -> KeyRow | None:
 
 def _key(row: Any) -> KeyRow:
     return KeyRow(*row[: len(_COLUMNS)])
-
-
-def _no_live_key(which: str) -> NotFoundError:
-    return NotFoundError(f"no live key {which!r}: see `skyrl-tinker keys list`")

@@ -19,8 +19,8 @@ from skyrl_tinker.store import (
     checkpoint_records,
     model_records,
     owners,
-    sampling_sessions,
     session_records,
+    weight_versions,
 )
 from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint, expiry
 from skyrl_tinker.store.database.tables import Future, Model, Session
@@ -130,10 +130,10 @@ def _publish_version(conn: Connection, new: NewCopy, key: ModelKey) -> VersionId
     """Publish copied sampler weights as a weight version; None for training weights."""
     if new.source.version_id is None:
         return None
-    version = sampling_sessions.insert_version(
+    version = weight_versions.insert_version(
         conn, key, "lora" if new.source.spec.rank else "full", durable=True
     )
-    sampling_sessions.publish_version(conn, version, new.directory, new.source.size_bytes)
+    weight_versions.publish_version(conn, version, new.directory, new.source.size_bytes)
     return version
 
 

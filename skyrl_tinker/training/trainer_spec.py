@@ -8,12 +8,12 @@ class TrainerSpec:
     """Configuration of a trainer, the same on all ranks.
 
     `token_budget`: tokens per packed row. `timeout_s`: time that a collective waits for its peers.
-    `resident_models`: LoRA models whose state is on the device at once, 0 = all. `memory_gb`: memory of
-    models per rank, None = the machine's. `gradient_checkpointing`: layers run twice to keep less;
-    None: in rows that would not fit otherwise. `network_interface`: for traffic between ranks, None = that
-    of the host's address in Ray. `expandable_segments`: allocate GPU memory in these, against fragmentation;
-    False where samplers map it by CUDA IPC, which needs a privilege for such memory. `memory_root`: directory
-    in the memory of each host; files that ranks write below it on other hosts are copied to the engine's.
+    `resident_models`: LoRA models whose state is on the device at once, 0 = all. `gradient_checkpointing`:
+    layers run twice to keep less; None: in rows that would not fit otherwise. `network_interface`: for
+    traffic between ranks, None = that of the host's address in Ray. `expandable_segments`: allocate GPU
+    memory in these, against fragmentation; False where samplers map it by CUDA IPC, which needs a privilege
+    for such memory. `memory_root`: directory in the memory of each host; files that ranks write below it on
+    other hosts are copied to the engine's.
     """
 
     directory: str  # of the base model, Hugging Face layout
@@ -24,7 +24,6 @@ class TrainerSpec:
     token_budget: int
     timeout_s: float = 60.0
     resident_models: int = 0
-    memory_gb: float | None = None
     gradient_checkpointing: bool | None = None
     network_interface: str | None = None
     expandable_segments: bool = False

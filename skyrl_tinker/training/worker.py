@@ -119,14 +119,8 @@ class Worker:
         if key in self._models:
             raise TrainerError(f"model {key} exists already")
         if spec.rank == 0:
-            memory_budget.require_memory(
-                sum(parameter.numel() for parameter in self._base.parameters()),
-                optimizer,
-                network_tensors(self._base),
-                self._models.values(),
-                self.spec.memory_gb,
-                self._ranks,
-            )
+            size = sum(parameter.numel() for parameter in self._base.parameters())
+            memory_budget.require_memory(size, optimizer, self._models.values(), self._ranks)
         shortage = Shortage()
         shortage.survive(lambda: self._add_model(key, self._make_model(key, spec, optimizer)))
         shortage.report()

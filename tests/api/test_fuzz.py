@@ -59,7 +59,7 @@ VARIANTS = {
     "with keys and behind a proxy": Variant(
         locked=True,
         settings={
-            "bodies": {"datums": 2, "expanded_mb": 2, "held_mb": 1, "wire_mb": 1},
+            "bodies": {"expanded_mb": 2, "held_mb": 1, "wire_mb": 1},
             "sdk": {"custom_loss_server_side": False, "sample_use_retrieve_futures": True},
             "trust_forwarded": True,
         },
@@ -80,13 +80,8 @@ VARIANTS = {
                 "stored_gb": 0.001,
             },
             "sdk": {
-                "fwdbwd_dispatch_bytes_semaphore_size": 1,
                 "fwdbwd_max_chunk_bytes_count": 1,
-                "fwdbwd_max_chunk_len": 1,
-                "inflight_response_bytes_semaphore_size": 1,
                 "proto_compress_fwdbwd": True,
-                "sample_dispatch_bytes_semaphore_size": 1,
-                "sample_max_concurrent_requests": 1,
             },
         },
     ),

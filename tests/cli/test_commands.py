@@ -118,6 +118,9 @@ def test_a_variable_that_is_no_setting_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_name_that_was_a_setting_is_refused_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one_line("serve", "--unit-ms=5") == "skyrl-tinker: settings: --unit-ms: no setting any more\n"
+    assert "settings: bodies.datums: no setting any more" in one_line("serve", "--bodies", "datums=9")
+    told = one_line("serve", "--retention", "stability_s=9")
+    assert "settings: retention.stability_s: now retention.results_s (" in told
     monkeypatch.setenv("SKYRL_TINKER_TRAINER_THREADS", "2")
     assert "environment variable SKYRL_TINKER_TRAINER_THREADS: no setting any more" in one_line("serve")
     told = one_line("serve", "--key-models", "5")

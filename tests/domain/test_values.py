@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_tinker.domain.values import LISTED_PER_PLACE, SampleRequest, SamplingParams, TargetTokens
+from skyrl_tinker.domain.samples import LISTED_PER_PLACE, SampleRequest, SamplingParams, TargetTokens
 
 PROMPT = tuple(range(1, 1 + LISTED_PER_PLACE))
 

@@ -11,7 +11,8 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
-from skyrl_tinker.domain.values import Failure, SampledSequence, SampleRequest, SamplingParams
+from skyrl_tinker.domain.samples import SampledSequence, SampleRequest, SamplingParams
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
@@ -176,7 +177,7 @@ async def test_records_that_nobody_uses_are_purged(
     nobody = cast(Any, None)
     (tmp_path / "memory").mkdir()
     overflow = TmpfsSpill(tmp_path / "memory", tmp_path / "disk")
-    settings = Settings(home=tmp_path, retention={"stability_s": ttl_s})
+    settings = Settings(home=tmp_path, retention={"results_s": ttl_s})
     versions = EphemeralVersions(store, [], nobody, overflow, settings)
     await Cleanup(store, nobody, nobody, lambda _: False, versions, settings).sweep()
     assert len(await records_of(store, accepted)) == left

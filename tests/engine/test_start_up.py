@@ -26,7 +26,7 @@ from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
-from skyrl_tinker.store import sampling_sessions
+from skyrl_tinker.store import weight_versions
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from tests.engine.support.world import FACTS
@@ -57,7 +57,7 @@ async def test_weights_in_memory_are_looked_for_where_this_home_has_them(
     starting, directories = start_up(store, bell, tmp_path / "home")
     await starting.tidy_up()
     with reading(store) as conn:
-        found = sampling_sessions.published_version(conn, version)
+        found = weight_versions.published_version(conn, version)
     assert found is not None
     assert found.directory == str(directories.ephemeral_dir / found.name)
 

@@ -11,7 +11,8 @@ from typing import cast
 import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
-from skyrl_tinker.domain.values import BaseModelFacts, VersionSpan, WeightVersion
+from skyrl_tinker.domain.samples import VersionSpan
+from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.inflight_targets import newest
 from skyrl_tinker.engine.sampler.samplers import Samplers

@@ -206,6 +206,6 @@ OWNERS: tuple[Reach, ...] = (OwnerId(1), OwnerId(2), OwnerId(3), None, ALL_OWNER
 async def test_an_owner_is_called_by_its_key_and_nobody_is_local(store: Store) -> None:
     await made(store, "alice")
     with reading(store) as conn:
-        owner = api_keys.live_id(conn, "alice")
+        owner = api_keys.find_live(conn, "alice").id
         assert owners.name_of(conn, owner) == "alice"
         assert owners.name_of(conn, None) == "local"

@@ -8,7 +8,7 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import CheckpointKind, SessionId
 from skyrl_tinker.errors import NotFoundError, UserError
-from skyrl_tinker.store import checkpoint_records, sampling_sessions
+from skyrl_tinker.store import checkpoint_records, sampling_sessions, weight_versions
 from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.reports import training_runs
@@ -116,7 +116,7 @@ async def test_a_deleted_checkpoint_stays_on_disk_while_a_sampling_session_holds
     store: Store, session: SessionId, model: ModelRow
 ) -> None:
     version = await store.write(
-        lambda conn: sampling_sessions.insert_version(conn, model.key, "lora", durable=True)
+        lambda conn: weight_versions.insert_version(conn, model.key, "lora", durable=True)
     )
     await add(store, replace(new(model), version_id=version))
     await store.write(

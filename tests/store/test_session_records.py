@@ -10,7 +10,7 @@ from sqlalchemy import Connection, insert, select, update
 from skyrl_tinker.domain.ids import ModelState, OwnerId, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.errors import GoneError, NotFoundError
-from skyrl_tinker.store import model_records, sampling_sessions, session_records
+from skyrl_tinker.store import model_records, sampling_sessions, session_records, weight_versions
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.tables import AdapterVersion, Model, Session
 from skyrl_tinker.store.model_records import ModelRow
@@ -45,8 +45,8 @@ async def droppable(store: Store) -> list[WeightVersion]:
     with reading(store) as conn:
         if conn.dialect.name == "sqlite":  # its default, which some builds raise
             sqlite.raw(conn).setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 32_766)
-        usage = sampling_sessions.ephemeral_usage(conn)
-        return sampling_sessions.list_droppable_versions(conn, usage)
+        usage = weight_versions.ephemeral_usage(conn)
+        return weight_versions.list_droppable_versions(conn, usage)
 
 
 async def sampler_on(store: Store, session: SessionId, version: VersionId) -> SamplingSessionId:
@@ -172,22 +172,22 @@ async def test_a_finished_session_expires_at_once(store: Store, session: Session
 async def test_a_version_is_known_from_publishing_to_dropping(store: Store, model: ModelRow) -> None:
     async def get(version_id: VersionId) -> WeightVersion | None:
         with reading(store) as conn:
-            return sampling_sessions.published_version(conn, version_id)
+            return weight_versions.published_version(conn, version_id)
 
     version = await store.write(
-        lambda conn: sampling_sessions.insert_version(conn, model.key, "full", durable=True)
+        lambda conn: weight_versions.insert_version(conn, model.key, "full", durable=True)
     )
     assert await get(version) is None
-    await store.write(lambda conn: sampling_sessions.publish_version(conn, version, "/d", 1))
+    await store.write(lambda conn: weight_versions.publish_version(conn, version, "/d", 1))
     assert await get(version) == WeightVersion(version, "full", "/d")
-    await store.write(lambda conn: sampling_sessions.mark_dropped(conn, version))
+    await store.write(lambda conn: weight_versions.mark_dropped(conn, version))
     assert await get(version) is None
 
 
 async def test_version_ids_are_never_used_again(store: Store, model: ModelRow) -> None:
     ids = [await ephemeral(store, model.key) for _ in range(3)]
     for version in ids:
-        await store.write(lambda conn, version=version: sampling_sessions.mark_dropped(conn, version))  # type: ignore[misc]
+        await store.write(lambda conn, version=version: weight_versions.mark_dropped(conn, version))  # type: ignore[misc]
     assert await ephemeral(store, model.key) > max(ids)
 
 
@@ -203,14 +203,14 @@ async def test_an_ephemeral_version_goes_when_the_last_session_on_it_is_finished
     assert await droppable(store) == [], "another session samples from it"
     await finish_session(store, other)
     assert await droppable(store) == [WeightVersion(version, "lora", "/ram/v1")]
-    await store.write(lambda conn: sampling_sessions.mark_dropped(conn, version))
+    await store.write(lambda conn: weight_versions.mark_dropped(conn, version))
     assert await droppable(store) == []
 
 
 async def inflight(store: Store, model: ModelRow, directory: str) -> VersionId:
     def op(conn: Connection) -> VersionId:
-        version = sampling_sessions.insert_version(conn, model.key, "lora", durable=False, inflight=True)
-        sampling_sessions.publish_version(conn, version, directory, 1)
+        version = weight_versions.insert_version(conn, model.key, "lora", durable=False, inflight=True)
+        weight_versions.publish_version(conn, version, directory, 1)
         return version
 
     return await store.write(op)
@@ -224,13 +224,13 @@ async def test_an_inflight_session_follows_the_newest_published_version_of_its_m
             row = sampling_sessions.get(conn, sampler)
             assert row is not None
             assert row.follows == model.key
-            return sampling_sessions.newest_inflight(conn, row.follows)
+            return weight_versions.newest_inflight(conn, row.follows)
 
     sampler = await sampler_on(store, session, await inflight(store, model, "/ram/v1"))
     second = await inflight(store, model, "/ram/v2")
     await ephemeral(store, model.key, "/ram/v3")  # a snapshot is nobody's target
     await store.write(
-        lambda conn: sampling_sessions.insert_version(conn, model.key, "lora", durable=False, inflight=True)
+        lambda conn: weight_versions.insert_version(conn, model.key, "lora", durable=False, inflight=True)
     )
     assert await target() == WeightVersion(second, "lora", "/ram/v2")
 
@@ -245,7 +245,7 @@ async def test_a_superseded_inflight_version_goes_at_once_and_the_newest_with_it
     assert await droppable(store) == []
     second = await inflight(store, model, "/ram/v2")
     assert await droppable(store) == [WeightVersion(first, "lora", "/ram/v1")]
-    await store.write(lambda conn: sampling_sessions.mark_dropped(conn, first))
+    await store.write(lambda conn: weight_versions.mark_dropped(conn, first))
     await finish_session(store, session)
     assert await droppable(store) == [], "a session that was made on the first one follows"
     await finish_session(store, other)
@@ -263,8 +263,8 @@ async def test_of_each_model_all_but_the_newest_versions_are_surplus(
 
     def surplus(keep: int, before: float | None = None) -> list[VersionId]:
         with reading(store) as conn:
-            usage = sampling_sessions.ephemeral_usage(conn)
-            return [each.id for each in sampling_sessions.list_surplus_versions(conn, usage, keep, before)]
+            usage = weight_versions.ephemeral_usage(conn)
+            return [each.id for each in weight_versions.list_surplus_versions(conn, usage, keep, before)]
 
     assert [surplus(keep) for keep in (2, 3, 4)] == [[first, second], [first], []]
     assert surplus(2, before=0.0) == []
@@ -273,13 +273,13 @@ async def test_of_each_model_all_but_the_newest_versions_are_surplus(
 async def test_surplus_versions_of_models_that_are_asked_for_apart_are_in_one_order(
     store: Store, session: SessionId, model: ModelRow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampling_sessions, "MODELS_AT_ONCE", 1)
+    monkeypatch.setattr(weight_versions, "MODELS_AT_ONCE", 1)
     other = await create(store, session, 1)
     keys = model.key, other.key, model.key, other.key, model.key
     versions = [await ephemeral(store, key) for key in keys]
     with reading(store) as conn:
-        usage = sampling_sessions.ephemeral_usage(conn)
-        surplus = sampling_sessions.list_surplus_versions(conn, usage, 1)
+        usage = weight_versions.ephemeral_usage(conn)
+        surplus = weight_versions.list_surplus_versions(conn, usage, 1)
     assert [each.id for each in surplus] == versions[:3]
 
 
@@ -312,9 +312,9 @@ async def test_a_durable_version_is_never_droppable(
     store: Store, session: SessionId, model: ModelRow
 ) -> None:
     version = await store.write(
-        lambda conn: sampling_sessions.insert_version(conn, model.key, "lora", durable=True)
+        lambda conn: weight_versions.insert_version(conn, model.key, "lora", durable=True)
     )
-    await store.write(lambda conn: sampling_sessions.publish_version(conn, version, "/d", 1))
+    await store.write(lambda conn: weight_versions.publish_version(conn, version, "/d", 1))
     await finish_session(store, session)
     assert await droppable(store) == []
 

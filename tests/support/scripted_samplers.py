@@ -10,14 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
-from skyrl_tinker.domain.values import (
-    BaseModelFacts,
-    SampledSequence,
-    SampleOutput,
-    SampleRequest,
-    VersionSpan,
-    WeightVersion,
-)
+from skyrl_tinker.domain.samples import SampledSequence, SampleOutput, SampleRequest, VersionSpan
+from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget, InflightTargets, SampleSource, newest
 from skyrl_tinker.engine.scheduling.priorities import Share
 from skyrl_tinker.engine.scheduling.sample_gate import SampleGate

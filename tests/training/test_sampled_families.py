@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from skyrl_tinker.domain.values import AdamParams, Datum, LoraSpec, SampleOutput
+from skyrl_tinker.domain.samples import SampleOutput
+from skyrl_tinker.domain.values import AdamParams, Datum, LoraSpec
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.server.base_models.tiny_families import FAMILIES
 from skyrl_tinker.training.worker import Worker

@@ -19,7 +19,7 @@ from skyrl_tinker.protocol.validation.key_limits import KeyLimits
 from skyrl_tinker.protocol.validation.models import validate_lora_config, validate_optimizer_config
 from skyrl_tinker.protocol.validation.steps import validate_create_via_load
 from skyrl_tinker.redaction import redact
-from skyrl_tinker.store import checkpoint_records, checkpoint_rules
+from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.futures import training_submission
 from skyrl_tinker.store.futures.record import Accepted
@@ -71,9 +71,9 @@ def model_from_checkpoint(
         body = validate_create_via_load(message, bases)
         row = find_checkpoint(conn, owner, message.path)
         expected = bases if named is None else Bases((bases.require(named),))
-        facts = bases.require_trainable(checkpoint_rules.require_base(row, expected).name)
+        facts = bases.require_trainable(checkpoint_records.require_base(row, expected).name)
         most = limits.of(facts).max_lora_rank
-        checkpoint_rules.require_resumable(row, optimizer=message.optimizer, max_lora_rank=most)
+        checkpoint_records.require_resumable(row, optimizer=message.optimizer, max_lora_rank=most)
     except UserError as error:
         model = _model(message, named or bases.first.name)
         return _failed(RequestKind.LOAD_WEIGHTS, model, digest, error)
@@ -90,7 +90,7 @@ def find_checkpoint(conn: Connection, reach: Reach, path: str) -> CheckpointRow:
     parsed = tinker_path.parse(path)
     row = checkpoint_records.find(conn, reach, parsed.model_id, parsed.kind, parsed.name)
     if row is None:
-        raise checkpoint_rules.not_found(path)
+        raise checkpoint_records.not_found(path)
     return row
 
 

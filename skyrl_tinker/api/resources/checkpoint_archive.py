@@ -17,7 +17,7 @@ from skyrl_tinker.domain.peft_config import (
     merges_wrongly,
 )
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.storage.local_disk import Storage
+from skyrl_tinker.storage.storage_port import Storage
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.system.off_loop import in_transfer_thread
 

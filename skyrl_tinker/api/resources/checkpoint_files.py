@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from skyrl_tinker.domain.manifest import FILE_NAME, Manifest, parse_manifest
 from skyrl_tinker.errors import NotFoundError
-from skyrl_tinker.storage.local_disk import Storage
+from skyrl_tinker.storage.storage_port import Storage
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.system.off_loop import in_transfer_thread
 

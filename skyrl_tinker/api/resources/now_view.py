@@ -19,7 +19,7 @@ from skyrl_tinker.protocol.queue_views import (
     TrainingView,
 )
 from skyrl_tinker.protocol.schemas.base import utc
-from skyrl_tinker.protocol.schemas.console import (
+from skyrl_tinker.protocol.schemas.now import (
     GpuNow,
     MemoryNow,
     NowResponse,

@@ -23,9 +23,7 @@ router = APIRouter(tags=["client"])
 @router.post("/client/config", **takes("Flags that the SDK reads once, at construction", ClientConfigRequest))
 async def client_config(deps: Deps) -> ClientConfigResponse:
     """Every SDK version, which the request names, gets the same answer."""
-    flags, most = deps.settings.sdk, deps.settings.bodies.datums
-    chunk = {"fwdbwd_max_chunk_len": min(flags.fwdbwd_max_chunk_len, most)}
-    return ClientConfigResponse(**flags.model_dump() | chunk)
+    return ClientConfigResponse(**deps.settings.sdk.model_dump())
 
 
 @router.post(

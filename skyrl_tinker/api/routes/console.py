@@ -22,12 +22,10 @@ from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.protocol.activity import Activity, activity_from_bytes
 from skyrl_tinker.protocol.schemas.console import (
     ItemsResponse,
-    NowResponse,
     PointsQuery,
     PointsResponse,
     ReadableQuery,
     ReadableResponse,
-    RecentRates,
     ReportRequest,
     ReportsQuery,
     ReportsResponse,
@@ -38,6 +36,7 @@ from skyrl_tinker.protocol.schemas.console import (
     TokensResponse,
     TraceQuery,
 )
+from skyrl_tinker.protocol.schemas.now import NowResponse, RecentRates
 from skyrl_tinker.protocol.schemas.runs import Paging
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.console import run_reports, step_points

@@ -26,7 +26,7 @@ from skyrl_tinker.protocol.schemas.sampling import (
 )
 from skyrl_tinker.protocol.stored_requests import body_digest, sample_body
 from skyrl_tinker.protocol.validation.sampling import stop_bytes, validate_sample
-from skyrl_tinker.store import checkpoint_rules, owners, sampling_sessions
+from skyrl_tinker.store import checkpoint_records, owners, sampling_sessions
 from skyrl_tinker.store.futures.sample_submission import NewSample, submit_sample
 from skyrl_tinker.system.off_loop import off_loop
 
@@ -70,9 +70,9 @@ def _target(
     named = None if message.base_model is None else bases.require_sampled(message.base_model)
     if message.model_path is not None:
         row = find_checkpoint(conn, owner, message.model_path)
-        facts = checkpoint_rules.require_base(row, bases if named is None else Bases((named,)))
+        facts = checkpoint_records.require_base(row, bases if named is None else Bases((named,)))
         if row.version_id is None:
-            raise checkpoint_rules.no_sampler_weights(row.path)
+            raise checkpoint_records.no_sampler_weights(row.path)
         return facts, row.version_id
     if named is None:
         raise UserError("base_model and model_path are missing: expected one of them")

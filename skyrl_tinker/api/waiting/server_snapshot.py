@@ -13,7 +13,7 @@ from skyrl_tinker.api.waiting.engine_client import EngineState, engine_state
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.domain.ids import OwnerId, SessionId, is_openai, owner_of_openai
 from skyrl_tinker.protocol.queue_views import QueuesView
-from skyrl_tinker.protocol.schemas.console import ProcessUse
+from skyrl_tinker.protocol.schemas.now import ProcessUse
 from skyrl_tinker.store import owners, server_state
 from skyrl_tinker.store.console.pending import NamedModel, PendingGroup, named_models, pending_groups
 from skyrl_tinker.store.database.rows import database_time

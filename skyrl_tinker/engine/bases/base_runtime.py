@@ -8,7 +8,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.sampler.samplers import Samplers
-from skyrl_tinker.storage.local_disk import Storage
+from skyrl_tinker.storage.storage_port import Storage
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 ReportParts = Callable[[Collection[str]], Awaitable[None]]

@@ -10,7 +10,7 @@ from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas.chats import ChatCompletionRequest
 from skyrl_tinker.protocol.schemas.openai import COMPLETION_MAX_TOKENS, CompletionRequest, FieldError
-from skyrl_tinker.protocol.schemas.sampling_rules import overflow
+from skyrl_tinker.protocol.schemas.sampling import overflow
 from skyrl_tinker.protocol.validation.limits import check_ids
 from skyrl_tinker.protocol.validation.openai import check_openai
 from skyrl_tinker.protocol.validation.scores import MAX_LISTED

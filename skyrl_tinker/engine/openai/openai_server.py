@@ -13,7 +13,8 @@ import orjson
 from aiohttp import web
 
 from skyrl_tinker.domain.ids import OwnerId, openai_session
-from skyrl_tinker.domain.values import LISTED_PER_PLACE, BaseModelFacts, Usage, WeightVersion
+from skyrl_tinker.domain.samples import LISTED_PER_PLACE
+from skyrl_tinker.domain.values import BaseModelFacts, Usage, WeightVersion
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.engine.openai.grammar_turns import GrammarTurns
 from skyrl_tinker.engine.openai.openai_requests import (

@@ -6,16 +6,8 @@ import numpy as np
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import ModelKey, RequestId
-from skyrl_tinker.domain.values import (
-    BaseModelFacts,
-    Datum,
-    Failure,
-    Float32,
-    PassItem,
-    PassOutput,
-    SampleRequest,
-    SamplingParams,
-)
+from skyrl_tinker.domain.samples import SampleRequest, SamplingParams
+from skyrl_tinker.domain.values import BaseModelFacts, Datum, Failure, Float32, PassItem, PassOutput
 from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.training.trainer_group import TrainerGroup

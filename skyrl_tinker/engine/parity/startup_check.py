@@ -11,14 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from skyrl_tinker.domain.ids import ModelKey, RequestId, VersionId
+from skyrl_tinker.domain.samples import SampleRequest, SamplingParams
 from skyrl_tinker.domain.values import (
     AdamParams,
     BaseModelFacts,
     Failure,
     Float32,
     LoraSpec,
-    SampleRequest,
-    SamplingParams,
     StepItem,
     WeightVersion,
 )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from skyrl_tinker.domain.ids import SAVES, Effect, ModelKey
-from skyrl_tinker.engine.scheduling.lanes import cost, model_of
+from skyrl_tinker.engine.scheduling.row_work import cost, model_of
 from skyrl_tinker.store.replay.unit_records import RanRow
 
 

@@ -23,10 +23,10 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.config import Recovery
 from skyrl_tinker.domain.ids import Effect, ModelKey, ModelState
 from skyrl_tinker.engine.outbox import persistently, read_persistently
-from skyrl_tinker.engine.scheduling.lanes import model_of
+from skyrl_tinker.engine.scheduling.row_work import model_of
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import SkyrlTinkerError, TrainerError
-from skyrl_tinker.storage.local_disk import LOCAL_DISK, Storage
+from skyrl_tinker.storage.storage_port import LOCAL_DISK, Storage
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.futures.queue import QueuedRow

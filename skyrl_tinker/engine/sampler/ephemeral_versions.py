@@ -19,7 +19,7 @@ from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
-from skyrl_tinker.store import sampling_sessions
+from skyrl_tinker.store import weight_versions
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.off_loop import in_disk_thread, in_transfer_thread
 
@@ -69,10 +69,10 @@ class EphemeralVersions:
             await samplers.unload(version)
         if self._in_use(version):  # a sample began while the unload waited
             return False
-        await self._store.write(lambda conn: sampling_sessions.mark_dropped(conn, version.id))
+        await self._store.write(lambda conn: weight_versions.mark_dropped(conn, version.id))
         self._forget_sources()  # later requests get the answer that it is gone
         if self._in_use(version):  # a sample began while the store wrote
-            await self._store.write(lambda conn: sampling_sessions.keep(conn, version.id))
+            await self._store.write(lambda conn: weight_versions.keep(conn, version.id))
             return False
         return True
 
@@ -92,8 +92,8 @@ class EphemeralVersions:
         """
 
         def op(conn: Connection) -> tuple[list[WeightVersion], set[VersionId]]:
-            waited_for = sampling_sessions.list_awaited_versions(conn)
-            return sampling_sessions.list_ephemeral_versions(conn, model), waited_for
+            waited_for = weight_versions.list_awaited_versions(conn)
+            return weight_versions.list_ephemeral_versions(conn, model), waited_for
 
         versions, waited_for = await persistently(lambda: self._store.fetch(op))
         for version in versions:
@@ -107,9 +107,9 @@ class EphemeralVersions:
         before = self._store.now() - idle_s
 
         def op(conn: Connection) -> tuple[int, list[WeightVersion], list[WeightVersion]]:
-            usage = sampling_sessions.ephemeral_usage(conn)
-            surplus = sampling_sessions.list_surplus_versions(conn, usage, keep, created_before=before)
-            unused = sampling_sessions.list_droppable_versions(conn, usage)
+            usage = weight_versions.ephemeral_usage(conn)
+            surplus = weight_versions.list_surplus_versions(conn, usage, keep, created_before=before)
+            unused = weight_versions.list_droppable_versions(conn, usage)
             return sum(each.size_bytes for each in usage), unused, surplus
 
         kept_bytes, unused, surplus = await self._store.fetch(op)
@@ -131,9 +131,9 @@ class EphemeralVersions:
         """Drop versions, oldest first, until all are below the cap; the newest of each model stays."""
 
         def op(conn: Connection) -> tuple[list[WeightVersion], dict[VersionId, int]]:
-            usage = sampling_sessions.ephemeral_usage(conn)
-            surplus = sampling_sessions.list_surplus_versions(conn, usage, 1)
-            return surplus, sampling_sessions.ephemeral_sizes(conn)
+            usage = weight_versions.ephemeral_usage(conn)
+            surplus = weight_versions.list_surplus_versions(conn, usage, 1)
+            return surplus, weight_versions.ephemeral_sizes(conn)
 
         versions, sizes = await self._store.fetch(op)
         excess = sum(sizes.values()) - cap
@@ -154,7 +154,7 @@ class EphemeralVersions:
     async def _move_oldest(self) -> None:
         if not await in_disk_thread(self._spill.low):
             return
-        kept = await self._store.fetch(sampling_sessions.list_ephemeral_versions)
+        kept = await self._store.fetch(weight_versions.list_ephemeral_versions)
         self._moved.intersection_update(version.id for version in kept)
         for version in kept[:-1]:  # the newest is about to be sampled
             if version.id in self._moved:  # else each sweep would look at the files of all

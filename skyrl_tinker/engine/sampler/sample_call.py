@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field, replace
 
-from skyrl_tinker.domain.values import SampleOutput, SampleRequest
+from skyrl_tinker.domain.samples import SampleOutput, SampleRequest
 from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
 from skyrl_tinker.engine.sampler.lease import Leases
 from skyrl_tinker.engine.scheduling.priorities import Priorities, Share

@@ -21,14 +21,9 @@ from skyrl_tinker.domain.ids import (
     openai_session,
     sequence_ids,
 )
+from skyrl_tinker.domain.samples import SampleOutput, SampleRequest
 from skyrl_tinker.domain.units import KiB
-from skyrl_tinker.domain.values import (
-    BaseModelFacts,
-    SampleOutput,
-    SampleRequest,
-    Usage,
-    WeightVersion,
-)
+from skyrl_tinker.domain.values import BaseModelFacts, Usage, WeightVersion
 from skyrl_tinker.engine.outbox import (
     FutureOutcome,
     FutureResult,
@@ -49,7 +44,7 @@ from skyrl_tinker.inference.constants import MAX_SEQUENCES
 from skyrl_tinker.protocol.protobuf import pass_results, sample_results
 from skyrl_tinker.protocol.queue_views import SHOWN, SamplingView
 from skyrl_tinker.protocol.stored_requests import sample_from_body
-from skyrl_tinker.store import sampling_sessions, session_records
+from skyrl_tinker.store import sampling_sessions, session_records, weight_versions
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.sampling_sessions import SamplingSessionRow
@@ -332,9 +327,9 @@ def _session_version(
     if row.version_id is None:
         return row, None
     if row.follows is not None:
-        version = sampling_sessions.newest_inflight(conn, row.follows)
+        version = weight_versions.newest_inflight(conn, row.follows)
     else:
-        version = sampling_sessions.published_version(conn, row.version_id)
+        version = weight_versions.published_version(conn, row.version_id)
     if version is None:
         session_records.require_live(conn, row.session_id)
         raise StateLostError(

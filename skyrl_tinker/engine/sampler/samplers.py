@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
-from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, SampleRequest, WeightVersion
+from skyrl_tinker.domain.samples import SampleOutput, SampleRequest
+from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
 from skyrl_tinker.engine.outbox import when_possible
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterCache, AdapterLimits
 from skyrl_tinker.engine.sampler.affinity import Affinity
@@ -30,7 +31,7 @@ from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, StateLostError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.protocol.queue_views import SamplingView
 from skyrl_tinker.protocol.validation.sampling import check_abilities
-from skyrl_tinker.storage.local_disk import LOCAL_DISK, Storage
+from skyrl_tinker.storage.storage_port import LOCAL_DISK, Storage
 from skyrl_tinker.system.off_loop import in_transfer_thread
 from skyrl_tinker.weight_sync.transport import CapturedWeights, WeightTransport
 

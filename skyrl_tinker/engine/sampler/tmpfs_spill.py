@@ -13,7 +13,7 @@ from pathlib import Path
 from skyrl_tinker.domain.manifest import write_listing
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.outbox import when_possible
-from skyrl_tinker.storage.local_disk import LOCAL_DISK, Storage
+from skyrl_tinker.storage.storage_port import LOCAL_DISK, Storage
 from skyrl_tinker.system.atomic_directory import atomic_directory, storage_errors
 from skyrl_tinker.system.off_loop import in_disk_thread
 

@@ -26,11 +26,11 @@ from skyrl_tinker.engine.outbox import failure_of, persistently, read_persistent
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor, ScoredProbe
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
-from skyrl_tinker.engine.scheduling.lanes import model_of
+from skyrl_tinker.engine.scheduling.row_work import model_of
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import ExhaustedError, SamplerError, SkyrlTinkerError, StorageError, TrainerError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
-from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions
+from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions, weight_versions
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
@@ -136,7 +136,7 @@ class Publisher(SaveFlow[SamplerSave]):
 
         The model must be in its state at this save. Raises TrainerError: the ranks are broken.
         """
-        find = partial(sampling_sessions.version_of_save, model_key=model.key, future_id=row.id)
+        find = partial(weight_versions.version_of_save, model_key=model.key, future_id=row.id)
         version = await read_persistently(self._store, find)
         if version is None or await in_disk_thread(Path(version.directory).exists):
             return
@@ -236,7 +236,7 @@ class Publisher(SaveFlow[SamplerSave]):
             await self._free(save)
 
     def _record(self, conn: Connection, save: SamplerSave, size: int) -> Mapping[str, Any]:
-        sampling_sessions.publish_version(conn, save.version.id, str(save.directory), size)
+        weight_versions.publish_version(conn, save.version.id, str(save.directory), size)
         if save.path is None:
             return {"sampling_session_id": _create_session(conn, save)}
         checkpoint = save.checkpoint(
@@ -246,14 +246,14 @@ class Publisher(SaveFlow[SamplerSave]):
         return {"path": str(save.path)}
 
     def _recorded(self, conn: Connection, save: SamplerSave) -> bool:
-        return sampling_sessions.was_published(conn, save.version.id)
+        return weight_versions.was_published(conn, save.version.id)
 
     async def _remove(self, save: SamplerSave) -> None:
         if self._samplers is not None:
             with suppress(SamplerError):  # a sampler that is down has no adapters anyway
                 await self._samplers.unload(save.version)
         await super()._remove(save)
-        drop = partial(sampling_sessions.mark_dropped, version_id=save.version.id)
+        drop = partial(weight_versions.mark_dropped, version_id=save.version.id)
         await persistently(lambda: self._store.write(drop))
 
     async def _compare(self, scored: ScoredProbe, save: SamplerSave, publishing: asyncio.Task[bool]) -> None:
@@ -283,7 +283,7 @@ def _request(conn: Connection, row: QueuedRow, body: bytes) -> SamplerSaveReques
 
 def _insert_versions(conn: Connection, saves: Sequence[SamplerSaveRequest]) -> list[VersionId]:
     return [
-        sampling_sessions.insert_version(
+        weight_versions.insert_version(
             conn,
             model_key=save.model.key,
             kind=save.kind,

@@ -36,7 +36,7 @@ from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import DiskFullError, TrainerError, UserError
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
-from skyrl_tinker.storage.local_disk import Storage
+from skyrl_tinker.storage.storage_port import Storage
 from skyrl_tinker.store import checkpoint_records, model_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint, expiry
 from skyrl_tinker.store.futures.queue import QueuedRow

@@ -6,31 +6,11 @@ from dataclasses import dataclass, field, replace
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, OwnerId, RequestKind, SessionId
 from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.engine.scheduling.row_work import PASSES, Work, cost, model_of, work_of
 from skyrl_tinker.store.futures.queue import IN_WINDOW, QueuedRow, window_failure
 
-PASSES = frozenset({RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD})
 STORAGE = frozenset({RequestKind.SAVE_WEIGHTS, RequestKind.SAVE_WEIGHTS_EXTERNAL, RequestKind.LOAD_WEIGHTS})
 _LOAD, _PENDING = RequestKind.LOAD_WEIGHTS, FutureStatus.PENDING  # Python 3.11 takes 0.1 us for a member
-TOKEN_WORK = {RequestKind.FORWARD: 1, RequestKind.FORWARD_BACKWARD: 3}
-"""Work of a token by kind of pass: a backward pass costs two forward passes."""
-Work = int | RequestKind
-"""Tokens of a pass, weighted by its kind, or the kind of a barrier: all that an estimate depends on."""
-_BYTES_PER_TOKEN = 16  # a stored token: id 4, target 8, one float 4 (RL losses have two)
-
-
-def cost(row: QueuedRow) -> int:
-    """Estimate the tokens of a pass without reading its body."""
-    return row.body_bytes // _BYTES_PER_TOKEN or 1
-
-
-def work_of(row: QueuedRow) -> Work:
-    per_token = TOKEN_WORK.get(row.kind)
-    return row.kind if per_token is None else per_token * cost(row)
-
-
-def model_of(row: QueuedRow) -> ModelKey:
-    assert row.model_key is not None, "training requests have a model"
-    return row.model_key
 
 
 @dataclass(frozen=True, slots=True)

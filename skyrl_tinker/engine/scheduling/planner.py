@@ -17,7 +17,8 @@ from operator import is_
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind, SessionId
 from skyrl_tinker.engine.scheduling.fair_share import FairShare, Path, path_of
-from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, Work, cost, model_of, work_of
+from skyrl_tinker.engine.scheduling.lanes import Lanes
+from skyrl_tinker.engine.scheduling.row_work import PASSES, Work, cost, model_of, work_of
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 Waiting = Mapping[ModelKey, Sequence[QueuedRow]]

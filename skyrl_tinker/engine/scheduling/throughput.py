@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 
 from skyrl_tinker.domain.ids import RequestKind
-from skyrl_tinker.engine.scheduling.lanes import TOKEN_WORK, Work, work_of
+from skyrl_tinker.engine.scheduling.row_work import TOKEN_WORK, Work, work_of
 from skyrl_tinker.protocol.queue_views import TokenRates
 from skyrl_tinker.store.futures.queue import QueuedRow
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import TypeVar
 
-from skyrl_tinker.engine.scheduling.lanes import PASSES, cost
+from skyrl_tinker.engine.scheduling.row_work import PASSES, cost
 from skyrl_tinker.protocol.activity import Activity, PublishSpan, RankSpan, SampleSpan, SyncSpan, UnitSpan
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.training.actors import RankReply

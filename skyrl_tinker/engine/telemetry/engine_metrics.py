@@ -11,8 +11,9 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from skyrl_tinker.domain.ids import FutureStatus, OwnerId, RequestKind
-from skyrl_tinker.domain.values import Failure, PassOutput, SampleOutput
-from skyrl_tinker.engine.scheduling.lanes import PASSES
+from skyrl_tinker.domain.samples import SampleOutput
+from skyrl_tinker.domain.values import Failure, PassOutput
+from skyrl_tinker.engine.scheduling.row_work import PASSES
 from skyrl_tinker.engine.scheduling.throughput import TokenMeter
 from skyrl_tinker.engine.telemetry.activity_log import ActivityLog
 from skyrl_tinker.store.futures.queue import QueuedRow

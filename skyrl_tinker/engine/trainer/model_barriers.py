@@ -9,7 +9,8 @@ from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.outbox import failure_of, read_persistently
 from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.training_saves import Saver
-from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
+from skyrl_tinker.engine.scheduling.lanes import Lanes
+from skyrl_tinker.engine.scheduling.row_work import model_of
 from skyrl_tinker.engine.trainer.model_creation import Finished, LoadFiles, ModelCreation
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
 from skyrl_tinker.errors import StorageAwayError, TrainerError

@@ -24,8 +24,8 @@ from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody
-from skyrl_tinker.storage.local_disk import LOCAL_DISK, Storage
-from skyrl_tinker.store import checkpoint_records, checkpoint_rules, model_records, session_records
+from skyrl_tinker.storage.storage_port import LOCAL_DISK, Storage
+from skyrl_tinker.store import checkpoint_records, model_records, session_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.model_records import ModelRow
@@ -161,9 +161,11 @@ class ModelCreation:
         if checkpoint is None and owned and persisting:
             raise UserError(f"{path} is still being written: load it when its save is answered")
         if checkpoint is None:
-            raise checkpoint_rules.not_found(path)
-        checkpoint_rules.require_base(checkpoint, self._bases)
-        checkpoint_rules.require_resumable(checkpoint, optimizer=optimizer, max_lora_rank=self._max_lora_rank)
+            raise checkpoint_records.not_found(path)
+        checkpoint_records.require_base(checkpoint, self._bases)
+        checkpoint_records.require_resumable(
+            checkpoint, optimizer=optimizer, max_lora_rank=self._max_lora_rank
+        )
         return checkpoint
 
 

@@ -19,7 +19,8 @@ from skyrl_tinker.engine.outbox import FutureOutcome, Outbox, json_answer, persi
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.recovery import parking
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
-from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
+from skyrl_tinker.engine.scheduling.lanes import Lanes
+from skyrl_tinker.engine.scheduling.row_work import model_of
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.store import model_records

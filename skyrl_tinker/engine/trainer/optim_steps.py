@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from skyrl_tinker.domain.ids import Effect, ModelKey
 from skyrl_tinker.domain.values import Failure, StepItem, StepOutput
 from skyrl_tinker.engine.outbox import FutureOutcome, json_answer, read_persistently
-from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
+from skyrl_tinker.engine.scheduling.lanes import Lanes
+from skyrl_tinker.engine.scheduling.row_work import model_of
 from skyrl_tinker.engine.trainer.step_curves import TakenStep
 from skyrl_tinker.protocol.stored_requests import OptimStepBody
 from skyrl_tinker.store.futures import queue

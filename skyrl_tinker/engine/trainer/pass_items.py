@@ -13,7 +13,7 @@ from skyrl_tinker.domain.ids import ModelKey, RequestKind, SessionId
 from skyrl_tinker.domain.loss_specs import LOSSES
 from skyrl_tinker.domain.values import CustomLoss, Datum, Failure, ForwardBackward, PassItem
 from skyrl_tinker.engine.outbox import failure_of
-from skyrl_tinker.engine.scheduling.lanes import model_of
+from skyrl_tinker.engine.scheduling.row_work import model_of
 from skyrl_tinker.engine.trainer.provenance import Records, shown, with_experts, with_records
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.custom_loss import check_custom_inputs

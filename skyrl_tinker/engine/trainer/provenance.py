@@ -20,7 +20,7 @@ _WITHOUT_RECORD: Mapping[FutureStatus | None, str] = {
     FutureStatus.PENDING: "which is not sampled yet, expected one whose sample is done",
     FutureStatus.FAILED: "whose sample failed, expected one that was sampled",
     FutureStatus.DONE: "which has no record, expected one that was sampled with record_stability_info and "
-    "whose record has not expired (setting retention.stability_s)",
+    "whose record has not expired (setting retention.results_s)",
 }
 
 

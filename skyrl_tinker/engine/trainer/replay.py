@@ -25,8 +25,8 @@ from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.parity.probe import trainer_logprobs
 from skyrl_tinker.engine.recovery.replay_order import as_they_ran, merged
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
-from skyrl_tinker.engine.scheduling.lanes import model_of
 from skyrl_tinker.engine.scheduling.planner import Pass
+from skyrl_tinker.engine.scheduling.row_work import model_of
 from skyrl_tinker.engine.trainer.model_returns import TRIES, History, ModelReturns, cause_of
 from skyrl_tinker.engine.trainer.optim_steps import step_item
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator

@@ -8,7 +8,8 @@ from functools import partial
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.engine.outbox import when_possible
-from skyrl_tinker.engine.scheduling.lanes import Lanes, model_of
+from skyrl_tinker.engine.scheduling.lanes import Lanes
+from skyrl_tinker.engine.scheduling.row_work import model_of
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
 from skyrl_tinker.engine.trainer.model_returns import AT_ONCE, ModelReturns
 from skyrl_tinker.engine.trainer.unit_execution import UnitExecution

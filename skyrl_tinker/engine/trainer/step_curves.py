@@ -18,7 +18,7 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind
 from skyrl_tinker.domain.values import Datum, Failure, Float32, ForwardBackward, Number, PassOutput
-from skyrl_tinker.engine.scheduling.lanes import model_of
+from skyrl_tinker.engine.scheduling.row_work import model_of
 from skyrl_tinker.protocol.schemas.console import StepMeasures
 from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.console.step_points import LossFunction

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
-from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, cost, model_of
+from skyrl_tinker.engine.scheduling.lanes import Lanes
 from skyrl_tinker.engine.scheduling.planner import Barriers, Pass, Planner, Unit
+from skyrl_tinker.engine.scheduling.row_work import PASSES, cost, model_of
 from skyrl_tinker.engine.scheduling.throughput import TrainerPace, UnitTimes
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle

@@ -15,8 +15,9 @@ from skyrl_tinker.engine.outbox import AWAY_S, FutureOutcome, read_persistently
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave
-from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, model_of
+from skyrl_tinker.engine.scheduling.lanes import Lanes
 from skyrl_tinker.engine.scheduling.planner import Barriers, Pass, Unit
+from skyrl_tinker.engine.scheduling.row_work import PASSES, model_of
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.trainer.model_barriers import ModelBarriers, Work
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle

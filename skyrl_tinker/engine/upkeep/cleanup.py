@@ -22,8 +22,8 @@ from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.suspends import Suspends
 from skyrl_tinker.engine.upkeep.purge import Purge
 from skyrl_tinker.engine.upkeep.upkeep_step import Step
-from skyrl_tinker.storage.local_disk import LOCAL_DISK, InUse, Storage
-from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions, session_records
+from skyrl_tinker.storage.storage_port import LOCAL_DISK, InUse, Storage
+from skyrl_tinker.store import checkpoint_records, model_records, session_records, weight_versions
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.off_loop import in_disk_thread, in_transfer_thread
@@ -124,7 +124,7 @@ class Cleanup:
         version_id = row.version_id
         if version_id is None:
             return None
-        return await self._store.read(lambda conn: sampling_sessions.published_version(conn, version_id))
+        return await self._store.read(lambda conn: weight_versions.published_version(conn, version_id))
 
 
 def _remove_directory(directory: Path, number: int) -> None:

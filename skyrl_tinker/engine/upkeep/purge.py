@@ -33,7 +33,7 @@ class Purge:
             "samples": self._older(row_purges.purge_samples, "finished_before", request_s),
             "training requests": lambda now: self._purge_training(now - request_s),
             "weight versions": self._older(row_purges.purge_versions, "dropped_before", request_s),
-            "stability records": self._older(row_purges.purge_stability, "used_before", keep.stability_s),
+            "stability records": self._older(row_purges.purge_stability, "used_before", keep.results_s),
             "the audit log": self._older(row_purges.purge_audit, "before", history_s),
             "usage": self._older(row_purges.purge_usage, "before", history_s),
             "training curves": self._older(row_purges.purge_points, "before", history_s),

@@ -8,8 +8,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
+from skyrl_tinker.domain.samples import SampleRequest
 from skyrl_tinker.domain.units import KiB
-from skyrl_tinker.domain.values import SampleRequest
 from skyrl_tinker.errors import SamplerPausedError
 from skyrl_tinker.inference.client.generated import SamplerResponse
 from skyrl_tinker.inference.client.http_connection import HttpAnswer, HttpStatusError, JsonHttp

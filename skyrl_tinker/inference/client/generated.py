@@ -6,9 +6,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from skyrl_tinker.domain.values import (
+from skyrl_tinker.domain.samples import (
     AltTokens,
-    RoutedExperts,
     SampledSequence,
     SampleOutput,
     SampleRequest,
@@ -16,6 +15,7 @@ from skyrl_tinker.domain.values import (
     TopkRow,
     VersionSpan,
 )
+from skyrl_tinker.domain.values import RoutedExperts
 from skyrl_tinker.errors import SamplerError, UserError
 from skyrl_tinker.inference.client.sample_parts import stop_strings
 from skyrl_tinker.inference.constants import BASE_MODEL, START_VERSION

@@ -7,7 +7,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from skyrl_tinker.domain.values import SEEDS, Float32, SampleRequest, SamplingParams
+from skyrl_tinker.domain.samples import SEEDS, SampleRequest, SamplingParams
+from skyrl_tinker.domain.values import Float32
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.inference.constants import MAX_SEQUENCES
 

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from skyrl_tinker.domain.values import SampleRequest
+from skyrl_tinker.domain.samples import SampleRequest
 from skyrl_tinker.errors import SamplerError, UserError
 from skyrl_tinker.inference.client.fan_out import Locate
 from skyrl_tinker.inference.client.generated import SamplerResponse

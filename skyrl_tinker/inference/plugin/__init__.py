@@ -1,5 +1,5 @@
-"""Code that runs inside vLLM's processes: patches, checked against the source of known releases.
+"""Doors into vLLM's processes: its general-plugin entry point, and middlewares that commands name.
 
-In: vLLM's general-plugin entry point, if SKYRL_TINKER_VLLM is set. Out: patched classes of vLLM. Imports
-vllm, and `inference.client` for the format in which scores are requested.
+In: vLLM's start, if SKYRL_TINKER_VLLM is set, and requests to its server. Out: the patches of
+`inference.vllm.patches` applied, answers as arrays, weights pulled from the engine's host.
 """

@@ -9,6 +9,6 @@ def register() -> None:
     """Apply our patches; vLLM calls this in each of its processes, possibly more than once."""
     if os.environ.get(ENABLED_BY) != "1":
         return
-    from skyrl_tinker.inference.plugin import patches
+    from skyrl_tinker.inference.vllm.patches import patch_set
 
-    patches.apply()
+    patch_set.apply()

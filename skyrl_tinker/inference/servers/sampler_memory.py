@@ -1,6 +1,6 @@
 """Memory of replicas on a CPU."""
 
-from skyrl_tinker.domain.state_size import ELEMENT_BYTES, base_bytes, parameters
+from skyrl_tinker.domain.state_size import ELEMENT_BYTES, base_bytes, cached_bytes, parameters
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.errors import SamplerError
@@ -19,12 +19,11 @@ oneDNN keeps 1,024 primitives, by layer and size of the batch (`RSS_GROWTH` of s
 
 
 def kv_bytes(model: BaseModelFacts, dtype: str) -> int:
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * ELEMENT_BYTES[dtype]
-    return max(SMALLEST_KV_BYTES, KV_CONTEXTS * (model.context_length + 1) * per_token)
+    return max(SMALLEST_KV_BYTES, KV_CONTEXTS * (model.context_length + 1) * cached_bytes(model, dtype))
 
 
 def slot_bytes(model: BaseModelFacts, dtype: str, max_loras: int, max_lora_rank: int) -> int:
-    """Return the bytes of vLLM's slots of adapters; rank 0: none."""
+    """Return the bytes of slots of adapters; rank 0: none."""
     adapter = parameters(model, LoraSpec(max_lora_rank, seed=0)) if max_lora_rank else 0
     return max_loras * adapter * ELEMENT_BYTES[dtype]
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from skyrl_tinker.domain.values import SampleRequest, TopkRow
+from skyrl_tinker.domain.samples import SampleRequest, TopkRow
 from skyrl_tinker.errors import NotFoundError, RequestGivenUpError, SamplerError, UserError
 from skyrl_tinker.inference.client.generated import (
     GeneratedSequence,

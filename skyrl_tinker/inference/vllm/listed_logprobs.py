@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_tinker.domain.values import Float32, TopkRow
+from skyrl_tinker.domain.samples import TopkRow
+from skyrl_tinker.domain.values import Float32
 from skyrl_tinker.inference.client.sample_parts import Int32
 
 VLLM_LEAST_LOGPROB = -9999.0

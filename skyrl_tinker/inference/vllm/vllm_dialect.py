@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_tinker.domain.values import SampleRequest
+from skyrl_tinker.domain.samples import SampleRequest
 from skyrl_tinker.errors import (
     NotFoundError,
     RequestGivenUpError,

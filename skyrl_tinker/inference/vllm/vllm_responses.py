@@ -10,13 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from skyrl_tinker.domain.values import (
-    AltTokens,
-    Float32,
-    RoutedExperts,
-    SampleRequest,
-    TopkRow,
-)
+from skyrl_tinker.domain.samples import AltTokens, SampleRequest, TopkRow
+from skyrl_tinker.domain.values import Float32, RoutedExperts
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.generated import (
     GeneratedSequence,

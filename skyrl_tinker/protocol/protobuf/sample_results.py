@@ -6,14 +6,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from skyrl_tinker.domain.values import (
-    AltTokens,
-    Float32,
-    SampledSequence,
-    SampleOutput,
-    TargetLogprobs,
-    TopkRow,
-)
+from skyrl_tinker.domain.samples import AltTokens, SampledSequence, SampleOutput, TargetLogprobs, TopkRow
+from skyrl_tinker.domain.values import Float32
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 
 _STOP_REASONS: dict[Literal["stop", "length"], pb.StopReason] = {

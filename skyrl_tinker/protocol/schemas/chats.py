@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from skyrl_tinker.protocol.schemas.answer_schemas import check_schemas, require_read
+from skyrl_tinker.protocol.answer_schemas import check_schemas, require_read
 from skyrl_tinker.protocol.schemas.base import Items, StrictInt
 from skyrl_tinker.protocol.schemas.openai import (
     MAX_TOP_LOGPROBS,
@@ -16,7 +16,7 @@ from skyrl_tinker.protocol.schemas.openai import (
     StrictBool,
     Unread,
 )
-from skyrl_tinker.protocol.schemas.sampling_rules import MaxTokens
+from skyrl_tinker.protocol.schemas.sampling import MaxTokens
 
 MAX_TOOLS = 128
 NEUTRAL_IN_CHATS: Neutral = {

@@ -20,7 +20,7 @@ from pydantic import (
 
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
 from skyrl_tinker.protocol.schemas.base import MOST_PROBLEMS, Items, Message, StrictInt, describe
-from skyrl_tinker.protocol.schemas.sampling_rules import (
+from skyrl_tinker.protocol.schemas.sampling import (
     Seed,
     Temperature,
     TopK,

@@ -1,11 +1,13 @@
-"""Sampling sessions and asample."""
+"""Sampling sessions and asample; parameters of samples and their rules, which OpenAI's clients have, too."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Strict, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
 
+from skyrl_tinker.domain.samples import SEEDS
 from skyrl_tinker.protocol.schemas.base import (
+    MAX_INT32,
     Items,
     Message,
     SampleSeqId,
@@ -15,19 +17,36 @@ from skyrl_tinker.protocol.schemas.base import (
     StrictRequest,
     Text,
 )
-from skyrl_tinker.protocol.schemas.sampling_rules import (
-    MaxTokens,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-    check_stops,
-)
 
+MAX_STOPS = 1024
+"""Most stop strings or tokens: the sampler looks for each of them after every token."""
+MaxTokens = Annotated[StrictInt, Field(ge=1)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[
+    StrictInt,
+    Field(ge=-1, le=MAX_INT32, description="-1 or 0: no limit"),
+    AfterValidator(lambda top_k: top_k or -1),
+]
+Seed = Annotated[StrictInt, AfterValidator(lambda seed: seed % SEEDS)]
+"""Of up to 64 bits, signed ones too: taken modulo 2^63, so that -1 is 2^63 - 1."""
 TEXT = "encoded_text"
 """The kind of chunk that holds tokens."""
 NoneAsFalse = BeforeValidator(lambda value: False if value is None else value)
 NoneAsZero = BeforeValidator(lambda value: 0 if value is None else value)
+
+
+def check_stops(stops: Sequence[str | int]) -> None:
+    """Raise ValueError for too many, or for an empty string."""
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"{len(stops)} entries, expected at most {MAX_STOPS}")
+    if "" in stops:
+        raise ValueError("an empty text, expected at least one character")
+
+
+def overflow(prompt_tokens: int, max_tokens: int, context: int) -> str:
+    """Word the refusal of a request that exceeds the context."""
+    return f"{prompt_tokens} prompt tokens + {max_tokens} max_tokens > {context} (the setting context_length)"
 
 
 class CreateSamplingSessionRequest(StrictRequest):

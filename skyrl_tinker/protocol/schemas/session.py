@@ -24,20 +24,10 @@ class SdkFlags(Table):
 
     sample_use_retrieve_futures: bool = False
     """Let SDKs from 0.27 on wait for all samples of a client on one connection"""
-    sample_max_concurrent_requests: int = Field(2000, ge=1)
-    """Most samples that a sampling client of the SDK has in flight"""
-    sample_dispatch_bytes_semaphore_size: int = Field(10 << 20, ge=1)
-    """Bytes of prompts that a client of the SDK sends at once"""
-    inflight_response_bytes_semaphore_size: int = Field(50 << 20, ge=1)
-    """Bytes of results that a client of the SDK fetches at once"""
     proto_compress_fwdbwd: bool = False
     """Have SDKs from 0.24 on compress bodies of forward_backward with zstd, for slow networks"""
-    fwdbwd_max_chunk_len: int = Field(1024, ge=1)
-    """Most datums that the SDK sends in one request; never more than bodies.datums"""
     fwdbwd_max_chunk_bytes_count: int = Field(5_000_000, ge=1)
     """Bytes, before compression, that the SDK sends in one forward_backward"""
-    fwdbwd_dispatch_bytes_semaphore_size: int = Field(50_000_000, ge=1)
-    """Bytes of forward_backward that a client of the SDK sends at once"""
     custom_loss_server_side: bool = True
     """Run the losses of create_custom_loss on the server, not on the client"""
 
@@ -49,6 +39,11 @@ class ClientConfigResponse(SdkFlags):
     other way (weights_info, create_model, load) loses the optimizer's kind and cannot name full parameters.
     """
 
+    sample_max_concurrent_requests: int = 2000
+    sample_dispatch_bytes_semaphore_size: int = 10 << 20
+    inflight_response_bytes_semaphore_size: int = 50 << 20
+    fwdbwd_max_chunk_len: int = 1024
+    fwdbwd_dispatch_bytes_semaphore_size: int = 50_000_000
     pjwt_auth_enabled: bool = True
     parallel_fwdbwd_chunks: bool = True
     create_model_via_load_weights: bool = True

@@ -9,6 +9,9 @@ import numpy as np
 from skyrl_tinker.domain.sampler_abilities import ALL_ABILITIES, SamplerAbilities
 from skyrl_tinker.errors import UserError
 
+MAX_DATUMS = 4096
+"""Most datums of a forward_backward."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -20,8 +23,8 @@ class Limits:
     base_model: str
     vocab_size: int
     context_length: int
-    max_datums: int
     max_lora_rank: int
+    max_datums: int = MAX_DATUMS
     max_targets: int = 1 << 22
     sampler: SamplerAbilities = ALL_ABILITIES
 

@@ -4,7 +4,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_tinker.domain.values import SEEDS, LoraSpec
+from skyrl_tinker.domain.samples import SEEDS
+from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.schemas.training import LoraConfig
 from skyrl_tinker.protocol.validation.limits import Limits

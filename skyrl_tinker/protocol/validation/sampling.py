@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
-from skyrl_tinker.domain.values import SampleRequest, SamplingParams
+from skyrl_tinker.domain.samples import SampleRequest, SamplingParams
 from skyrl_tinker.errors import NotSupportedError, UserError
-from skyrl_tinker.protocol.schemas.sampling import AsampleRequest, ModelInput, WireSamplingParams
-from skyrl_tinker.protocol.schemas.sampling_rules import overflow
+from skyrl_tinker.protocol.schemas.sampling import AsampleRequest, ModelInput, WireSamplingParams, overflow
 from skyrl_tinker.protocol.validation.limits import Limits, check_ids
 from skyrl_tinker.protocol.validation.scores import (
     check_sampled_cells,

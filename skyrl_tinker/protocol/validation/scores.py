@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from skyrl_tinker.domain.values import SampleRequest, TargetTokens
+from skyrl_tinker.domain.samples import SampleRequest, TargetTokens
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas.base import MAX_INT64
 from skyrl_tinker.protocol.schemas.sampling import AsampleRequest, TensorJson

@@ -8,7 +8,7 @@ from skyrl_tinker.domain.ids import CheckpointKind, Reach
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.protocol.schemas.openai import FieldError
-from skyrl_tinker.store import checkpoint_records, checkpoint_rules, sampling_sessions
+from skyrl_tinker.store import checkpoint_records, weight_versions
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 
 
@@ -33,13 +33,13 @@ def find_weights(
     except UserError as error:
         raise FieldError(f"model: {error}", "model") from error
     if path.kind is not CheckpointKind.SAMPLER_WEIGHTS:
-        raise FieldError(str(checkpoint_rules.no_sampler_weights(model)), "model")
+        raise FieldError(str(checkpoint_records.no_sampler_weights(model)), "model")
     row = checkpoint_records.find(conn, reach, path.model_id, path.kind, path.name)
-    version = sampling_sessions.published_version(conn, row.version_id) if row and row.version_id else None
+    version = weight_versions.published_version(conn, row.version_id) if row and row.version_id else None
     if row is None or version is None:
-        raise checkpoint_rules.not_found(model)
+        raise checkpoint_records.not_found(model)
     try:
-        checkpoint_rules.require_base(row, bases)
+        checkpoint_records.require_base(row, bases)
     except UserError as error:
         raise FieldError(f"model: {error}", "model") from error
     return row, version

@@ -32,31 +32,21 @@ def bytes_reserved(models: Iterable[TrainableModel], ranks: Ranks) -> float:
 
 
 def require_memory(
-    parameters: int,
-    optimizer: OptimizerFamily,
-    base: Iterable[torch.Tensor],
-    models: Iterable[TrainableModel],
-    limit_gb: float | None,
-    ranks: Ranks,
+    parameters: int, optimizer: OptimizerFamily, models: Iterable[TrainableModel], ranks: Ranks
 ) -> None:
-    """Require memory for a full-parameter model of that many parameters, beside `base` and `models`.
+    """Require memory for a full-parameter model of that many parameters, beside `models`.
 
-    `limit_gb`: limit for all of them together on one rank; None: the machine's memory. Every rank must call
-    it. Raises UserError with the numbers, on all ranks alike, when there is too little.
+    Every rank must call it. Raises UserError with the numbers, on all ranks alike, when there is too little.
     """
-    others = list(models)
     needed = _whole(parameters, optimizer, ranks)
-    reserved = bytes_reserved(others, ranks)
+    reserved = bytes_reserved(models, ranks)
     free = allocator.free_bytes(ranks)
-    if limit_gb is not None:
-        held = bytes_held(base) + sum(bytes_held(model.tensors()) for model in others)
-        free = min(free, limit_gb * _GB - held)
     if any(ranks.any_([needed > free - reserved])):
         raise UserError(
             f"full-parameter training (rank 0) of {parameters:,} parameters with {optimizer} needs "
             f"{needed / _GB:.3g} GB per trainer rank; {free / _GB:.3g} GB are free, of which "
             f"{reserved / _GB:.3g} GB are reserved for full-parameter models: use LoRA, wait until "
-            "one of them is released, or give the server more ranks or memory (trainer_memory_gb)"
+            "one of them is released, or give the server more ranks or memory"
         )
 
 

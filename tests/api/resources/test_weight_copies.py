@@ -11,7 +11,7 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.values import WeightVersion
-from skyrl_tinker.store import checkpoint_records, sampling_sessions
+from skyrl_tinker.store import checkpoint_records, weight_versions
 from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
@@ -76,7 +76,7 @@ async def test_copied_sampler_weights_are_a_version_of_their_own(world: World) -
     made = await row(world, await copy(world, await saved(world, SAMPLER)))
     assert made.version_id is not None
     with reading(world.store) as conn:
-        version = sampling_sessions.published_version(conn, made.version_id)
+        version = weight_versions.published_version(conn, made.version_id)
     assert version == WeightVersion(made.version_id, "lora", made.directory)
     await world.sampler(model_path=made.path)
 

@@ -5,9 +5,10 @@ from dataclasses import asdict, replace
 import pytest
 from tinker.types import ClientConfigResponse
 
-from skyrl_tinker.config import Bodies, Settings
+from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.protocol.schemas.session import SdkFlags
+from skyrl_tinker.protocol.validation.limits import MAX_DATUMS
 from tests.api.support.base_facts import CONTEXT
 from tests.api.support.world import BASE, FACTS, World, running
 
@@ -30,15 +31,14 @@ async def test_clones_join_and_waiting_together_is_a_setting(settings: Settings)
             assert answer["sample_join_sampling_session"] is True
 
 
-LIMITS = {
-    "proto_compress_fwdbwd": True,
-    "fwdbwd_max_chunk_len": 100,
-    "fwdbwd_max_chunk_bytes_count": 1_000_000,
-    "fwdbwd_dispatch_bytes_semaphore_size": 2_000_000,
-    "sample_max_concurrent_requests": 7,
-    "sample_dispatch_bytes_semaphore_size": 3_000_000,
-    "inflight_response_bytes_semaphore_size": 4_000_000,
-}
+LIMITS = {"proto_compress_fwdbwd": True, "fwdbwd_max_chunk_bytes_count": 1_000_000}
+FIXED = (
+    "fwdbwd_max_chunk_len",
+    "fwdbwd_dispatch_bytes_semaphore_size",
+    "sample_max_concurrent_requests",
+    "sample_dispatch_bytes_semaphore_size",
+    "inflight_response_bytes_semaphore_size",
+)
 
 
 async def test_limits_of_clients_are_settings(settings: Settings) -> None:
@@ -50,12 +50,9 @@ async def test_limits_of_clients_are_settings(settings: Settings) -> None:
 async def test_limits_of_clients_are_the_sdk_s_own_by_default(world: World) -> None:
     answer = await world.ok("client/config", {})
     theirs = ClientConfigResponse().model_dump()
-    assert {name: answer[name] for name in LIMITS} == {name: theirs[name] for name in LIMITS}
-
-
-async def test_no_chunk_has_more_datums_than_a_pass_may_have(settings: Settings) -> None:
-    async with running(settings.model_copy(update={"bodies": Bodies(datums=10)})) as world:
-        assert (await world.ok("client/config", {}))["fwdbwd_max_chunk_len"] == 10
+    names = (*LIMITS, *FIXED)
+    assert {name: answer[name] for name in names} == {name: theirs[name] for name in names}
+    assert answer["fwdbwd_max_chunk_len"] <= MAX_DATUMS
 
 
 async def test_dynamic_config_offers_cancelling(world: World) -> None:

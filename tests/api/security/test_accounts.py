@@ -143,7 +143,7 @@ def test_what_was_made_without_a_key_can_be_adopted_by_one(tmp_path: Path) -> No
         return session_records.create(conn, owner=None, **about)
 
     def owned(conn: Connection) -> None:
-        owners.require_session(conn, api_keys.live_id(conn, "carol"), session)
+        owners.require_session(conn, api_keys.find_live(conn, "carol").id, session)
 
     session = write_once(settings.store_url, keyless)
     told = ours(settings, "keys", "create", "--name", "alice").stderr

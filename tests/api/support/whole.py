@@ -20,7 +20,7 @@ from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.training_half import compose_training
-from skyrl_tinker.storage.local_disk import LOCAL_DISK
+from skyrl_tinker.storage.storage_port import LOCAL_DISK
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.store import Store
 from tests.api.support.world import FACTS, World, running

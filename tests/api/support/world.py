@@ -17,9 +17,10 @@ from skyrl_tinker.api.services import Services
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, RequestId, VersionId
-from skyrl_tinker.domain.values import BaseModelFacts, Failure, PassOutput, SampledSequence, SampleOutput
+from skyrl_tinker.domain.samples import SampledSequence, SampleOutput
+from skyrl_tinker.domain.values import BaseModelFacts, Failure, PassOutput
 from skyrl_tinker.protocol.protobuf import pass_results, sample_results
-from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions, server_state
+from skyrl_tinker.store import checkpoint_records, model_records, server_state, weight_versions
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.futures import finish, outcomes, queue
@@ -133,8 +134,8 @@ class World:
         if kind is CheckpointKind.SAMPLER_WEIGHTS:
 
             def publish(conn: Connection) -> VersionId:
-                version = sampling_sessions.insert_version(conn, key, "lora", durable=True)
-                sampling_sessions.publish_version(conn, version, "/nowhere", 1)
+                version = weight_versions.insert_version(conn, key, "lora", durable=True)
+                weight_versions.publish_version(conn, version, "/nowhere", 1)
                 return version
 
             changes["version_id"] = await self.store.write(publish)

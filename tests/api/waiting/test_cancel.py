@@ -5,7 +5,7 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings, Timeouts
 from skyrl_tinker.domain.ids import SamplingSessionId
-from skyrl_tinker.domain.values import SampleRequest, SamplingParams
+from skyrl_tinker.domain.samples import SampleRequest, SamplingParams
 from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.store.futures import sample_submission
 from skyrl_tinker.store.futures.cancellation import cancel_sample

@@ -19,7 +19,7 @@ from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.store import sampling_sessions
+from skyrl_tinker.store import weight_versions
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import cancellation, queue
 from skyrl_tinker.store.futures.outcomes import Outcome
@@ -135,7 +135,7 @@ async def test_weights_in_use_by_the_samplers_of_any_base_model_stay(
     model = await journal.ready_model(two.store)
     key: ModelKey = await journal.key_of(two.store, model)
     number: VersionId = await two.store.write(
-        lambda conn: sampling_sessions.insert_version(conn, key, "lora", durable=False)
+        lambda conn: weight_versions.insert_version(conn, key, "lora", durable=False)
     )
     version = WeightVersion(number, "lora", str(tmp_path / "v"))
     every = [cast(Samplers, each) for each in (two.student, two.teacher)]

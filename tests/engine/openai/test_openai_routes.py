@@ -16,7 +16,7 @@ from skyrl_tinker.engine.scheduling.priorities import Priorities
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.protocol.schemas.openai import CompletionRequest, FieldError
-from skyrl_tinker.store import checkpoint_records, sampling_sessions
+from skyrl_tinker.store import checkpoint_records, weight_versions
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
@@ -38,12 +38,10 @@ async def saved(store: Store, base_model: str) -> str:
     """Return the path of sampler weights of a base model."""
     model = await journal.ready_model(store)
     key = await journal.key_of(store, model)
-    version = await store.write(
-        lambda conn: sampling_sessions.insert_version(conn, key, "lora", durable=True)
-    )
+    version = await store.write(lambda conn: weight_versions.insert_version(conn, key, "lora", durable=True))
     kind, spec = CheckpointKind.SAMPLER_WEIGHTS, LoraSpec(8, 1)
     new = NewCheckpoint(key, kind, "a", "/nowhere", base_model, spec, 1, version_id=version)
-    await store.write(lambda conn: sampling_sessions.publish_version(conn, version, "/nowhere", 1))
+    await store.write(lambda conn: weight_versions.publish_version(conn, version, "/nowhere", 1))
     await store.write(lambda conn: checkpoint_records.add(conn, new, replace=False))
     return f"tinker://{model}/sampler_weights/a"
 

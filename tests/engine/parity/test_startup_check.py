@@ -4,7 +4,7 @@ from typing import cast
 import pytest
 
 from skyrl_tinker import config
-from skyrl_tinker.domain.values import SampledSequence
+from skyrl_tinker.domain.samples import SampledSequence
 from skyrl_tinker.engine.parity.probe import allowed_gap
 from skyrl_tinker.engine.parity.startup_check import LogprobGap, compare_own, require_agreement
 from skyrl_tinker.engine.sampler.samplers import Samplers

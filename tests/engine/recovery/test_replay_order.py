@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from skyrl_tinker.domain.ids import Effect, FutureStatus, ModelKey, RequestId, RequestKind, SessionId
 from skyrl_tinker.engine.recovery.replay_order import as_they_ran, merged
-from skyrl_tinker.engine.scheduling.lanes import cost, model_of
+from skyrl_tinker.engine.scheduling.row_work import cost, model_of
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.replay.unit_records import RanRow
 

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from skyrl_tinker.domain.ids import VersionId
-from skyrl_tinker.domain.values import SampleRequest, SamplingParams, WeightVersion
+from skyrl_tinker.domain.samples import SampleRequest, SamplingParams
+from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.sampler import adapter_cache
 from skyrl_tinker.engine.sampler.adapter_cache import TURN_S, AdapterCache, AdapterLimits
 from skyrl_tinker.engine.sampler.samplers import Samplers

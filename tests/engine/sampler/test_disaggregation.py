@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from skyrl_tinker import config
 from skyrl_tinker.domain.ids import ModelKey, VersionId
-from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, SampleRequest, WeightVersion
+from skyrl_tinker.domain.samples import SampleOutput, SampleRequest
+from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
 from skyrl_tinker.engine.colocation.placement import SEPARATE
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Fleet

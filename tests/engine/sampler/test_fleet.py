@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from skyrl_tinker.domain.values import SampleOutput
+from skyrl_tinker.domain.samples import SampleOutput
 from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
 from skyrl_tinker.engine.sampler import fleet as fleet_module
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits

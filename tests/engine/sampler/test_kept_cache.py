@@ -12,7 +12,7 @@ from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.compose import make_samplers, sampler_spec
 from skyrl_tinker.engine.sampler import weight_swaps
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.storage.local_disk import LOCAL_DISK
+from skyrl_tinker.storage.storage_port import LOCAL_DISK
 from skyrl_tinker.weight_sync.sync import Synced
 from tests.engine.sampler.test_sampler_driver import FACTS
 from tests.support.sampler_clients import opened_fleet, vllm_client

@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
-from skyrl_tinker.domain.values import SampleRequest, SamplingParams, WeightVersion
+from skyrl_tinker.domain.samples import SampleRequest, SamplingParams
+from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.inflight_targets import InflightTarget
 from skyrl_tinker.engine.sampler.samplers import Samplers

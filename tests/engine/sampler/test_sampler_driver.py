@@ -9,13 +9,8 @@ import pytest
 
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
-from skyrl_tinker.domain.values import (
-    BaseModelFacts,
-    SampledSequence,
-    SampleOutput,
-    SampleRequest,
-    SamplingParams,
-)
+from skyrl_tinker.domain.samples import SampledSequence, SampleOutput, SampleRequest, SamplingParams
+from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine import intake
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.outbox import Outbox

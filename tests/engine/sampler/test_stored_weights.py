@@ -27,7 +27,7 @@ from skyrl_tinker.errors import StorageAwayError
 from skyrl_tinker.protocol.schemas.openai import CompletionRequest, parse_openai
 from skyrl_tinker.protocol.stored_requests import sample_body
 from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
-from skyrl_tinker.store import checkpoint_records, sampling_sessions
+from skyrl_tinker.store import checkpoint_records, sampling_sessions, weight_versions
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue, sample_submission
@@ -66,8 +66,8 @@ async def saved(store: Store, directory: Path) -> str:
     key = await journal.key_of(store, model := await journal.ready_model(store))
 
     def save(conn: Connection) -> None:
-        version = sampling_sessions.insert_version(conn, key, "lora", durable=True)
-        sampling_sessions.publish_version(conn, version, str(directory), 1)
+        version = weight_versions.insert_version(conn, key, "lora", durable=True)
+        weight_versions.publish_version(conn, version, str(directory), 1)
         kind, spec = CheckpointKind.SAMPLER_WEIGHTS, LoraSpec(8, 1)
         new = NewCheckpoint(key, kind, "a", str(directory), FACTS.names[0], spec, 1, version_id=version)
         checkpoint_records.add(conn, new, replace=False)
@@ -144,8 +144,8 @@ async def test_samples_of_weights_in_storage_that_is_away_wait_and_others_have_t
     session = (await journal.model_of(store, model)).session_id
 
     def new_sampler(conn: Connection, number: int, directory: Path) -> SamplingSessionId:
-        version = sampling_sessions.insert_version(conn, key, "lora", durable=True)
-        sampling_sessions.publish_version(conn, version, str(directory), 1)
+        version = weight_versions.insert_version(conn, key, "lora", durable=True)
+        weight_versions.publish_version(conn, version, str(directory), 1)
         return sampling_sessions.create(
             conn, session, number, base_model="new", model_path=None, version_id=version
         )

@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 
 from skyrl_tinker.domain.ids import VersionId
-from skyrl_tinker.domain.values import BaseModelFacts, SampleOutput, WeightVersion
+from skyrl_tinker.domain.samples import SampleOutput
+from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers

@@ -9,7 +9,7 @@ import pytest
 from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
-from skyrl_tinker.storage.local_disk import Storage
+from skyrl_tinker.storage.storage_port import Storage
 from skyrl_tinker.store.futures.record import Accepted
 from tests.engine.support import journal
 from tests.engine.support.world import MakeWorld, World

@@ -15,7 +15,7 @@ from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.unit_commits import UnitCommits
 from skyrl_tinker.errors import StateLostError, TrainerError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
-from skyrl_tinker.storage.local_disk import LOCAL_DISK
+from skyrl_tinker.storage.storage_port import LOCAL_DISK
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue

@@ -13,10 +13,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
-from skyrl_tinker.domain.values import (
-    Failure,
-    LoraSpec,
-)
+from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import METRIC, DriftMonitor
@@ -27,8 +24,8 @@ from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import StorageError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
-from skyrl_tinker.storage.local_disk import LOCAL_DISK, Storage
-from skyrl_tinker.store import model_records, sampling_sessions
+from skyrl_tinker.storage.storage_port import LOCAL_DISK, Storage
+from skyrl_tinker.store import model_records, weight_versions
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.record import Accepted
@@ -124,12 +121,12 @@ async def test_several_models_share_one_capture_one_commit_and_one_probe(
     assert numbered.count(True) == 1
     sessions = {(await world.answer(accepted))["sampling_session_id"] for _, accepted in saves}
     assert len(sessions) == len(saves)
-    kept = await world.store.read(sampling_sessions.list_ephemeral_versions)
-    sizes = await world.store.read(sampling_sessions.ephemeral_sizes)
+    kept = await world.store.read(weight_versions.list_ephemeral_versions)
+    sizes = await world.store.read(weight_versions.ephemeral_sizes)
     assert sizes == {version.id: size_of(Path(version.directory)) for version in kept}
     assert len(sizes) == len(saves)
     assert all(sizes.values())
-    usage = await world.store.read(sampling_sessions.ephemeral_usage)
+    usage = await world.store.read(weight_versions.ephemeral_usage)
     assert {each.model_key: each.size_bytes for each in usage} == dict(zip(keys, sizes.values(), strict=True))
     assert [world.gaps.pop_metrics(key) for key in keys] == [{METRIC: 0.5}] * 3
 
@@ -170,7 +167,7 @@ async def test_weights_that_are_gone_are_written_again_once_there_is_memory(worl
         model = model_records.by_key(conn, key)
     assert model is not None
     await world.run()
-    (version,) = await world.store.read(sampling_sessions.list_ephemeral_versions)
+    (version,) = await world.store.read(weight_versions.list_ephemeral_versions)
     shutil.rmtree(version.directory)
     world.trainer.short = {key}
     await world.publisher.restore(row, model)
@@ -230,7 +227,7 @@ async def test_a_save_that_fails_takes_its_weights_back_from_the_samplers(world:
     assert (world.trainer.held, world.samplers.lent) == ([], {})
 
 
-@pytest.mark.parametrize(("module", "name"), [(sampling_sessions, "publish_version"), (queue, "read_bodies")])
+@pytest.mark.parametrize(("module", "name"), [(weight_versions, "publish_version"), (queue, "read_bodies")])
 async def test_a_database_that_fails_for_a_moment_costs_no_save(
     world: World, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
 ) -> None:
@@ -263,7 +260,7 @@ async def test_without_samplers_weights_are_only_written(
     assert (await world.answer(named))["path"].endswith("/sampler_weights/a")
     for accepted in (unnamed, inflight):
         assert (await world.answer(accepted))["sampling_session_id"]
-    for version in await store.read(sampling_sessions.list_ephemeral_versions):
+    for version in await store.read(weight_versions.list_ephemeral_versions):
         assert size_of(Path(version.directory)) > 0
     assert world.trainer.asked("pass") == []
     assert len({*world.written}) == 3

@@ -29,7 +29,7 @@ from skyrl_tinker.protocol.stored_requests import (
     SaveSamplerBody,
     SaveWeightsBody,
 )
-from skyrl_tinker.storage.local_disk import Storage
+from skyrl_tinker.storage.storage_port import Storage
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
 from skyrl_tinker.store.database.group_commit import Op, T

@@ -14,8 +14,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from skyrl_tinker.domain.ids import ModelKey, OwnerId, RequestKind
-from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, cost
+from skyrl_tinker.engine.scheduling.lanes import Lanes
 from skyrl_tinker.engine.scheduling.planner import Pass, PassBudget, Planner, Unit
+from skyrl_tinker.engine.scheduling.row_work import PASSES, cost
 from skyrl_tinker.store.futures.queue import QueuedRow
 from tests.engine.support.rows import queued
 from tests.engine.support.simulation import now, simulated

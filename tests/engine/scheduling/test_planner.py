@@ -10,7 +10,7 @@ import pytest
 from skyrl_tinker.domain.ids import ModelKey, OwnerId, RequestKind
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.scheduling.fair_share import FairShare, Path, path_of
-from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, Work, model_of, work_of
+from skyrl_tinker.engine.scheduling.lanes import Lanes
 from skyrl_tinker.engine.scheduling.planner import (
     SHORT_ROWS,
     Apart,
@@ -21,6 +21,7 @@ from skyrl_tinker.engine.scheduling.planner import (
     Unit,
     next_unit,
 )
+from skyrl_tinker.engine.scheduling.row_work import PASSES, Work, model_of, work_of
 from skyrl_tinker.store.futures.queue import QueuedRow
 from tests.engine.support.rows import queued
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind, SessionId
-from skyrl_tinker.engine.scheduling.lanes import PASSES, Lanes, Work, cost, model_of, work_of
+from skyrl_tinker.engine.scheduling.lanes import Lanes
 from skyrl_tinker.engine.scheduling.planner import MERGING, Barriers, PassBudget, Planner, Unit
+from skyrl_tinker.engine.scheduling.row_work import PASSES, Work, cost, model_of, work_of
 from skyrl_tinker.store.futures.queue import QueuedRow
 from tests.engine.support.rows import queued
 

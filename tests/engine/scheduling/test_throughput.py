@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind
-from skyrl_tinker.engine.scheduling.lanes import work_of
+from skyrl_tinker.engine.scheduling.row_work import work_of
 from skyrl_tinker.engine.scheduling.throughput import LEAST_S, TrainerPace
 from skyrl_tinker.store.futures.queue import QueuedRow
 from tests.engine.support.rows import queued

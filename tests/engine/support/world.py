@@ -11,6 +11,7 @@ import pytest
 from skyrl_tinker.config import Parity, Recovery, Settings
 from skyrl_tinker.domain.ids import FutureStatus, ModelId
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
+from skyrl_tinker.engine import training_half
 from skyrl_tinker.engine.bases.base_runtime import BaseRuntime
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.bases.train_dispatch import TrainDispatch
@@ -24,9 +25,8 @@ from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.engine.training_half import compose_training
 from skyrl_tinker.errors import TrainerLostError
-from skyrl_tinker.storage.local_disk import LOCAL_DISK, Storage
+from skyrl_tinker.storage.storage_port import LOCAL_DISK, Storage
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.outcomes import Outcome
@@ -69,7 +69,6 @@ class World:
         settings = Settings(
             home=root.parent,
             checkpoints=root,
-            unit_tokens=unit_tokens,
             recovery=Recovery(replay_s=replay_s, snapshot_share=0.99),
             parity=Parity(probe_tokens=0),
         )
@@ -82,9 +81,11 @@ class World:
         samples = SampleDispatch([sampler], outbox, metrics)
         versions = EphemeralVersions(store, [samplers], samples.forget_sources, spill, settings)
         base = BaseRuntime(settings, FACTS, trainer, samplers, storage, SEPARATE, cast(Any, None))
-        self.driver, self.creation = compose_training(
-            base, trainer, store, outbox, versions, WarningBoard(store), metrics
-        )
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(training_half, "unit_tokens", lambda _: unit_tokens)
+            self.driver, self.creation = training_half.compose_training(
+                base, trainer, store, outbox, versions, WarningBoard(store), metrics
+            )
         self.training = TrainDispatch([self.driver], store, metrics)
         self.bell = bell
         self.intake = Intake(store, bell, self.training, samples, metrics)

@@ -9,7 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, OwnerId, RequestId, RequestKind
-from skyrl_tinker.domain.values import PassOutput, SampledSequence, SampleOutput
+from skyrl_tinker.domain.samples import SampledSequence, SampleOutput
+from skyrl_tinker.domain.values import PassOutput
 from skyrl_tinker.engine.compose import make_metrics
 from skyrl_tinker.engine.telemetry.engine_metrics import MOST_OWNERS, OTHERS, Metrics
 from skyrl_tinker.store import api_keys

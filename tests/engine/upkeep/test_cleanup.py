@@ -26,8 +26,8 @@ from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.upkeep.cleanup import Cleanup
 from skyrl_tinker.engine.upkeep.purge import Purge
 from skyrl_tinker.errors import GoneError, StorageError
-from skyrl_tinker.storage.local_disk import LOCAL_DISK, Storage
-from skyrl_tinker.store import checkpoint_records, sampling_sessions, session_records
+from skyrl_tinker.storage.storage_port import LOCAL_DISK, Storage
+from skyrl_tinker.store import checkpoint_records, sampling_sessions, session_records, weight_versions
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue, sample_submission
@@ -112,8 +112,8 @@ async def new_version(
     make(directory)
 
     def op(conn: Connection) -> WeightVersion:
-        number = sampling_sessions.insert_version(conn, model.key, "lora", durable=durable)
-        sampling_sessions.publish_version(conn, number, str(directory), size_bytes)
+        number = weight_versions.insert_version(conn, model.key, "lora", durable=durable)
+        weight_versions.publish_version(conn, number, str(directory), size_bytes)
         return WeightVersion(number, "lora", str(directory))
 
     return await store.write(op)
@@ -248,17 +248,17 @@ async def test_a_sample_that_begins_while_its_weights_are_dropped_keeps_them(
     store: Store, parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = await ended_version(store, tmp_path)
-    cleanup, mark = cleanup_of(store, parts, tmp_path), sampling_sessions.mark_dropped
+    cleanup, mark = cleanup_of(store, parts, tmp_path), weight_versions.mark_dropped
 
     def used_meanwhile(conn: Connection, version_id: VersionId) -> None:
         mark(conn, version_id)
         parts.used.add(version_id)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sampling_sessions, "mark_dropped", used_meanwhile)
+        patch.setattr(weight_versions, "mark_dropped", used_meanwhile)
         await cleanup.sweep()
     assert exists(version)
-    assert await store.read(sampling_sessions.list_ephemeral_versions) == [version]
+    assert await store.read(weight_versions.list_ephemeral_versions) == [version]
     parts.used.clear()
     await cleanup.sweep()
     assert not exists(version)
@@ -311,7 +311,7 @@ async def test_an_expired_checkpoint_is_removed_once_nobody_samples_it(
     assert names(tmp_path / "checkpoints") == []
     with reading(store) as conn:
         assert checkpoint_records.list_garbage(conn, time.time()) == []
-        assert sampling_sessions.published_version(conn, version.id) is None
+        assert weight_versions.published_version(conn, version.id) is None
 
 
 async def test_a_directory_is_removed_only_after_nobody_remembers_it(
@@ -410,7 +410,7 @@ async def test_above_the_cap_the_oldest_ephemeral_weights_go_but_never_the_newes
 
     parts.used.add(versions[0].id)
     await capped(4500e-9).sweep()
-    kept = await store.read(sampling_sessions.list_ephemeral_versions)
+    kept = await store.read(weight_versions.list_ephemeral_versions)
     assert kept == [versions[0], *versions[3:]]
     assert [exists(version) for version in versions] == [True, False, False, True, True, True]
     await capped(1e-9).sweep()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_tinker.domain.values import VersionSpan
+from skyrl_tinker.domain.samples import VersionSpan
 from skyrl_tinker.inference.client.generated import REPLACEMENT, GeneratedSequence, resumable
 from skyrl_tinker.inference.client.sample_parts import remainder
 from tests.inference.support.samplers import ask

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_tinker.domain.values import SampleRequest, TargetTokens, TopkRow, VersionSpan
+from skyrl_tinker.domain.samples import SampleRequest, TargetTokens, TopkRow, VersionSpan
 from skyrl_tinker.inference.client import http_connection
 from skyrl_tinker.inference.client.generated import SamplerResponse
 from skyrl_tinker.inference.client.http_connection import HttpStatusError

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_tinker.domain.values import SampleOutput, SampleRequest, TargetTokens, TopkRow
+from skyrl_tinker.domain.samples import SampleOutput, SampleRequest, TargetTokens, TopkRow
 from skyrl_tinker.errors import UserError
 from tests.inference.support.samplers import (
     Sampler,

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skyrl_tinker.domain.values import SampleRequest
+from skyrl_tinker.domain.samples import SampleRequest
 from tests.inference.support.samplers import (
     CONTEXT,
     FixedLeases,

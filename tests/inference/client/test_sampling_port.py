@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from aiohttp.test_utils import TestServer
 
-from skyrl_tinker.domain.values import BaseModelFacts, VersionSpan
+from skyrl_tinker.domain.samples import VersionSpan
+from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import NotFoundError, SamplerError
 from skyrl_tinker.inference.constants import BASE_MODEL, START_VERSION
 from tests.inference.support.samplers import (

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from skyrl_tinker.domain.ids import SessionId, VersionId
-from skyrl_tinker.domain.values import SampleRequest, WeightVersion
+from skyrl_tinker.domain.samples import SampleRequest
+from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.sampler.adapter_cache import AdapterLimits
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics

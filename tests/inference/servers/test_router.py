@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tinker.domain.values import SampleOutput
+from skyrl_tinker.domain.samples import SampleOutput
 from skyrl_tinker.engine.sampler.affinity import Affinity
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from skyrl_tinker.domain.values import SampleRequest, TargetTokens
+from skyrl_tinker.domain.samples import SampleRequest, TargetTokens
 from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.sglang.sglang_control import ARGUMENTS

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_tinker.domain.values import VersionSpan
+from skyrl_tinker.domain.samples import VersionSpan
 from skyrl_tinker.errors import NotFoundError, RequestGivenUpError, SamplerError, UserError
 from skyrl_tinker.inference.client.generated import SamplerResponse
 from skyrl_tinker.inference.constants import BASE_MODEL

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_tinker.domain.values import BaseModelFacts, TargetTokens
+from skyrl_tinker.domain.samples import TargetTokens
+from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.constants import BASE_MODEL

@@ -9,7 +9,8 @@ import numpy as np
 import psutil
 import pytest
 
-from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec, SampledSequence, VersionSpan
+from skyrl_tinker.domain.samples import SampledSequence, VersionSpan
+from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.sglang.sglang_dialect import SGLANG

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_tinker.domain.values import SampleRequest, SamplingParams, TargetTokens
+from skyrl_tinker.domain.samples import SampleRequest, SamplingParams, TargetTokens
 from skyrl_tinker.inference.vllm.vllm_requests import SCORES_KEY, pack
 
 HIDDEN, VOCAB, RANK, SLOTS, MOST_TOKENS = 32, 64, 16, 4, 512
@@ -49,7 +49,7 @@ def score(batch: Batch) -> dict[str, Any]:
     from vllm.v1.worker import gpu_model_runner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from skyrl_tinker.inference.plugin import prompt_adapters, score_extraction
+    from skyrl_tinker.inference.vllm.patches import prompt_adapters, score_extraction
 
     prompt_adapters.apply()
     score_extraction.apply()

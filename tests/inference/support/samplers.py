@@ -22,13 +22,8 @@ from skyrl_tinker.domain.peft_config import (
     adapter_config,
     expert_rank,
 )
-from skyrl_tinker.domain.values import (
-    BaseModelFacts,
-    LoraSpec,
-    SampleOutput,
-    SampleRequest,
-    SamplingParams,
-)
+from skyrl_tinker.domain.samples import SampleOutput, SampleRequest, SamplingParams
+from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.engine.sampler.sample_call import SampleCall
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec

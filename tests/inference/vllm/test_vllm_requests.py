@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from skyrl_tinker.domain.samples import SampleRequest, SamplingParams
 from skyrl_tinker.domain.units import MiB
-from skyrl_tinker.domain.values import BaseModelFacts, SampleRequest, SamplingParams
+from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import SamplerError, UserError
 from skyrl_tinker.inference.client.sample_parts import scores_prompt, split
 from skyrl_tinker.inference.vllm.vllm_process import kv_bytes, require_memory

@@ -5,7 +5,7 @@ import pytest
 import torch
 from tinker.proto.response_conv import deserialize_sample_response
 
-from skyrl_tinker.domain.values import (
+from skyrl_tinker.domain.samples import (
     AltTokens,
     SampledSequence,
     SampleOutput,

@@ -12,7 +12,7 @@ from skyrl_tinker.protocol.schemas.openai import (
     FieldError,
     parse_openai,
 )
-from skyrl_tinker.protocol.schemas.sampling_rules import MAX_STOPS
+from skyrl_tinker.protocol.schemas.sampling import MAX_STOPS
 
 LONG = "x" * (64 << 10)
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "a"}]}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
-from skyrl_tinker.domain.values import SampleRequest, SamplingParams, TargetTokens
+from skyrl_tinker.domain.samples import SampleRequest, SamplingParams, TargetTokens
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.chats import ChatCompletionRequest

@@ -6,7 +6,7 @@ import pytest
 import tinker
 import torch
 
-from skyrl_tinker.domain.values import SampleRequest, TargetTokens
+from skyrl_tinker.domain.samples import SampleRequest, TargetTokens
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.sampling import AsampleRequest

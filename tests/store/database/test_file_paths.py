@@ -5,7 +5,7 @@ from pathlib import Path
 from sqlalchemy import Connection, select
 
 from skyrl_tinker.domain.ids import CheckpointKind, ModelKey
-from skyrl_tinker.store import checkpoint_records, sampling_sessions
+from skyrl_tinker.store import checkpoint_records, weight_versions
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.database import file_paths
 from skyrl_tinker.store.database.tables import AdapterVersion, SavedCheckpoint, Snapshot
@@ -20,8 +20,8 @@ KIND = CheckpointKind.SAMPLER_WEIGHTS
 
 def record(conn: Connection, model: ModelRow, root: Path) -> None:
     """Record a named version, the checkpoint that it is in, and a snapshot, below `root`."""
-    version = sampling_sessions.insert_version(conn, model.key, "lora", durable=True)
-    sampling_sessions.publish_version(conn, version, str(root / "a"), 1)
+    version = weight_versions.insert_version(conn, model.key, "lora", durable=True)
+    weight_versions.publish_version(conn, version, str(root / "a"), 1)
     new = NewCheckpoint(model.key, KIND, "a", str(root / "a"), "tiny", model.spec, 1, version_id=version)
     checkpoint_records.add(conn, new, replace=False)
     snapshot_records.put(conn, model.key, SnapshotRow(3, str(root / "s"), optimizer=True))
@@ -36,7 +36,7 @@ def read(conn: Connection, model: ModelKey) -> list[str]:
     checkpoint = checkpoint_records.latest_for_model(conn, model, KIND)
     assert checkpoint is not None
     assert checkpoint.version_id is not None
-    version = sampling_sessions.published_version(conn, checkpoint.version_id)
+    version = weight_versions.published_version(conn, checkpoint.version_id)
     snapshot = snapshot_records.find(conn, model)
     assert version is not None
     assert snapshot is not None
@@ -88,18 +88,18 @@ async def test_relocated_paths_are_those_below_the_old_directory(
 
 
 async def test_an_unpublished_version_is_no_path(store: Store, url: str, model: ModelRow) -> None:
-    await store.write(lambda conn: sampling_sessions.insert_version(conn, model.key, "lora", durable=False))
+    await store.write(lambda conn: weight_versions.insert_version(conn, model.key, "lora", durable=False))
     assert write_once(url, lambda conn: file_paths.relocate(conn, Path("/"), Path("/x"))) == 0
 
 
 async def test_ephemeral_versions_lie_where_the_home_of_today_has_them(store: Store, model: ModelRow) -> None:
     def publish(conn: Connection, *, durable: bool) -> None:
-        version = sampling_sessions.insert_version(conn, model.key, "lora", durable=durable)
-        sampling_sessions.publish_version(conn, version, f"/ram/old/v{version}", 1)
+        version = weight_versions.insert_version(conn, model.key, "lora", durable=durable)
+        weight_versions.publish_version(conn, version, f"/ram/old/v{version}", 1)
 
     for durable in (False, True, False):
         await store.write(lambda conn, durable=durable: publish(conn, durable=durable))  # type: ignore[misc]
-    await store.write(lambda conn: sampling_sessions.settle_ephemeral(conn, Path("/ram/new")))
+    await store.write(lambda conn: weight_versions.settle_ephemeral(conn, Path("/ram/new")))
     with reading(store) as conn:
         assert list(conn.scalars(select(AdapterVersion.directory).order_by(AdapterVersion.id))) == [
             "/ram/new/v1",

@@ -19,9 +19,9 @@ from skyrl_tinker.domain.ids import (
 from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.store import (
     checkpoint_records,
-    sampling_sessions,
     session_records,
     usage_records,
+    weight_versions,
 )
 from skyrl_tinker.store.console import run_reports, step_points
 from skyrl_tinker.store.console.pending import pending_groups
@@ -42,7 +42,7 @@ pytestmark = on_sqlite
 OWNER = OwnerId(1)
 MODEL = ModelKey(1)
 SAMPLER = SamplingSessionId("s:sample:0")
-USAGE = sampling_sessions.EphemeralUsage(MODEL, 5, 2, VersionId(5), 1, ended=True)
+USAGE = weight_versions.EphemeralUsage(MODEL, 5, 2, VersionId(5), 1, ended=True)
 Query = Callable[[Connection], Any]
 
 QUERIES: dict[str, Query] = {
@@ -76,7 +76,7 @@ QUERIES: dict[str, Query] = {
     "sessions to forget": lambda conn: session_purges.forgettable_sessions(conn, time.time()),
     "clearing a session": lambda conn: session_purges.clear_session(conn, SessionId("s")),
     "forgetting a session": lambda conn: session_purges.forget_session(conn, SessionId("s")),
-    "weights that are waited for": sampling_sessions.list_awaited_versions,
+    "weights that are waited for": weight_versions.list_awaited_versions,
     "sessions to end": lambda conn: session_records.list_expired(conn, time.time(), 600.0, 1e7),
 }
 
@@ -144,10 +144,10 @@ async def test_no_sweep_goes_through_a_whole_table(store: Store, name: str) -> N
 @pytest.mark.parametrize(
     "query",
     [
-        sampling_sessions.ephemeral_usage,
-        lambda conn: sampling_sessions.list_droppable_versions(conn, [USAGE]),
-        lambda conn: sampling_sessions.list_surplus_versions(conn, [USAGE], 2),
-        lambda conn: sampling_sessions.list_surplus_versions(conn, [USAGE], 2, created_before=0.0),
+        weight_versions.ephemeral_usage,
+        lambda conn: weight_versions.list_droppable_versions(conn, [USAGE]),
+        lambda conn: weight_versions.list_surplus_versions(conn, [USAGE], 2),
+        lambda conn: weight_versions.list_surplus_versions(conn, [USAGE], 2, created_before=0.0),
     ],
 )
 async def test_sweeps_look_at_kept_versions_by_their_index_and_at_no_others(
@@ -164,8 +164,8 @@ async def test_sweeps_look_at_kept_versions_by_their_index_and_at_no_others(
 async def test_kept_versions_that_all_stay_are_read_once(store: Store) -> None:
     stay = USAGE._replace(inflight=1, ended=False)
     for query in (
-        lambda conn: sampling_sessions.list_droppable_versions(conn, [stay]),
-        lambda conn: sampling_sessions.list_surplus_versions(conn, [stay], stay.versions),
+        lambda conn: weight_versions.list_droppable_versions(conn, [stay]),
+        lambda conn: weight_versions.list_surplus_versions(conn, [stay], stay.versions),
     ):
         assert await statements_of(store, query) == []
 

@@ -25,6 +25,7 @@ from skyrl_tinker.store import (
     sampling_sessions,
     session_records,
     usage_records,
+    weight_versions,
 )
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.console import run_reports, step_points
@@ -190,7 +191,7 @@ async def lived(store: Store, name: str = "") -> SessionId:
         new = NewCheckpoint(model.key, CheckpointKind.WEIGHTS, name, "/nowhere", "tiny", LoraSpec(8, 1), 1)
         await store.write(lambda conn: checkpoint_records.add(conn, new, replace=False))
     await finish_session(store, session)
-    await store.write(lambda conn: sampling_sessions.mark_dropped(conn, version))
+    await store.write(lambda conn: weight_versions.mark_dropped(conn, version))
     await store.write(lambda conn: model_records.set_state(conn, model.key, ModelState.RELEASED, None))
     with reading(store) as conn:  # its creation
         pending = list(conn.scalars(select(Future.id).where(Future.status == FutureStatus.PENDING)))
@@ -288,14 +289,14 @@ async def test_weights_dropped_long_ago_go_with_their_samplers_while_their_sessi
     versions = [await ephemeral(store, model.key) for _ in range(5)]
     samplers = [await sampler_of(store, model.session_id, version) for version in versions]
     for version in versions[:4]:
-        await store.write(lambda conn, version=version: sampling_sessions.mark_dropped(conn, version))
+        await store.write(lambda conn, version=version: weight_versions.mark_dropped(conn, version))
     await sample(store, samplers[3], 0)
     assert await purge_versions(store, time.time() - 60) == 1
     assert await purge_versions(store, time.time() + 1) == 2
     with reading(store) as conn:
         kept = [each for each in samplers if sampling_sessions.get(conn, each) is not None]
         assert kept == samplers[3:], "one has a sample, one was not dropped"
-        assert sampling_sessions.published_version(conn, versions[4])
+        assert weight_versions.published_version(conn, versions[4])
     assert (await rows(store))["adapter_versions"] == 2
 
 
@@ -305,13 +306,13 @@ async def test_a_sampler_that_follows_newer_weights_keeps_those_it_was_made_on(
     first, second, third = [await ephemeral(store, model.key, inflight=True) for _ in range(3)]
     sampler = await sampler_of(store, model.session_id, first)
     for version in (first, second):
-        await store.write(lambda conn, version=version: sampling_sessions.mark_dropped(conn, version))
+        await store.write(lambda conn, version=version: weight_versions.mark_dropped(conn, version))
     await purge_versions(store, time.time() + 1)
     with reading(store) as conn:
         row = sampling_sessions.get(conn, sampler)
         assert row is not None
         assert row.follows == model.key
-        newest = sampling_sessions.newest_inflight(conn, model.key)
+        newest = weight_versions.newest_inflight(conn, model.key)
         assert newest is not None
         assert newest.id == third
     assert (await rows(store))["adapter_versions"] == 2

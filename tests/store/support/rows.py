@@ -10,7 +10,7 @@ from skyrl_tinker.domain.ids import (
     VersionId,
 )
 from skyrl_tinker.domain.values import LoraSpec
-from skyrl_tinker.store import model_records, sampling_sessions, session_records
+from skyrl_tinker.store import model_records, sampling_sessions, session_records, weight_versions
 from skyrl_tinker.store.futures import outcomes, queue, record, sample_submission, training_submission
 from skyrl_tinker.store.futures.sample_submission import NewSample
 from skyrl_tinker.store.futures.training_submission import Creation, Submission
@@ -106,9 +106,9 @@ async def ephemeral(
     future_id: int | None = None,
 ) -> VersionId:
     version = await store.write(
-        lambda conn: sampling_sessions.insert_version(
+        lambda conn: weight_versions.insert_version(
             conn, model, "lora", durable=False, inflight=inflight, future_id=future_id
         )
     )
-    await store.write(lambda conn: sampling_sessions.publish_version(conn, version, directory, 1))
+    await store.write(lambda conn: weight_versions.publish_version(conn, version, directory, 1))
     return version

@@ -8,8 +8,9 @@ import pytest
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import UserError
+from skyrl_tinker.training.distributed import Ranks
+from skyrl_tinker.training.memory import allocator
 from skyrl_tinker.training.memory.memory_budget import bytes_held
-from skyrl_tinker.training.models.network import network_tensors
 from skyrl_tinker.training.worker import Worker
 from tests.training.conftest import MakeWorker
 from tests.training.support.passes import make_data, make_item, run_one, step
@@ -20,14 +21,19 @@ Make = Callable[[float], tuple[Worker, int]]
 
 
 @pytest.fixture
-def with_room(untied_model: str, make_worker: MakeWorker) -> Make:
+def with_room(untied_model: str, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch) -> Make:
     """A worker with room for the base and so many bytes for each of its parameters, and their number."""
 
     def make(bytes_per_parameter: float) -> tuple[Worker, int]:
-        plain = make_worker(untied_model, 64)
-        size = sum(parameter.numel() for parameter in plain._base.parameters())
-        limit = (bytes_held(network_tensors(plain._base)) + bytes_per_parameter * size) / 1e9
-        return make_worker(untied_model, 64, memory_gb=limit), size
+        worker = make_worker(untied_model, 64)
+        size = sum(parameter.numel() for parameter in worker._base.parameters())
+
+        def free_bytes(_: Ranks) -> float:
+            held = sum(bytes_held(model.tensors()) for model in worker._models.values())
+            return bytes_per_parameter * size - held
+
+        monkeypatch.setattr(allocator, "free_bytes", free_bytes)
+        return worker, size
 
     return make
 

@@ -10,13 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 from skyrl_tinker.domain.ids import ModelKey, RequestId
-from skyrl_tinker.domain.values import (
-    AdamParams,
-    DimuonParams,
-    LoraSpec,
-    PassOutput,
-    StepItem,
-)
+from skyrl_tinker.domain.values import AdamParams, DimuonParams, LoraSpec, PassOutput, StepItem
 from skyrl_tinker.errors import StartupError, UserError
 from skyrl_tinker.training.distributed import Ranks
 from skyrl_tinker.training.memory.row_profile import FakeTrainer, Training

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_tinker.domain.values import SampleOutput, SampleRequest
+from skyrl_tinker.domain.samples import SampleOutput, SampleRequest
 from skyrl_tinker.errors import SamplerError
 from skyrl_tinker.inference.client.generated import GeneratedSequence
 from skyrl_tinker.inference.client.sample_parts import remainder

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_tinker.domain.values import SampledSequence, TargetTokens
+from skyrl_tinker.domain.samples import SampledSequence, TargetTokens
 from skyrl_tinker.errors import SamplerError
 from tests.inference.support.samplers import (
     CONTEXT,

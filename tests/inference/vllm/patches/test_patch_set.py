@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import vllm
 
-from skyrl_tinker.inference.plugin import patches
 from skyrl_tinker.inference.vllm import vllm_targets
+from skyrl_tinker.inference.vllm.patches import patch_set
 
 ROOT = Path(vllm.__path__[0])
 
@@ -16,8 +16,8 @@ ROOT = Path(vllm.__path__[0])
 @pytest.fixture
 def unapplied(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Keep a refusal from being hidden by patches that this process has applied."""
-    monkeypatch.setattr(patches.WeightTransferEngineFactory, "_registry", {})
-    monkeypatch.setattr(patches, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setattr(patch_set.WeightTransferEngineFactory, "_registry", {})
+    monkeypatch.setattr(patch_set, "current_platform", SimpleNamespace(is_cpu=lambda: True))
     return monkeypatch
 
 
@@ -29,15 +29,15 @@ def without(target: str, file: Path) -> Path:
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.32.0"])
 def test_another_release_of_vllm_is_refused(unapplied: pytest.MonkeyPatch, version: str) -> None:
-    unapplied.setattr(patches, "vllm_version", version)
+    unapplied.setattr(patch_set, "vllm_version", version)
     with pytest.raises(RuntimeError, match=rf"for vLLM 0\.32\.x and vLLM 0\.33\.x, found {version}"):
-        patches.apply()
-    assert not patches.WeightTransferEngineFactory._registry
+        patch_set.apply()
+    assert not patch_set.WeightTransferEngineFactory._registry
 
 
 def test_every_target_of_the_installed_release_is_in_the_table() -> None:
     table = json.loads(vllm_targets.LISTED.read_text())
-    targets = {target for patch in (*patches.PATCHES, *patches.ON_CPU) for target in patch.targets}
+    targets = {target for patch in (*patch_set.PATCHES, *patch_set.ON_CPU) for target in patch.targets}
     assert table.keys() == targets
     assert vllm_targets.unknown(ROOT, targets) == []
     assert all(known.keys() == set(vllm_targets.releases()) for known in table.values())
@@ -48,19 +48,19 @@ def test_a_patch_whose_target_is_unknown_is_refused_by_name(
 ) -> None:
     target = "v1.engine.output_processor:RequestState.make_request_output"
     unapplied.setattr(vllm_targets, "LISTED", without(target, tmp_path / "table.json"))
-    message = rf"patch patches\._count_cached_prompts_once, needed always, .*{target}.* Install 0\.32"
+    message = rf"patch request_patches\.count_cached_prompts_once, needed always, .*{target}.* Install 0\.32"
     with pytest.raises(RuntimeError, match=message):
-        patches.apply()
-    assert not patches.WeightTransferEngineFactory._registry
+        patch_set.apply()
+    assert not patch_set.WeightTransferEngineFactory._registry
 
 
 def test_a_patch_that_not_all_need_is_refused_when_vllm_calls_its_gate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    factory = patches.WeightTransferEngineFactory
+    factory = patch_set.WeightTransferEngineFactory
     monkeypatch.setattr(factory, "create_engine", factory.create_engine)  # restored afterwards
     gate = "distributed.weight_transfer:WeightTransferEngineFactory.create_engine"
-    patches._refuse_at(gate, "needed for gpt-oss")
+    patch_set._refuse_at(gate, "needed for gpt-oss")
     with pytest.raises(RuntimeError, match="needed for gpt-oss"):
         factory.create_engine("any", None, None, None)  # type: ignore[arg-type]
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from skyrl_tinker.protocol.schemas import answer_schemas
-from skyrl_tinker.protocol.schemas.answer_schemas import (
+from skyrl_tinker.protocol import answer_schemas
+from skyrl_tinker.protocol.answer_schemas import (
     MAX_BRANCHES,
     MAX_DIGITS,
     MAX_ITEMS,
