@@ -261,8 +261,8 @@ def main() -> None:
     dtype = arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32")
     torch.set_num_threads(arguments.threads)
     disable_progress_bar()
-    ranks = distributed.join(distributed.meeting_place(), 0, 1, arguments.device, 60.0)
     with tempfile.TemporaryDirectory() as root:
+        ranks = distributed.join(distributed.meeting_place(root), 0, 1, arguments.device, 60.0)
         setting = Setting(
             Path(root), ranks, arguments.device, dtype, arguments.threads, arguments.gradient_checkpointing
         )

@@ -5,7 +5,6 @@ The caller must not have used CUDA, nor computed with torch: neither survives a 
 
 import multiprocessing
 import os
-import shutil
 import signal
 import traceback
 import warnings
@@ -70,7 +69,7 @@ def on_ranks(count: int, device: str, function: Callable[..., Any], *args: Any) 
         arguments = [(place, rank, count, device, function, args) for rank in range(count)]
         return _results([Forked(_once, _on_rank, *each) for each in arguments])
     finally:
-        shutil.rmtree(place.directory, ignore_errors=True)
+        place.remove()
 
 
 def _results(processes: list[Forked]) -> list[Any]:

@@ -1,5 +1,6 @@
 """Passes of a model of the shape of Qwen3-8B, with random weights made on the device."""
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -60,6 +61,7 @@ class Speed:
         self._config = CONFIGS["tiny" if setting.small else "8B"]
         spec = setting.spec("", "bfloat16", token_budget, recompute=recompute)
         self._worker = Worker(spec, 0)
+        self._scratch = tempfile.TemporaryDirectory()
         self._keys: list[ModelKey] = []
         self._head = False
         self.title = f"{'tiny' if setting.small else '8B'}, layers {LAYERS[recompute]}"
@@ -70,7 +72,7 @@ class Speed:
     def make_base(self) -> Iterator[Row]:
         device = self._setting.device
         started = time.perf_counter()
-        ranks = distributed.join(distributed.meeting_place(), 0, 1, device, 60.0)
+        ranks = distributed.join(distributed.meeting_place(self._scratch.name), 0, 1, device, 60.0)
         attention.register(device, torch.bfloat16, self._config)
         with torch.device(device):
             name = "tiny" if self._setting.small else "8B"

@@ -152,7 +152,7 @@ def _record(conn: Connection, adapter: _Import) -> TinkerPath:
     session = session_records.create(
         conn, owner=adapter.owner, tags=["import-adapter"], sdk_version="import-adapter"
     )
-    metadata = {"imported_from": str(adapter.source.absolute())}
+    metadata = {"imported_from": adapter.source.absolute().name}
     run = NewModel(session, 0, adapter.base.name, adapter.spec, DEFAULT_OPTIMIZER, metadata)
     key = model_records.add(conn, run, ModelState.RELEASED, _WHY_RELEASED)
     session_records.finish(conn, session, "imported", None)

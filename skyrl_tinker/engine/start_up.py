@@ -40,7 +40,7 @@ from skyrl_tinker.storage.storage_port import Storage
 from skyrl_tinker.store import checkpoint_records, server_state, weight_versions
 from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.system.off_loop import TRANSFER_THREADS, in_disk_thread
+from skyrl_tinker.system.off_loop import LOAD_THREADS, in_disk_thread
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 _log = logging.getLogger(__name__)
@@ -89,7 +89,8 @@ class StartUp:
         Waits while the database fails, as on a full disk.
         """
         root, ephemeral = self._directories.checkpoint_root, self._directories.ephemeral_dir
-        partial_in = chain((ephemeral, root), root.glob("*/*"), self._directories.snapshot_dir.glob("*"))
+        of_models = root.glob("[0-9]*/*")  # an import may be writing into its own
+        partial_in = chain((ephemeral, root), of_models, self._directories.snapshot_dir.glob("*"))
         await in_disk_thread(leftovers.sweep_partial, partial_in)
         saves = await in_disk_thread(leftovers.list_saves, root)
         await in_disk_thread(
@@ -103,7 +104,7 @@ class StartUp:
         await in_disk_thread(spill.sweep, {version.name for version in versions})
         remaining = iter(versions)
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(TRANSFER_THREADS):
+            for _ in range(LOAD_THREADS):
                 tasks.create_task(_restore(remaining, spill))
         fingerprints = {
             facts.name: await in_disk_thread(parking.fingerprint, Path(facts.directory))

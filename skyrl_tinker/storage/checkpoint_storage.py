@@ -26,7 +26,7 @@ from skyrl_tinker.errors import SkyrlTinkerError, StorageAwayError, StorageError
 from skyrl_tinker.storage import owner_mark
 from skyrl_tinker.storage.storage_port import LOCAL_DISK, InUse, Storage
 from skyrl_tinker.system.atomic_directory import publish, staging_of, storage_errors
-from skyrl_tinker.system.off_loop import in_disk_thread, in_transfer_thread
+from skyrl_tinker.system.off_loop import in_disk_thread, in_load_thread
 
 T = TypeVar("T")
 TRIES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -155,7 +155,7 @@ class CheckpointStorage(Storage):
 
     async def _fetch_in_thread(self, directory: Path) -> None:
         if not await in_disk_thread(self._look, directory):
-            await in_transfer_thread(self.fetch, directory)
+            await in_load_thread(self.fetch, directory)
 
     def _look(self, directory: Path) -> bool:
         with self._lock(directory):

@@ -21,17 +21,17 @@ RETRY_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-THREADS = 4
+THREADS, REPORT_THREADS = 4, 2
 IDLE_S = 60.0
 """Time after which a connection that nobody uses is closed."""
 
 
 class ReadPool:
-    """Threads, at most THREADS, each with a connection while it reads; further reads wait for their turn."""
+    """A few threads, each with a connection while it reads; further reads wait for their turn."""
 
-    def __init__(self, database: Database, name: str) -> None:
+    def __init__(self, database: Database, name: str, threads: int = THREADS) -> None:
         self._database = database
-        self._threads = ThreadPoolExecutor(THREADS, name)
+        self._threads = ThreadPoolExecutor(threads, name)
         self._idle: deque[tuple[float, Connection]] = deque()  # since when; the oldest first
         self._closer: asyncio.TimerHandle | None = None
 
@@ -104,6 +104,9 @@ class Store:
         self._database = database
         self._rows = ReadPool(database, "store-rows")  # apart: no listing delays the reads of a few rows
         self._bulk = ReadPool(database, "store-bulk")
+        self._reports = ReadPool(
+            database, "store-reports", REPORT_THREADS
+        )  # apart, too: no result waits for one
         self._writer = Writer(database)
 
     @classmethod
@@ -133,6 +136,7 @@ class Store:
         await self._writer.close()
         await self._rows.close()
         await self._bulk.close()
+        await self._reports.close()
         await self._database.settle()
         self._database.close()
 
@@ -155,5 +159,9 @@ class Store:
         return self._rows.run_here(op) if self._database.local else await self._rows.run(op)
 
     async def fetch(self, op: Op[T]) -> T:
-        """Run `op` on one state of the database, in a thread: for bodies and listings, which may be large."""
+        """Run `op` on one state of the database, in a thread: for bodies, which may be large."""
         return await self._bulk.run(op)
+
+    async def report(self, op: Op[T]) -> T:
+        """Run `op` likewise: for lists and reports, which clients can make slow. `fetch` waits for none."""
+        return await self._reports.run(op)

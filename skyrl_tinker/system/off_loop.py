@@ -1,6 +1,7 @@
-"""Threads for work that would block the event loop: for requests (kept hot), for disk, for transfers.
+"""Threads for work that would block the event loop: for requests (kept hot), disk, transfers, and loads.
 
-They are apart so that no fsync of one tenant delays a pass of another, and no upload a look for a file.
+They are apart so that no fsync of one tenant delays a pass of another, no upload a look for a file, and no
+number of loads, copies and exports a save or a snapshot.
 """
 
 import asyncio
@@ -10,11 +11,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 OFF_LOOP_BYTES = 64 * 1024
-DISK_THREADS, TRANSFER_THREADS = 4, 16
+DISK_THREADS, TRANSFER_THREADS, LOAD_THREADS = 4, 16, 8
 
 T = TypeVar("T")
 _disk = ThreadPoolExecutor(DISK_THREADS, "disk")
 _transfers = ThreadPoolExecutor(TRANSFER_THREADS, "transfer")
+_loads = ThreadPoolExecutor(LOAD_THREADS, "load")
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
@@ -28,5 +30,10 @@ async def in_disk_thread(work: Callable[..., T], *args: Any, **kwargs: Any) -> T
 
 
 async def in_transfer_thread(work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Return `work(*args, **kwargs)`, which copies checkpoints or asks the network: it may take long."""
+    """Return `work(*args, **kwargs)`, which stores checkpoints or asks the network: it may take long."""
     return await asyncio.get_running_loop().run_in_executor(_transfers, partial(work, *args, **kwargs))
+
+
+async def in_load_thread(work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Return `work(*args, **kwargs)`, which fetches, copies or exports what a client asked for."""
+    return await asyncio.get_running_loop().run_in_executor(_loads, partial(work, *args, **kwargs))

@@ -121,6 +121,7 @@ class Actors:
         self._actors: tuple[Any, ...] = ()  # by rank; empty before `join`
         self.pids: list[int] = []  # likewise
         self._unshared: dict[int, list[str]] = {}  # directories, by rank; empty before `look_for`
+        self._meeting: Any = None  # a MeetingPlace; its module imports torch
 
     @property
     def spread(self) -> bool:
@@ -162,8 +163,8 @@ class Actors:
                 await self.ping()
         except TimeoutError as error:
             raise TrainerError(f"the trainer's processes did not start within {START_S:.0f} s") from error
-        meeting = (await self.call(0, "meeting_place", self._placement.hosts)).value
-        await self.call_all("join", meeting)
+        self._meeting = (await self.call(0, "meeting_place", self._placement.hosts)).value
+        await self.call_all("join", self._meeting)
         await self.call_all("measure")
         for rank in self._placement.far_hosts:
             await self.file_call(rank, "drop_leftovers")
@@ -248,8 +249,10 @@ class Actors:
         self._placement.remove()
 
     async def wait_gone(self) -> None:
-        """Wait until killed processes have ended and freed their memory."""
+        """Wait until killed processes have ended and freed their memory; then remove their meeting place."""
         await self._placement.wait_gone(self.pids)
+        if self._meeting is not None:
+            self._meeting.remove()
 
     async def _call_senders(self, remote: str, *args: Any) -> list[Any]:
         return await _gather([self._call_sender(rank, remote, *args) for rank in range(len(self._actors))])

@@ -7,6 +7,7 @@ connection once all ranks have met, and data received through them is never unpi
 
 import json
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Callable
@@ -109,6 +110,9 @@ class MeetingPlace(Protocol):
 
     def open(self, rank: int, world: int, limit: timedelta) -> Store: ...
 
+    def remove(self) -> None:
+        """Remove what lies there, on the host of rank 0, once no rank uses it."""
+
 
 @dataclass(frozen=True, slots=True)
 class MeetingFile:
@@ -117,8 +121,12 @@ class MeetingFile:
     directory: str
 
     @classmethod
-    def make(cls) -> "MeetingFile":
-        return cls(tempfile.mkdtemp(prefix="ranks-"))
+    def make(cls, root: str | None = None) -> "MeetingFile":
+        """Make a directory in `root`, named so that the next engine removes what a death leaves there."""
+        return cls(tempfile.mkdtemp(".tmp", ".ranks-", root))
+
+    def remove(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def open(self, rank: int, world: int, limit: timedelta) -> Store:
         store = FileStore(str(Path(self.directory) / "store"), world)
@@ -147,11 +155,17 @@ class MeetingPort:
             master_listen_fd=listener.detach(),
         )
 
+    def remove(self) -> None:
+        """Do nothing: the port goes with rank 0."""
 
-def meeting_place(hosts: int = 1, address: str = "127.0.0.1") -> MeetingPlace:
-    """Choose the meeting place of ranks on that many hosts. Rank 0 only, whose IP address is `address`."""
+
+def meeting_place(root: str, hosts: int = 1, address: str = "127.0.0.1") -> MeetingPlace:
+    """Choose the meeting place of ranks on that many hosts. Rank 0 only, whose IP address is `address`.
+
+    `root`: directory for files of one host.
+    """
     if hosts == 1:
-        return MeetingFile.make()
+        return MeetingFile.make(root)
     with socket.create_server((address, 0)) as free:
         return MeetingPort(address, free.getsockname()[1])
 
@@ -168,7 +182,7 @@ def join(
     on_gpus = device == "cuda"
     if on_gpus:
         torch.cuda.set_device(0)  # Ray shows each actor its own GPU only
-    with nullcontext() if on_gpus else closing_new_listeners():  # NCCL connects later, to listeners of its own
+    with nullcontext() if on_gpus else closing_new_listeners():  # NCCL connects later, to its own
         store = place.open(rank, world, limit)
         backend = "nccl" if on_gpus else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)

@@ -79,7 +79,7 @@ class Worker:
 
     def meeting_place(self, hosts: int) -> MeetingPlace:
         """Choose the place at which ranks on that many hosts meet, on rank 0 only."""
-        return distributed.meeting_place(hosts, self._address)
+        return distributed.meeting_place(self.spec.memory_root, hosts, self._address)
 
     def join(self, place: MeetingPlace) -> None:
         """Form the group, then load the base model without another collective; `measure` follows."""

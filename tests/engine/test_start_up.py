@@ -29,6 +29,8 @@ from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
 from skyrl_tinker.store import weight_versions
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.atomic_directory import staging_of
+from skyrl_tinker.training.distributed import MeetingFile
 from tests.engine.support.world import FACTS
 from tests.store.support.rows import create, ephemeral, new_session
 from tests.support.reads import reading
@@ -46,6 +48,23 @@ def start_up(
     status = EngineStatus(store, bell)
     env = Environment(settings, directories, cast(Any, None), store, bell, status, Metrics())
     return StartUp(env, Bases((facts,)), []), directories
+
+
+async def test_what_a_dead_engine_left_half_written_goes_and_an_import_that_runs_goes_on(
+    store: Store, bell: Doorbell, tmp_path: Path
+) -> None:
+    starting, directories = start_up(store, bell, tmp_path / "home")
+    root = directories.checkpoint_root
+    imported = staging_of(root / "import-1" / "weights" / "a")
+    saved = staging_of(root / "7" / "weights" / "a~1.ffffffff")
+    for directory in (imported, saved, directories.ephemeral_dir):
+        directory.mkdir(parents=True)
+    met = Path(MeetingFile.make(str(directories.ephemeral_dir)).directory)
+    try:
+        await starting.tidy_up()
+        assert [each.exists() for each in (imported, saved, met)] == [True, False, False]
+    finally:
+        directories.delete_outside_home()
 
 
 async def test_weights_in_memory_are_looked_for_where_this_home_has_them(

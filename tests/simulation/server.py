@@ -292,7 +292,7 @@ class Server:
             process.fence = LeaseFence(epoch, partial(_end, process))
         store = Store.open(url, root, process.fence)
         store._database.skew_s = -process.ahead_s  # SQLite asks for no time
-        store._rows._idle = store._bulk._idle = host.connections
+        store._rows._idle = store._bulk._idle = store._reports._idle = host.connections
         store._writer._conn = host.writing
         try:
             await life(store)

@@ -27,7 +27,12 @@ from skyrl_tinker.storage import checkpoint_storage, owner_mark
 from skyrl_tinker.storage.checkpoint_storage import UNUSED_S, CheckpointStorage
 from skyrl_tinker.storage.owner_mark import LocalPlace
 from skyrl_tinker.store.database.migrate import migrate
-from skyrl_tinker.system.off_loop import TRANSFER_THREADS, in_transfer_thread
+from skyrl_tinker.system.off_loop import (
+    LOAD_THREADS,
+    TRANSFER_THREADS,
+    in_load_thread,
+    in_transfer_thread,
+)
 from tests.support.object_storage import BUCKET, ObjectStorage, object_storage
 from tests.support.waiting import PATIENCE_S, until
 
@@ -351,7 +356,7 @@ async def test_what_was_fetched_waits_for_no_transfer_until_it_leaves(
         await storage.fetch_off_loop(directory)
         assert storage._knows(directory) == bool(known_s)
     go_on = threading.Event()
-    transfers = [asyncio.create_task(in_transfer_thread(go_on.wait)) for _ in range(2 * TRANSFER_THREADS)]
+    transfers = [asyncio.create_task(in_load_thread(go_on.wait)) for _ in range(2 * LOAD_THREADS)]
     try:
         await asyncio.sleep(0)
         async with asyncio.timeout(PATIENCE_S):
@@ -366,6 +371,25 @@ async def test_what_was_fetched_waits_for_no_transfer_until_it_leaves(
     assert not any(map(storage._knows, directories))
     await storage.fetch_off_loop(evicted)
     assert evicted.exists()
+
+
+async def test_however_much_is_fetched_a_save_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, go_on = CheckpointStorage(tmp_path / "local", f"file://{tmp_path}/elsewhere"), threading.Event()
+    begun = list[Path]()
+    monkeypatch.setattr(storage, "fetch", lambda directory: begun.append(directory) or go_on.wait())
+    directories = [tmp_path / "local" / str(number) for number in range(2 * TRANSFER_THREADS)]
+    fetches = [asyncio.create_task(storage.fetch_off_loop(directory)) for directory in directories]
+    try:
+        await until(lambda: len(begun) >= LOAD_THREADS)
+        saved = write(tmp_path / "local" / "saved")
+        async with asyncio.timeout(PATIENCE_S):
+            await in_transfer_thread(storage.store, saved)
+        assert storage.has(saved)
+    finally:
+        go_on.set()
+    await asyncio.gather(*fetches)
 
 
 async def test_weights_are_waited_for_while_the_storage_is_away(

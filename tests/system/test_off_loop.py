@@ -8,6 +8,7 @@ from skyrl_tinker.system.off_loop import (
     OFF_LOOP_BYTES,
     TRANSFER_THREADS,
     in_disk_thread,
+    in_load_thread,
     in_transfer_thread,
     off_loop,
 )
@@ -30,3 +31,15 @@ async def test_a_slow_disk_holds_up_no_request_and_a_slow_network_neither() -> N
         disk.set()
         network.set()
     await asyncio.gather(*transfers, *writes)
+
+
+async def test_however_many_loads_wait_a_save_finds_a_thread() -> None:
+    storage = threading.Event()
+    loads = [asyncio.create_task(in_load_thread(storage.wait)) for _ in range(2 * TRANSFER_THREADS)]
+    await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            assert await in_transfer_thread(lambda: 7) == 7
+    finally:
+        storage.set()
+    await asyncio.gather(*loads)

@@ -78,8 +78,9 @@ def model_directory(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    yield distributed.join(distributed.meeting_place(), 0, 1, "cpu", 60.0)
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    place = distributed.meeting_place(str(tmp_path_factory.mktemp("meeting")))
+    yield distributed.join(place, 0, 1, "cpu", 60.0)
     dist.destroy_process_group()
 
 

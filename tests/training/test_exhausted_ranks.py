@@ -243,7 +243,8 @@ def _refuse_to_restore(one: Rank) -> None:
 def test_both_ranks_refuse_what_one_has_no_memory_for(
     untied_model: str, tmp_path_factory: pytest.TempPathFactory, short: int
 ) -> None:
-    place, scratch = distributed.meeting_place(), str(tmp_path_factory.mktemp("scratch"))
+    scratch = str(tmp_path_factory.mktemp("scratch"))
+    place = distributed.meeting_place(scratch)
     with ExitStack() as stack:
         pool = stack.enter_context(ProcessPoolExecutor(2, multiprocessing.get_context("spawn")))
         calls = [pool.submit(_run, untied_model, scratch, place, rank, short) for rank in (0, 1)]

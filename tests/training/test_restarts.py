@@ -48,19 +48,26 @@ PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def groups(ray_cluster: None, tied_model: str) -> Iterator[dict[int, TrainerGroup]]:
-    """Groups of one rank and of two, started side by side."""
+def groups(
+    ray_cluster: None, tied_model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[int, TrainerGroup]]:
+    """Groups of one rank and of two, started side by side. However often they died, they leave no files."""
+    memory = tmp_path_factory.mktemp("memory")
     found = {
         ranks: TrainerGroup.launch(
-            TrainerSpec(tied_model, ranks, "cpu", "float32", 1, BUDGET, timeout_s=60.0)
+            TrainerSpec(
+                tied_model, ranks, "cpu", "float32", 1, BUDGET, timeout_s=60.0, memory_root=str(memory)
+            )
         )
         for ranks in (1, 2)
     }
     for group in found.values():
         asyncio.run(group.ready())
+    assert len(list(memory.iterdir())) == 2, "where each met"
     yield found
     for group in found.values():
         asyncio.run(group.shutdown())
+    assert list(memory.iterdir()) == []
 
 
 class Trained:
@@ -324,9 +331,9 @@ def _load(place: MeetingPlace, directory: str, loaded: Event) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_loads_the_base_model_without_its_peers(tied_model: str) -> None:
+def test_a_rank_loads_the_base_model_without_its_peers(tied_model: str, tmp_path: Path) -> None:
     """They may load for longer than a collective may take."""
-    place = distributed.meeting_place()
+    place = distributed.meeting_place(str(tmp_path))
     with multiprocessing.get_context("spawn").Manager() as manager:
         loaded = manager.Event()
         with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:

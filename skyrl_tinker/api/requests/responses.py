@@ -25,10 +25,10 @@ AT_ONCE = 16
 async def json_from_rows(store: Store, read: Op[Message]) -> Response:
     """Return the message that `read` builds, as JSON; reading and encoding run in a thread."""
 
-    def as_json(conn: Connection) -> str:
-        return read(conn).model_dump_json()
+    def as_json(conn: Connection) -> bytes:
+        return read(conn).model_dump_json().encode()
 
-    return Response(await store.fetch(as_json), media_type=JSON)
+    return Response(await store.report(as_json), media_type=JSON)
 
 
 async def json_by_parts(
@@ -56,7 +56,7 @@ async def _chained(first: str, others: AsyncIterator[str]) -> AsyncIterator[str]
 async def _parts(store: Store, text: str, keys: Sequence[K], items: Items[K], end: str) -> AsyncIterator[str]:
     sign = ""
     while keys:
-        found, keys = await store.fetch(partial(_some, keys=keys, items=items))
+        found, keys = await store.report(partial(_some, keys=keys, items=items))
         if found:
             yield text + sign + ",".join(found)
             text, sign = "", ","

@@ -51,7 +51,7 @@ async def _pages(store: Store, session: SessionId) -> AsyncIterator[list[Event]]
 async def _rows(store: Store, query: Callable[..., list[T]]) -> AsyncIterator[list[T]]:
     after: int | None = -1
     while True:
-        page = await store.fetch(partial(query, after=after, limit=PAGE))
+        page = await store.report(partial(query, after=after, limit=PAGE))
         if page:
             yield page
             after = page[-1].seq_id

@@ -80,7 +80,7 @@ class NowView:
             memory=_memory(snapshot.gpus) if sees_all(self._caller) else None,
             replicas=[]
             if queues is None
-            else [row for each in queues.sampling.items() for row in _replicas(*each)],
+            else [row for each in queues.sampling.items() for row in self._replicas(*each)],
             queue=self._queue,
             rates=queues and RatesNow(trained=queues.trained, sampled=queues.sampled),
             trainers=None if queues is None else [self._trainer(*each) for each in queues.training.items()],
@@ -228,6 +228,19 @@ class NowView:
         ids, names = [model.model_id for model in seen], [model.name for model in seen]
         return UnitNow(kind=kind, model_ids=ids, names=names, others=len(keys) - len(seen))
 
+    def _replicas(self, base_model: str, view: SamplingView) -> list[ReplicaNow]:
+        alone = view.in_flight if len(view.replicas) == 1 else None
+        hidden = {} if sees_all(self._caller) else {"address": None, "host": None}
+        return [
+            ReplicaNow(
+                **values_of(replica) | hidden,
+                base_model=base_model,
+                in_flight=alone,
+                weights=list(view.weights) if replica.address else [],
+            )
+            for replica in view.replicas
+        ]
+
 
 def _memory(gpus: GpuMemory) -> MemoryNow:
     found = host_memory()
@@ -253,16 +266,3 @@ def _wait(entry: QueueOfTenant) -> Problem:
         text=f"{entry.waiting} {entry.kind} {many} of {entry.owner}, the oldest for {duration(age)}: "
         f"{entry.reason or 'running'}",
     )
-
-
-def _replicas(base_model: str, view: SamplingView) -> list[ReplicaNow]:
-    alone = view.in_flight if len(view.replicas) == 1 else None
-    return [
-        ReplicaNow(
-            **values_of(replica),
-            base_model=base_model,
-            in_flight=alone,
-            weights=list(view.weights) if replica.address else [],
-        )
-        for replica in view.replicas
-    ]

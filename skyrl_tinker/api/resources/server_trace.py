@@ -8,6 +8,7 @@ each base model, and the way of weights to the samplers are processes of their o
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -25,11 +26,15 @@ UNITS = -1
 _FIXED = {TRAINER: "trainer", WEIGHTS: "weights to the samplers", QUEUES: "requests not finished"}
 
 
-def trace_of(requests: Sequence[TracedRequest], activity: Activity) -> bytes:
-    """Return the JSON. Units show how many requests were in them, and name only those of `requests`."""
+def trace_of(requests: Sequence[TracedRequest], activity: Activity, *, addresses: bool = True) -> bytes:
+    """Return the JSON. Units show how many requests were in them, and name only those of `requests`.
+
+    `addresses`: show those of the replicas that sampled.
+    """
     tracks = {track: pid for pid, track in enumerate(dict.fromkeys(map(_track, requests)), FIRST)}
     threads = _threads(activity.units)
-    spans = _spans(activity)
+    samples = activity.samples if addresses else [replace(span, replicas=()) for span in activity.samples]
+    spans = _spans(activity.units, samples)
     seen = {request.id for request in requests}
     events = chain(
         (process_name(pid, name) for pid, name in _FIXED.items()),
@@ -59,10 +64,10 @@ def _named(pid: int, identity: str, name: str) -> Iterator[Event]:
     yield {"ph": "M", "pid": pid, "name": "process_labels", "args": {"labels": identity}}
 
 
-def _spans(activity: Activity) -> dict[int, UnitSpan | SampleSpan]:
+def _spans(units: Iterable[UnitSpan], samples: Iterable[SampleSpan]) -> dict[int, UnitSpan | SampleSpan]:
     """Return the work that ran requests, by future id."""
-    trained = {each: unit for unit in activity.units for each in unit.future_ids}
-    return {**trained, **{span.future_id: span for span in activity.samples}}
+    trained = {each: unit for unit in units for each in unit.future_ids}
+    return {**trained, **{span.future_id: span for span in samples}}
 
 
 def _threads(units: Iterable[UnitSpan]) -> dict[tuple[str, int], int]:
@@ -115,7 +120,7 @@ def _request(request: TracedRequest, pid: int, span: UnitSpan | SampleSpan | Non
     yield begin
     if span is not None:
         common = {"cat": "request", "id": request.id, "pid": pid, "tid": 0}
-        ran = {"replicas": span.replicas} if isinstance(span, SampleSpan) else {}
+        ran = {"replicas": span.replicas} if isinstance(span, SampleSpan) and span.replicas else {}
         yield from _slice({**common, "name": "wait"}, request.created_at, span.began_at, {})
         yield from _slice({**common, "name": "run"}, span.began_at, span.ended_at, ran)
         if request.finished_at is not None and request.finished_at > span.ended_at:

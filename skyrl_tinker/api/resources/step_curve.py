@@ -27,7 +27,7 @@ async def csv_lines(store: Store, model: ModelKey) -> AsyncIterator[bytes]:
     after, more = 0, True
     while more:
         read = partial(step_points.points_after, model=model, step=after, limit=PAGE)
-        points = await store.fetch(read)
+        points = await store.report(read)
         more = len(points) == PAGE
         if points:
             after = points[-1].step

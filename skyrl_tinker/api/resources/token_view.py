@@ -39,15 +39,15 @@ FILE = "tokenizer.json"
 def tokens_of(stored: StoredTokens, item: int, bases: Bases) -> TokensResponse:
     """Build the view. Raises UserError for an item that there is not, GoneError when the body is dropped."""
     if stored.kind is RequestKind.SAMPLE:
-        sequences = sample_results.sample_response_json(stored.result)["sequences"]
-        _check(item, len(sequences))
-        sequence = sequences[item]
+        sequences, count = sample_results.sequences_at(stored.result, item, 1)
+        _check(item, count)
+        sequence = sequences[0]
         sampled: dict[str, Values] = {"logprob": _finite(sequence["logprobs"])}
         prompt = _sample_prompt(stored)
-        return _response(stored, item, len(sequences), prompt, sequence["tokens"], sampled, bases)
-    datum, count = pass_requests.datum_at(_body(stored), item)
+        return _response(stored, item, count, prompt, sequence["tokens"], sampled, bases)
+    data, count = pass_requests.data_at(_body(stored), item, 1)
     _check(item, count)
-    assert datum is not None
+    datum = data[0]
     _require_single_targets(datum, item)
     values = _values(datum, pass_results.logprobs_at(stored.result, item))
     first = datum.tokens[:1].tolist()
@@ -81,11 +81,8 @@ class _ScoredPart:
 
 def _sampled(stored: StoredTokens, page: Paging) -> tuple[list[_ScoredPart], int]:
     prompt = _sample_prompt(stored)
-    sequences = sample_results.sample_response_json(stored.result)["sequences"]
-    shown = sequences[page.offset : page.offset + page.limit]
-    return [_ScoredPart(prompt, each["tokens"], None, _mean(each["logprobs"])) for each in shown], len(
-        sequences
-    )
+    shown, total = sample_results.sequences_at(stored.result, page.offset, page.limit)
+    return [_ScoredPart(prompt, each["tokens"], None, _mean(each["logprobs"])) for each in shown], total
 
 
 def _sample_prompt(stored: StoredTokens) -> Sequence[int] | None:
@@ -94,10 +91,10 @@ def _sample_prompt(stored: StoredTokens) -> Sequence[int] | None:
 
 
 def _trained(stored: StoredTokens, page: Paging) -> tuple[list[_ScoredPart], int]:
-    data = pass_requests.from_canonical(_body(stored)).data
-    pairs = enumerate(zip(data, pass_results.each_logprobs(stored.result), strict=True))
-    shown = islice(pairs, page.offset, page.offset + page.limit)
-    return [_trained_part(number, datum, logprobs) for number, (datum, logprobs) in shown], len(data)
+    data, total = pass_requests.data_at(_body(stored), page.offset, page.limit)
+    scored = islice(pass_results.each_logprobs(stored.result), page.offset, page.offset + len(data))
+    pairs = enumerate(zip(data, scored, strict=True), page.offset)
+    return [_trained_part(number, datum, logprobs) for number, (datum, logprobs) in pairs], total
 
 
 def _trained_part(number: int, datum: Datum, logprobs: Float32) -> _ScoredPart:

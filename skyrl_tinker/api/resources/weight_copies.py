@@ -20,7 +20,7 @@ from skyrl_tinker.store.checkpoint_copies import Destination, NewCopy
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.reports import holdings
 from skyrl_tinker.system.atomic_directory import atomic_directory, link
-from skyrl_tinker.system.off_loop import in_transfer_thread
+from skyrl_tinker.system.off_loop import in_load_thread, in_transfer_thread
 
 _SESSIONS = uuid5(NAMESPACE_URL, "copy_weights")
 
@@ -86,9 +86,9 @@ async def _add(services: Services, owner: OwnerId | None, root: Path, new: NewCo
         return checkpoint_copies.add(conn, owner, new)
 
     try:
-        await in_transfer_thread(services.storage.fetch, Path(new.source.directory))
-        await in_transfer_thread(_copy_files, new.source, root)
-        await in_transfer_thread(services.storage.store, Path(new.directory))
+        await in_load_thread(services.storage.fetch, Path(new.source.directory))
+        await in_load_thread(_copy_files, new.source, root)
+        await in_load_thread(services.storage.store, Path(new.directory))
         kept = True  # a write that is cancelled, or that breaks off, may be committed all the same
         kept = await services.store.write(op)
     except SkyrlTinkerError as error:

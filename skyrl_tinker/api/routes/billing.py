@@ -4,9 +4,10 @@ from datetime import datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Query
+from sqlalchemy import Connection
 from starlette.responses import Response
 
-from skyrl_tinker.api.requests.responses import json_by_parts
+from skyrl_tinker.api.requests.responses import json_by_parts, json_from_rows
 from skyrl_tinker.api.resources.usage_bill import GIGABYTE, bill, session_entries
 from skyrl_tinker.api.security.tokens import user_urn
 from skyrl_tinker.api.services import Deps, Reached
@@ -43,7 +44,7 @@ async def usage_events(query: Annotated[UsageQuery, Query()], deps: Deps, reach:
             f"ending_before: found {query.ending_before.isoformat()}, expected a time at most 14 days "
             f"after starting_on ({query.starting_on.isoformat()})"
         )
-    usage = await deps.store.fetch(lambda conn: bill(conn, reach, first, end, now))
+    usage = await deps.store.report(lambda conn: bill(conn, reach, first, end, now))
     answer, sessions = usage.model_copy(update={"sessions": {}}), list(usage.sessions)
     return await json_by_parts(deps.store, answer, "sessions", sessions, session_entries)
 
@@ -56,12 +57,17 @@ def _hour(name: str, value: datetime) -> int:
     return int(hour)
 
 
-@router.get("/checkpoints/current", summary="Number and size of the checkpoints, by project")
-async def current_storage(
-    query: Annotated[StorageQuery, Query()], deps: Deps, reach: Reached
-) -> StorageResponse:
-    totals = await deps.store.read(lambda conn: storage.current_totals(conn, reach, query.project_id))
-    return StorageResponse(data=[_item(total) for total in totals])
+@router.get(
+    "/checkpoints/current",
+    summary="Number and size of the checkpoints, by project",
+    response_model=StorageResponse,
+)
+async def current_storage(query: Annotated[StorageQuery, Query()], deps: Deps, reach: Reached) -> Response:
+    def read(conn: Connection) -> StorageResponse:
+        totals = storage.current_totals(conn, reach, query.project_id)
+        return StorageResponse(data=[_item(total) for total in totals])
+
+    return await json_from_rows(deps.store, read)
 
 
 def _item(total: AnyRow) -> StorageItem:

@@ -42,7 +42,7 @@ _OF_RUN = "/training_runs/{run}/checkpoints"
 async def list_checkpoints(
     query: Annotated[Paging, Query()], request: Request, deps: Deps, reach: Reached
 ) -> Response:
-    page = await deps.store.fetch(
+    page = await deps.store.report(
         lambda conn: training_runs.page_checkpoints(conn, reach, _kinds(request), query.limit, query.offset)
     )
     cursor = Cursor(offset=query.offset, limit=query.limit, total_count=page.total)
@@ -60,7 +60,7 @@ async def list_checkpoints(
 )
 async def list_checkpoints_of_run(run: str, request: Request, deps: Deps, reach: Reached) -> Response:
     """Another owner's run shows its published checkpoints only."""
-    ids = await deps.store.fetch(
+    ids = await deps.store.report(
         lambda conn: training_runs.list_checkpoints(conn, reach, ModelId(run), _kinds(request))
     )
     answer = CheckpointsResponse(checkpoints=[])

@@ -11,7 +11,7 @@ from skyrl_tinker.api.openapi.documents import answers, takes
 from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.requests.responses import json_by_parts, json_from_rows
 from skyrl_tinker.api.resources import step_curve
-from skyrl_tinker.api.resources.now_view import NowView
+from skyrl_tinker.api.resources.now_view import NowView, sees_all
 from skyrl_tinker.api.resources.run_views import listed_summary, run_summary
 from skyrl_tinker.api.resources.server_trace import trace_of
 from skyrl_tinker.api.resources.token_view import items_of, request_summary, tokens_of
@@ -71,7 +71,7 @@ async def rates(deps: Deps, caller: CallerDep) -> RecentRates:
 async def list_runs(query: Annotated[RunsQuery, Query()], deps: Deps, reach: Reached) -> Response:
     """List of long metadata the beginning; `/console/runs/{run}` has all."""
     words = (query.search or "").split()
-    page = await deps.store.fetch(
+    page = await deps.store.report(
         lambda conn: training_runs.page(conn, reach, "owned", query.limit, query.offset, words=words)
     )
 
@@ -84,7 +84,7 @@ async def list_runs(query: Annotated[RunsQuery, Query()], deps: Deps, reach: Rea
 
 @router.get("/runs/{run}", summary="A training run with the measures of its last step")
 async def get_run(run: str, deps: Deps, reach: Reached) -> RunSummary:
-    return await deps.store.fetch(
+    return await deps.store.report(
         lambda conn: run_summary(training_runs.find(conn, reach, ModelId(run), "owned"))
     )
 
@@ -158,7 +158,7 @@ async def reported_metrics(
     response_class=Response,
     responses=answers("application/json", {"type": "object"}),
 )
-async def trace(query: Annotated[TraceQuery, Query()], deps: Deps, reach: Reached) -> Response:
+async def trace(query: Annotated[TraceQuery, Query()], deps: Deps, caller: CallerDep) -> Response:
     """Show the caller's requests. The engine's memory of them is gone with it: then they have no parts."""
     since = deps.store.now() - 60 * query.minutes
     try:
@@ -167,10 +167,11 @@ async def trace(query: Annotated[TraceQuery, Query()], deps: Deps, reach: Reache
         activity = Activity()
 
     def build(conn: Connection) -> bytes:
-        return trace_of(recent_requests(conn, reach, since), activity)
+        found = recent_requests(conn, caller.reach, since)
+        return trace_of(found, activity, addresses=sees_all(caller))
 
     headers = {"Content-Disposition": 'attachment; filename="skyrl-tinker-trace.json"'}
-    return Response(await deps.store.fetch(build), headers=headers, media_type="application/json")
+    return Response(await deps.store.report(build), headers=headers, media_type="application/json")
 
 
 @router.get(

@@ -27,7 +27,7 @@ router = APIRouter(tags=["runs"], prefix="/training_runs")
 async def list_training_runs(
     query: Annotated[TrainingRunsQuery, Query()], deps: Deps, reach: Reached
 ) -> Response:
-    page = await deps.store.fetch(
+    page = await deps.store.report(
         lambda conn: training_runs.page(
             conn, reach, query.access_scope, query.limit, query.offset, query.project_id
         )
@@ -45,7 +45,7 @@ async def list_training_runs(
 async def get_training_run(
     run: str, query: Annotated[TrainingRunQuery, Query()], deps: Deps, reach: Reached
 ) -> TrainingRun:
-    row = await deps.store.read(
+    row = await deps.store.report(
         lambda conn: training_runs.find(conn, reach, ModelId(run), query.access_scope)
     )
     return training_run(row)

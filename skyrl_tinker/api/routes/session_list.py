@@ -42,7 +42,9 @@ router = APIRouter(tags=["sessions"], prefix="/sessions")
 async def list_sessions(
     query: Annotated[SessionsQuery, Query()], deps: Deps, reach: Reached
 ) -> SessionsResponse:
-    ids = await deps.store.read(lambda conn: session_listing.list_ids(conn, reach, query.limit, query.offset))
+    ids = await deps.store.report(
+        lambda conn: session_listing.list_ids(conn, reach, query.limit, query.offset)
+    )
     return SessionsResponse(sessions=ids)
 
 
@@ -63,11 +65,15 @@ async def search_sessions(request: Request, deps: Deps, reach: Reached, owner: O
     return await json_from_rows(deps.store, read)
 
 
-@router.get("/{session_id}", summary="Training runs and samplers of a session")
+@router.get(
+    "/{session_id}", summary="Training runs and samplers of a session", response_model=SessionContents
+)
 async def get_session(
     session_id: str, query: Annotated[SessionQuery, Query()], deps: Deps, reach: Reached
-) -> SessionContents:
-    return await deps.store.read(lambda conn: session_listing.contents(conn, reach, SessionId(session_id)))
+) -> Response:
+    return await json_from_rows(
+        deps.store, lambda conn: session_listing.contents(conn, reach, SessionId(session_id))
+    )
 
 
 @router.put(

@@ -1,7 +1,7 @@
 """Abilities of the served model on the OpenAI routes: template, special tokens, tools, separate reasoning."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,21 +92,46 @@ def chat_abilities(directory: Path, reasoning_parser: str | None, tool_parser: s
 
 
 def _special_tokens(directory: Path) -> dict[str, int]:
-    """Read the special tokens of a fast tokenizer's file, else of the slow one's configuration."""
-    file, config = directory / "tokenizer.json", directory / "tokenizer_config.json"
-    if file.is_file():
-        added = orjson.loads(file.read_bytes()).get("added_tokens", [])
-    else:
-        slow = orjson.loads(config.read_bytes()).get("added_tokens_decoder", {}) if config.is_file() else {}
-        added = [token | {"id": int(number)} for number, token in slow.items()]
-    return {token["content"]: token["id"] for token in added if token.get("special") and token["content"]}
+    """Read the special tokens of a fast tokenizer's file, and those that its configuration makes special."""
+    fast, config = _json(directory / "tokenizer.json"), _json(directory / "tokenizer_config.json")
+    decoder = config.get("added_tokens_decoder", {}).items()
+    added = [*fast.get("added_tokens", ()), *(token | {"id": int(number)} for number, token in decoder)]
+    special = {token["content"] for token in added if token.get("special")}
+    special |= {*_named(config), *_named(_json(directory / "special_tokens_map.json"))}
+    vocabulary = fast.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, list):  # of pairs: a token and its score
+        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+    ids = vocabulary | {token["content"]: token["id"] for token in added}
+    return {text: ids[text] for text in special if text and text in ids}
+
+
+def _named(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the tokens that a tokenizer's configuration names by their roles."""
+    for name, value in config.items():
+        if name.endswith(("_token", "special_tokens")):
+            yield from _texts(value)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts of a token, which may be one with flags, or of several in a list or by their names."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        several = value if isinstance(value, list) else [value.get("content", list(value.values()))]
+        for each in several:
+            yield from _texts(each)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """Return the object in a file, an empty one if there is no file."""
+    return orjson.loads(file.read_bytes()) if file.is_file() else {}  # type: ignore[no-any-return]
 
 
 def _template(directory: Path) -> str:
     """Return the text of all templates: from a separate file, which takes precedence, or the tokenizer's."""
-    file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+    file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text()
-    found = orjson.loads(config.read_bytes()).get("chat_template") if config.is_file() else None
+    found = _json(directory / "tokenizer_config.json").get("chat_template")
     named = found if isinstance(found, list) else [{"template": found or ""}]
     return "\n".join(each["template"] for each in named)

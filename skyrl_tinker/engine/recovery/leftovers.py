@@ -5,6 +5,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from sqlalchemy import Connection
@@ -37,8 +38,9 @@ def sweep_unrecorded(root: Path, recorded: Iterable[str]) -> None:
     kept = {parent.name for directory in recorded for parent in Path(directory).parents}
     patterns = (*OF_OTHERS, *OF_OTHERS_PARTIAL)
     for path in (path for pattern in patterns for path in root.glob(pattern)):
-        if path.name not in kept and path.stat().st_mtime < time.time() - UNRECORDED_S:
-            shutil.rmtree(path, ignore_errors=True)
+        with suppress(FileNotFoundError):  # its writer publishes it just now
+            if path.name not in kept and path.stat().st_mtime < time.time() - UNRECORDED_S:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def remove(directories: Iterable[Path]) -> None:
@@ -49,7 +51,7 @@ def remove(directories: Iterable[Path]) -> None:
 
 def list_saves(root: Path) -> dict[Path, tuple[ModelKey, int]]:
     """Return the directories of saves on this host, as `saves_of`."""
-    return saves_of(root.glob("*/*/*"))
+    return saves_of(root.glob("[0-9]*/*/*"))  # of models only: others come and go while an engine starts
 
 
 def saves_of(directories: Iterable[Path]) -> dict[Path, tuple[ModelKey, int]]:

@@ -34,7 +34,7 @@ from skyrl_tinker.store.replay import snapshot_records, unit_records
 from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.atomic_directory import atomic_directory, link, storage_errors
-from skyrl_tinker.system.off_loop import in_disk_thread, in_transfer_thread
+from skyrl_tinker.system.off_loop import in_disk_thread, in_load_thread, in_transfer_thread
 from skyrl_tinker.training.trainer_group import CapturedState, TrainerGroup
 
 GRACE_S = 0.5
@@ -234,8 +234,8 @@ class SnapshotKeeper:
         row = SnapshotRow(seq_id, str(self._new_directory(model, seq_id)), optimizer)
         try:
             with storage_errors("the checkpoint could not be kept for a later replay"):
-                await in_transfer_thread(_link_files, Path(source), Path(row.directory))
-                await in_transfer_thread(self._storage.store_copy, Path(row.directory), Path(source), origin)
+                await in_load_thread(_link_files, Path(source), Path(row.directory))
+                await in_load_thread(self._storage.store_copy, Path(row.directory), Path(source), origin)
                 await self._keep_sampled(model)
         except BaseException:  # cancelled or failed: no row will name its files
             await self.discard(row)

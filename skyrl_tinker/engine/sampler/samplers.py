@@ -32,7 +32,7 @@ from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.protocol.queue_views import SamplingView
 from skyrl_tinker.protocol.validation.sampling import check_abilities
 from skyrl_tinker.storage.storage_port import LOCAL_DISK, Storage
-from skyrl_tinker.system.off_loop import in_transfer_thread
+from skyrl_tinker.system.off_loop import in_load_thread
 from skyrl_tinker.weight_sync.transport import CapturedWeights, WeightTransport
 
 _log = logging.getLogger(__name__)
@@ -250,7 +250,7 @@ class Samplers:
                 if source is None:
                     raise
                 # its cached directory was deleted by hand, but counted as here
-                await in_transfer_thread(self.storage.fetch, Path(newest(source).directory))
+                await in_load_thread(self.storage.fetch, Path(newest(source).directory))
                 return await call.execute(request)
 
 

@@ -77,8 +77,7 @@ class TmpfsSpill:
 
     def remove(self, version: WeightVersion) -> None:
         copy = self._disk / version.name
-        if copy.exists():
-            self._storage.discard(copy)
+        self._storage.discard(copy)  # another host may have stored it
         for directory in (Path(version.directory), copy):
             shutil.rmtree(directory, ignore_errors=True)
 

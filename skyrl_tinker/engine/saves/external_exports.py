@@ -29,7 +29,7 @@ from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.system.atomic_directory import publish, storage_errors
-from skyrl_tinker.system.off_loop import in_disk_thread, in_transfer_thread
+from skyrl_tinker.system.off_loop import in_disk_thread, in_load_thread
 
 SHARD_BYTES = 5 * 10**9
 """Approximate size of a file of a full-parameter model, as on the Hugging Face hub."""
@@ -59,7 +59,7 @@ class Exporter(SaveFlow[Save[SaveExternalBody]]):
         await self._trainer.persist_state(save.captured, str(save.staging))
         export = Export(self._facts, save.model.spec, self._trainer.spec.dtype, save.body.recipients)
         with storage_errors("the export could not be written"):
-            size = await in_transfer_thread(finish_export, export, save.staging, save.directory)
+            size = await in_load_thread(finish_export, export, save.staging, save.directory)
         await self._free(save)  # before storing, as storage may be away for long
         return size
 

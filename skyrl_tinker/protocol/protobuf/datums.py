@@ -9,6 +9,7 @@ from skyrl_tinker.domain.values import Datum, Int32, Number, ProvenanceSpan
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 from skyrl_tinker.protocol.protobuf.tensors import Array, as_array, as_float32, as_int64, read_tensor
+from skyrl_tinker.protocol.schemas.base import shorten
 
 _TARGETS = "target_tokens"
 
@@ -34,7 +35,8 @@ def read_datum(datum: pb.Datum, spec: LossSpec, where: str, *, input_spans: bool
     names = inputs_read(datum, spec)
     missing = [name for name in names if name not in fields]
     if missing:
-        raise UserError(f"{where}: loss_fn_inputs lacks {missing[0]!r}, found {sorted(fields) or 'none'}")
+        found = shorten(sorted(fields)) if fields else "none"
+        raise UserError(f"{where}: loss_fn_inputs lacks {missing[0]!r}, found {found}")
     if spec.refuses_misspelt:
         _refuse_misspelt(set(fields), spec, where)
     read = _custom_input if spec.name == CUSTOM else _float32_input
@@ -52,7 +54,7 @@ def _refuse_misspelt(given: set[str], spec: LossSpec, where: str) -> None:
     absent, unread = spec.optional.keys() - given, given - {_TARGETS, *spec.inputs, *spec.optional}
     if absent and unread:
         raise UserError(
-            f"{where}: loss_fn_inputs has {min(unread)!r}, which {spec.name} does not read, and no "
+            f"{where}: loss_fn_inputs has {shorten(min(unread))}, which {spec.name} does not read, and no "
             f"{min(absent)!r}, expected that or target_tokens alone"
         )
 

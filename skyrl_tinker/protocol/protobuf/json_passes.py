@@ -44,7 +44,7 @@ def _fill_config(message: pb.ForwardBackwardRequest, config: Any) -> None:
         elif isinstance(value, int | float) and not isinstance(value, bool):
             message.loss_fn_config_v2[key].number = _float(value)
         else:
-            raise UserError(f"loss_fn_config[{key!r}] is {value!r}, expected a number")
+            raise UserError(f"loss_fn_config[{shorten(key)}] is {shorten(value)}, expected a number")
 
 
 def _fill_datum(message: pb.Datum, datum: Any, where: str) -> None:
@@ -75,7 +75,7 @@ def _fill_tensor(message: pb.Tensor, tensor: Any, where: str) -> None:
     fields = _known_object(tensor, where, _TENSOR)
     dtype = fields.get("dtype")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise UserError(f"{where}.dtype is {dtype!r}, expected 'float32' or 'int64'")
+        raise UserError(f"{where}.dtype is {shorten(dtype)}, expected 'float32' or 'int64'")
     message.dtype, numpy_dtype = _DTYPES[dtype]
     message.shape.extend(
         _integers(_list(fields.get("shape") or [], f"{where}.shape"), f"{where}.shape").tolist()

@@ -114,13 +114,11 @@ def from_canonical(body: bytes, *, input_spans: bool = False) -> ForwardBackward
     return read_value(pb.ForwardBackwardRequest.FromString(body), input_spans=input_spans)
 
 
-def datum_at(body: bytes, index: int) -> tuple[Datum | None, int]:
-    """Return one datum of the canonical bytes, None past the last one, and how many there are."""
+def data_at(body: bytes, first: int, most: int) -> tuple[list[Datum], int]:
+    """Return the datums of the canonical bytes from number `first` on, and how many there are in all."""
     message = pb.ForwardBackwardRequest.FromString(body)
-    count = len(message.data)
-    if index >= count:
-        return None, count
-    return read_datum(message.data[index], LOSSES[message.loss_fn], f"datum {index}"), count
+    part, spec = enumerate(message.data[first : first + most], first), LOSSES[message.loss_fn]
+    return [read_datum(datum, spec, f"datum {number}") for number, datum in part], len(message.data)
 
 
 def read_value(message: pb.ForwardBackwardRequest, *, input_spans: bool = False) -> ForwardBackward:

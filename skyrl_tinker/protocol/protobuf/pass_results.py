@@ -73,8 +73,9 @@ def each_logprobs(body: bytes) -> Iterator[Float32]:
     """Yield the logprobs of each datum, likewise."""
     for record in pb.ForwardBackwardOutput.FromString(body).loss_fn_outputs:
         tensor = record.fields["logprobs"]
+        data = tensor.data  # a copy each time
         for start, end in pairwise(np.frombuffer(tensor.offsets, "<i8")):
-            yield np.frombuffer(tensor.data[start:end], "<f4").clip(_FLOAT32.min, _FLOAT32.max)
+            yield np.frombuffer(data[start:end], "<f4").clip(_FLOAT32.min, _FLOAT32.max)
 
 
 def _finite(data: bytes) -> list[float]:

@@ -110,6 +110,12 @@ def sample_response_json(body: bytes) -> dict[str, Any]:
     return answer
 
 
+def sequences_at(body: bytes, first: int, most: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the sequences from number `first` on, as JSON, and how many there are in all."""
+    found = pb.SampleResponse.FromString(body).sequences
+    return [_sequence_json(sequence) for sequence in found[first : first + most]], len(found)
+
+
 def _sequence_json(sequence: pb.SampledSequence) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "stop_reason": _STOP_NAMES[sequence.stop_reason],

@@ -98,6 +98,7 @@ class ReplicaNow(Message):
     """Sampling server. `in_flight` null: the router chose, and only it knows.
 
     `weights_by`, `adapters_by`: ways of full parameters and of adapters to it. Null: it is replaced.
+    `address`, `host`: also null for those who do not see the server itself.
     """
 
     base_model: str

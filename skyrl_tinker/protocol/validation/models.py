@@ -7,6 +7,7 @@ from typing import Any
 from skyrl_tinker.domain.samples import SEEDS
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import NotSupportedError, UserError
+from skyrl_tinker.protocol.schemas.base import shorten
 from skyrl_tinker.protocol.schemas.training import LoraConfig
 from skyrl_tinker.protocol.validation.limits import Limits
 
@@ -35,16 +36,16 @@ def validate_optimizer_config(config: Mapping[str, Any] | None) -> dict[str, Any
     family = given.get("type", "adamw")
     if not isinstance(family, str) or family not in _OPTIMIZERS:
         raise NotSupportedError(
-            f"optimizer_config.type is {family!r}, expected one of {', '.join(_OPTIMIZERS)}"
+            f"optimizer_config.type is {shorten(family)}, expected one of {', '.join(_OPTIMIZERS)}"
         )
     complete = {"type": family, **_OPTIMIZERS[family]}
     unknown = sorted(set(given) - set(complete))
     if unknown:
         raise UserError(
-            f"optimizer_config has the unknown key {unknown[0]!r}, "
+            f"optimizer_config has the unknown key {shorten(unknown[0])}, "
             f"for {family} expected {', '.join(complete)}"
         )
     for key, expected in complete.items():
         if given.get(key, expected) != expected:
-            raise NotSupportedError(f"optimizer_config.{key} is {given[key]!r}, expected {expected!r}")
+            raise NotSupportedError(f"optimizer_config.{key} is {shorten(given[key])}, expected {expected!r}")
     return complete

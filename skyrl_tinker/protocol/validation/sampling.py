@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.domain.samples import SampleRequest, SamplingParams
 from skyrl_tinker.errors import NotSupportedError, UserError
+from skyrl_tinker.protocol.schemas.base import shorten
 from skyrl_tinker.protocol.schemas.sampling import AsampleRequest, ModelInput, WireSamplingParams, overflow
 from skyrl_tinker.protocol.validation.limits import Limits, check_ids
 from skyrl_tinker.protocol.validation.scores import (
@@ -50,7 +51,7 @@ def validate_sample(request: AsampleRequest, limits: Limits) -> SampleRequest:
 def _refuse_other_weights(request: AsampleRequest) -> None:
     for field, given in (("base_model", request.base_model), ("model_path", request.model_path)):
         if given is not None:
-            raise UserError(f"{field} is {given!r}, expected none: the sampling session has its own")
+            raise UserError(f"{field} is {shorten(given)}, expected none: the sampling session has its own")
 
 
 def _prompt(prompt: ModelInput, vocab_size: int) -> tuple[int, ...]:

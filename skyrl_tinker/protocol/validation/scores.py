@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from skyrl_tinker.domain.samples import SampleRequest, TargetTokens
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.protocol.schemas.base import MAX_INT64
+from skyrl_tinker.protocol.schemas.base import MAX_INT64, shorten
 from skyrl_tinker.protocol.schemas.sampling import AsampleRequest, TensorJson
 from skyrl_tinker.protocol.validation.limits import Limits, check_ids
 
@@ -75,7 +75,7 @@ def _check_last_n(request: AsampleRequest, prompt: int) -> None:
 def read_targets(tensor: TensorJson, prompt: int, limits: Limits) -> TargetTokens:
     """Read an int64 tensor [prompt - 1, K] with at least one token id, or raise UserError."""
     if tensor.dtype != "int64":
-        raise UserError(f"{_TARGETS}.dtype is {tensor.dtype!r}, expected 'int64'")
+        raise UserError(f"{_TARGETS}.dtype is {shorten(tensor.dtype)}, expected 'int64'")
     rows, width = _shape(tensor, prompt)
     check_ids(tensor.data, f"{_TARGETS}.data", limits.vocab_size, lowest=-1)
     if max(tensor.data, default=-1) < 0:
@@ -94,11 +94,11 @@ def _shape(tensor: TensorJson, prompt: int) -> tuple[int, int]:
     shape = tensor.shape or []
     if len(shape) != 2 or shape[0] != prompt - 1 or shape[1] < 1:
         raise UserError(
-            f"{_TARGETS}.shape is {tensor.shape}, expected [{prompt - 1}, K]: a row per prompt token "
-            "after the first, and K of at least 1"
+            f"{_TARGETS}.shape is {shorten(tensor.shape)}, expected [{prompt - 1}, K]: a row per prompt "
+            "token after the first, and K of at least 1"
         )
     if shape[1] > MAX_INT64:  # possible in CSR, whose rows list few of their cells
-        raise UserError(f"{_TARGETS}.shape is {tensor.shape}, expected int64 numbers")
+        raise UserError(f"{_TARGETS}.shape is {shorten(tensor.shape)}, expected int64 numbers")
     return shape[0], shape[1]
 
 

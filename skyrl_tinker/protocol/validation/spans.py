@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from skyrl_tinker.domain.values import Datum, ProvenanceSpan
 from skyrl_tinker.errors import UserError
+from skyrl_tinker.protocol.schemas.base import shorten
 
 
 def check_spans(datum: Datum, loss_fn: str, where: str) -> None:
@@ -27,7 +28,7 @@ def check_tiling(spans: Sequence[ProvenanceSpan], field: str, expected: int, til
 
 def _check_span(span: ProvenanceSpan, field: str) -> None:
     if not span.sequence_id or "\0" in span.sequence_id:
-        found = repr(span.sequence_id) if span.sequence_id else "empty"
+        found = shorten(span.sequence_id) if span.sequence_id else "empty"
         raise UserError(f"{field}.sequence_id is {found}, expected the sequence_id of a sampled sequence")
     for name, value in (("offset", span.offset), ("length", span.length)):
         if value < 0:

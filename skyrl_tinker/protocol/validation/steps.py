@@ -9,6 +9,7 @@ from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.values import AdamParams, DimuonParams
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol import age_encryption
+from skyrl_tinker.protocol.schemas.base import shorten
 from skyrl_tinker.protocol.schemas.training import (
     CreateViaLoadRequest,
     LoadWeightsRequest,
@@ -69,7 +70,8 @@ def validate_step_params(
     family = optimizer_params.get("type")
     if family != DimuonParams.family:
         raise NotSupportedError(
-            f"optimizer_params.type is {family!r}, expected 'dimuon' (parameters of adamw go in adam_params)"
+            f"optimizer_params.type is {shorten(family)}, "
+            "expected 'dimuon' (parameters of adamw go in adam_params)"
         )
     params = _numbers("optimizer_params", optimizer_params, _DIMUON)
     if "learning_rate" not in params:
@@ -80,7 +82,7 @@ def validate_step_params(
 def _numbers(field: str, values: Mapping[str, Any], ranges: _Ranges) -> dict[str, float]:
     unknown = sorted(set(values) - {*ranges, "type"})
     if unknown:
-        raise UserError(f"{field} has the unknown key {unknown[0]!r}, expected {', '.join(ranges)}")
+        raise UserError(f"{field} has the unknown key {shorten(unknown[0])}, expected {', '.join(ranges)}")
     return {
         key: _number(f"{field}.{key}", values[key], *bounds)
         for key, bounds in ranges.items()
@@ -91,7 +93,7 @@ def _numbers(field: str, values: Mapping[str, Any], ranges: _Ranges) -> dict[str
 def _number(field: str, value: Any, low: float, high: float) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not low <= value < high:
-        shown = "null (which is how the SDK sends nan and inf)" if value is None else repr(value)
+        shown = "null (which is how the SDK sends nan and inf)" if value is None else shorten(value)
         raise UserError(f"{field} is {shown}, expected {_expected(low, high)}")
     return float(value)
 
@@ -149,7 +151,7 @@ def _save_kind(request: SaveSamplerRequest) -> Literal["snapshot", "inflight"]:
     if request.kind == "snapshot":
         return "snapshot"
     if request.kind != "inflight":
-        raise UserError(f"kind is {request.kind!r}, expected 'snapshot' or 'inflight'")
+        raise UserError(f"kind is {shorten(request.kind)}, expected 'snapshot' or 'inflight'")
     if request.path is not None:
         raise UserError("kind is 'inflight', expected 'snapshot': a named save never changes")
     if request.ttl_seconds is not None:

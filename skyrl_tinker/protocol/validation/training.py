@@ -11,6 +11,7 @@ from skyrl_tinker.protocol.protobuf.datums import input_field, inputs_read
 from skyrl_tinker.protocol.protobuf.pass_requests import RawForwardBackward, raw_config, read_value
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 from skyrl_tinker.protocol.protobuf.tensors import count_values, refuse_where
+from skyrl_tinker.protocol.schemas.base import shorten
 from skyrl_tinker.protocol.validation.limits import Limits
 from skyrl_tinker.protocol.validation.spans import check_spans
 
@@ -29,8 +30,8 @@ def find_loss(name: str) -> LossSpec:
         return LOSSES[name]
     known = ", ".join(LOSSES)
     if name in _CRITIC_LOSSES:
-        raise UserError(f"loss_fn is {name!r}: no critic model is built; expected one of {known}")
-    raise UserError(f"loss_fn is {name!r}, expected one of {known}")
+        raise UserError(f"loss_fn is {shorten(name)}: no critic model is built; expected one of {known}")
+    raise UserError(f"loss_fn is {shorten(name)}, expected one of {known}")
 
 
 def check_config(config: Mapping[str, float | str], spec: LossSpec) -> None:
@@ -51,11 +52,11 @@ def _check_loss_id(config: Mapping[str, float | str]) -> None:
     loss_id = config.get("loss_id")
     if not isinstance(loss_id, str) or not loss_id or "\0" in loss_id:
         raise UserError(
-            f"loss_fn_config['loss_id'] is {'missing' if loss_id is None else repr(loss_id)}, "
+            f"loss_fn_config['loss_id'] is {'missing' if loss_id is None else shorten(loss_id)}, "
             "expected the id of a loss made with create_custom_loss: send it with forward_backward_custom"
         )
     for key in config.keys() - {"loss_id"}:
-        raise UserError(f"loss_fn_config has the unknown key {key!r}, expected only loss_id")
+        raise UserError(f"loss_fn_config has the unknown key {shorten(key)}, expected only loss_id")
 
 
 def _check_ranges(config: Mapping[str, float | str], spec: LossSpec) -> None:
@@ -63,11 +64,13 @@ def _check_ranges(config: Mapping[str, float | str], spec: LossSpec) -> None:
     for key, value in config.items():
         if key not in spec.config:
             raise UserError(
-                f"loss_fn_config has the unknown key {key!r}, expected keys of {spec.name}: {known}"
+                f"loss_fn_config has the unknown key {shorten(key)}, expected keys of {spec.name}: {known}"
             )
         low, high = spec.config[key].low, spec.config[key].high
         if isinstance(value, str) or not low <= value <= high:
-            raise UserError(f"loss_fn_config[{key!r}] is {value!r}, expected a number in [{low:g}, {high:g}]")
+            raise UserError(
+                f"loss_fn_config[{key!r}] is {shorten(value)}, expected a number in [{low:g}, {high:g}]"
+            )
 
 
 def validate_forward_backward(raw: RawForwardBackward, limits: Limits) -> ForwardBackward:

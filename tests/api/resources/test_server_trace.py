@@ -3,6 +3,7 @@
 import time
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import AsyncMock
 
 import orjson
 import pytest
@@ -13,6 +14,7 @@ from skyrl_tinker.domain.ids import FutureStatus, RequestKind
 from skyrl_tinker.engine.telemetry import activity_log
 from skyrl_tinker.engine.telemetry.activity_log import ActivityLog
 from skyrl_tinker.protocol.activity import Activity, RankSpan, SampleSpan, SyncSpan, UnitSpan
+from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.console.traced_requests import TracedRequest
 from skyrl_tinker.training.actors import RankReply
 from tests.api.support.users import get, new_user, speak_as
@@ -66,6 +68,23 @@ async def test_a_trace_has_the_callers_requests_only(world: World) -> None:
         speak_as(world, key)
         told = [each["args"]["request_id"] for each in await events(world) if each["ph"] == "b"]
         assert told == [asked[name]]
+
+
+async def test_addresses_of_replicas_are_told_to_who_sees_all(world: World) -> None:
+    root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
+    alice = await new_user(world, "alice")
+    speak_as(world, alice)
+    request = (await world.ok("asample", sample(await world.sampler(), 0)))["request_id"]
+    at = world.store.now()
+    span = SampleSpan(await world.id_of(request), at, at, ("10.0.0.2:8100",))
+    world.patch.setattr(
+        world.services.engine, "get", AsyncMock(return_value=Activity(samples=(span,)).to_bytes())
+    )
+    for key, shown in ((alice, False), (root, True)):
+        speak_as(world, key)
+        answer = await world.http.get("console/trace")
+        assert request in answer.text
+        assert ("10.0.0.2" in answer.text) is shown
 
 
 def test_the_log_is_bounded_and_gives_what_ended_since(monkeypatch: pytest.MonkeyPatch) -> None:

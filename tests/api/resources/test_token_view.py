@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, SessionId
 from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.protocol.protobuf import pass_requests, sample_results
 from skyrl_tinker.protocol.schemas.console import StepMeasures
 from skyrl_tinker.server.base_models.tiny_model import make_model
 from skyrl_tinker.store import api_keys, checkpoint_records, model_records, sampling_sessions
@@ -127,8 +129,30 @@ async def test_items_of_one_prompt_are_a_group_with_their_advantages(world: Worl
     assert (told["total"], told["earlier"], told["later"]) == (3, requests[0], requests[2])
     page = await get(world, f"console/requests/{requests[1]}/items", limit=1, offset=2)
     assert page["items"] == told["items"][2:]
+    beyond = await get(world, f"console/requests/{requests[1]}/items", offset=2**63 - 1)
+    assert (beyond["items"], beyond["total"]) == ([], 3)
     last = await get(world, f"console/requests/{requests[2]}/items")
     assert (last["earlier"], last["later"]) == (requests[1], None)
+
+
+async def test_only_the_items_of_the_page_are_converted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = range(8)
+    data = [datum_of([5, 6 + number], [1.0, 1.0]) for number in many]
+    scores = [[-1.0, -1.0 - number] for number in many]
+    trained = await ran(world, await world.model(), 1, data, *scores)
+    sampled = str((await world.ok("asample", sample(await world.sampler(), 0)))["request_id"])
+    await world.succeed(sampled, PROTOBUF, sample_output(*([5, 6 + number] for number in many)))
+    for module, name in ((pass_requests, "read_datum"), (sample_results, "_sequence_json")):
+        convert = Mock(wraps=getattr(module, name))
+        monkeypatch.setattr(module, name, convert)
+        request = trained if module is pass_requests else sampled
+        page = await get(world, f"console/requests/{request}/items", limit=2, offset=5)
+        assert ([each["item"] for each in page["items"]], page["total"]) == ([5, 6], 8)
+        assert convert.call_count == 2
+    told = (await get(world, f"console/requests/{trained}/items", limit=2, offset=5))["items"]
+    assert [each["logprob"] for each in told] == [-3.5, -4.0]
 
 
 @ON_BOTH

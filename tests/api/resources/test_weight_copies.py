@@ -2,12 +2,14 @@
 
 import asyncio
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy.exc import OperationalError
 
+from skyrl_tinker.api.resources import weight_copies
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.values import WeightVersion
@@ -15,9 +17,11 @@ from skyrl_tinker.store import checkpoint_records, weight_versions
 from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.off_loop import LOAD_THREADS, TRANSFER_THREADS, in_transfer_thread
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import BASE, Json, World, running, settings_for, step
 from tests.support.reads import reading
+from tests.support.waiting import PATIENCE_S, until
 
 WEIGHTS, SAMPLER, EXTERNAL = CheckpointKind
 PROJECT = {"destination_project_id": "archive"}
@@ -70,6 +74,26 @@ async def test_a_copy_has_all_that_its_original_has(world: World, kind: Checkpoi
     assert contents(Path(made.directory)) == {"weights.bin": b"123", "deep/more.bin": b"45"}
     run = await get(world, f"training_runs/{made.model_id}")
     assert (run["base_model"], run["user_metadata"], run["corrupted"]) == (BASE, {"renderer": "qwen3"}, False)
+
+
+async def test_however_much_is_copied_a_file_can_be_read(world: World) -> None:
+    source, go_on = await saved(world, CheckpointKind.WEIGHTS), threading.Event()
+    link, begun = weight_copies._copy_files, list[Path]()
+
+    def wait(source: checkpoint_records.CheckpointRow, root: Path) -> None:
+        begun.append(root)
+        go_on.wait()
+        link(source, root)
+
+    world.patch.setattr(weight_copies, "_copy_files", wait)
+    copies = [asyncio.create_task(copy(world, source)) for _ in range(2 * TRANSFER_THREADS)]
+    try:
+        await until(lambda: len(begun) >= LOAD_THREADS)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await in_transfer_thread(lambda: 7) == 7
+    finally:
+        go_on.set()
+    await asyncio.gather(*copies)
 
 
 async def test_copied_sampler_weights_are_a_version_of_their_own(world: World) -> None:

@@ -200,7 +200,10 @@ async def test_a_lost_process_and_a_standing_warning_are_told_to_who_sees_all(bu
     assert texts == ["they differ by 1e-1", "2 min ago the trainer was lost: rank 0 died"]
     key = await new_user(busy.api, "alice")
     speak_as(busy.api, key)
-    assert (await now(busy.api))["problems"] == []
+    told = await now(busy.api)
+    assert told["problems"] == []
+    (replica,) = told["replicas"]
+    assert (replica["address"], replica["host"], replica["state"]) == (None, None, "serving")
 
 
 @pytest.mark.parametrize("short", [False, True])

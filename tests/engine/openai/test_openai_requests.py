@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.domain.values import BaseModelFacts
@@ -22,6 +23,7 @@ from skyrl_tinker.inference.vllm.vllm_dialect import VLLM
 from skyrl_tinker.protocol.schemas.chats import ChatCompletionRequest
 from skyrl_tinker.protocol.schemas.openai import CompletionRequest, FieldError, parse_openai
 from skyrl_tinker.protocol.validation.scores import MAX_LISTED
+from skyrl_tinker.server.base_models.tiny_model import make_model
 
 EOS = (1, 2)
 FACTS = BaseModelFacts("/nowhere", ("tiny",), "Qwen3ForCausalLM", 512, 128, 2, 1, 64, 64, True, EOS)
@@ -198,6 +200,39 @@ def test_special_tokens_are_read_where_the_tokenizer_keeps_them(fast: bool, tmp_
     )
     (tmp_path / file).write_text(json.dumps(content))
     assert chat_abilities(tmp_path, None, None).special_tokens == {"<|im_end|>": 7}
+
+
+_FLAGGED = {"__type": "AddedToken", "content": "er", "lstrip": False, "rstrip": False, "special": True}
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"eos_token": "Ġthe", "bos_token": _FLAGGED, "add_bos_token": False}),
+        ("tokenizer_config.json", {"extra_special_tokens": ["Ġthe", "er"], "unk_token": None}),
+        ("tokenizer_config.json", {"extra_special_tokens": {"image_token": "Ġthe", "pad_token": "er"}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"THE": {"content": "Ġthe", "special": True}}}),
+        ("special_tokens_map.json", {"sep_token": {"content": "Ġthe"}, "cls_token": "er"}),
+    ],
+)
+def test_what_the_configuration_makes_special_no_answer_shows_either(
+    file: str, content: dict[str, Any], tmp_path: Path
+) -> None:
+    """As the samplers' tokenizer has it."""
+    make_model(tmp_path)
+    vocabulary = AutoTokenizer.from_pretrained(tmp_path).get_vocab()
+    decoder = content.get("added_tokens_decoder", {})
+    content = content | ({"added_tokens_decoder": {vocabulary["Ġthe"]: decoder["THE"]}} if decoder else {})
+    own = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / file).write_text(json.dumps((own if file == "tokenizer_config.json" else {}) | content))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    hidden = {
+        text: token
+        for text, token in vocabulary.items()
+        if tokenizer.decode([token]) and not tokenizer.decode([token], skip_special_tokens=True)
+    }
+    assert "Ġthe" in hidden
+    assert chat_abilities(tmp_path, None, None).special_tokens == hidden
 
 
 def test_what_changes_no_answer_is_not_handed_on() -> None:

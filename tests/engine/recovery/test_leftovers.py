@@ -4,6 +4,7 @@ import os
 from functools import partial
 from pathlib import Path
 
+import pytest
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import CheckpointKind
@@ -96,3 +97,33 @@ def test_copies_and_imports_that_nobody_recorded_go_after_a_day(tmp_path: Path) 
         os.utime(directory, (0, 0))
     sweep_unrecorded(tmp_path, [str(recorded)])
     assert {path.name for path in tmp_path.iterdir()} == {"copy-1", "7", "copy-4"}
+
+
+def test_a_copy_that_is_published_during_the_sweep_does_not_end_it(tmp_path: Path) -> None:
+    """Listed under a name that it has no more, as a link to nothing."""
+    for name in ("copy-1", "import-1"):
+        (tmp_path / f".{name}.partial").symlink_to(tmp_path / "published")
+        (tmp_path / f"old-{name}").mkdir()
+    old = [tmp_path / name for name in ("copy-0", "import-2")]
+    for directory in old:
+        directory.mkdir()
+        os.utime(directory, (0, 0))
+    sweep_unrecorded(tmp_path, [])
+    assert not any(directory.exists() for directory in old)
+
+
+def test_of_saves_no_directories_are_looked_into_that_others_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be gone when it comes to them."""
+    (tmp_path / ".copy-1.partial" / "weights" / "a~1.ffffffff").mkdir(parents=True)
+    (tmp_path / "7" / "weights" / "a~1.ffffffff").mkdir(parents=True)
+    scandir = os.scandir
+
+    def gone(path: Path) -> object:
+        if ".copy" in str(path):
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", gone)
+    assert set(list_saves(tmp_path)) == {tmp_path / "7" / "weights" / "a~1.ffffffff"}

@@ -159,3 +159,11 @@ def test_what_could_not_be_stored_at_first_is_whole_for_another_host(
     other = CheckpointStorage(tmp_path / "other", url, pauses_s=())
     asyncio.run(TmpfsSpill(memory, tmp_path / "other", other).restore(version))
     assert content(version) == before
+
+
+def test_what_another_host_stored_goes_too(memory: Path, tmp_path: Path) -> None:
+    url, version = f"file://{tmp_path}/storage", published(memory, 1)
+    there, here = (CheckpointStorage(tmp_path / host, url, pauses_s=()) for host in ("there", "here"))
+    TmpfsSpill(memory, tmp_path / "there", there).keep(version)
+    TmpfsSpill(memory, tmp_path / "here", here).remove(version)
+    assert not here.has(tmp_path / "here" / version.name)

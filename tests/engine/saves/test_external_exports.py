@@ -1,6 +1,7 @@
 """Exports: written while the model trains on, in turn with its other saves. The workers are scripted."""
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,13 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, RequestKind
 from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.engine.saves import external_exports
 from skyrl_tinker.errors import StorageError
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
 from skyrl_tinker.store.futures.record import Accepted
+from skyrl_tinker.system.off_loop import TRANSFER_THREADS
 from tests.engine.support import journal
 from tests.engine.support.world import World
 from tests.support.reads import reading
@@ -64,6 +67,21 @@ async def test_a_model_trains_on_while_its_export_is_written(world: World) -> No
     assert row.size_bytes == size
     assert row.expires_at == pytest.approx(time.time() + 3600, abs=600)
     assert left(world) == [Path(row.directory)]
+
+
+async def test_however_much_is_exported_a_save_is_stored(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, exported = threading.Event(), []
+    finish = external_exports.finish_export
+    monkeypatch.setattr(external_exports, "finish_export", lambda *args: go_on.wait() and finish(*args))
+    try:
+        exported = [await export(world, await world.model(), 1) for _ in range(TRANSFER_THREADS)]
+        assert (await world.done(await save(world, await world.model(), 1))).status is FutureStatus.DONE
+    finally:
+        go_on.set()
+    for each in exported:
+        assert (await world.done(each)).status is FutureStatus.DONE
 
 
 async def test_a_save_waits_for_the_export_before_it(world: World) -> None:

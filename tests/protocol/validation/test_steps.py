@@ -1,6 +1,7 @@
 """Models, optimizer steps, saves and loads: refusals and stored values."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import tinker
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.values import AdamParams, BaseModelFacts, DimuonParams, LoraSpec
 from skyrl_tinker.errors import NotSupportedError, UserError
+from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.schemas.base import parse
+from skyrl_tinker.protocol.schemas.sampling import TensorJson
 from skyrl_tinker.protocol.schemas.training import (
     CreateModelRequest,
     CreateViaLoadRequest,
@@ -29,6 +32,7 @@ from skyrl_tinker.protocol.stored_requests import (
 )
 from skyrl_tinker.protocol.validation.limits import Limits
 from skyrl_tinker.protocol.validation.models import validate_lora_config, validate_optimizer_config
+from skyrl_tinker.protocol.validation.scores import read_targets
 from skyrl_tinker.protocol.validation.steps import (
     validate_create_via_load,
     validate_load_weights,
@@ -343,3 +347,39 @@ def test_a_secret_key_given_as_recipient_is_not_repeated() -> None:
     with pytest.raises(UserError, match=r"recipients\[0\] is a secret key, expected") as refused:
         validate_save_external(wrong)
     assert secret not in str(refused.value)
+
+
+class _Untouchable:
+    def __repr__(self) -> str:
+        raise AssertionError("the end of a long value was looked at")
+
+
+_LONG: Any = ["x" * 60] * 2 + [_Untouchable()]
+
+
+def _refuse_pass(field: str, value: Any) -> None:
+    tensors = {"target_tokens": {"data": [1], "dtype": value if field == "dtype" else "int64"}}
+    data = [{"model_input": {"chunks": []}, "loss_fn_inputs": tensors}]
+    config = {"a": value} if field == "config" else {}
+    body = {"data": data, "loss_fn": "cross_entropy", "loss_fn_config": config}
+    request = {"model_id": "m", "seq_id": 1, "forward_backward_input": body}
+    if (problem := pass_requests.decode_forward_backward_json(request).problem) is not None:
+        raise problem
+
+
+@pytest.mark.parametrize(
+    "refuse",
+    [
+        lambda: validate_step_params({"beta1": _LONG}, None),
+        lambda: validate_step_params(None, {"type": _LONG}),
+        lambda: validate_optimizer_config({"type": _LONG}),
+        lambda: validate_optimizer_config({"type": "dimuon", "version": _LONG}),
+        lambda: read_targets(TensorJson.model_construct(data=[], dtype="int64", shape=_LONG), 2, LIMITS),
+        lambda: _refuse_pass("config", _LONG),
+        lambda: _refuse_pass("dtype", _LONG),
+    ],
+)
+def test_of_a_long_value_only_the_beginning_is_written(refuse: Callable[[], object]) -> None:
+    with pytest.raises(UserError, match=r"x\.\.\.") as refused:
+        refuse()
+    assert len(str(refused.value)) < 300

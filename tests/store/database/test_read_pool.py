@@ -15,7 +15,7 @@ from skyrl_tinker.store import store as stores
 from skyrl_tinker.store.store import THREADS, Store
 from tests.store.support.databases import on_postgresql, on_sqlite
 from tests.store.support.rows import new_session
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 BACKENDS = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
 
@@ -81,6 +81,19 @@ async def test_a_listing_that_takes_long_delays_no_read_of_rows(store: Store) ->
     finally:
         let_go.set()
     await asyncio.gather(*listings)
+
+
+async def test_reports_that_take_long_delay_no_body(store: Store) -> None:
+    let_go = threading.Event()
+    reports = [asyncio.create_task(store.report(lambda _: let_go.wait())) for _ in range(2 * THREADS)]
+    await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            assert await store.fetch(lambda conn: server_state.get(conn, "k")) is None
+        assert not any(report.done() for report in reports)
+    finally:
+        let_go.set()
+    await asyncio.gather(*reports)
 
 
 @on_postgresql

@@ -141,8 +141,8 @@ def test_of_what_fails_nothing_is_left(make_worker: MakeWorker, untied_model: st
 
 
 @pytest.mark.long
-def test_two_ranks_give_what_one_does(make_worker: MakeWorker, untied_model: str) -> None:
-    place = distributed.meeting_place()
+def test_two_ranks_give_what_one_does(make_worker: MakeWorker, untied_model: str, tmp_path: Path) -> None:
+    place = distributed.meeting_place(str(tmp_path))
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         found = list(pool.map(_on_rank, (place, place), (0, 1), (untied_model, untied_model)))
     outputs, (first, second) = [output for output, _ in found], [gradients for _, gradients in found]

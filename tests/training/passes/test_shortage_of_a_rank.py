@@ -8,6 +8,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -238,14 +239,16 @@ def _disturb(directory: str, ranks: Ranks, recompute: bool, every: int) -> list[
     return found
 
 
-def _on_both(directory: str, every: int) -> Sequence[list[Found]]:
-    place = distributed.meeting_place()
+def _on_both(directory: str, scratch: str, every: int) -> Sequence[list[Found]]:
+    place = distributed.meeting_place(scratch)
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         return list(pool.map(_on_rank, (directory,) * 2, (place,) * 2, (0, 1), (every,) * 2))
 
 
 @pytest.mark.parametrize("every", [32, pytest.param(1, marks=pytest.mark.long)])
-def test_both_ranks_refuse_the_pass_and_nothing_is_left_of_it(untied_model: str, every: int) -> None:
-    one, other = _on_both(untied_model, every)
+def test_both_ranks_refuse_the_pass_and_nothing_is_left_of_it(
+    untied_model: str, tmp_path: Path, every: int
+) -> None:
+    one, other = _on_both(untied_model, str(tmp_path), every)
     assert len(one) > 60 // every
     assert one == other == [(name, True, []) for name, _, _ in one]
