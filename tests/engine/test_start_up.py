@@ -148,7 +148,7 @@ async def test_files_of_one_base_model_that_cannot_be_read_end_no_start_of_the_o
     store: Store, bell: Doorbell, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on a network disk that is away: its models wait for it, as it is the one that it was."""
-    starting, directories = start_up(store, bell, tmp_path / "home")
+    starting, _ = start_up(store, bell, tmp_path / "home")
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(name)

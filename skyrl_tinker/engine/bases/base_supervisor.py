@@ -16,6 +16,7 @@ from skyrl_tinker.engine.scheduling.sample_gate import SampleGate
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SkyrlTinkerError, TrainerLostError, last_line, root_cause
 from skyrl_tinker.protocol.schemas.administration import ChangeBaseRequest
+from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 PAUSES_S = (1.0, 5.0, 30.0)
@@ -216,12 +217,15 @@ class BaseSupervisor:
         pause_s = PAUSES_S[min(self._failures, len(PAUSES_S) - 1)]
         self._failures += 1
         _log.error("%s: the next try is in %.0f s: %s", self.name, pause_s, lost)
-        why = f"base model {self.name} does not start: {last_line(str(lost))}"
-        await self._statuses.failed(self.name, why)
+        fails, why = f"base model {self.name} does not start:", last_line(str(lost))
+        await self._statuses.failed(self.name, f"{fails} {why}")
         if self._failures > 1:
-            self._gate.close(f"{why}; other base models are unaffected", refuses=True)
+            told = f"{fails} {without_paths(why)}"
+            self._gate.close(f"{told}; other base models are unaffected", refuses=True)
             if self._driver is not None:
-                await self._driver.requests.refuse(why)
+                await self._driver.requests.refuse(told)
+        if self._driver is not None:
+            await self._driver.retire()
         await asyncio.sleep(pause_s)
 
     def _pause(self, why: str) -> None:

@@ -213,6 +213,34 @@ async def test_one_that_does_not_start_fails_its_requests_alone_and_is_tried_aga
     assert processes.ends == 2
 
 
+async def test_one_that_does_not_start_releases_models_that_are_due(
+    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.01,))
+    case = Case(store, bell, *[SamplerError(LOG)] * 2, others=("a",))
+    async with running(case):
+        for number in (1, 2):
+            case.processes.go_on.release()
+            await until(lambda number=number: case.driver.retired == number)  # type: ignore[misc]
+
+
+async def test_requests_are_not_told_where_the_servers_files_lie(
+    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.01,))
+    damaged = StartupError("'/srv/weights/b.safetensors' is not a whole safetensors file")
+    case = Case(store, bell, damaged, damaged, others=("a",))
+    for _ in range(2):
+        case.processes.go_on.release()
+    async with running(case):
+        await until(lambda: case.driver.refused)
+        told = "base model b does not start: …/b.safetensors is not a whole safetensors file"
+        assert case.driver.refused == told
+        with pytest.raises(SamplerError, match=told):
+            await _sample(case.samplers.gate)
+        assert str(damaged) in state(case)[1], "the administrator is"
+
+
 async def test_lost_ranks_end_the_only_base_model(store: Store, bell: Doorbell) -> None:
     case = Case(store, bell, others=())
     case.processes.go_on.release()
@@ -452,7 +480,7 @@ async def test_a_start_that_an_administrator_asked_for_is_tried_once(
     async with running(case):
         await until(lambda: case.driver.retired)
         case.supervisor.ask_start()
-        await until(lambda: case.driver.retired > 1)
+        await until(lambda: case.driver.retired > 2)
         assert (state(case), case.processes.starts) == (("failed", WHY), 1)
 
 
