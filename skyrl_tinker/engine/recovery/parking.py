@@ -17,8 +17,6 @@ from skyrl_tinker.store import checkpoint_records, model_records, server_state
 from skyrl_tinker.store.futures import finish, queue
 from skyrl_tinker.store.model_records import ModelRow
 
-_TRAINED = "trained_base_model"
-"""Fingerprints of the base models that were trained, by name, or that of the one."""
 _HEAD_BYTES = 1 << 20
 
 
@@ -38,17 +36,21 @@ def sort_models(conn: Connection, fingerprints: Mapping[str, str | None]) -> int
     `fingerprints`: of the base models that are trained, by name; None where the files cannot be read: the
     last one counts. Returns the number of parked models.
     """
-    before: dict[str, str] | str | None = server_state.get(conn, _TRAINED)
+    before: dict[str, str] | str | None = server_state.get(conn, server_state.TRAINED)
     known = before if isinstance(before, dict) else dict.fromkeys([*fingerprints][:1], before)
     found = {name: fingerprint or known.get(name) for name, fingerprint in fingerprints.items()}
     trained = {name: fingerprint for name, fingerprint in found.items() if fingerprint is not None}
-    server_state.put(conn, _TRAINED, trained)
+    server_state.put(conn, server_state.TRAINED, trained)
     if len(known) > 1:
         for name, fingerprint in known.items():
             model_records.note_base(conn, str(fingerprint), name)
     else:
         for fingerprint in [*filter(None, known.values()), *trained.values()][:1]:
             model_records.note_base(conn, fingerprint)
+    served = server_state.get_bases(conn)
+    gone = {name: each for name, each in known.items() if served is None or served.find(name) is None}
+    now = {fingerprint: name for name, fingerprint in trained.items()}
+    server_state.rename_bases(conn, {old: now[each] for old, each in gone.items() if each in now})
     for fingerprint in {*trained.values()}:
         names = [name for name, each in trained.items() if each == fingerprint]
         model_records.name_base(conn, fingerprint, names)
