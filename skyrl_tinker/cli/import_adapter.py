@@ -24,6 +24,7 @@ from skyrl_tinker.store.model_records import DEFAULT_OPTIMIZER, NewModel
 from skyrl_tinker.store.store import write_once
 from skyrl_tinker.system.atomic_directory import staging_of, storage_errors
 
+_NONE_SERVED = "no server has run in {} yet: name the base model with --base-model"
 _WHY_RELEASED = "imported: it has a checkpoint to create models from, and is not trained itself"
 
 
@@ -98,12 +99,16 @@ def _require_files(source: Path) -> None:
 def _base(settings: Settings, served: str | None) -> ServedBase:
     database = file_of(settings.store_url)
     if served is None and database is not None and not database.exists():
-        raise StartupError(f"no server has run in {settings.root} yet: name the base model with --base-model")
+        raise StartupError(_NONE_SERVED.format(settings.root))
     Directories(settings).make()
     migrate(settings.store_url, settings.root)
+    bases = write_once(settings.store_url, server_state.get_bases)
     if served is None:
-        return _last_served(settings)
-    facts = base_model.resolve(settings.model_copy(update={"base_model": served}))
+        if bases is None:
+            raise StartupError(_NONE_SERVED.format(settings.root))
+        return ServedBase(bases.first.directory, bases.first.name)
+    known = bases and bases.find(served)
+    facts = known or base_model.resolve(settings.model_copy(update={"base_model": served}))
     if facts.hub_name is not None:
         hub.fetch_weights(facts.hub_name, Path(facts.directory))
     return ServedBase(facts.directory, facts.directory)  # a server always serves it under its directory too
@@ -122,13 +127,6 @@ def _owner(settings: Settings, key: str | None) -> OwnerId | None:
         return None
 
     return write_once(settings.store_url, find)
-
-
-def _last_served(settings: Settings) -> ServedBase:
-    bases = write_once(settings.store_url, server_state.get_bases)
-    if bases is None:
-        raise StartupError(f"no server has run in {settings.root} yet: name the base model with --base-model")
-    return ServedBase(bases.first.directory, bases.first.name)
 
 
 def _write(source: Path, base: ServedBase, directory: Path) -> tuple[LoraSpec, int]:

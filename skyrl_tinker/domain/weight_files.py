@@ -63,11 +63,16 @@ def listed_weights(base_model: Path) -> list[Path]:
 
 
 def require_whole(base_model: Path) -> None:
-    """Refuse weights that are damaged or cut, which samplers tell without the file's name.
+    """Refuse weights that are damaged or cut, which samplers tell without the file's name, or not there.
 
     Raises StartupError. Reads the headers only.
     """
-    for file in listed_weights(base_model):
+    if not (files := listed_weights(base_model)):
+        raise StartupError(
+            f"'{base_model}' has neither {WEIGHTS_FILE} nor {INDEX_FILE}; weights from the hub may be on "
+            "their way (download.log)"
+        )
+    for file in files:
         try:
             read_header(file)
         except UNREADABLE as error:

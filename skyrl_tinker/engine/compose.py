@@ -191,7 +191,8 @@ def _openai_server(
     store: Store, metrics: Metrics, runtime: BaseRuntime, samplers: Samplers, driver: SamplerDriver
 ) -> OpenAIServer:
     settings, facts = runtime.settings, runtime.facts
-    abilities = chat_abilities(Path(facts.directory), settings.reasoning_parser, settings.tool_parser)
+    parsers = settings.reasoning_parser, settings.tool_parser
+    abilities = partial(chat_abilities, Path(facts.directory), *parsers)
     return OpenAIServer(store, samplers, samplers.fleet, facts, abilities, driver, metrics)
 
 

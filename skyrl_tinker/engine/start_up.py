@@ -106,17 +106,22 @@ class StartUp:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(LOAD_THREADS):
                 tasks.create_task(_restore(remaining, spill))
-        fingerprints = {
-            facts.name: await in_disk_thread(parking.fingerprint, Path(facts.directory))
-            for facts in self._bases.all
-            if facts.trainable
-        }
+        fingerprints = {facts.name: await _fingerprint(facts) for facts in self._bases.all if facts.trainable}
         sort = partial(parking.sort_models, fingerprints=fingerprints)
         if parked := await self._write(sort):
             _log.warning("%d models wait, parked, until their base models are served again", parked)
 
     async def _write(self, op: Op[T]) -> T:
         return await persistently(lambda: self._env.store.write(op))
+
+
+async def _fingerprint(facts: BaseModelFacts) -> str | None:
+    """Return that of a base model; None where its files cannot be read, of which its own start fails."""
+    try:
+        return await in_disk_thread(parking.fingerprint, Path(facts.directory))
+    except (OSError, ValueError) as error:
+        _log.error("the files of base model %s cannot be read: %s", facts.name, error)
+        return None
 
 
 def _gpus(settings: Settings, facts: BaseModelFacts) -> tuple[int, int]:

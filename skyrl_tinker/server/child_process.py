@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +62,7 @@ class ChildProcess:
         None  # inherited; its file descriptor and the name are the last arguments
     )
     environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: Sequence[str] = ()
     process: asyncio.subprocess.Process | None = None
     retired: bool = False
     deaths: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_DEATHS))
@@ -77,7 +78,7 @@ class ChildProcess:
         with self.log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", self.module),
-                *(str(self.directories.settings_file), *map(str, inherited), *named),
+                *(str(self.directories.settings_file), *self.arguments, *map(str, inherited), *named),
                 pass_fds=inherited,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,

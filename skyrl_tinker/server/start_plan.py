@@ -128,7 +128,11 @@ def place(
 
     `tell` receives the choices and reasons. Raises StartupError with settings to change if it does not fit.
     """
-    if settings.device == "cpu" or settings.external_urls:
+    if settings.device == "cpu":
+        return _placed(settings, "separate")
+    if settings.external_urls:
+        if settings.bases and settings.ray_address is None:
+            settings, _ = beside_further(settings, probe(), costs_of, tell)
         return _placed(settings, "separate")
     if settings.ray_address is not None:
         return _placed(_divided(settings), "separate")

@@ -44,6 +44,7 @@ _KILL_GRACE_S = 2.0
 _RECORD_S = 2.0
 _STOPPED_ROUNDS = 3  # of _RECORD_S, after which a process that stands still is killed
 _BACK_OFF_S = 5.0  # before an API that keeps dying is started again
+_FETCH_AGAIN_S = 30.0  # before the download of further base models that failed is tried again
 _READY_POLL_S = 0.1
 
 Report = Callable[[str], None]
@@ -106,9 +107,16 @@ class _Supervisor:
     _warn: Report
 
     def __post_init__(self, listener: socket.socket) -> None:
-        self._download = ChildProcess(
-            "download", "skyrl_tinker.server.base_models.weights_download", self._directories
+        self._download, self._further_download = (
+            ChildProcess(
+                "download",
+                "skyrl_tinker.server.base_models.weights_download",
+                self._directories,
+                arguments=[facts.hub_name for facts in bases if facts.hub_name is not None],
+            )
+            for bases in (self._bases.all[:1], self._bases.all[1:])
         )
+        self._first_here = asyncio.Event()  # the weights of the first base model
         self._apis = ApiProcesses(self._settings.api_processes, self._directories, listener, self._on_api_end)
         self._engine = ChildProcess("engine", "skyrl_tinker.engine.engine_process", self._directories)
         self._was_ready = False
@@ -157,6 +165,7 @@ class _Supervisor:
             work = [
                 tasks.create_task(self._apis.run()),
                 tasks.create_task(self._keep_engine(store)),
+                tasks.create_task(self._fetch_further()),
                 tasks.create_task(self._announce_ready(store)),
                 tasks.create_task(self._keep_lease()),
                 tasks.create_task(self._record_processes()),
@@ -170,7 +179,7 @@ class _Supervisor:
 
     @property
     def _children(self) -> tuple[ChildProcess, ...]:
-        return (self._download, self._engine, *self._apis.children)
+        return (self._download, self._further_download, self._engine, *self._apis.children)
 
     async def _on_api_end(self, api: ChildProcess, code: int) -> None:
         """Have the API restarted for ever once it has been ready: the engine and its models need no API."""
@@ -184,8 +193,9 @@ class _Supervisor:
             await asyncio.sleep(_BACK_OFF_S)
 
     async def _keep_engine(self, store: Store) -> None:
-        if any(facts.hub_name is not None for facts in self._bases.all):
+        if self._download.arguments:
             await self._fetch_weights(store)
+        self._first_here.set()
         while True:
             code = await self._engine.run()
             self._told = f"the engine ended ({_ending(code)})"
@@ -194,13 +204,22 @@ class _Supervisor:
             self._report_death(self._engine, code)
 
     async def _fetch_weights(self, store: Store) -> None:
-        """Fetch them while the API listens; an interrupted download goes on."""
+        """Fetch the first base model's while the API listens; an interrupted download goes on."""
         while code := await self._download.run():
             self._report_death(self._download, code)
             await asyncio.sleep(_BACK_OFF_S)
-        for facts in self._bases.all:
-            listed_weights(Path(facts.directory))
+        listed_weights(Path(self._bases.first.directory))
         await self._set_engine_state(store, "starting", "starting the engine")
+
+    async def _fetch_further(self) -> None:
+        """Fetch weights of further base models while others serve: each starts once it has its own."""
+        await self._first_here.wait()
+        while self._further_download.arguments and (code := await self._further_download.run()):
+            said = child_process.last_line(self._further_download.log)
+            self._progress(
+                f"the download ended ({_ending(code)}), it goes on in {_FETCH_AGAIN_S:.0f} s: {said}"
+            )
+            await asyncio.sleep(_FETCH_AGAIN_S)
 
     def _report_death(self, child: ChildProcess, code: int) -> None:
         """Report that a child died. Raises StartupError when it keeps dying."""
@@ -213,9 +232,9 @@ class _Supervisor:
         self._progress(f"the {child.name} ended ({_ending(code)}), starting it again; {said}")
 
     def _engine_leftovers(self) -> list[psutil.Process]:
-        """Return all descendants but the API: those of a dead engine are now ours, the subreaper's."""
-        apis = {child.pid for child in self._apis.children}
-        return [process for process in processes.descendants() if process.pid not in apis]
+        """Return all descendants but other children: those of a dead engine are now ours, the subreaper's."""
+        own = {child.pid for child in self._children if child is not self._engine}
+        return [process for process in processes.descendants() if process.pid not in own]
 
     async def _set_engine_state(self, store: Store, name: str, detail: str) -> None:
         value = {"state": name, "detail": detail, "since": time.time()}

@@ -1,11 +1,12 @@
 """Facts of `serve` and the engine for the API (base models, "engine", a warning), and counters of all."""
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from pydantic import TypeAdapter
-from sqlalchemy import Connection, bindparam, insert, select, update
+from sqlalchemy import Connection, bindparam, case, insert, select, update
 
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.values import BaseModelFacts
@@ -14,6 +15,8 @@ from skyrl_tinker.store.database.tables import Model, SamplingSession, SavedChec
 
 BASES = "base_models"
 """Key of the facts of the base models that are served, see `get_bases`."""
+TRAINED = "trained_base_model"
+"""Key of the fingerprints of the base models that were trained, by name, or that of the one."""
 WARNING = "warning"
 """Key of a warning to all users: text, or None."""
 
@@ -65,14 +68,27 @@ def get(conn: Connection, key: str) -> Any | None:
 def put_bases(conn: Connection, bases: Bases) -> None:
     """Set the base models that are served, and have rows name each by its canonical name.
 
-    Rows of older servers have the names that clients used, those from before `model_name` was set the former
-    canonical one.
+    Rows of older servers have the names that clients used, those from before `model_name` was changed the
+    former canonical one.
     """
+    before = get_bases(conn)
     put(conn, BASES, [asdict(facts) for facts in bases.all])
-    for facts in bases.all:
-        for table in (Model, SamplingSession, SavedCheckpoint):
-            others = table.base_model.in_(facts.names[1:])
-            conn.execute(update(table).where(others).values(base_model=facts.name))
+    names = {name: facts.name for facts in bases.all for name in facts.names[1:]}
+    now = {facts.directory: facts.name for facts in bases.all}
+    former = () if before is None else before.all
+    names |= {facts.name: now[facts.directory] for facts in former if facts.directory in now}
+    rename_bases(conn, names)
+
+
+def rename_bases(conn: Connection, names: Mapping[str, str]) -> None:
+    """Have all that names a base model by a key of `names` name it by the value."""
+    trained = get(conn, TRAINED)
+    if isinstance(trained, dict):
+        put(conn, TRAINED, {names.get(name, name): fingerprint for name, fingerprint in trained.items()})
+    changed = {old: new for old, new in names.items() if old != new}
+    for table in (Model, SamplingSession, SavedCheckpoint) if changed else ():
+        new = case(changed, value=table.base_model)
+        conn.execute(update(table).where(table.base_model.in_(changed)).values(base_model=new))
 
 
 def get_bases(conn: Connection) -> Bases | None:

@@ -92,6 +92,14 @@ def fail(settings: Settings, *arguments: str) -> str:
     return str(line)
 
 
+def test_a_base_model_may_be_named_as_it_is_served(settings: Settings, base: str, adapter: Path) -> None:
+    Directories(settings).make()
+    migrate(settings.store_url)
+    asyncio.run(serve_once(settings, base))
+    row, model = look_up(settings, run(settings, str(adapter), "--base-model", "small").strip())
+    assert row.base_model == model.base_model == base
+
+
 def test_a_path_for_the_model_that_was_served_last_is_all_it_prints(
     settings: Settings, base: str, adapter: Path
 ) -> None:

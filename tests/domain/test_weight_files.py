@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from skyrl_tinker.domain.weight_files import INDEX_FILE, UNREADABLE, read_header, weight_files
+from skyrl_tinker.domain.weight_files import INDEX_FILE, UNREADABLE, read_header, require_whole, weight_files
+from skyrl_tinker.errors import StartupError
 from tests.support.shards import write_index
 
 
@@ -29,6 +30,12 @@ def test_a_damaged_index_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / INDEX_FILE).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"index\.json is not an index of weights"):
         weight_files(tmp_path)
+
+
+def test_a_directory_without_weights_is_none_to_be_served(tmp_path: Path) -> None:
+    """As one of the hub's whose weights are still on their way."""
+    with pytest.raises(StartupError, match=r"has neither model\.safetensors nor model\.safetensors\.index"):
+        require_whole(tmp_path)
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:

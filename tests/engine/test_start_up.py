@@ -5,18 +5,20 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from sqlalchemy import Connection
+from sqlalchemy import Connection, update
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker import config
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.bases import Bases
+from skyrl_tinker.domain.ids import ModelState
 from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
 from skyrl_tinker.engine import outbox
-from skyrl_tinker.engine.compose import Environment, make_tmpfs_spill
+from skyrl_tinker.engine.compose import Environment, _openai_server, make_tmpfs_spill
 from skyrl_tinker.engine.ray_cluster import RayCluster
 from skyrl_tinker.engine.recovery import parking
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
@@ -26,7 +28,8 @@ from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
-from skyrl_tinker.store import weight_versions
+from skyrl_tinker.store import model_records, weight_versions
+from skyrl_tinker.store.database.tables import Model
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.atomic_directory import staging_of
@@ -158,6 +161,42 @@ async def test_a_full_disk_delays_a_start(
     starting, _ = start_up(store, bell, tmp_path / "home")
     await starting.tidy_up()
     assert failures == []
+
+
+async def test_files_of_one_base_model_that_cannot_be_read_end_no_start_of_the_others(
+    store: Store, bell: Doorbell, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a network disk that is away: its models wait for it, as it is the one that it was."""
+    starting, _ = start_up(store, bell, tmp_path / "home")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(name)
+    facts = [replace(FACTS, names=(name,), directory=str(tmp_path / name)) for name in ("a", "b")]
+    starting._bases = Bases(tuple(facts))
+    await starting.tidy_up()
+    model = await create(store, await new_session(store))
+    await store.write(lambda conn: conn.execute(update(Model).values(base_model="b", state=ModelState.READY)))
+    index = tmp_path / "b" / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    await starting.tidy_up()
+    shutil.rmtree(tmp_path / "b")
+    await starting.tidy_up()
+    with reading(store) as conn:
+        row = model_records.by_key(conn, model.key)
+    assert row is not None
+    assert row.state is ModelState.READY
+    assert "the files of base model b cannot be read" in caplog.text
+
+
+async def test_files_of_a_tokenizer_are_read_once_their_base_model_serves(
+    store: Store, tmp_path: Path
+) -> None:
+    settings, facts = config.load(home=tmp_path), replace(FACTS, directory=str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    none: Any = SimpleNamespace(settings=settings, facts=facts, fleet=None)
+    server = _openai_server(store, Metrics(), none, none, none)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "words"}')
+    assert (await server.abilities()).words == {"words"}
 
 
 class Cluster(RayCluster):

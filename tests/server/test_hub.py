@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -10,8 +11,13 @@ import pytest
 
 from skyrl_tinker import config
 from skyrl_tinker.directories import Directories
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.server.base_models import base_model, tiny_model
+from skyrl_tinker.server.base_models import base_model, hub, tiny_model, weights_download
+from skyrl_tinker.store import server_state
+from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.store import write_once
+from tests.api.support.world import FACTS
 from tests.support.hub import COMMIT, NAME, Hub
 from tests.support.serve import Serve
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -90,6 +96,43 @@ def test_the_api_listens_while_the_model_is_downloaded_and_ctrl_c_breaks_it_off(
         assert server.process.stderr is not None
         said = server.process.stderr.read()
         assert f"skyrl-tinker: {waiting}\n" in said
+
+
+def test_the_engine_starts_while_a_further_model_is_downloaded(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Hub(model).serve() as served:
+        for name, value in _environment(served, tmp_path / "cache").items():
+            monkeypatch.setenv(name, value)
+        server = Serve(tmp_path / "home", "--also", NAME)
+        assert served.half_sent.wait(PATIENCE_S)
+        wait_until(lambda: server.find("engine"))
+        server.stop()
+
+
+def test_one_model_that_cannot_be_fetched_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config.load(home=tmp_path)
+    (directories := Directories(settings)).make()
+    migrate(settings.store_url)
+    directories.settings_file.write_text(settings.model_dump_json())
+    names = ("org/a", "org/b", "org/c")
+    bases = Bases(tuple(replace(FACTS, directory=name, hub_name=name) for name in names))
+    write_once(settings.store_url, lambda conn: server_state.put_bases(conn, bases))
+    fetched = []
+
+    def fetch(name: str, *_: object) -> None:
+        fetched.append(name)
+        if name == "org/b":
+            raise StartupError("the hub has no org/b")
+
+    monkeypatch.setattr(hub, "fetch_weights", fetch)
+    assert weights_download.run(directories.settings_file, ["org/a"]) == 0
+    assert fetched.pop() == "org/a"
+    assert weights_download.run(directories.settings_file, ["org/b", "org/c"]) == 1
+    assert fetched == ["org/b", "org/c"]
+    assert caplog.messages[-1] == "ended: the hub has no org/b"
 
 
 def _readiness(url: str) -> tuple[int, str]:

@@ -181,6 +181,19 @@ def test_samplers_of_further_base_models_have_gpus_of_their_own(model: Path) -> 
     assert start_plan.place(settings, print, lambda: Gpus(2, GB), _no_costs).placement == "colocated"
 
 
+def test_further_base_models_are_planned_beside_samplers_elsewhere(model: Path) -> None:
+    (other := model / "other").mkdir()
+    (other / "config.json").write_text(json.dumps(QWEN3_8B))
+    own: dict[str, Any] = {"roles": ["train", "sample"]}
+    placed, told = _place(model, 3, sampler_urls=["http://a:9"], bases={str(other): own})
+    assert f"planned {other} for 2 GPUs of 80 GB" in told
+    assert placed.bases[str(other)].token_budget > 0
+    assert placed.placement == "separate"
+    assert "planned for" not in told, "its samplers are elsewhere"
+    with pytest.raises(StartupError, match=rf"^bases\.{other}: .* take 2 GPUs, found 2 in all"):
+        _place(model, 2, sampler_urls=["http://a:9"], bases={str(other): own})
+
+
 def test_trained_base_models_are_planned_each_on_its_own_gpus(model: Path) -> None:
     (other := model / "other").mkdir()
     (other / "config.json").write_text(json.dumps(QWEN3_8B))

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,46 @@ from skyrl_tinker.store import server_state
 from skyrl_tinker.store.cluster.server_lease import Lease
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
+from tests.api.support.world import FACTS
 from tests.support.waiting import until
+
+
+async def test_the_engine_does_not_wait_for_weights_of_further_base_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it end if they cannot be fetched: that is tried again."""
+    monkeypatch.setattr(supervisor, "_FETCH_AGAIN_S", 0.01)
+    settings, told = config.load(home=tmp_path), []
+    (directories := Directories(settings)).make()
+    migrate(settings.store_url)
+    fetched, failing, started = [], asyncio.Event(), asyncio.Event()
+
+    async def run(child: ChildProcess) -> int:
+        if child.name == "engine":
+            started.set()
+            await asyncio.Event().wait()
+        fetched.append(child.arguments)
+        await failing.wait()
+        return 2 - len(fetched)
+
+    monkeypatch.setattr(ChildProcess, "run", run)
+    (directories.log_dir / "download.log").write_text("the hub is away\n")
+    store = Store.open(settings.store_url, settings.root)
+    lease = Lease(settings.store_url, settings.root)
+    bases = Bases((FACTS, replace(FACTS, names=("b",), directory="/b", hub_name="org/b")))
+    with socket.create_server(("127.0.0.1", 0)) as listener, closing(lease):
+        served = supervisor._Supervisor(
+            settings, directories, bases, listener, lease, told.append, told.append, told.append
+        )
+        tasks = [asyncio.create_task(work) for work in (served._keep_engine(store), served._fetch_further())]
+        await until(lambda: started.is_set() and fetched)
+        failing.set()
+        await tasks[1]
+        tasks[0].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    await store.close()
+    assert fetched == [["org/b"]] * 2
+    assert told == ["the download ended (exit code 1), it goes on in 0 s: the hub is away"]
 
 
 async def test_a_death_of_the_engine_is_told_once_and_its_return(

@@ -57,6 +57,25 @@ async def test_rows_of_older_servers_name_them_canonically_from_the_start_on(
     assert await store.read(names) == ["org/m", "org/m", "org/m", "org/elsewhere"]
 
 
+async def test_rows_keep_up_with_the_names_of_their_base_models(
+    store: Store, session: SessionId, model: ModelRow
+) -> None:
+    """As when `model_name` is removed, changed, or given to another base model."""
+    sampler = await base_sampler(store, session)
+    new = NewCheckpoint(model.key, CheckpointKind.WEIGHTS, "a", "/nowhere", "tiny", LoraSpec(8, 1), 1)
+    await store.write(lambda conn: checkpoint_records.add(conn, new, replace=False))
+
+    def names(conn: Connection) -> set[str]:
+        checkpoint = checkpoint_records.find(conn, None, model.model_id, CheckpointKind.WEIGHTS, "a")
+        rows = model_records.by_key(conn, model.key), sampling_sessions.get(conn, sampler), checkpoint
+        return {row.base_model for row in rows if row is not None}
+
+    for first, other in (("tiny", "o"), ("changed", "tiny"), ("tiny", "changed"), ("/models/m", "/models/o")):
+        bases = Bases((replace(FACTS, names=(first, "/models/m")), replace(OTHER, names=(other,))))
+        await store.write(lambda conn, bases=bases: server_state.put_bases(conn, bases))  # type: ignore[misc]
+        assert await store.read(names) == {first}
+
+
 async def test_another_base_model_s_rows_keep_their_names(store: Store) -> None:
     model = await create(store, await new_session(store))
     await store.write(lambda conn: server_state.put_bases(conn, Bases((OTHER,))))

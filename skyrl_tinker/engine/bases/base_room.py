@@ -39,16 +39,23 @@ class BaseRoom:
         return self._wanted == name
 
     async def enter(
-        self, name: str, idle_s: Callable[[], float], waits: Callable[[str], Awaitable[None]]
-    ) -> None:
+        self,
+        name: str,
+        idle_s: Callable[[], float],
+        waits: Callable[[str], Awaitable[None]],
+        needed: Callable[[], bool],
+    ) -> bool:
         """Take the room of a base model; where it lacks, wait until others have left, one after another.
 
         The one longest idle is wanted: it may stop. `idle_s`: of this one, from now on. `waits` gets the
-        reason of the wait, at each check.
+        reason of the wait, at each check. Returns False without it once it is not `needed` any more.
         """
         async with self._turn:
             try:
-                while self._lacks(name):
+                while needed():
+                    if not self._lacks(name):
+                        self._idle[name] = idle_s
+                        return True
                     self._freed.clear()
                     self._wanted = max(self._holders(), key=lambda each: self._idle[each]())
                     held = ", ".join(self._holders())
@@ -56,9 +63,9 @@ class BaseRoom:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(ROOM_CHECK_S):
                             await self._freed.wait()
+                return False
             finally:
                 self._wanted = None
-            self._idle[name] = idle_s
 
     def leave(self, name: str) -> None:
         """Give back what a base model holds, if it does."""

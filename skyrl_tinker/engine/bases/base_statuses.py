@@ -43,7 +43,7 @@ _STOPPED = _BaseState(_Phase.STOPPED, ON_DEMAND)
 
 
 class BaseStatuses:
-    """The engine takes work while any base model has a replica, and any trainer: requests of others wait.
+    """The engine takes work while any base model serves: requests of others wait.
 
     At its start it waits until each base model serves, has failed or is on demand; one must serve.
     """
@@ -145,11 +145,8 @@ class BaseStatuses:
         absent = "; ".join(self._absences())
         if not self.ready:
             return "starting", "; ".join(filter(None, [self._missing(), absent]))
-        if self._trained and not any(self._is(_Phase.UP, name) for name in self._trained):
-            return "restarting", absent
-        sampled = [fleet for _, fleet in self._awaited()]
-        if sampled and not any(fleet.size for fleet in sampled):
-            return "restarting", f"{GONE}; models are unaffected"
+        if not any(state == "ready" for state, _ in self._bases().values()):
+            return "restarting", absent or f"{GONE}; models are unaffected"
         details = "; ".join([*filter(None, [absent]), *self._shortages()])
         up = (state for state in self._states.values() if state.phase is _Phase.UP)
         return "ready", details or next((state.detail for state in up if state.detail), "")

@@ -16,6 +16,7 @@ from skyrl_tinker.engine.scheduling.sample_gate import SampleGate
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.errors import SkyrlTinkerError, TrainerLostError, last_line, root_cause
 from skyrl_tinker.protocol.schemas.administration import ChangeBaseRequest
+from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.training.trainer_group import TrainerGroup
 
 PAUSES_S = (1.0, 5.0, 30.0)
@@ -96,6 +97,9 @@ class BaseSupervisor:
             return None
         return min(self._gate.idle_s, math.inf if self._driver is None else self._driver.idle_s)
 
+    def _idle(self) -> float:
+        return self.idle_s or 0.0
+
     def ask_start(self) -> str:
         """Start it without a request, if it is on demand; return what follows."""
         self._state = _START_ASKED.get(self._state, self._state)
@@ -110,30 +114,33 @@ class BaseSupervisor:
         return f"base model {self.name} stops once no request waits or runs"
 
     async def _rest(self) -> None:
-        """Wait until a request needs the processes, also where those before it have failed."""
-        while self._state is _RunState.STOPPED and not self._is_needed():
-            self._asked.clear()
-            if self._driver is not None:
-                self._driver.requests.accept()
-            await self._await(self._stopped)
-            await self._asked.wait()
+        """Wait until a request needs the processes, also where those before it have failed, and for room."""
+        entered = False
+        while not entered:
+            while not self._is_wanted():
+                self._state = _RunState.STOPPED
+                self._asked.clear()
+                if self._driver is not None:
+                    self._driver.requests.accept()
+                await self._await(ON_DEMAND)
+                await self._asked.wait()
+            entered = await self._room.enter(self.name, self._idle, self._await, self._is_wanted)
         if self._state is _RunState.STOPPED:
             self._state = _RunState.STARTING
-        await self._room.enter(self.name, lambda: self.idle_s or 0.0, self._await_room)
         self._pause(self._starting)
         await self._report_parts(self._runtime.processes.parts)
 
-    async def _await_room(self, why: str) -> None:
-        await self._await(f"base model {self.name} is stopped: {why}")
-        await self._statuses.waits(self.name, why)
-
     async def _await(self, why: str) -> None:
-        """Tell why it does not start yet, and release models that are due."""
-        self._pause(why)
+        """Tell why it is stopped, and release models that are due."""
+        self._pause(f"base model {self.name} is stopped: {why}")
         if self._driver is not None:
             await self._driver.retire()
+        await self._statuses.waits(self.name, why)
 
-    def _is_needed(self) -> bool:
+    def _is_wanted(self) -> bool:
+        """Return whether an administrator has asked for the start, or any request needs it."""
+        if self._state is _RunState.STARTING:
+            return True
         return self._gate.in_use or (self._driver is not None and self._driver.requests.asked)
 
     async def _live(self, resumed: Awaitable[object]) -> str | SkyrlTinkerError:
@@ -216,12 +223,15 @@ class BaseSupervisor:
         pause_s = PAUSES_S[min(self._failures, len(PAUSES_S) - 1)]
         self._failures += 1
         _log.error("%s: the next try is in %.0f s: %s", self.name, pause_s, lost)
-        why = f"base model {self.name} does not start: {last_line(str(lost))}"
-        await self._statuses.failed(self.name, why)
+        fails, why = f"base model {self.name} does not start:", last_line(str(lost))
+        await self._statuses.failed(self.name, f"{fails} {why}")
         if self._failures > 1:
-            self._gate.close(f"{why}; other base models are unaffected", refuses=True)
+            told = f"{fails} {without_paths(why)}"
+            self._gate.close(f"{told}; other base models are unaffected", refuses=True)
             if self._driver is not None:
-                await self._driver.requests.refuse(why)
+                await self._driver.requests.refuse(told)
+        if self._driver is not None:
+            await self._driver.retire()
         await asyncio.sleep(pause_s)
 
     def _pause(self, why: str) -> None:
@@ -240,7 +250,10 @@ class BaseSupervisor:
             self._driver.requests.accept()
 
     async def _report_rebuild(self, detail: str, *, done: bool = False) -> None:
-        """Report the progress of bringing models back, as a driver's Report."""
+        """Report the progress of bringing models back, as a driver's Report, also to requests that wait."""
+        if self._driver is not None:
+            told = f"base model {self.name}: {without_paths(detail)}"
+            self._driver.requests.paused = None if done else told
         if done:
             self._failures = 0
             if self._runtime.samplers is not None:

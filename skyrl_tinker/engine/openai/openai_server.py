@@ -44,7 +44,8 @@ from skyrl_tinker.protocol.schemas.chats import ChatCompletionRequest
 from skyrl_tinker.protocol.schemas.openai import FieldError, error_body
 from skyrl_tinker.store import usage_records
 from skyrl_tinker.store.store import Store
-from skyrl_tinker.system.off_loop import off_loop
+from skyrl_tinker.system.atomic_directory import storage_errors
+from skyrl_tinker.system.off_loop import in_disk_thread, off_loop
 
 _PREFIX, _SUFFIX, _END = b"data: ", b"\n\n", b"[DONE]"
 """Prefix of events in a stream, and the text of its last one."""
@@ -132,11 +133,12 @@ class OpenAIServer:
     _samplers: Samplers
     _fleet: Fleet
     facts: BaseModelFacts
-    _abilities: ChatAbilities
+    _read_abilities: Callable[[], ChatAbilities]
     _sampler_driver: SamplerDriver
     _metrics: Metrics
 
     def __post_init__(self) -> None:
+        self._abilities: ChatAbilities | None = None
         self._grammars = GrammarTurns()
         self._counting: set[asyncio.Task[None]] = set()
 
@@ -167,7 +169,7 @@ class OpenAIServer:
         self, request: OpenAIRequest, size: int, owner: OwnerId | None, version: WeightVersion | None
     ) -> _OpenAICall:
         """Prepare a request, with the files of its version here. Call it before taking a turn."""
-        facts, abilities = self.facts, self._abilities
+        facts, abilities = self.facts, await self.abilities()
         await self._samplers.fetch(version)
         texts = await off_loop(size, lambda: texts_to_count(request, facts, abilities))
         counts = await asyncio.gather(*(self._count_tokens(text) for text in texts))
@@ -177,6 +179,13 @@ class OpenAIServer:
         body = await off_loop(size, lambda: upstream_body(request, max(prompts), facts, abilities))
         reader = self._fleet.client.data.dialect.openai_reader(body)
         return _OpenAICall(request, owner, version, prompts, body, reader)
+
+    async def abilities(self) -> ChatAbilities:
+        """Return what is read with the first request: then the samplers have read the same files."""
+        if self._abilities is None:
+            with storage_errors("the tokenizer's files cannot be read"):
+                self._abilities = await in_disk_thread(self._read_abilities)
+        return self._abilities
 
     async def _count_tokens(self, text: dict[str, Any]) -> int:
         """Count the tokens of a prompt. Every version has the tokenizer of the base model."""

@@ -13,26 +13,28 @@ class WarningBoard:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._drifted: set[ModelKey] = set()
+        self._warnings: dict[ModelKey, str] = {}  # of those that drift
+        self._posted: str | None = None
 
     async def clear(self) -> None:
         """Withdraw the warning of an earlier engine."""
         await self._put(None)
 
     async def warn(self, model: ModelKey, warning: str) -> None:
-        """Post the warning of a model, unless that of another one stands."""
-        first = not self._drifted
-        self._drifted.add(model)
-        if first:
-            await self._put(warning)
+        """Post the warning of a model, unless one stands."""
+        self._warnings.setdefault(model, warning)
+        await self._post()
 
     async def withdraw(self, model: ModelKey) -> None:
-        """Withdraw the warning once no model drifts any more."""
-        if model not in self._drifted:
-            return
-        self._drifted.discard(model)
-        if not self._drifted:
-            await self._put(None)
+        """Withdraw the warning of a model, and post that of another one that drifts."""
+        self._warnings.pop(model, None)
+        await self._post()
+
+    async def _post(self) -> None:
+        first = next(iter(self._warnings.values()), None)
+        if first != self._posted:
+            self._posted = first
+            await self._put(first)
 
     async def _put(self, warning: str | None) -> None:
         def op(conn: Connection) -> None:

@@ -17,8 +17,6 @@ from skyrl_tinker.store import checkpoint_records, model_records, server_state
 from skyrl_tinker.store.futures import finish, queue
 from skyrl_tinker.store.model_records import ModelRow
 
-_TRAINED = "trained_base_model"
-"""Fingerprints of the base models that were trained, by name, or that of the one."""
 _HEAD_BYTES = 1 << 20
 
 
@@ -32,28 +30,36 @@ def fingerprint(base_model: Path) -> str:
     return digest.hexdigest()
 
 
-def sort_models(conn: Connection, fingerprints: Mapping[str, str]) -> int:
+def sort_models(conn: Connection, fingerprints: Mapping[str, str | None]) -> int:
     """Park the models of other base models, and make those of the trained ones ready, parked or not.
 
-    `fingerprints`: of the base models that are trained, by name. Returns the number of parked models.
+    `fingerprints`: of the base models that are trained, by name; None where the files cannot be read: the
+    last one counts. Returns the number of parked models.
     """
-    before: dict[str, str] | str | None = server_state.get(conn, _TRAINED)
-    server_state.put(conn, _TRAINED, dict(fingerprints))
-    if isinstance(before, dict) and len(before) > 1:
-        for name, fingerprint in before.items():
-            model_records.note_base(conn, fingerprint, name)
+    before: dict[str, str] | str | None = server_state.get(conn, server_state.TRAINED)
+    known = before if isinstance(before, dict) else dict.fromkeys([*fingerprints][:1], before)
+    found = {name: fingerprint or known.get(name) for name, fingerprint in fingerprints.items()}
+    trained = {name: fingerprint for name, fingerprint in found.items() if fingerprint is not None}
+    server_state.put(conn, server_state.TRAINED, trained)
+    if len(known) > 1:
+        for name, fingerprint in known.items():
+            model_records.note_base(conn, str(fingerprint), name)
     else:
-        one = before.values() if isinstance(before, dict) else [before or next(iter(fingerprints.values()))]
-        model_records.note_base(conn, *one)
-    for fingerprint in {*fingerprints.values()}:
-        names = [name for name, found in fingerprints.items() if found == fingerprint]
+        for fingerprint in [*filter(None, known.values()), *trained.values()][:1]:
+            model_records.note_base(conn, fingerprint)
+    served = server_state.get_bases(conn)
+    gone = {name: each for name, each in known.items() if served is None or served.find(name) is None}
+    now = {fingerprint: name for name, fingerprint in trained.items()}
+    server_state.rename_bases(conn, {old: now[each] for old, each in gone.items() if each in now})
+    for fingerprint in {*trained.values()}:
+        names = [name for name, each in trained.items() if each == fingerprint]
         model_records.name_base(conn, fingerprint, names)
     parked = 0
     for model in model_records.list_in_states(conn, ModelState.READY, ModelState.PARKED):
-        if model.trained_on in fingerprints.values():
+        if model.trained_on in trained.values():
             model_records.set_state(conn, model.key, ModelState.READY)
         else:
-            _park(conn, model, _of_another(model, list(fingerprints)))
+            _park(conn, model, _of_another(model, list(trained)))
             parked += 1
     return parked
 

@@ -93,6 +93,7 @@ class SnapshotKeeper:
 
     def __post_init__(self) -> None:
         self._progress: dict[ModelKey, _Unkept] = {}
+        self._tried: dict[ModelKey, int] = {}  # seq_id of the last try of a snapshot
         self.of_model = MeanCost(2.0, 100)  # to create a model on fresh ranks, and load its snapshot
         self.of_request = MeanCost(0.5, 100)  # in addition to the ranks' own time: bodies, results, calls
         self._writing: list[asyncio.Task[None]] = []
@@ -120,6 +121,14 @@ class SnapshotKeeper:
         return bool(self._ready()) and all(task.done() for task in self._writing)
 
     @property
+    def owed(self) -> bool:
+        """True if a snapshot is to be tried: one that failed is not before its model has run again."""
+        return any(map(self._is_untried, self._ready()))
+
+    def _is_untried(self, model: ModelKey) -> bool:
+        return self._tried.get(model) != self._progress[model].clean_at
+
+    @property
     def stored(self) -> bool:
         """True if snapshots are in a storage besides this disk."""
         return self._storage is not LOCAL_DISK
@@ -136,6 +145,7 @@ class SnapshotKeeper:
     def reset(self) -> None:
         """Forget the models' work since their snapshots: a replay records it again."""
         self._progress.clear()
+        self._tried.clear()
 
     def note(self, rows: Sequence[QueuedRow], effects: Mapping[int, Effect | None], seconds: float) -> None:
         """Record a unit's work, which took `seconds`."""
@@ -170,10 +180,12 @@ class SnapshotKeeper:
         if not self.would_help:
             return
         ready = self._ready()
-        models = nlargest(MODELS_AT_ONCE, ready, key=lambda key: self._replay_s_of(ready[key]))
+        order = {key: (self._is_untried(key), self._replay_s_of(each)) for key, each in ready.items()}
+        models = nlargest(MODELS_AT_ONCE, order, key=order.__getitem__)
         room = self._trainer.captured
-        models = models[: room.fitting([room.size(model, optimizer=True) for model in models])]
-        if not models:
+        count = room.fitting([room.size(model, optimizer=True) for model in models])
+        self._tried |= {model: ready[model].clean_at for model in models[: count or 1]}
+        if not (models := models[:count]):
             return
         started = time.monotonic()
         try:
@@ -287,6 +299,7 @@ class SnapshotKeeper:
     def pause(self, model: ModelKey) -> None:
         """Take no more snapshots of a model that has left the ranks."""
         self._progress.pop(model, None)
+        self._tried.pop(model, None)
 
     async def forget(self, model: ModelKey) -> None:
         """Remove all files and records of a model that has ended, and is paused.

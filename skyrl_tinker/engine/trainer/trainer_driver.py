@@ -181,8 +181,8 @@ class TrainerDriver:
         return ready if ready is not None and ready.rows == unit.rows else unit
 
     def _is_over(self) -> bool:
-        """Return whether no request needs the ranks, and a snapshot would not help."""
-        return not (self.woken.is_set() or self.requests.asked or self._snapshots.would_help)
+        """Return whether no request needs the ranks, and no snapshot is to be taken first."""
+        return not (self.woken.is_set() or self.requests.asked or self._snapshots.owed)
 
     async def _use_idle_time(self, report: Report) -> bool:
         """Bring a model back, or take a snapshot; return True if more such work may follow soon."""

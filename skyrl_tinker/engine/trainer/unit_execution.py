@@ -26,6 +26,7 @@ from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator, ReadyP
 from skyrl_tinker.engine.trainer.step_curves import EndedWindows, StepCurves
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import StorageAwayError, TrainerError
+from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.store.futures.queue import QueuedRow, window_failure
 from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.store import Store
@@ -134,8 +135,9 @@ class UnitExecution:
 
     async def fail(self, row: QueuedRow, error: TrainerError) -> None:
         """Fail a request that kills the ranks even when it runs alone."""
-        failure = Failure(_why_deadly(row, error, self._trainer.spec.token_budget), "server")
-        _log.error("request %s: %s", row.request_id, failure.message)
+        why = _why_deadly(row, error, self._trainer.spec.token_budget)
+        _log.error("request %s: %s", row.request_id, why)
+        failure = Failure(without_paths(why), "server")
         if row.kind is RequestKind.OPTIM_STEP:
             result = await self._optim_steps.fail(row, failure)
             self._curves.drop(model_of(row))

@@ -103,7 +103,7 @@ class Waiting:
             self.settings.timeouts.request_s,
         )
         openai = OpenAIServer(
-            store, samplers, cast(Any, None), FACTS, ChatAbilities(frozenset()), self.sampler, metrics
+            store, samplers, cast(Any, None), FACTS, lambda: ChatAbilities(frozenset()), self.sampler, metrics
         )
         routes = OpenAIRoutes(store, [openai], metrics)
         self.gateway = EngineHttpServer(

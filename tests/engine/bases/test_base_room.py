@@ -19,15 +19,15 @@ async def test_those_that_fit_beside_each_other_do_not_wait_and_on_a_cpu_all_do(
     told = Told()
     for room in (BaseRoom(3, {"a": 1, "b": 2}), BaseRoom(0, {"a": 0, "b": 0}), BaseRoom()):
         for name in ("a", "b"):
-            await room.enter(name, lambda: 0.0, told.hear)
+            await room.enter(name, lambda: 0.0, told.hear, lambda: True)
         assert (told, room.wants("a"), room.wants("b")) == ([], False, False)
 
 
 async def test_it_may_be_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_room, "ROOM_CHECK_S", 0.01)
     room, told = BaseRoom(3 * GB, {"a": 2 * GB, "b": 1_700_000_000}, in_memory), Told()
-    await room.enter("a", lambda: 0.0, told.hear)
-    entering = asyncio.create_task(room.enter("b", lambda: 0.0, told.hear))
+    await room.enter("a", lambda: 0.0, told.hear, lambda: True)
+    entering = asyncio.create_task(room.enter("b", lambda: 0.0, told.hear, lambda: True))
     await until(lambda: room.wants("a"))
     assert told == ["it waits for 1.7 GB of memory of a"]
     room.leave("a")
@@ -39,9 +39,9 @@ async def test_the_one_longest_idle_is_to_leave_then_the_next(monkeypatch: pytes
     idle, told = {"a": 1.0, "b": 2.0}, Told()
     room = BaseRoom(2, {"a": 1, "b": 1, "c": 2, "d": 0})
     for name in ("a", "b", "d"):
-        await room.enter(name, lambda name=name: idle.get(name, 0.0), told.hear)  # type: ignore[misc]
-    entering = asyncio.create_task(room.enter("c", lambda: 0.0, told.hear))
-    later = asyncio.create_task(room.enter("a", lambda: 0.0, told.hear))
+        await room.enter(name, lambda name=name: idle.get(name, 0.0), told.hear, lambda: True)  # type: ignore[misc]
+    entering = asyncio.create_task(room.enter("c", lambda: 0.0, told.hear, lambda: True))
+    later = asyncio.create_task(room.enter("a", lambda: 0.0, told.hear, lambda: True))
     await until(lambda: room.wants("b"))
     assert told[-1] == "it waits for 2 GPUs of a, b"
     idle["a"] = 3.0
@@ -57,11 +57,21 @@ async def test_the_one_longest_idle_is_to_leave_then_the_next(monkeypatch: pytes
     assert not any(map(room.wants, "abcd"))
 
 
-async def test_one_that_is_not_waited_for_any_more_may_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("given_up", [True, False])
+async def test_one_that_is_not_waited_for_any_more_may_stay(
+    monkeypatch: pytest.MonkeyPatch, given_up: bool
+) -> None:
+    """As the request that needed the other was cancelled, or the server stops."""
+    monkeypatch.setattr(base_room, "ROOM_CHECK_S", 0.01)
+    needed = [True]
     room, told = BaseRoom(1, {"a": 1, "b": 1}), Told()
-    await room.enter("a", lambda: 0.0, told.hear)
-    entering = asyncio.create_task(room.enter("b", lambda: 0.0, told.hear))
+    await room.enter("a", lambda: 0.0, told.hear, lambda: True)
+    entering = asyncio.create_task(room.enter("b", lambda: 0.0, told.hear, lambda: bool(needed)))
     await until(lambda: room.wants("a"))
-    entering.cancel()
+    if given_up:
+        needed.clear()
+    else:
+        entering.cancel()
     await asyncio.wait([entering])
     assert not room.wants("a")
+    assert entering.cancelled() or entering.result() is False

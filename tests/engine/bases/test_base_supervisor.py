@@ -213,6 +213,43 @@ async def test_one_that_does_not_start_fails_its_requests_alone_and_is_tried_aga
     assert processes.ends == 2
 
 
+async def test_one_that_does_not_start_releases_models_that_are_due(
+    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.01,))
+    case = Case(store, bell, *[SamplerError(LOG)] * 2, others=("a",))
+    async with running(case):
+        for number in (1, 2):
+            case.processes.go_on.release()
+            await until(lambda number=number: case.driver.retired == number)  # type: ignore[misc]
+
+
+async def test_requests_are_told_how_far_a_rebuild_is(store: Store, bell: Doorbell) -> None:
+    """Also while other base models serve."""
+    case = Case(store, bell, others=("a",))
+    await case.supervisor._report_rebuild("the trainer is restarted: '/srv/weights/b' is damaged")
+    assert case.driver.paused == "base model b: the trainer is restarted: …/b is damaged"
+    await case.supervisor._report_rebuild("", done=True)
+    assert case.driver.paused is None
+
+
+async def test_requests_are_not_told_where_the_servers_files_lie(
+    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.01,))
+    damaged = StartupError("'/srv/weights/b.safetensors' is not a whole safetensors file")
+    case = Case(store, bell, damaged, damaged, others=("a",))
+    for _ in range(2):
+        case.processes.go_on.release()
+    async with running(case):
+        await until(lambda: case.driver.refused)
+        told = "base model b does not start: …/b.safetensors is not a whole safetensors file"
+        assert case.driver.refused == told
+        with pytest.raises(SamplerError, match=told):
+            await _sample(case.samplers.gate)
+        assert str(damaged) in state(case)[1], "the administrator is"
+
+
 async def test_lost_ranks_end_the_only_base_model(store: Store, bell: Doorbell) -> None:
     case = Case(store, bell, others=())
     case.processes.go_on.release()
@@ -452,7 +489,7 @@ async def test_a_start_that_an_administrator_asked_for_is_tried_once(
     async with running(case):
         await until(lambda: case.driver.retired)
         case.supervisor.ask_start()
-        await until(lambda: case.driver.retired > 1)
+        await until(lambda: case.driver.retired > 2)
         assert (state(case), case.processes.starts) == (("failed", WHY), 1)
 
 
@@ -501,17 +538,22 @@ async def test_one_that_lacks_gpus_waits_until_another_has_been_idle_and_stopped
         told.append(why)
 
     async with running(case):
-        await room.enter("c", lambda: 5.0, hear)
+        await room.enter("c", lambda: 5.0, hear, lambda: True)
         driver.ask()
         await until(lambda: state(case) == ("stopped", "it waits for 2 GPUs of c"))
         assert gate.reason == driver.paused == "base model b is stopped: it waits for 2 GPUs of c"
         assert (room.wants("c"), processes.starts, told) == (True, 0, [])
         assert case.statuses.others_may_serve("a") is case.statuses.ready
+        driver.asked = False  # as its client has cancelled it
+        await until(lambda: state(case) == ("stopped", "it starts when it is asked for"))
+        assert (gate.reason, room.wants("c")) == (STOPPED, False)
+        driver.ask()
+        await until(lambda: room.wants("c"))
         room.leave("c")
         processes.go_on.release()
         await until(lambda: gate.reason is None)
         assert not room.wants("c")
-        waiting = asyncio.create_task(room.enter("c", lambda: 0.0, hear))
+        waiting = asyncio.create_task(room.enter("c", lambda: 0.0, hear, lambda: True))
         await until(lambda: told)
         assert told[0] == "it waits for 1 GPU of b"
         driver.untrained_s, gate._left_at = 59.0, gate._left_at - 61.0

@@ -126,8 +126,9 @@ class World:
 
         store: Any = SimpleNamespace(write=nothing)
         driver: Any = SimpleNamespace(turn=turn)
-        abilities = ChatAbilities(frozenset())
-        self.server = OpenAIServer(store, self.samplers, self.fleet, FACTS, abilities, driver, Metrics())
+        none: Any = None
+        self.server = OpenAIServer(store, self.samplers, self.fleet, FACTS, none, driver, Metrics())
+        self.server._abilities = ChatAbilities(frozenset())
 
     def ask(self, owner: OwnerId, schema: str | None = None, **fields: Any) -> asyncio.Task[Any]:
         """Ask for an answer, to a schema of this name if any."""

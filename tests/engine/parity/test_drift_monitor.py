@@ -85,9 +85,10 @@ async def test_a_warning_of_a_model_is_over_when_it_is_released(store: Store) ->
     apart, other = await scored(gaps, ModelKey(9)), await scored(gaps, ModelKey(8))
     for each in (apart, other):
         await gaps.compare(each, VERSION, inflight=False)
-    await gaps.forget(other.key)
-    assert "differ" in str(await warning(store)), "of the other one"
+    assert "logprobs of model-9 differ" in str(await warning(store))
     await gaps.forget(apart.key)
+    assert "logprobs of model-8 differ" in str(await warning(store))
+    await gaps.forget(other.key)
     assert await warning(store) is None
     assert gaps.pop_metrics(apart.key) == {}
 

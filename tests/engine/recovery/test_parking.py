@@ -1,20 +1,24 @@
 """Models of other base models are parked at a start, and come back with theirs."""
 
 from collections.abc import Awaitable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from sqlalchemy import Connection, update
 
+from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelState
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.engine.recovery import parking
-from skyrl_tinker.store import checkpoint_records, model_records
+from skyrl_tinker.store import checkpoint_records, model_records, server_state
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.database.tables import Model
 from skyrl_tinker.store.futures import cancellation
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
+from tests.engine.support.world import FACTS
+from tests.support.reads import reading
 
 
 async def start_with(store: Store, fingerprint: str, name: str = "tiny") -> int:
@@ -87,6 +91,37 @@ async def test_models_take_on_the_name_under_which_their_base_model_is_served_no
     assert (row.state, row.base_model) == (ModelState.READY, "renamed")
     await start_with(store, "second", "other")
     assert (await journal.model_of(store, model)).base_model == "renamed"
+
+
+async def test_models_that_were_made_before_a_change_of_names_are_known_by_their_base_model(
+    store: Store,
+) -> None:
+    """Their checkpoints, too, also where the base model's directory has another name."""
+
+    def start(*bases: tuple[str, str, str]) -> Awaitable[int]:
+        served = [replace(FACTS, names=(name, each), directory=each) for name, each, _ in bases]
+        fingerprints = {name: fingerprint for name, _, fingerprint in bases}
+
+        def op(conn: Connection) -> int:
+            server_state.put_bases(conn, Bases(tuple(served)))
+            return parking.sort_models(conn, fingerprints)
+
+        return store.write(op)
+
+    await start(("tiny", "/a", "first"), ("other", "/b", "second"))
+    model = await journal.ready_model(store)
+    key = await journal.key_of(store, model)
+    new = NewCheckpoint(key, CheckpointKind.WEIGHTS, "0007", "/nowhere", "tiny", LoraSpec(8, 1), 1)
+    await store.write(lambda conn: checkpoint_records.add(conn, new, replace=False))
+    for first, other in (("other", "tiny"), ("/a", "/b"), ("/c", "/b")):
+        directory = "/c" if first == "/c" else "/a"
+        assert await start((first, directory, "first"), (other, "/b", "second")) == 0
+        with reading(store) as conn:
+            checkpoint = checkpoint_records.find(conn, None, model, CheckpointKind.WEIGHTS, "0007")
+        assert checkpoint is not None
+        row = await journal.model_of(store, model)
+        assert (row.state, row.base_model) == (ModelState.READY, first)
+        assert (row.trained_on, checkpoint.base_model) == ("first", first)
 
 
 async def test_a_model_that_could_not_be_read_is_tried_again_by_the_next_start_of_its_base_model(

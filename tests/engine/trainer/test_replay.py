@@ -419,6 +419,19 @@ async def test_a_model_whose_step_cannot_be_replayed_is_parked(world: World, soo
     assert "request 3 could not be replayed: no memory" in (await journal.error_of(world.store, late)).message
 
 
+async def test_a_request_that_kills_the_ranks_is_not_told_where_the_servers_files_lie(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = await world.model()
+    world.workers.failing["step"] = TrainerError("rank 0: '/srv/weights/a.bin' is damaged")
+    await all_done(world, await journal.submit_pass(world.store, model, 1))
+    step = await journal.submit_step(world.store, model, 2)
+    await world.done(step)
+    failure = await journal.error_of(world.store, step)
+    assert failure.message.startswith("rank 0: …/a.bin is damaged, also when it was run alone")
+    assert "'/srv/weights/a.bin' is damaged, also when" in caplog.text
+
+
 async def test_a_step_that_kills_the_ranks_clears_its_window_and_says_so(world: World) -> None:
     model = await world.model()
     await all_done(world, await journal.submit_pass(world.store, model, 1))

@@ -11,7 +11,9 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import AdamParams, Failure
+from skyrl_tinker.engine.recovery import snapshot_keeper
 from skyrl_tinker.engine.trainer import trainer_driver
+from skyrl_tinker.errors import ExhaustedError
 from skyrl_tinker.protocol.stored_requests import OptimStepBody, SaveWeightsBody
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.futures import cancellation, queue
@@ -281,6 +283,38 @@ async def test_work_ends_once_nothing_waits_and_no_snapshot_would_help(world: Wo
     world.may_end = False
     again.set()
     assert (await world.done(late)).status is FutureStatus.DONE
+
+
+@pytest.mark.parametrize("fails", ["captures", "persist", None])
+async def test_work_ends_once_a_snapshot_of_each_model_was_tried(world: World, fails: str | None) -> None:
+    """Where they fail, as on a full disk, models are replayed from their requests."""
+    world.patch.setattr(trainer_driver, "IDLE_S", 0.01)
+    world.patch.setattr(snapshot_keeper, "MODELS_AT_ONCE", 1)
+    ended, run_pass = asyncio.Event(), world.workers.run_pass
+
+    async def long_pass(*args: Any) -> PassResult:
+        world.workers.busy_s += 1.0
+        return await run_pass(*args)
+
+    async def rest() -> None:
+        ended.set()
+        await asyncio.get_running_loop().create_future()
+
+    world.patch.setattr(world.workers, "run_pass", long_pass)
+    if fails:
+        world.workers.failing[fails] = ExhaustedError("no room")
+    models = [await world.model() for _ in range(2)]
+    world.workers.go_on.clear()
+    for model in models:
+        await journal.submit_pass(world.store, model, 1)
+        await journal.submit_step(world.store, model, 2)
+    await world.taken_in()
+    world.lost, world.may_end = rest, True
+    world.workers.go_on.set()
+    await world.until(ended.is_set)
+    await world.driver.settle()
+    tried = {key for keys in world.workers.asked("captures") for key in keys}
+    assert tried == {await journal.key_of(world.store, model) for model in models}
 
 
 async def test_a_model_that_is_unloaded_needs_no_ranks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
