@@ -52,6 +52,16 @@ def probe_gpus() -> Gpus:
     return Gpus(int(count), int(size))
 
 
+@dataclass(frozen=True, slots=True)
+class FurtherPlan:
+    """Further base model of a plan. Without `lines` nothing is planned for it: its samplers run elsewhere."""
+
+    name: str
+    on_demand: bool
+    gpus: int
+    lines: tuple[MemoryLine, ...]
+
+
 CostsOf = Callable[[Mapping[str, Any], Demand, int], MemoryCosts]
 
 
@@ -93,11 +103,13 @@ def plan(
     if settings.trainer_dtype == "float32":
         raise StartupError(f"--trainer-dtype float32: {_NO_PLAN}, as it counts the memory of bfloat16")
     config, facts = base_model.read_config(settings)
-    demand = _demand(settings, gpus, facts, tenants)
+    demand = _demand(settings, gpus, facts, tenants=tenants)
     return make_plan(demand, facts, partial(costs_of, config, demand))
 
 
-def _demand(settings: Settings, gpus: Gpus, facts: BaseModelFacts, tenants: int = 1) -> Demand:
+def _demand(
+    settings: Settings, gpus: Gpus, facts: BaseModelFacts, *, tenants: int = 1, trained: bool = True
+) -> Demand:
     return Demand(
         gpus=gpus.count,
         gpu_bytes=gpus.bytes,
@@ -109,6 +121,7 @@ def _demand(settings: Settings, gpus: Gpus, facts: BaseModelFacts, tenants: int 
         cached_adapters=settings.max_cpu_loras,
         sampler_share=settings.gpu_memory_utilization,
         copies=engine_of(settings).workers(1),
+        trained=trained,
         given=_given(settings),
     )
 
@@ -134,10 +147,10 @@ def place(
         return _placed(_divided(settings), "separate")
     if not settings.plan and settings.placement != "auto":
         return settings
-    settings, gpus = beside_further(settings, probe(), costs_of, tell)
+    settings, gpus, _ = beside_further(settings, probe(), costs_of, tell)
     if not settings.plan:
         return _placed(settings, _placement(settings, gpus))
-    return settings.model_copy(update=_planned(settings, gpus, costs_of, tell))
+    return settings.model_copy(update=_planned(settings, gpus, costs_of, tell).settings)
 
 
 def _planned(
@@ -147,27 +160,29 @@ def _planned(
     tell: Callable[[str], None],
     whose: str = "",
     unset: Collection[str] = (),
-) -> dict[str, Any]:
-    """Return the planned settings. `whose`: base model in the words of the plan. `unset`: kept by default."""
+) -> CapacityPlan:
+    """Return a plan that fits. `whose`: base model in the words of the plan. `unset`: kept by default."""
     found = plan(settings, gpus, costs_of)
     if found.problem is not None:
         assert found.place is not None
-        raise StartupError(_refusal(settings, gpus, found.problem, found.place, found.lines))
+        raise StartupError(
+            _refusal(settings, gpus, found.problem, found.place, found.lines, further=bool(whose))
+        )
     shown = (replace(each, reason="by default") if each.setting in unset else each for each in found.choices)
     lines = (f"  {choice}" for choice in shown)
     tell("\n".join((f"planned{whose} for {_named(gpus)}; `serve --no-plan` leaves it to you:", *lines)))
-    return {choice.setting: choice.value for choice in found.choices}
+    return found
 
 
 def beside_further(
     settings: Settings, gpus: Gpus, costs_of: CostsOf, tell: Callable[[str], None]
-) -> tuple[Settings, Gpus]:
-    """Return the settings with those planned for further base models, and the GPUs that these leave.
+) -> tuple[Settings, Gpus, list[FurtherPlan]]:
+    """Return the settings with those of further base models, the GPUs that these leave, and their plans.
 
     Of those on demand the largest counts alone: they run one after another where they do not fit beside each
     other. `tell` receives the plan of each. StartupError if one does not fit.
     """
-    taken, most, bases = 0, 0, dict(settings.bases)
+    taken, most, bases, plans = 0, 0, dict(settings.bases), list[FurtherPlan]()
     for name, given in settings.bases.items():
         own = settings.for_base(name)
         copies = engine_of(own).workers(1)
@@ -178,7 +193,7 @@ def beside_further(
         taken, most = (taken, max(most, need)) if on_demand else (taken + need, most)
         left = gpus.count - taken - most
         share = replace(gpus, count=need)
-        whose = f"{name}, on demand," if on_demand else name
+        whose, lines = f"{name}, on demand," if on_demand else name, tuple[MemoryLine, ...]()
         with catalog.refusals(own):
             if left < 1:
                 numbers = f"{'trainer_ranks and ' if ranks else ''}replicas x tensor_parallel_size"
@@ -187,24 +202,30 @@ def beside_further(
                 )
             if settings.plan and ranks and not own.external_urls:
                 unset = {name for name in _DIVIDED if name not in given.model_fields_set}
-                planned = _planned(own, share, costs_of, tell, f" {whose}", unset)
-                keys = BaseOverrides.model_fields.keys() & planned.keys()
-                bases[name] = given.model_copy(update={key: planned[key] for key in keys})
+                found = _planned(own, share, costs_of, tell, f" {whose}", unset)
+                keys = BaseOverrides.model_fields.keys() & found.settings.keys()
+                bases[name] = given.model_copy(update={key: found.settings[key] for key in keys})
+                lines = found.lines
             elif settings.plan and samplers:
-                _require_sampler(own, share, way, costs_of)
+                lines = _require_sampler(own, share, way, costs_of)
                 tell(f"{whose} is sampled on {_named(share)}")
+        plans.append(FurtherPlan(name, on_demand, need, lines))
     if sum(given.start == "on_demand" for given in bases.values()) > 1:
         tell(f"base models on demand share {counted(most, 'GPU')}: one that is idle stops for another")
     left = gpus.count - taken - most
-    return settings.model_copy(update={"bases": bases} if bases else {}), replace(gpus, count=left)
+    return settings.model_copy(update={"bases": bases} if bases else {}), replace(gpus, count=left), plans
 
 
-def _require_sampler(settings: Settings, gpus: Gpus, way: GpuDivision, costs_of: CostsOf) -> None:
+def _require_sampler(
+    settings: Settings, gpus: Gpus, way: GpuDivision, costs_of: CostsOf
+) -> tuple[MemoryLine, ...]:
+    """Return the memory of a base model that is only sampled. Raises StartupError if it does not fit."""
     config, facts = base_model.read_config(settings)
-    demand = _demand(settings, gpus, facts)
+    demand = _demand(settings, gpus, facts, trained=False)
     estimate = MemoryEstimate(demand, facts, way, costs_of(config, demand, way.ranks))
     if problem := sampler_problem(estimate):
-        raise StartupError(_refusal(settings, gpus, problem, SAMPLER, estimate.lines()))
+        raise StartupError(_refusal(settings, gpus, problem, SAMPLER, estimate.lines(), further=True))
+    return estimate.lines()
 
 
 def _divided(settings: Settings) -> Settings:
@@ -231,14 +252,24 @@ def _placement(settings: Settings, gpus: Gpus) -> str:
     return divide(gpus.count, numbers, [settings.tensor_parallel_size], copies)[0][0].placement
 
 
-def _refusal(settings: Settings, gpus: Gpus, problem: str, place: str, lines: Sequence[MemoryLine]) -> str:
+def _refusal(
+    settings: Settings,
+    gpus: Gpus,
+    problem: str,
+    place: str,
+    lines: Sequence[MemoryLine],
+    *,
+    further: bool,
+) -> str:
     counted = [line for line in lines if line.place == place and line.counted]
     sizes = (f"{line.name} {line.bytes / GB:.1f}" for line in counted if abs(line.bytes) >= GB / 20)
     together = sum(line.bytes for line in counted) / GB
+    table = f'[bases."{settings.base_model}"]'
+    own = f"; its own settings stand in a table {table} of the file of --config" if further else ""
     return (
         f"--base-model {settings.base_model} does not fit on {_named(gpus)}: {problem} ({place}, "
-        f"GB: {', '.join(sizes)}, together {together:.1f}); or --no-plan (the setting plan) to start all the "
-        "same"
+        f"GB: {', '.join(sizes)}, together {together:.1f}){own}; or --no-plan (the setting "
+        "plan) to start all the same"
     )
 
 
