@@ -228,9 +228,9 @@ def plan(
     def measured(config: Any, demand: Any, ranks: int) -> Any:
         on = counted(ranks, "trainer rank")
         tell(f"counting the memory of a row of {demand.longest_row} tokens on {on}: some ten seconds")
-        return start_plan.measure_costs(config, demand, ranks)
+        return measuring.costs(config, demand, ranks)
 
-    with one_line_errors():
+    with one_line_errors(), start_plan.CostsProcess() as measuring:
         given = {"base_model": base_model, **as_settings(given), "device": "cuda"}
         if not config.load(config_file, **given).plan:  # of the file or the environment
             given["plan"] = True

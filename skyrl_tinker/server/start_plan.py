@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 from skyrl_tinker.config import BaseOverrides, Settings
 from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
@@ -65,19 +67,55 @@ class FurtherPlan:
 CostsOf = Callable[[Mapping[str, Any], Demand, int], MemoryCosts]
 
 
-def measure_costs(config: Mapping[str, Any], demand: Demand, ranks: int) -> MemoryCosts:
-    """Measure the costs of a base model, given its config.json, on that many ranks. It takes seconds."""
-    tokens = max(demand.longest_row, MOST_TOKENS)
-    request = {"config": config, "rank": demand.rank, "tokens": tokens, "ranks": ranks}
-    costs = json.loads(_measured(json.dumps(request)))
-    rows = {name: RowMemory(**costs[name]) for name in ("kept", "recomputed", "layer")}
-    return MemoryCosts(**{**costs, **rows})
+class CostsProcess:
+    """Process that measures costs, started by the first ones asked for. As a context it ends behind it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed by __exit__
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._errors.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+    def costs(self, config: Mapping[str, Any], demand: Demand, ranks: int) -> MemoryCosts:
+        """Measure the costs of a base model, given its config.json, on that many ranks. It takes seconds."""
+        tokens = max(demand.longest_row, MOST_TOKENS)
+        request = json.dumps({"config": config, "rank": demand.rank, "tokens": tokens, "ranks": ranks})
+        if request not in _MEASURED:
+            _MEASURED[request] = self._measure(request)
+        costs = json.loads(_MEASURED[request])
+        rows = {name: RowMemory(**costs[name]) for name in ("kept", "recomputed", "layer")}
+        return MemoryCosts(**{**costs, **rows})
+
+    def _measure(self, request: str) -> str:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "skyrl_tinker.server.costs_process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                preexec_fn=processes.die_with_parent,
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):  # its last words say why
+            print(request, file=self._process.stdin, flush=True)
+        if costs := self._process.stdout.readline():
+            return costs
+        code = self._process.wait()
+        self._errors.seek(0)
+        raise StartupError(f"{_NO_PLAN}: {last_line(self._errors.read() or f'exit code {code}')}")
 
 
-@cache
-def _measured(request: str) -> str:
-    """Return the costs as JSON, measured once for all base models of one shape."""
-    return _run(_NO_PLAN, "-m", "skyrl_tinker.server.costs_process", given=request)
+_MEASURED: dict[str, str] = {}
+"""Costs as JSON, measured once for all base models of one shape, by request."""
 
 
 def require_planned(settings: Settings) -> None:
@@ -89,13 +127,7 @@ def require_planned(settings: Settings) -> None:
         raise StartupError(f"{found}: found one, with which `serve` plans nothing; leave it out for a plan")
 
 
-def plan(
-    settings: Settings,
-    gpus: Gpus,
-    costs_of: CostsOf = measure_costs,
-    *,
-    tenants: int = 1,
-) -> CapacityPlan:
+def plan(settings: Settings, gpus: Gpus, costs_of: CostsOf, *, tenants: int = 1) -> CapacityPlan:
     """Plan a server of these settings. Given ones are kept, the rest chosen.
 
     Raises StartupError for a base model that cannot be served, for GPUs that are too few, and for float32.
@@ -135,7 +167,7 @@ def place(
     settings: Settings,
     tell: Callable[[str], None],
     probe: Callable[[], Gpus] = probe_gpus,
-    costs_of: CostsOf = measure_costs,
+    costs_of: CostsOf | None = None,
 ) -> Settings:
     """Complete the settings: on GPUs as planned, or without a plan the placement alone.
 
@@ -147,10 +179,12 @@ def place(
         return _placed(_divided(settings), "separate")
     if not settings.plan and settings.placement != "auto":
         return settings
-    settings, gpus, _ = beside_further(settings, probe(), costs_of, tell)
-    if not settings.plan:
-        return _placed(settings, _placement(settings, gpus))
-    return settings.model_copy(update=_planned(settings, gpus, costs_of, tell).settings)
+    with CostsProcess() as measuring:
+        costs_of = costs_of or measuring.costs
+        settings, gpus, _ = beside_further(settings, probe(), costs_of, tell)
+        if not settings.plan:
+            return _placed(settings, _placement(settings, gpus))
+        return settings.model_copy(update=_planned(settings, gpus, costs_of, tell).settings)
 
 
 def _planned(
@@ -277,11 +311,10 @@ def _named(gpus: Gpus) -> str:
     return f"{gpus.count} GPU{'s' if gpus.count > 1 else ''} of {gpus.bytes / GB:.0f} GB"
 
 
-def _run(task: str, *arguments: str, given: str = "") -> str:
+def _run(task: str, *arguments: str) -> str:
     """Run Python in a process of its own, since it takes torch; return the last line that it prints."""
     ended = subprocess.run(
         [sys.executable, *arguments],
-        input=given,
         capture_output=True,
         text=True,
         preexec_fn=processes.die_with_parent,

@@ -18,8 +18,8 @@ from skyrl_tinker.domain.units import GB
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.server import start_plan
 from skyrl_tinker.server.memory_estimate import HOST, SAMPLER, Demand
-from skyrl_tinker.server.start_plan import Gpus
-from tests.support.model_configs import QWEN3_8B
+from skyrl_tinker.server.start_plan import CostsProcess, Gpus
+from tests.support.model_configs import QWEN3_8B, SMALL
 
 
 @pytest.fixture
@@ -51,14 +51,39 @@ def test_base_models_of_one_shape_are_measured_once(monkeypatch: pytest.MonkeyPa
     measured: list[str] = []
     costs = _costs(QWEN3_8B, demand := Demand(1, 80 * GB, 4096, 32, 1, 0, 1, 0.9), 1)
 
-    def run(*_: str, given: str) -> str:
-        measured.append(given)
+    def measure(_: CostsProcess, request: str) -> str:
+        measured.append(request)
         return json.dumps(asdict(costs))
 
-    monkeypatch.setattr(start_plan, "_run", run)
+    monkeypatch.setattr(CostsProcess, "_measure", measure)
     for shape in ("one", "one", "another"):
-        assert start_plan.measure_costs({"shape": shape}, demand, 1) == costs
+        with CostsProcess() as measuring:
+            assert measuring.costs({"shape": shape}, demand, 1) == costs
     assert len(measured) == 2
+
+
+def test_one_process_measures_all_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes torch, which takes as long as to measure."""
+    started: list[subprocess.Popen[str]] = []
+
+    class Started(subprocess.Popen[str]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(start_plan.subprocess, "Popen", Started)
+    monkeypatch.setattr(start_plan, "_MEASURED", known := {})
+    demand = Demand(1, 80 * GB, 4096, 8, 1, 0, 1, 0.9)
+    with CostsProcess() as measuring:
+        costs = [measuring.costs(SMALL, demand, ranks) for ranks in (1, 2, 1)]
+    assert costs[0] == costs[2] != costs[1]
+    (process,) = started
+    assert process.poll() is not None
+    known.clear()
+    with CostsProcess() as measuring:
+        assert measuring.costs(SMALL, demand, 2) == costs[1], "as alone"
+        with pytest.raises(StartupError, match=r"no plan .*: the trainer does not support logit_scale$"):
+            measuring.costs(SMALL | {"logit_scale": 2.0}, demand, 1)
 
 
 def test_one_gpu_is_shared_and_the_user_is_told_what_was_chosen_and_why(model: Path) -> None:
