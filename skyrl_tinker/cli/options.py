@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 from skyrl_tinker import config
 from skyrl_tinker.cli import terminal
 from skyrl_tinker.config import Settings
-from skyrl_tinker.errors import SkyrlTinkerError
+from skyrl_tinker.errors import SkyrlTinkerError, UserError
 from skyrl_tinker.protocol.schemas.base import describe
 
 
@@ -60,8 +60,26 @@ def _choices(annotation: Any) -> tuple[str, ...]:
 
 
 def with_options(*settings: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add one option per setting to a command that takes `**settings` beside options of its own."""
-    return with_added({name: Annotated[_option_type(name), option(name)] for name in settings})
+    """Add one option per setting to a command that takes `**settings` beside options of its own.
+
+    Beside `max_lora_rank` also `full`, for `as_settings`.
+    """
+    options: dict[str, Any] = {}
+    for name in settings:
+        options[name] = Annotated[_option_type(name), option(name)]
+        if name == "max_lora_rank":
+            options["full"] = Full
+    return with_added(options)
+
+
+def as_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options as settings. Raises UserError for a setting that is given twice."""
+    settings = {name: value for name, value in given.items() if name != "full"}
+    if not given.get("full"):
+        return settings
+    if settings["max_lora_rank"] is not None:
+        raise UserError("settings: --full is short for --max-lora-rank 0: give one of them")
+    return settings | {"max_lora_rank": 0}
 
 
 def with_added(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -88,9 +106,9 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(config_file: Path | None, **values: Any) -> None:
-            given = {name: values.pop(name) for name in names}
+            given = {name: values.pop(name) for name in (*names, "full") if name in values}
             with one_line_errors():
-                command(config.load(config_file, **given), **values)
+                command(config.load(config_file, **as_settings(given)), **values)
 
         _, *own = signature(command).parameters.values()
         run.__signature__ = Signature(own)  # type: ignore[attr-defined]
@@ -121,19 +139,7 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a write, which names no file."""
 
 
-class ShortCommand(TyperCommand):
-    """Command with a short form of a setting: `--full` for `--max-lora-rank 0`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        long = "--max-lora-rank"
-        if "--full" in args and any(param.name == "max_lora_rank" for param in self.get_params(ctx)):
-            if any(given.partition("=")[0] == long for given in args):
-                _fail(f"settings: --full is short for {long} 0: give one of them")
-            args = [word for given in args for word in ((long, "0") if given == "--full" else (given,))]
-        return super().parse_args(ctx, args)
-
-
-class SettingsCommand(ShortCommand):
+class SettingsCommand(TyperCommand):
     """Command whose options are settings: `--help` has their sections, former ones are refused."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -161,6 +167,12 @@ class SettingsCommand(ShortCommand):
 Home = Annotated[Path | None, option("home")]
 Config = Annotated[
     Path | None, typer.Option("--config", help="A TOML file of settings", exists=True, dir_okay=False)
+]
+
+
+Full = Annotated[
+    bool | None,
+    typer.Option("--full", help="Short for --max-lora-rank 0: full parameters only"),
 ]
 
 

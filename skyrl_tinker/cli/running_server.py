@@ -27,6 +27,8 @@ MOST_DAYS = 14
 """Days of one answer about usage."""
 MOST_LISTED = 1000
 Facts = Mapping[str, Any]
+_EXPIRED, _OTHER_HOST = 10, (62, 64)
+"""OpenSSL's codes of refused certificates; of those for others by their name, and by their address."""
 _KEY = re.compile(r"[!-~]*")
 """Characters that a header may have."""
 
@@ -42,9 +44,13 @@ class NotThereError(StartupError):
 class RunningServer:
     """Server that is known to be the right one: it is sent the key of TINKER_API_KEY."""
 
-    def __init__(self, url: str, trusted: ssl.SSLContext) -> None:
-        """Use `at` or `of_home`. StartupError for a key that cannot be sent."""
+    def __init__(self, url: str, trusted: ssl.SSLContext, certificate: Path | None = None) -> None:
+        """Use `at` or `of_home`. StartupError for a key that cannot be sent.
+
+        `certificate`: the one that is trusted alone.
+        """
         self.url = url.rstrip("/")
+        self._certificate = certificate
         key = os.environ.get("TINKER_API_KEY", "")
         if not _KEY.fullmatch(key):
             raise StartupError("TINKER_API_KEY: found white space or a letter beyond ASCII, expected a key")
@@ -131,6 +137,8 @@ class RunningServer:
         try:
             answer = self._http.request(method, path, **content)
         except httpx.RequestError as error:
+            if (refusal := _refusal_of_certificate(error)) is not None:
+                raise StartupError(f"{self.url}: {self._untrusted(refusal)}") from error
             raise ServerAwayError(f"no server answers at {self.url}: {error}") from error
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise StartupError(f"{self.url} needs an API key that it knows: set TINKER_API_KEY")
@@ -143,6 +151,28 @@ class RunningServer:
         except ValueError as error:
             raise StartupError(f"{self.url}: {_other_form(answer.text[:200])}") from error
         return found
+
+    def _untrusted(self, refusal: ssl.SSLCertVerificationError) -> str:
+        """Return why the server's certificate is refused, and what to change."""
+        given = os.environ.get("SSL_CERT_FILE") or "none"
+        change = (
+            f"SSL_CERT_FILE: found {given}, expected a PEM file with the server's certificate, or with that "
+            "of the authority which signed it"
+        )
+        if self._certificate is not None:
+            change = f"expected {self._certificate}; after its renewal send `serve` the signal SIGUSR2"
+        elif refusal.verify_code in _OTHER_HOST:
+            change = "--url, or TINKER_BASE_URL: expected a name or an address that the certificate is for"
+        elif refusal.verify_code == _EXPIRED:
+            change = "the server needs a new one (its --tls-cert)"
+        return f"certificate verify failed: {refusal.verify_message}; {change}"
+
+
+def _refusal_of_certificate(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
+    """Return the refusal that an error stems from, if it does."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def at(url: str) -> RunningServer:
@@ -195,7 +225,9 @@ def of_home(settings: Settings) -> RunningServer:
             f"no server answers at {url}: that of --home {settings.home} does not run, or in a container or "
             "on another host: give its --url"
         )
-    return RunningServer(url, httpx.create_ssl_context() if noted.tls_cert is None else _only(noted.tls_cert))
+    certificate = noted.tls_cert
+    trusted = httpx.create_ssl_context() if certificate is None else _only(certificate)
+    return RunningServer(url, trusted, certificate)
 
 
 def _only(certificate: Path) -> ssl.SSLContext:

@@ -13,7 +13,7 @@ from skyrl_tinker import config
 from skyrl_tinker.cli import metrics_file, running_server, server_logs, server_tables
 from skyrl_tinker.cli.options import Config, Home, one_line_errors, path, seconds
 from skyrl_tinker.cli.running_server import RunningServer, understood
-from skyrl_tinker.cli.terminal import show
+from skyrl_tinker.cli.terminal import show, width
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.units import counted
 
@@ -90,7 +90,7 @@ def runs(
     """Show training runs, and why some failed: one's own, with an admin key those of all."""
     with one_line_errors(), understood():
         found = _running(url, home, config_file).runs(most, search)
-        show([json.dumps(found)] if as_json else server_tables.run_lines(found))
+        show([json.dumps(found)] if as_json else server_tables.run_lines(found, width()))
 
 
 @app.command()

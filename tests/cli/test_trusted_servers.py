@@ -178,7 +178,9 @@ def test_https_is_spoken_with_the_certificate_of_the_home_only(
         with process_lock(lock, "server"):
             result = run("--home", home)
     assert (result.exit_code, len(server.keys)) == ((0, 1) if own else (1, 0))
-    assert own or "certificate verify failed" in result.stderr
+    if not own:
+        assert "certificate verify failed: self-signed certificate; expected " in result.stderr
+        assert result.stderr.endswith(f"{chain}; after its renewal send `serve` the signal SIGUSR2\n")
 
 
 def test_an_option_beats_the_environment(home: Path, note: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,12 +199,23 @@ def test_an_option_beats_the_environment(home: Path, note: Any, monkeypatch: pyt
 
 
 def test_authorities_of_ssl_cert_file_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     cert, private = write_certificate(tmp_path)
+    (elsewhere := tmp_path / "elsewhere").mkdir()
     with answering(cert, private) as server:
         url = f"https://127.0.0.1:{server.server_port}"
-        assert "certificate verify failed" in run("--url", url).stderr
+        told = f"skyrl-tinker: {url}: certificate verify failed: self-signed certificate; "
+        told += "SSL_CERT_FILE: found "
+        expected = "none, expected a PEM file with the server's certificate, or with that of the authority "
+        assert run("--url", url).stderr == f"{told}{expected}which signed it\n"
+        monkeypatch.setenv("SSL_CERT_FILE", str(other := write_certificate(elsewhere)[0]))
+        assert run("--url", url).stderr.startswith(f"{told}{other}, ")
         monkeypatch.setenv("SSL_CERT_FILE", str(cert))
         assert run("--url", url).exit_code == 0
+        refused = run("--url", url.replace("127.0.0.1", "0.0.0.0")).stderr
+        assert (
+            "; --url, or TINKER_BASE_URL: expected a name or an address that the certificate is " in refused
+        )
 
 
 def test_what_clients_wrote_does_nothing_to_the_terminal(home: Path, note: Any) -> None:

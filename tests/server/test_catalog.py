@@ -51,7 +51,7 @@ def test_one_directory_under_two_names_is_refused(tmp_path: Path, teacher: Path)
 
 
 def test_refusals_name_the_base_model(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match=rf"^bases\.{tmp_path}: .*no config.json in that directory"):
+    with pytest.raises(StartupError, match=rf"^bases\.{tmp_path}: --also {tmp_path}: no config.json in"):
         resolve_all(config.load(home=tmp_path, bases=[str(tmp_path)]))
     by_url = {"A": {"roles": ["sample"], "sampler_urls": ["localhost:9"]}}
     with pytest.raises(StartupError, match=r"^bases\.A: sampler_urls: found 'localhost:9'"):

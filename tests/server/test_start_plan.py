@@ -17,9 +17,9 @@ from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.server import start_plan
-from skyrl_tinker.server.memory_estimate import Demand
-from skyrl_tinker.server.start_plan import Gpus
-from tests.support.model_configs import QWEN3_8B
+from skyrl_tinker.server.memory_estimate import HOST, SAMPLER, Demand
+from skyrl_tinker.server.start_plan import CostsProcess, Gpus
+from tests.support.model_configs import QWEN3_8B, SMALL
 
 
 @pytest.fixture
@@ -51,14 +51,39 @@ def test_base_models_of_one_shape_are_measured_once(monkeypatch: pytest.MonkeyPa
     measured: list[str] = []
     costs = _costs(QWEN3_8B, demand := Demand(1, 80 * GB, 4096, 32, 1, 0, 1, 0.9), 1)
 
-    def run(*_: str, given: str) -> str:
-        measured.append(given)
+    def measure(_: CostsProcess, request: str) -> str:
+        measured.append(request)
         return json.dumps(asdict(costs))
 
-    monkeypatch.setattr(start_plan, "_run", run)
+    monkeypatch.setattr(CostsProcess, "_measure", measure)
     for shape in ("one", "one", "another"):
-        assert start_plan.measure_costs({"shape": shape}, demand, 1) == costs
+        with CostsProcess() as measuring:
+            assert measuring.costs({"shape": shape}, demand, 1) == costs
     assert len(measured) == 2
+
+
+def test_one_process_measures_all_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes torch, which takes as long as to measure."""
+    started: list[subprocess.Popen[str]] = []
+
+    class Started(subprocess.Popen[str]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(start_plan.subprocess, "Popen", Started)
+    monkeypatch.setattr(start_plan, "_MEASURED", known := {})
+    demand = Demand(1, 80 * GB, 4096, 8, 1, 0, 1, 0.9)
+    with CostsProcess() as measuring:
+        costs = [measuring.costs(SMALL, demand, ranks) for ranks in (1, 2, 1)]
+    assert costs[0] == costs[2] != costs[1]
+    (process,) = started
+    assert process.poll() is not None
+    known.clear()
+    with CostsProcess() as measuring:
+        assert measuring.costs(SMALL, demand, 2) == costs[1], "as alone"
+        with pytest.raises(StartupError, match=r"no plan .*: the trainer does not support logit_scale$"):
+            measuring.costs(SMALL | {"logit_scale": 2.0}, demand, 1)
 
 
 def test_one_gpu_is_shared_and_the_user_is_told_what_was_chosen_and_why(model: Path) -> None:
@@ -172,10 +197,13 @@ def test_samplers_of_further_base_models_have_gpus_of_their_own(model: Path) -> 
     assert placed.for_base(str(other)).replicas == 2
     with pytest.raises(StartupError, match=rf"^bases\.{other}: .* take 4 GPUs, found 4 in all"):
         _place(model, 4, bases={str(other): own})
-    with pytest.raises(
-        StartupError, match=rf"^bases\.{other}: --base-model .* does not fit on 1 GPU of 16 GB"
-    ):
+    with pytest.raises(StartupError) as refused:
         _place(model, 8, 16, bases=[str(other)])
+    assert str(refused.value).startswith(f"bases.{other}: --also {other} does not fit on 1 GPU of 16 GB: ")
+    assert f'; its own settings stand in a table [bases."{other}"] of' in str(refused.value)
+    with pytest.raises(StartupError) as refused:
+        _place(model, 8, 16, max_lora_rank=0, bases=[str(other)])
+    assert "gpu_memory_utilization, or a smaller context_length (GPU of a sampler," in str(refused.value)
     settings = config.load(device="cuda", plan=False, bases=[str(other)])
     assert start_plan.place(settings, print, lambda: Gpus(3, GB), _no_costs).placement == "separate"
     assert start_plan.place(settings, print, lambda: Gpus(2, GB), _no_costs).placement == "colocated"
@@ -228,6 +256,27 @@ def test_of_base_models_on_demand_the_largest_has_gpus(model: Path) -> None:
     assert "base models on demand share 3 GPUs: one that is idle stops for another" in told
     with pytest.raises(StartupError, match=rf"^bases\.{others[1]}: .* take 1 GPUs, found 4 in all"):
         _place(model, 4, trainer_ranks=1, bases={others[0]: large, others[1]: {}})
+
+
+def test_a_base_model_that_is_only_sampled_has_no_memory_of_training(model: Path) -> None:
+    (other := model / "teacher").mkdir()
+    (other / "config.json").write_text(json.dumps(QWEN3_8B))
+    for rank, share in ((8, 0.85), (0, 0.96)):  # which leaves no room for new weights
+        settings = config.load(
+            device="cuda",
+            base_model=str(model),
+            bases=[str(other)],
+            max_lora_rank=rank,
+            gpu_memory_utilization=share,
+        )
+        _, left, (planned,) = start_plan.beside_further(settings, Gpus(3, 80 * GB), _costs, print)
+        assert (left.count, planned.gpus, planned.on_demand) == (2, 1, False)
+        sizes = {line.name: line.bytes for line in planned.lines if line.place == HOST}
+        adapters = {"32 adapters in each process of the samplers, at most": 32 * 2 * 2_800_000 * rank}
+        assert sizes == {"the base's file, mapped, for all ranks together": 2 * 8_190_735_360} | (
+            adapters if rank else {}
+        )
+        assert {line.place for line in planned.lines} == {HOST, SAMPLER}
 
 
 def test_float32_is_not_planned_as_bfloat16(model: Path) -> None:

@@ -1,6 +1,6 @@
 """Snapshot of the server as one caller sees it: problems first."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from skyrl_tinker import __version__
@@ -9,7 +9,7 @@ from skyrl_tinker.api.services import Services
 from skyrl_tinker.api.waiting.queue_reasons import engine_reason, queue_reason
 from skyrl_tinker.api.waiting.server_snapshot import ServerSnapshot
 from skyrl_tinker.domain.ids import OwnerId
-from skyrl_tinker.domain.units import duration
+from skyrl_tinker.domain.units import counted, duration
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.protocol.queue_views import (
     ASLEEP,
@@ -35,6 +35,7 @@ from skyrl_tinker.protocol.schemas.now import (
     WhoAsks,
 )
 from skyrl_tinker.redaction import without_paths
+from skyrl_tinker.store.console.parked_models import NAMED, ParkedModel
 from skyrl_tinker.store.console.pending import PendingGroup
 from skyrl_tinker.store.database.rows import values_of
 from skyrl_tinker.store.owners import reaches
@@ -146,8 +147,17 @@ class NowView:
             yield Problem(level="error", subject="engine", text="the engine does not answer")
         if snapshot.warning and sees_all(self._caller):
             yield Problem(level="warning", subject="logprobs", text=snapshot.warning)
+        yield from self._parked()
         if snapshot.queues is not None:
             yield from self._engine_problems(snapshot.queues)
+
+    def _parked(self) -> Iterator[Problem]:
+        by_base: dict[str, list[ParkedModel]] = {}
+        for each in self._snapshot.parked:
+            if self._sees(each.owner_id):
+                by_base.setdefault(each.base_model, []).append(each)
+        for base_model, models in by_base.items():
+            yield Problem(level="warning", subject="models", text=_why_parked(base_model, models))
 
     def _engine_problems(self, queues: QueuesView) -> Iterator[Problem]:
         several = len(self._deps.bases.all) > 1
@@ -255,6 +265,16 @@ def sees_all(caller: Caller) -> bool:
 
 def who_asks(deps: Services, caller: Caller) -> WhoAsks:
     return WhoAsks(name=caller.name, admin=caller.admin, keys=deps.keys.locked, sees_all=sees_all(caller))
+
+
+def _why_parked(base_model: str, models: Sequence[ParkedModel]) -> str:
+    """Return how many models of a base model are parked, the last made, and why that is."""
+    count = sum({each.owner_id: each.count for each in models}.values())
+    names = [each.name or each.model_id for each in models[:NAMED]]
+    others = f" and {count - len(names)} more" if count > len(names) else ""
+    is_, of_one = ("is", "") if count == 1 else ("are", ", the first of them")
+    told = f"{counted(count, 'model')} of {base_model} {is_} parked ({', '.join(names)}{others})"
+    return f"{told}{of_one} because {models[0].cause}"
 
 
 def _wait(entry: QueueOfTenant) -> Problem:

@@ -15,6 +15,7 @@ from skyrl_tinker.domain.ids import OwnerId, SessionId, is_openai, owner_of_open
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.protocol.schemas.now import ProcessUse
 from skyrl_tinker.store import owners, server_state
+from skyrl_tinker.store.console.parked_models import ParkedModel, parked_models
 from skyrl_tinker.store.console.pending import NamedModel, PendingGroup, named_models, pending_groups
 from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.store import Store
@@ -49,6 +50,7 @@ class ServerSnapshot:
     queues: QueuesView | None
     pending: Sequence[PendingGroup]
     models: Mapping[int, NamedModel]
+    parked: Sequence[ParkedModel]
     guests: Mapping[str, Guest]
     processes: Sequence[ProcessUse]
     gpus: GpuMemory
@@ -86,6 +88,7 @@ class SnapshotReader:
             queues,
             pending_groups(conn),
             named_models(conn, _models(queues)),
+            parked_models(conn),
             _guests(conn, queues),
             self._processes.rows(identity, gpus.by_pid, _base_models(queues)),
             gpus,

@@ -29,11 +29,13 @@ def further(settings: Settings) -> list[Settings]:
 
 @contextmanager
 def refusals(settings: Settings) -> Iterator[None]:
-    """Have a StartupError name the further base model whose settings these are."""
+    """Have a StartupError name the further base model whose settings these are, and its option."""
     try:
         yield
     except StartupError as error:
-        raise StartupError(f"bases.{settings.base_model}: {error}") from error
+        name = settings.base_model
+        told = str(error).replace(f"--base-model {name}", f"--also {name}")
+        raise StartupError(f"bases.{name}: {told}") from error
 
 
 def _resolve(settings: Settings, trainable: bool) -> BaseModelFacts:

@@ -66,14 +66,14 @@ def page(
 
 
 def _has_word(word: str) -> ColumnElement[bool]:
-    """Look in names and metadata; of `name=value` both stand there."""
+    """Look in names, and in the metadata of run and session; of `name=value` both stand in one of these."""
     of_run = Model.model_id, Model.base_model, cast(Model.state, String)
     of_session = Session.display_name, Session.project_id, OWNER_NAME
-    metadata = cast(Model.user_metadata, String)
-    parts = (json_text(part)[1:-1] for part in word.split("="))  # as the column has them
+    metadata = (cast(each.user_metadata, String) for each in (Model, Session))
+    parts = [json_text(part)[1:-1] for part in word.split("=")]  # as the columns have them
     return or_(
         *(each.icontains(word, autoescape=True) for each in (*of_run, *of_session)),
-        and_(*(metadata.icontains(part, autoescape=True) for part in parts)),
+        *(and_(*(each.icontains(part, autoescape=True) for part in parts)) for each in metadata),
     )
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from skyrl_tinker.api.waiting import engine_queues, server_snapshot
 from skyrl_tinker.cli.server_tables import process_lines, run_lines, status_lines
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
-from skyrl_tinker.domain.ids import ModelId
+from skyrl_tinker.domain.ids import ModelId, ModelState
 from skyrl_tinker.engine.scheduling import throughput
 from skyrl_tinker.protocol.queue_views import Incident
 from skyrl_tinker.protocol.schemas.console import StepMeasures
@@ -206,6 +207,38 @@ async def test_a_lost_process_and_a_standing_warning_are_told_to_who_sees_all(bu
     assert (replica["address"], replica["host"], replica["state"]) == (None, None, "serving")
 
 
+@ON_BOTH
+async def test_parked_models_are_counted_and_named_with_the_reason(world: World) -> None:
+    async def park(name: str | None, cause: str) -> str:
+        session = await world.ok("create_session", {"sdk_version": "0.38.0", "display_name": name})
+        model = await world.model(session["session_id"])
+        with reading(world.store) as conn:
+            row = model_records.by_id(conn, ModelId(model))
+        assert row is not None
+        reason = f"model {model} is parked: {cause}; its last checkpoint is tinker://{model}/weights/7"
+        state = partial(model_records.set_state, key=row.key, state=ModelState.PARKED, reason=reason)
+        await world.store.write(state)
+        return model
+
+    async def told() -> list[str]:
+        lines = status_lines(await now(world))
+        return [line.removeprefix("warning   models: ") for line in lines if line.startswith("warning   mod")]
+
+    assert await told() == []
+    for name in ("a", "b", "c", "d"):
+        await park(name, f"its base, of {name}, is away; it is kept")
+    why = "the first of them because its base, of d, is away; it is kept"
+    assert await told() == [f"4 models of {BASE} are parked (d, c, b and 1 more), {why}"]
+    root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
+    speak_as(world, await new_user(world, "alice"))
+    assert await told() == []
+    model = await park(None, "it is damaged")
+    assert await told() == [f"1 model of {BASE} is parked ({model}) because it is damaged"]
+    speak_as(world, root)
+    (all_,) = await told()
+    assert all_.startswith(f"5 models of {BASE} are parked ({model}, d, c and 2 more), the first of them bec")
+
+
 @pytest.mark.parametrize("short", [False, True])
 async def test_where_files_lie_is_told_to_who_sees_all(world: World, short: bool) -> None:
     place, why = str(world.settings.root), "GB are free at" if short else "Input/output error"
@@ -352,9 +385,11 @@ async def test_of_long_metadata_the_list_of_runs_has_the_beginning(world: World)
 
 @ON_BOTH
 async def test_runs_are_searched_by_words_of_their_names_and_metadata(world: World) -> None:
+    """Of the metadata of a run, and of its session, as ServiceClient is given it."""
     found: dict[str, str] = {}
     for name, project in (("arithmetic, 50 %", "maths"), ("Arithmetic, rank 8", None), ("sft né", "maths")):
-        session = {"sdk_version": "0.38.0", "display_name": name, "project_id": project}
+        session: Json = {"sdk_version": "0.38.0", "display_name": name, "project_id": project}
+        session["user_metadata"] = {"recipe_name": "recipe_ü" if project else "other"}
         metadata = {"renderer_name": "qwen3" if project else "né"}
         session_id = (await world.ok("create_session", session))["session_id"]
         found[await world.model(session_id, user_metadata=metadata)] = name
@@ -370,6 +405,9 @@ async def test_runs_are_searched_by_words_of_their_names_and_metadata(world: Wor
     assert await names("50 %") == await names("maths arithmetic") == {"arithmetic, 50 %"}
     assert await names("renderer_name=né") == {"Arithmetic, rank 8"}
     assert await names("né maths") == {"sft né"}
+    assert await names("recipe_name=recipe_ü") == {"arithmetic, 50 %", "sft né"}
+    assert await names("RECIPE_ü sft") == {"sft né"}
+    assert await names("renderer_name=other") == set(), "which is of the session"
     assert await names("creating local qwen3 tiny maths sft") == {"sft né"}
     assert await names("nothing") == set()
     answer = await world.http.get("console/runs", params={"search": "x" * 201})
