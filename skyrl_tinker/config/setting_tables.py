@@ -54,7 +54,7 @@ class Bodies(Table):
     json_mb: int = Field(16, ge=1)
     """Largest other body, as sent and after decompression"""
     held_mb: int = Field(32, ge=1)
-    """Large request bodies held at once, as sent; as much again expanded"""
+    """Large request bodies held at once, as sent; as much again expanded; both again for OpenAI clients"""
 
 
 class EphemeralWeights(Table):

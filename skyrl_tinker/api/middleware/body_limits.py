@@ -40,7 +40,7 @@ SMALL = Caps(LARGE_BYTES, LARGE_BYTES, "of a request that counts for no rate")
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Caps in bytes, of one body; `held`: of all large bodies, each way.
+    """Caps in bytes, of one body; `held`: of all large bodies, each way, and as much of RELAYED paths.
 
     `wire` and `expanded` are of protobuf; `json` is of other bodies, which take more memory once parsed.
     """
@@ -81,8 +81,9 @@ class BodyLimitMiddleware:
         self._app = app
         self._of_protobuf, self._of_others = limits.of_protobuf, limits.of_others
         self._spool = Spool(spool)
-        self._wire = ByteBudget(limits.held)
-        self._expanded = ByteBudget(limits.held)
+        self._wire, self._expanded = (
+            {relayed: ByteBudget(limits.held) for relayed in (False, True)} for _ in range(2)
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
@@ -130,9 +131,10 @@ class BodyLimitMiddleware:
             # Holders of wire bytes may wait for expanded bytes, never the other way round (deadlock).
             size = min(most_expanded(body, encoding), caps.expanded)
             if size > LARGE_BYTES:
-                share = await held.enter_async_context(self._expanded.holding(size, scope.get("owner")))
+                budget = self._expanded[has(scope, Trait.RELAYED)]
+                share = await held.enter_async_context(budget.holding(size, scope.get("owner")))
                 body = await asyncio.to_thread(_decompress, body, encoding, caps.expanded)
-                self._expanded.shrink(share, len(body))
+                budget.shrink(share, len(body))
             else:
                 body = _decompress(body, encoding, caps.expanded)
         return body
@@ -149,7 +151,8 @@ class BodyLimitMiddleware:
             if body.size > caps.wire:
                 raise await _too_large(f"more than {caps.wire}", caps, fields, body)
             if body.size > LARGE_BYTES:
-                await held.enter_async_context(self._wire.holding(body.size, owner))
+                budget = self._wire[has(scope, Trait.RELAYED)]
+                await held.enter_async_context(budget.holding(body.size, owner))
             return await body.first_bytes(body.size)
 
 

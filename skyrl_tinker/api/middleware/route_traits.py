@@ -13,6 +13,7 @@ class Trait(Flag):
     NEW_WORK = auto()  # takes room on the disk
     TRAINING = auto()  # has a seq_id, which later requests of its model wait for
     NUMBERED = auto()  # consumes it even when the body is refused
+    RELAYED = auto()  # its body is held until samplers have answered, perhaps until they have started
 
 
 METRICS = "/metrics"
@@ -20,8 +21,8 @@ _STEP = Trait.NEW_WORK | Trait.TRAINING
 TRAITS: Mapping[str, Trait] = {
     **dict.fromkeys(("/", "/healthz", "/readyz", METRICS, "/docs", "/dashboard"), Trait.OPEN),
     "/api/unauthed/auth-config": Trait.OPEN,
-    "/oai/api/v1/completions": Trait.NONE,
-    "/oai/api/v1/chat/completions": Trait.NONE,
+    "/oai/api/v1/completions": Trait.RELAYED,
+    "/oai/api/v1/chat/completions": Trait.RELAYED,
     **{
         f"/api/v1/{name}": trait
         for name, trait in {

@@ -59,8 +59,7 @@ def _require_short(body: dict[str, Any], most: int, context: int) -> None:
 def _characters(message: dict[str, Any]) -> int:
     content = message["content"]
     size = len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
-    size += len(orjson.dumps(message.get("tool_calls", ())))
-    return size + sum(len(message.get(field, "")) for field in ("reasoning", "reasoning_content"))
+    return size + len(orjson.dumps(message.get("tool_calls", ()))) + len(message.get("reasoning", ""))
 
 
 def _texts(request: OpenAIRequest, abilities: ChatAbilities) -> list[dict[str, Any]]:

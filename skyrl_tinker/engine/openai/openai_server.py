@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -155,10 +155,13 @@ class OpenAIServer:
         `version`: to sample, None for the base model. Raises SkyrlTinkerError before the answer has begun.
         """
         async with AsyncExitStack() as upstream:
-            await upstream.enter_async_context(self._samplers.gate.passage())
-            call = await self._prepare(request, size, owner, version)
-            if call.request.restricted_by is not None:
-                await self._compiled(call)
+            with self._sampler_driver.arriving():
+                abilities = await self.abilities()
+                texts = await off_loop(size, lambda: texts_to_count(request, self.facts, abilities))
+                await upstream.enter_async_context(self._samplers.gate.passage())
+                call = await self._prepare(request, texts, size, owner, version)
+                if call.request.restricted_by is not None:
+                    await self._compiled(call)
             if call.request.stream:
                 return await self._stream(http, call, upstream)
             return await self._complete(call), "ok"
@@ -166,12 +169,19 @@ class OpenAIServer:
     # From the client's request to the sampler's
 
     async def _prepare(
-        self, request: OpenAIRequest, size: int, owner: OwnerId | None, version: WeightVersion | None
+        self,
+        request: OpenAIRequest,
+        texts: Sequence[dict[str, Any]],
+        size: int,
+        owner: OwnerId | None,
+        version: WeightVersion | None,
     ) -> _OpenAICall:
-        """Prepare a request, with the files of its version here. Call it before taking a turn."""
+        """Prepare a request, with the files of its version here. Call it before taking a turn.
+
+        `texts`: its texts_to_count.
+        """
         facts, abilities = self.facts, await self.abilities()
         await self._samplers.fetch(version)
-        texts = await off_loop(size, lambda: texts_to_count(request, facts, abilities))
         counts = await asyncio.gather(*(self._count_tokens(text) for text in texts))
         prompts = await off_loop(size, lambda: prompt_lengths(request, counts, facts))
         if self._fleet.disaggregated:
@@ -181,7 +191,7 @@ class OpenAIServer:
         return _OpenAICall(request, owner, version, prompts, body, reader)
 
     async def abilities(self) -> ChatAbilities:
-        """Return what is read with the first request: then the samplers have read the same files."""
+        """Return abilities, read with the first request: one base model's files must not end the engine."""
         if self._abilities is None:
             with storage_errors("the tokenizer's files cannot be read"):
                 self._abilities = await in_disk_thread(self._read_abilities)

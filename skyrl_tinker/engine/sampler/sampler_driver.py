@@ -5,8 +5,8 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import InitVar, dataclass, replace
 from functools import partial
 
@@ -94,6 +94,7 @@ class SamplerDriver:
         self._starting: set[int] = set()  # their bodies are being read
         self._queued = SampleQueue(Slots(concurrency, lambda: self._samplers.cores))
         self._guests = itertools.count(-1, -1)  # ids that no future has
+        self._arriving = 0  # guests ahead of their turns
         self._awaited: dict[int, asyncio.Future[None]] = {}  # turns awaited by tasks, by id
         self._away: dict[int, None] = {}  # future ids; the storage of their weights did not answer
         self._listed, self._listed_at = self._queued.view(), -math.inf
@@ -117,6 +118,15 @@ class SamplerDriver:
     def in_flight(self) -> int:
         """Count the requests that the samplers have."""
         return self._queued.in_flight()
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Count a request as waiting until it asks for its turn."""
+        self._arriving += 1
+        try:
+            yield
+        finally:
+            self._arriving -= 1
 
     @asynccontextmanager
     async def turn(self, owner: OwnerId | None, tokens: int, sequences: int) -> AsyncIterator[None]:
@@ -157,7 +167,7 @@ class SamplerDriver:
             self._listed, self._listed_at = self._queued.view(self._away), now
         waiting = replace(
             self._listed,
-            waiting=len(self._queued),
+            waiting=len(self._queued) + self._arriving,
             in_flight=self.in_flight(),
             per_second=self._ends.per_second(),
             away=tuple(itertools.islice(self._away, SHOWN)),

@@ -14,6 +14,7 @@ from skyrl_tinker.errors import StartupError
 from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES, RESERVED_SEQUENCES, TOKEN
 from skyrl_tinker.inference.servers.replica_spec import Arguments, ModelToServe, SamplerSpec, as_flags
 from skyrl_tinker.inference.servers.sampler_memory import KV_CONTEXTS, require_memory
+from skyrl_tinker.inference.sglang.sglang_entry import MARKS
 
 if TYPE_CHECKING:
     from skyrl_tinker.inference.sglang.sglang_dialect import SglangDialect
@@ -31,8 +32,12 @@ ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
 )
 """Architectures that have been tested against the trainer's logprobs."""
-TOOL_PARSERS = ("hermes", "llama3", "mistral", "pythonic", "qwen", "qwen3_coder")
-"""Parsers of tools, of the models that are served, which restrict no chats by a grammar."""
+TOOL_PARSERS = tuple(MARKS)
+"""Parsers of tools, of the models that are served, which restrict no chats by a grammar.
+
+Hermes reads the calls of `qwen`, too; `pythonic` is kept busy for minutes by a few words in brackets, and so
+are all other requests.
+"""
 WITHOUT_ADAPTERS = {"Gemma3ForCausalLM": "head", "Qwen3MoeForCausalLM": "experts"}
 """Architectures with the part of which SGLang takes no adapters on a CPU."""
 
@@ -212,7 +217,7 @@ class SglangProcess:
             TOKEN: spec.token,
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # a generation does not end in a pause
-            "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # else calls of other names than the tools' vanish
+            "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # else calls of other names than the tools' are text
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # context + 1: the last token is never fed
             "HF_HUB_OFFLINE": "1",
             "GLOO_SOCKET_IFNAME": "lo",

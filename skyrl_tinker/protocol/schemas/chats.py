@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+import orjson
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from skyrl_tinker.protocol.answer_schemas import check_schemas, require_read
 from skyrl_tinker.protocol.schemas.base import Items, StrictInt
@@ -59,6 +60,14 @@ def _template_arguments(value: Any) -> Any:
     return value
 
 
+def _object(text: str) -> str:
+    """Return a JSON object as it is, {} for other text: vLLM shows that, and SGLang refuses the chat."""
+    try:
+        return text if isinstance(orjson.loads(text), dict) else "{}"
+    except orjson.JSONDecodeError:
+        return "{}"
+
+
 class TextPart(OpenAIMessage):
     type: Literal["text"]
     text: str
@@ -107,10 +116,10 @@ class ResponseFormat(OpenAIMessage):
 
 
 class FunctionCall(OpenAIMessage):
-    """`arguments`: JSON, as the model wrote it."""
+    """`arguments`: JSON, as the model wrote it; the model is shown {} for text that is no object."""
 
     name: str
-    arguments: str = ""
+    arguments: Annotated[str, AfterValidator(_object)] = "{}"
 
 
 class ToolCall(OpenAIMessage):
@@ -138,6 +147,14 @@ class ChatMessage(OpenAIMessage):
     tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     cache_control: Unread = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reasoning_has_both_names(cls, payload: Any) -> Any:
+        """Fill both: SGLang reads the one, vLLM the other where it counts tokens."""
+        names, fields = ("reasoning", "reasoning_content"), payload if isinstance(payload, Mapping) else {}
+        given = [fields[name] for name in names if fields.get(name) is not None]
+        return {**payload, **dict.fromkeys(names, given[0])} if given else payload
 
     @model_validator(mode="after")
     def _fields_fit_the_role(self) -> "ChatMessage":

@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import os
 import random
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from tests.engine.support.simulation import simulate
 from tests.support.loop_time import skip
 
 CAP = 1 << 20
+CHATS = "/oai/api/v1/chat/completions"
 
 
 async def never_called(scope: Scope, receive: Receive, send: Send) -> None:
@@ -271,6 +273,32 @@ async def test_large_bodies_wait_for_each_other_and_small_ones_do_not(tmp_path: 
         release.set()
         answers = await asyncio.gather(*waiting, return_exceptions=True)
     assert sum(isinstance(answer, httpx.Response) for answer in answers) == 4
+
+
+@pytest.mark.parametrize("encoding", ["identity", "gzip"])
+async def test_large_bodies_that_wait_for_samplers_hold_up_no_others(encoding: str, tmp_path: Path) -> None:
+    """Chats for a base model that starts are held for minutes."""
+    inside, release = asyncio.Semaphore(0), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        if scope["path"] == CHATS:
+            inside.release()
+            await release.wait()
+        await PlainTextResponse("done")(scope, receive, send)
+
+    limited = BodyLimitMiddleware(app, BodyLimits(wire=CAP, expanded=CAP, json=CAP, held=2 * CAP), tmp_path)
+    body = os.urandom(CAP - 4096)
+    sent = body if encoding == "identity" else gzip.compress(body, 1)
+    headers = {"Content-Encoding": encoding}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(limited), base_url="http://api") as http:
+        chats = [asyncio.create_task(http.post(CHATS, content=sent, headers=headers)) for _ in range(3)]
+        await inside.acquire()
+        await inside.acquire()
+        assert (await asyncio.wait_for(http.post("/pass", content=sent, headers=headers), 60)).text == "done"
+        assert inside.locked(), "a third chat is held"
+        release.set()
+        await asyncio.gather(*chats)
 
 
 @pytest.mark.parametrize("size", [1, CAP // 2])

@@ -10,9 +10,12 @@ import pytest
 
 from skyrl_tinker.domain.ids import CheckpointKind, OwnerId
 from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.engine.openai.openai_requests import LONGEST_TOKEN
 from skyrl_tinker.engine.openai.openai_routes import OpenAIRoutes
 from skyrl_tinker.engine.openai.openai_server import OpenAIServer, _OpenAICall
+from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.scheduling.priorities import Priorities
+from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.protocol.schemas.openai import CompletionRequest, FieldError
@@ -22,9 +25,11 @@ from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 from tests.engine.support.world import FACTS
 from tests.support.scripted_samplers import ScriptedSamplers
+from tests.support.waiting import end, until
 
 STUDENT = replace(FACTS, names=("student", "S"))
 TEACHER = replace(FACTS, names=("teacher",))
+REQUEST = CompletionRequest(model="student", prompt="a")
 
 
 @pytest.fixture
@@ -82,7 +87,8 @@ async def test_a_request_waits_for_the_samplers_and_uses_them_until_its_end(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     none, samplers = cast(Any, None), ScriptedSamplers()
-    server = OpenAIServer(store, cast(Any, samplers), none, STUDENT, none, none, Metrics())
+    driver: Any = SimpleNamespace(arriving=nullcontext)
+    server = OpenAIServer(store, cast(Any, samplers), none, STUDENT, none, driver, Metrics())
     gate, prepared, go_on = samplers.gate, asyncio.Event(), asyncio.Event()
 
     async def prepare(*_: object) -> None:
@@ -92,7 +98,7 @@ async def test_a_request_waits_for_the_samplers_and_uses_them_until_its_end(
 
     monkeypatch.setattr(server, "_prepare", prepare)
     gate.close("they are being started")
-    answering = asyncio.create_task(server.answer(none, none, 1, None, None))
+    answering = asyncio.create_task(server.answer(none, REQUEST, 1, None, None))
     await gate.asked.wait()
     assert (gate.in_use, prepared.is_set()) == (True, False)
     gate.open()
@@ -102,6 +108,42 @@ async def test_a_request_waits_for_the_samplers_and_uses_them_until_its_end(
     with pytest.raises(UserError, match="the prompt is too long"):
         await answering
     assert not gate.in_use
+
+
+async def test_a_request_that_waits_for_samplers_is_seen_in_the_queue_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none, samplers = cast(Any, None), cast(Any, ScriptedSamplers())
+    driver = SamplerDriver(store, samplers, none, Concurrency(1, 1), Metrics())
+    server = OpenAIServer(store, samplers, none, STUDENT, none, driver, Metrics())
+
+    async def prepare(*_: object) -> _OpenAICall:
+        return _OpenAICall(REQUEST, None, None, [1], {"max_tokens": 1}, none)
+
+    monkeypatch.setattr(server, "_prepare", prepare)
+    samplers.gate.close("they are being started")
+    answering = [asyncio.create_task(server.answer(none, REQUEST, 1, None, None)) for _ in range(2)]
+    await samplers.gate.asked.wait()
+    assert (driver.view().waiting, driver.queued()) == (2, 0)
+    answering[0].cancel()
+    await asyncio.wait(answering[:1])
+    assert driver.view().waiting == 1
+    samplers.gate.open()
+    await until(driver.queued)
+    assert driver.view().waiting == 1
+    await end(answering[1])
+    assert driver.view().waiting == 0
+
+
+async def test_a_text_that_no_context_holds_is_refused_also_before_the_samplers_run(store: Store) -> None:
+    none, samplers = cast(Any, None), ScriptedSamplers()
+    driver: Any = SimpleNamespace(arriving=nullcontext)
+    server = OpenAIServer(store, cast(Any, samplers), none, STUDENT, none, driver, Metrics())
+    samplers.gate.close("they are being started")
+    huge = CompletionRequest(model="student", prompt="a" * (LONGEST_TOKEN * STUDENT.context_length + 1))
+    with pytest.raises(FieldError, match=r"prompt: \d+ characters, expected at most"):
+        await server.answer(none, huge, 1, None, None)
+    assert not samplers.gate.in_use
 
 
 async def test_a_request_counts_for_its_owner_in_the_sampler(store: Store) -> None:

@@ -183,6 +183,49 @@ def test_a_call_and_its_result_are_messages() -> None:
 
 
 @pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ('{"a": "{}"}', '{"a": "{}"}'),
+        ("{ }", "{ }"),
+        *(
+            (odd, "{}")
+            for odd in ("", "null", '"a"', "[]", "1", '{"a": 1', '{"a": NaN}', "\ud800", "[" * 5000)
+        ),
+    ],
+)
+def test_a_call_without_arguments_that_can_be_read_ends_no_conversation(written: str, read: str) -> None:
+    """As vLLM reads it; SGLang would refuse each later turn."""
+    call = CALL | {"function": {"name": "f", "arguments": written}}
+    answer = {"role": "assistant", "tool_calls": [call]}
+    (found,) = chat(messages=[*CHAT["messages"], answer]).messages[-1].tool_calls or ()
+    assert found.function.arguments == read
+
+
+def test_a_call_that_has_no_arguments_has_an_empty_object() -> None:
+    answer = {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f"}}]}
+    (found,) = chat(messages=[*CHAT["messages"], answer]).messages[-1].tool_calls or ()
+    assert found.function.arguments == "{}"
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ({"reasoning": "a"}, "a"),
+        ({"reasoning_content": "b"}, "b"),
+        ({"reasoning": "a", "reasoning_content": "b"}, "a"),
+        ({"reasoning": None, "reasoning_content": "b"}, "b"),
+        ({"reasoning_content": ""}, ""),
+        ({}, None),
+    ],
+)
+def test_reasoning_goes_on_by_both_names(given: dict[str, str], read: str | None) -> None:
+    """SGLang reads one of them, vLLM the other where it counts a prompt."""
+    answer = {"role": "assistant", "content": "c", **given}
+    message = chat(messages=[*CHAT["messages"], answer]).messages[-1]
+    assert (message.reasoning, message.reasoning_content) == (read, read)
+
+
+@pytest.mark.parametrize(
     ("message", "found"),
     [
         ({"role": "user", "content": "a", "tool_calls": [CALL]}, "tool_calls of role user"),
