@@ -133,7 +133,8 @@ def _publish_version(conn: Connection, new: NewCopy, key: ModelKey) -> VersionId
     version = sampling_sessions.insert_version(
         conn, key, "lora" if new.source.spec.rank else "full", durable=True
     )
-    sampling_sessions.publish_version(conn, version, new.directory, new.source.size_bytes)
+    size, steps = new.source.size_bytes, new.source.steps
+    sampling_sessions.publish_version(conn, version, new.directory, size, steps)
     return version
 
 

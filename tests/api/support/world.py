@@ -134,7 +134,7 @@ class World:
 
             def publish(conn: Connection) -> VersionId:
                 version = sampling_sessions.insert_version(conn, key, "lora", durable=True)
-                sampling_sessions.publish_version(conn, version, "/nowhere", 1)
+                sampling_sessions.publish_version(conn, version, "/nowhere", 1, changes.get("steps"))
                 return version
 
             changes["version_id"] = await self.store.write(publish)
