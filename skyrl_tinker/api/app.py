@@ -28,6 +28,7 @@ from skyrl_tinker.api.middleware.own_hosts import OwnHostsMiddleware
 from skyrl_tinker.api.middleware.request_metrics import RequestMetricsMiddleware
 from skyrl_tinker.api.middleware.request_rate import RequestRates
 from skyrl_tinker.api.openapi.documents import ERRORS, Documented
+from skyrl_tinker.api.pass_heads import PassHeads
 from skyrl_tinker.api.process_table import ProcessTable
 from skyrl_tinker.api.routes import pages
 from skyrl_tinker.api.security.keyring import KeyRing
@@ -121,6 +122,7 @@ def make_services(
         Heartbeats(store),
         room,
         SnapshotReader(store, queues, ProcessTable(directories.pid_file), gpus=settings.device == "cuda"),
+        PassHeads(),
         open_storage(settings.checkpoint_root, settings.checkpoint_url),
     )
 

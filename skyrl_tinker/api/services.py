@@ -13,6 +13,7 @@ from skyrl_tinker.api.loop_watch import LoopWatch
 from skyrl_tinker.api.middleware.arrivals import Arrivals
 from skyrl_tinker.api.middleware.disk_room import DiskRoom
 from skyrl_tinker.api.middleware.request_rate import RequestRates
+from skyrl_tinker.api.pass_heads import PassHeads
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.signing import Signer
 from skyrl_tinker.api.security.tokens import Caller
@@ -55,6 +56,7 @@ class Services:
     heartbeats: Heartbeats
     room: DiskRoom
     snapshots: SnapshotReader
+    heads: PassHeads
     storage: Storage
 
     def wake_engine(self) -> None:

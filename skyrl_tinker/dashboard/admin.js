@@ -1,6 +1,6 @@
 // Admin: who has keys, what their owners have, and changes to keys.
 
-import { ago, bytes, card, h, moment, number, table, tick, wide } from "./dom.js";
+import { ago, bytes, card, h, moment, number, plural, table, tick, wide } from "./dom.js";
 import { get, poll, send } from "./server.js";
 import { ask } from "./runs.js";
 
@@ -12,20 +12,20 @@ export function showAdmin(main, { now, failed, recovered }) {
     main.append(h("h1", {}, "Admin"), wide(card("API keys", h("p", {},
       "This server has no API keys, so anybody who reaches it does everything. Make the first one on its machine:"),
     h("p", {}, h("code", {}, "skyrl-tinker keys create --name NAME --admin --home HOME")),
-    h("p", { class: "quiet" }, "HOME is the server's, which `serve` prints. From then on this page asks for a key, and an admin key makes, limits, rotates and revokes all others here."))));
+    h("p", { class: "quiet" }, "HOME is the server's, which ", h("code", {}, "serve"), " prints. From then on this page asks for a key, and an admin key makes, limits, rotates and revokes all others here."))));
     return () => {};
   }
   const owners = table("Owners", [
-    ["owner", ""], ["sessions", "number"], ["models", "number"], ["checkpoints", "number"], ["stored", "number"],
+    ["owner", "run"], ["sessions", "number"], ["models", "number"], ["checkpoints", "number"], ["stored", "number"],
     ["trained tokens, 24 h", "number"], ["prompt tokens, 24 h", "number"], ["sampled tokens, 24 h", "number"]], "none");
   const keys = table("API keys", [
     ["id", "number"], ["name", ""], ["rights", ""], ["state", ""], ["last used", ""], ["limits of its own", ""], ["", ""]], "none");
   const defaults = h("p", { class: "quiet small" });
-  const secret = h("div", { role: "status" });
+  const done = h("div", { role: "status" });
   main.append(h("h1", {}, "Admin"),
     h("div", { class: "grid" },
       wide(card("Owners", owners.node)),
-      wide(card("API keys", createForm(), secret, keys.node, defaults))));
+      wide(card("API keys", createForm(), done, keys.node, defaults))));
   let shown = "";
 
   async function refresh() {
@@ -36,8 +36,9 @@ export function showAdmin(main, { now, failed, recovered }) {
     if (text === shown) return; // keeps the focus where it is
     shown = text;
     owners.fill([...answer.keys.map((key) => owned(key.name, key.owned)), owned("local, without a key", answer.without_key)]);
+    const left = withoutHolder(answer.keys);
     keys.fill(answer.keys.map((key) => [
-      String(key.id), key.name, key.admin ? "admin" : "user", state(key), ago(key.last_used_at), limits(key.limits) || null, h("div", { class: "row" }, ...actions(key))]));
+      String(key.id), key.name, key.admin ? "admin" : "user", state(key), ago(key.last_used_at), limits(key.limits) || null, h("div", { class: "row" }, ...actions(key, left))]));
     defaults.textContent = `Of all keys: ${limits(answer.limits) || "no limits"}`;
   }
 
@@ -55,7 +56,7 @@ export function showAdmin(main, { now, failed, recovered }) {
     }
   }
 
-  function actions(key) {
+  function actions(key, left) {
     if (!key.live || key.id === own(key)) return [];
     const at = `${AT}/keys/${key.id}`;
     return [
@@ -69,6 +70,12 @@ export function showAdmin(main, { now, failed, recovered }) {
       action("Limits", async () => {
         const text = await ask(`Limits of ${key.name}, as in: models=4 stored_gb=200 sessions=default stop_kb=none`, "text");
         return text ? send("PUT", `${at}/limits`, { limits: parsed(text) }) : false;
+      }),
+      action("Adopt", async () => {
+        const former = await ask(`Give ${key.name} all sessions, runs, checkpoints and usage of`, left);
+        if (former === null) return false;
+        const { sessions } = await send("POST", `${at}/adopt`, { former });
+        return done.replaceChildren(h("p", {}, `${key.name} has adopted ${plural(sessions, "session")}.`));
       }),
       action("Revoke", async () =>
         (await ask(`Revoke ${key.name} for good? What it made stays.`)) === null ? false : send("DELETE", at), "danger"),
@@ -95,10 +102,16 @@ export function showAdmin(main, { now, failed, recovered }) {
   }
 
   function show(name, { key }) {
-    secret.replaceChildren(h("p", {}, `The key of ${name}, shown only now: `, h("code", { class: "secret", tabindex: 0 }, key)));
+    done.replaceChildren(h("p", {}, `The key of ${name}, shown only now: `, h("code", { class: "secret", tabindex: 0 }, key)));
   }
 
   return poll(EVERY_MS, refresh, failed);
+}
+
+// The work of keys that have ended, and of none.
+function withoutHolder(keys) {
+  const ended = keys.filter(({ live }) => !live).reverse();
+  return [...ended.map((key) => [String(key.id), `key ${key.id}, ${key.name}`]), ["none", "nobody: all that was made without a key"]];
 }
 
 function owned(name, each) {

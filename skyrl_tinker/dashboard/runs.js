@@ -32,18 +32,20 @@ const HYPERPARAMETERS = [
 ];
 const SECONDS = ["wait_s", "compute_s", "answer_s"];
 const STATES = { ready: "good", failed: "error", lost: "error", parked: "warning" };
-const COLUMNS = [
+const LISTED = 200;
+const COLUMNS = [ // the third: its name where the server sorts
   ["", "check", null],
-  ["run", "run", (run) => run.name ?? run.run_id],
-  ["base model", "optional", (run) => run.base_model],
-  ["owner", "", (run) => run.owner],
-  ["rank", "number", (run) => run.lora_rank],
-  ["state", "", (run) => run.state],
-  ["steps", "number", (run) => run.steps_before + run.steps],
-  ["reward", "number", (run) => run.reward],
-  ["loss", "number", (run) => run.loss],
-  ["last request", "", (run) => run.last_request_at],
+  ["run", "run", "name"],
+  ["base model", "optional", "base_model"],
+  ["owner", "", "owner"],
+  ["rank", "number", "rank"],
+  ["state", "", "state"],
+  ["steps", "number", "steps"],
+  ["reward", "number", "reward"],
+  ["loss", "number", "loss"],
+  ["last request", "", "last_request"],
 ];
+const GREATEST_FIRST = 6; // and the columns behind it
 
 export function showRuns(main, { path, failed, recovered }) {
   return path[0] ? showCurves(main, path[0].split(",").slice(0, MOST_COMPARED), failed, recovered) : showList(main, failed, recovered);
@@ -51,18 +53,20 @@ export function showRuns(main, { path, failed, recovered }) {
 
 function showList(main, failed, recovered) {
   const order = { place: COLUMNS.length - 1, down: true };
-  const runs = table("Training runs", COLUMNS, noRuns(), (place) => {
-    order.down = order.place === place ? !order.down : place >= 6;
-    order.place = place;
-    fill();
-  });
+  const sortBy = (place, down) => {
+    Object.assign(order, { place, down });
+    refresh().catch(failed);
+  };
+  const runs = table("Training runs", COLUMNS, noRuns(), (place) => sortBy(place, order.place === place ? !order.down : place >= GREATEST_FIRST));
+  const sort = h("select", { onchange: () => sortBy(Number(sort.value), sort.value >= GREATEST_FIRST) }, // where the heads are not shown
+    ...COLUMNS.map(([name], place) => (name ? h("option", { value: place, selected: place === order.place }, name) : null)));
   const chosen = new Set();
   const compare = h("button", { type: "button", disabled: true, onclick: () => { location.hash = `#/runs/${[...chosen].join(",")}`; } }, "Compare");
   const count = h("span", { class: "quiet" });
   const search = h("input", { type: "search", size: 34, "aria-label": "Search", placeholder: "name, project, metadata, state …", oninput: () => refresh().catch(failed) });
   const others = h("input", { type: "checkbox", onchange: () => fill() });
   main.append(h("h1", {}, "Runs"), wide(card("Training runs",
-    h("p", { class: "row" }, search, h("label", {}, others, "also of the tinker command"), compare, count),
+    h("p", { class: "row" }, search, h("label", { class: "narrow" }, "Sorted by", sort), h("label", {}, others, "also of the tinker command"), compare, count),
     runs.node)));
   let answer = { runs: [], total: 0 };
   let shown = "";
@@ -75,11 +79,9 @@ function showList(main, failed, recovered) {
 
   function fill() {
     const found = answer.runs.filter((run) => others.checked || !ofCommand(run));
-    const key = COLUMNS[order.place][2];
-    const sign = order.down ? -1 : 1;
-    found.sort((one, other) => compared(key(one), key(other), sign));
     runs.mark(order.place, order.down);
-    const of = answer.total > answer.runs.length ? `the last ${answer.runs.length} of ${answer.total} found` : plural(answer.total, "run");
+    sort.value = order.place;
+    const of = answer.total > answer.runs.length ? `the first ${answer.runs.length} of ${answer.total} found` : plural(answer.total, "run");
     count.textContent = found.length === answer.runs.length ? of : `${found.length} shown, of ${of}`;
     const several = new Set(answer.runs.map((run) => run.base_model)).size > 1;
     runs.fill(found.map((run) => {
@@ -89,13 +91,18 @@ function showList(main, failed, recovered) {
     }));
   }
 
-  async function refresh() {
+  function wanted() {
     const words = search.value.trim();
-    const read = await get(`console/runs?limit=200${words && `&search=${encodeURIComponent(words)}`}`);
-    if (search.value.trim() !== words) return; // a later answer counts
+    return `console/runs?limit=${LISTED}&sort=${COLUMNS[order.place][2]}&order=${order.down ? "descending" : "ascending"}${words && `&search=${encodeURIComponent(words)}`}`;
+  }
+
+  async function refresh() {
+    const asked = wanted();
+    const read = await get(asked);
+    if (asked !== wanted()) return; // a later answer counts
     recovered();
     tick(main);
-    const text = JSON.stringify(read.runs.map(({ last_heartbeat_at, ...run }) => [run, silence(last_heartbeat_at) > SILENT_S]));
+    const text = JSON.stringify([asked, ...read.runs.map(({ last_heartbeat_at, ...run }) => [run, silence(last_heartbeat_at) > SILENT_S])]);
     if (text === shown) return; // keeps the focus where it is
     shown = text;
     answer = read;
@@ -109,20 +116,20 @@ function noRuns() {
     h("code", {}, `TINKER_BASE_URL=${location.origin} TINKER_API_KEY=… python examples/rl_loop.py`));
 }
 
-// Without a value last, whichever way.
-function compared(one, other, sign) {
-  if (one === null || other === null) return (one === null) - (other === null);
-  return sign * (typeof one === "number" ? one - other : one.localeCompare(other));
-}
-
 function ofCommand(run) {
   return run.steps === 0 && (run.user_metadata.created_by ?? "").startsWith("tinker ");
 }
 
 function named(run) {
-  return h("div", {}, h("a", { href: `#/runs/${encodeURIComponent(run.run_id)}` }, title(run)),
+  const [heir, ...others] = run.continued_by;
+  return h("div", {}, linked(run),
     h("div", { class: "small quiet" }, [run.project_id, metadata(run)].filter(Boolean).join(" · ")),
+    heir ? h("div", { class: "small quiet" }, "continued by ", linked(heir), others.length ? ` and ${others.length} more` : null) : null,
     h("div", { class: "small quiet id" }, run.run_id));
+}
+
+function linked(run) {
+  return h("a", { href: `#/runs/${encodeURIComponent(run.run_id)}` }, title(run));
 }
 
 function title(run) {
@@ -382,7 +389,9 @@ function showRun(node, run, parent, failed) {
   end.hidden = !inTraining(run);
   const about = facts([
     ["state", state(run)], ...(run.state_reason ? [["reason", run.state_reason]] : []), ["owner", run.owner],
-    ...(run.parent ? [["continues", continued(run, parent)]] : []), ...(run.project_id ? [["project", run.project_id]] : []),
+    ...(run.parent ? [["continues", fromStep(parent ?? { run_id: run.parent, name: null }, run.steps_before)]] : []),
+    ...(run.continued_by.length ? [["continued by", h("div", {}, ...run.continued_by.map((heir) => h("div", {}, fromStep(heir, heir.step))))]] : []),
+    ...(run.project_id ? [["project", run.project_id]] : []),
     ...HYPERPARAMETERS.map(([name, of]) => [name, of(run)]),
     ["created", ago(run.created_at)], ["last request", ago(run.last_request_at)], ["last heartbeat", ago(run.last_heartbeat_at)],
     ...Object.entries(run.user_metadata)]);
@@ -390,8 +399,8 @@ function showRun(node, run, parent, failed) {
   else node.append(about, h("p", {}, end));
 }
 
-function continued(run, parent) {
-  return h("span", {}, h("a", { href: `#/runs/${encodeURIComponent(run.parent)}` }, parent ? title(parent) : short(run.parent)), ` from step ${number(run.steps_before)}`);
+function fromStep(run, step) {
+  return h("span", {}, linked(run), ` from step ${number(step)}`);
 }
 
 function lastStep({ columns, before }, run) {
@@ -456,10 +465,11 @@ async function fetchFiles(url, checkpoint) {
   return false;
 }
 
-// A dialog. Returns what was entered, "" without a field, null when it was given up.
+// A dialog. Returns what was entered, "" without a field, null when it was given up. `type`: of the field, or its choices.
 export function ask(question, type = null) {
   return new Promise((resolve) => {
-    const input = type ? h("input", { type, min: 1, step: "any", "aria-label": question }) : null;
+    const input = Array.isArray(type) ? h("select", { "aria-label": question }, ...type.map(([value, name]) => h("option", { value }, name)))
+      : type ? h("input", { type, min: 1, step: "any", "aria-label": question }) : null;
     const dialog = h("dialog", { "aria-label": question });
     const done = (value) => { dialog.close(); dialog.remove(); resolve(value); };
     dialog.append(h("p", {}, question), h("form", { onsubmit: (event) => { event.preventDefault(); done(input ? input.value : ""); } },

@@ -1,6 +1,6 @@
 // Tokens: a datum or a sampled sequence as text, coloured by one of its values.
 
-import { ago, card, decimals, figures, h, number, short, table, tick, wide } from "./dom.js";
+import { ago, card, decimals, figures, h, number, plural, short, table, tick, wide } from "./dom.js";
 import { get, poll } from "./server.js";
 
 const EVERY_MS = 5000;
@@ -15,7 +15,7 @@ export function showTokens(main, { path, failed, recovered }) {
     showOne(main, path[0], Number(path[1] ?? 0)).then(recovered, failed);
     return () => {};
   }
-  const list = table("Finished passes and samples", [["prompt", "text"], ["request", "id"], ["kind", ""], ["of", "run"], ["accepted", ""]],
+  const list = table("Finished passes and samples", [["prompt, or data", "text"], ["request", "id"], ["kind", ""], ["of", "run"], ["step", "number"], ["accepted", ""]],
     "None yet. Passes and samples stand here once they are finished.");
   const more = h("button", { type: "button", onclick: () => { most += PAGE; refresh().catch(failed); } }, "Older");
   const kind = h("select", { onchange: () => { chosenKind = kind.value; refresh().catch(failed); } },
@@ -37,10 +37,10 @@ export function showTokens(main, { path, failed, recovered }) {
     if (text === shown) return; // keeps the focus where it is
     shown = text;
     list.fill(grouped(requests, "request_id").map(([each, first]) => [
-      prompt(each, first),
+      each.kind === "sample" ? prompt(each, first) : pass(each),
       each.readable ? h("a", { href: `#/tokens/${each.request_id}`, title: each.request_id }, short(each.request_id))
         : h("span", { class: "quiet", title: "Only the data of a run's newest passes is stored" }, short(each.request_id)),
-      each.kind, origin(each), ago(each.created_at)]));
+      each.kind, origin(each), number(each.step), ago(each.created_at)]));
   }
   return poll(EVERY_MS, refresh, failed);
 }
@@ -70,15 +70,23 @@ function prompt(row, first) {
   return first ? `…${row.prompt}` : h("span", { class: "quiet ditto", title: row.prompt }, "″");
 }
 
-function origin({ name, origin: id }) {
-  return name === null ? h("span", { class: "id", title: id }, short(id)) : h("span", { title: id }, name, " ", h("span", { class: "small quiet id" }, short(id)));
+function pass({ readable, loss_fn, datums, begins }) {
+  if (!readable) return h("span", { class: "quiet" }, "its data is no longer stored");
+  return h("div", {}, h("b", {}, `${loss_fn}, ${plural(datums, "datum")}`), h("div", { class: "small quiet" }, begins === null ? null : `${begins}…`));
+}
+
+// A run is a link, a sampler is not.
+function origin({ kind, name, origin: id }) {
+  const named = name ?? h("span", { class: "id" }, short(id));
+  const linked = kind === "sample" ? named : h("a", { href: `#/runs/${encodeURIComponent(id)}` }, named);
+  return h("span", { title: id }, linked, " ", name === null ? null : h("span", { class: "small quiet id" }, short(id)));
 }
 
 async function showOne(main, request, item) {
   main.replaceChildren(h("h1", {}, "Tokens"), h("p", { class: "row" }, h("a", { href: "#/tokens" }, "All requests"))); // also if it is refused
   const at = `console/requests/${encodeURIComponent(request)}`;
   const answer = await get(`${at}/tokens?item=${item}`);
-  const { items, earlier, later, step: taken, reported } = await get(`${at}/items?limit=${PAGE}&offset=${PAGE * Math.floor(item / PAGE)}`);
+  const { items, earlier, later, run, name, step: taken, reported } = await get(`${at}/items?limit=${PAGE}&offset=${PAGE * Math.floor(item / PAGE)}`);
   const names = Object.keys(answer.values);
   const choice = h("select", { onchange: paint }, ...names.map((name) => h("option", { value: name }, name)));
   const scale = h("span", { class: "quiet small" });
@@ -89,16 +97,17 @@ async function showOne(main, request, item) {
   values.node.classList.add("flat");
   values.fill(answer.tokens.slice(0, MOST_ROWS).map((token, place) => [
     String(place), String(token), JSON.stringify(answer.texts[place]), ...names.map((name) => number(answer.values[name][place]))]));
-  const all = table("Items, grouped by prompt", [["item", "number"], ["prompt", "text"], ["begins", "text"], ["tokens", "number"], ["advantage", "number"], ["mean logprob", "number"]], "none");
+  const all = table("Items, grouped by prompt", [["item", "number"], ["prompt", "text"], ["begins", "text"], ["tokens", "number"], ["advantage", "number optional"], ["mean logprob", "number"]], "none");
   all.fill(grouped(items, "item").map(([each, first]) => [
     each.item === item ? h("strong", {}, String(each.item + 1)) : h("a", { href: `#/tokens/${request}/${each.item}` }, String(each.item + 1)),
-    prompt(each, first), each.text, number(each.tokens), decimals(each.advantage), decimals(each.logprob)]));
+    prompt(each, first), each.text, number(each.tokens), each.advantage === null ? null : decimals(each.advantage), decimals(each.logprob)]));
   const other = (label, id) => (id === null ? null : h("a", { href: `#/tokens/${id}` }, label));
   const step = (label, next) => (next < 0 || next >= answer.items ? null : h("a", { href: `#/tokens/${request}/${next}` }, label));
   main.replaceChildren(
     h("h1", {}, "Tokens"),
     h("p", { class: "row" }, h("a", { href: "#/tokens" }, "All requests"), step("Previous", item - 1), step("Next", item + 1),
       h("span", { class: "quiet", title: request }, `${answer.kind} ${short(request)}, ${item + 1} of ${answer.items}`),
+      run === null ? null : h("span", { class: "quiet" }, "weights of ", h("a", { href: `#/runs/${encodeURIComponent(run)}` }, name ?? short(run)), `, step ${number(taken)}`),
       other("Earlier request", earlier), other("Later request", later)),
     h("div", { class: "grid" },
       wide(card("Text", h("p", { class: "row" }, h("label", {}, "Coloured by", choice), scale), text)),

@@ -130,14 +130,17 @@ def revoke(conn: Connection, id_or_name: str, by: str | None = None) -> KeyRow:
     return row
 
 
-def adopt(conn: Connection, heir: str, former: str) -> int:
+def adopt(conn: Connection, heir: str, former: str, by: str | None = None) -> int:
     """Give a live key the sessions of a revoked or expired one, given by id or name. Returns how many.
 
     `former` NO_KEY: the sessions that were created without a key. Raises NotFoundError, and UserError if the
     former key is live, or if several had the name.
     """
     row = find_live(conn, heir)
-    return _take_over(conn, row.id, None if former == NO_KEY else find_dead(conn, former).id)
+    owner = None if former == NO_KEY else find_dead(conn, former).id
+    count = owners.give(conn, owner, row.id)
+    _note(conn, "key_adopt", row.id, by, former_key=owner, sessions=count)
+    return count
 
 
 def limit(
@@ -212,12 +215,6 @@ def find_dead(conn: Connection, id_or_name: str) -> KeyRow:
 
 def _new_key() -> str:
     return PREFIX + secrets.token_urlsafe(_BYTES)
-
-
-def _take_over(conn: Connection, heir: OwnerId, former: OwnerId | None) -> int:
-    count = owners.give(conn, former, heir)
-    _note(conn, "key_adopt", heir, None, former_key=former, sessions=count)
-    return count
 
 
 def _note(conn: Connection, event: str, key_id: int, by: str | None, **details: Any) -> None:

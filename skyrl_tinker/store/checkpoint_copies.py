@@ -133,7 +133,8 @@ def _publish_version(conn: Connection, new: NewCopy, key: ModelKey) -> VersionId
     version = weight_versions.insert_version(
         conn, key, "lora" if new.source.spec.rank else "full", durable=True
     )
-    weight_versions.publish_version(conn, version, new.directory, new.source.size_bytes)
+    size, steps = new.source.size_bytes, new.source.steps
+    weight_versions.publish_version(conn, version, new.directory, size, steps)
     return version
 
 

@@ -53,9 +53,14 @@ def insert_version(
     return VersionId(insert_id(conn, insert(AdapterVersion), values))
 
 
-def publish_version(conn: Connection, version_id: VersionId, directory: str, size_bytes: int) -> None:
-    """Make the version loadable from a directory, whose files have so many bytes."""
-    values = {"directory": to_stored(conn, directory), "size_bytes": size_bytes}
+def publish_version(
+    conn: Connection, version_id: VersionId, directory: str, size_bytes: int, steps: int | None = None
+) -> None:
+    """Make the version loadable from a directory, whose files have so many bytes.
+
+    `steps`: how many the weights had taken, those of the model's parents included; None: not known.
+    """
+    values = {"directory": to_stored(conn, directory), "size_bytes": size_bytes, "steps": steps}
     conn.execute(update(AdapterVersion).where(AdapterVersion.id == version_id).values(values))
 
 

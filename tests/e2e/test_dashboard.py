@@ -19,6 +19,7 @@ from tinker import types
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.store import api_keys, server_state
 from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.processes import identities, write_pid_file
 from tests.api.support.process import launched
@@ -72,8 +73,15 @@ def page(chromium: Browser) -> Iterator[Page]:
         yield opened
 
 
+ABOUT = "document.querySelector('section[aria-label=Run]')"
+ONE_A_PAGE = """(() => {
+    const kept = window.fetch;
+    window.fetch = (url, ...more) => kept(String(url).replace("limit=200", "limit=1"), ...more);
+})()"""
+"""Script after which the list of runs has pages of one."""
+BY_REWARD = "[...document.querySelectorAll('th button')].find((each) => each.innerText.startsWith('reward'))"
 BY_NAME = "[...document.querySelectorAll('th button')].find((each) => each.innerText.startsWith('run'))"
-ROWS = "[...document.querySelectorAll('td.run a')].map((each) => each.innerText)"
+ROWS = "[...document.querySelectorAll('td.run > div > a')].map((each) => each.innerText)"
 
 
 def test_runs_are_found_by_their_names_and_sorted(server: Serve, page: Page) -> None:
@@ -87,7 +95,8 @@ def test_runs_are_found_by_their_names_and_sorted(server: Serve, page: Page) -> 
     page.wait(f"{ROWS}.length === 2")
     for expected in ("ab", "ba"):
         page.run(f"{BY_NAME}.click()")
-        assert page.run(ROWS) == [f"sorted by name: {name}" for name in expected]
+        names = [f"sorted by name: {name}" for name in expected]
+        page.wait(f"{ROWS}.join() === '{','.join(names)}'")
     page.run("document.querySelector('td.run a').click()")
     page.wait("document.querySelector('h1')?.innerText === 'sorted by name: b'")
     assert page.errors == []
@@ -103,6 +112,50 @@ def test_a_run_is_found_by_metadata_that_the_list_does_not_carry(server: Serve, 
     page.type("entry-9=value-9")
     page.wait(f"{ROWS}.join() === 'ninth'")
     assert "value-9" not in page.run("document.querySelector('td.run').innerText")
+    assert page.errors == []
+
+
+def test_of_many_runs_the_page_shows_the_first_in_the_chosen_order(server: Serve, page: Page) -> None:
+    for name, reward in (("of many: b", 0.5), ("of many: a", 0.25)):
+        with tinker.ServiceClient(base_url=server.url, api_key="tml-local", display_name=name) as service:
+            run = service.create_lora_training_client(base_model="tiny", rank=8).result().model_id
+            report = {"step": 1, "values": {"reward": reward}}
+            Client(server.url, service).post(f"console/runs/{run}/metrics", report).raise_for_status()
+    page.open(f"{server.url}/#/runs")
+    page.wait("document.querySelector('td.run a') !== null")
+    page.run("document.querySelector('input[type=search]').focus()")
+    page.type("of many:")
+    page.wait(f"{ROWS}.join() === 'of many: a,of many: b'")
+    page.run(ONE_A_PAGE)
+    page.wait(f"{ROWS}.join() === 'of many: a' && document.body.innerText.includes('the first 1 of 2 found')")
+    page.run(f"{BY_REWARD}.click()")
+    page.wait(f"{ROWS}.join() === 'of many: b'")
+    assert page.errors == []
+
+
+def test_a_run_and_the_one_that_goes_on_from_it_lead_to_each_other(server: Serve, page: Page) -> None:
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-local", display_name="first half") as service:
+        training = service.create_lora_training_client(base_model="tiny", rank=8).result()
+        for _ in range(2):
+            train(training, random_tokens(6, seed=1))
+        path, first = training.save_state("half").result().path, training.model_id
+    with tinker.ServiceClient(
+        base_url=server.url, api_key="tml-local", display_name="second half"
+    ) as service:
+        second = service.create_training_client_from_state_with_optimizer(path).result().model_id
+    page.open(f"{server.url}/#/runs")
+    row = "[...document.querySelectorAll('td.run')].find((each) => each.innerText.startsWith('first half'))"
+    page.wait(f"{row}?.innerText.includes('continued by second half')")
+    page.run(f"location.hash = '#/runs/{first}'")
+    for told, title in (
+        ("continued by\nsecond half", "second half"),
+        ("continues\nfirst half", "first half"),
+    ):
+        page.wait(f"{ABOUT}.innerText.includes({json.dumps(told + ' from step 2')})")
+        page.run(f"[...{ABOUT}.querySelectorAll('a')].find((each) => each.innerText === '{title}').click()")
+        page.wait(f"document.querySelector('h1')?.innerText === '{title}'")
+    assert page.run("decodeURIComponent(location.hash)") == f"#/runs/{first}"
+    assert second != first
     assert page.errors == []
 
 
@@ -313,7 +366,8 @@ def test_of_several_base_models_each_has_its_state_and_memory(server: Serve, pag
 
 
 REQUESTS = "[...document.querySelectorAll('tbody tr')].map((row) =>"
-REQUESTS += "[row.querySelector('[data-label=kind]').innerText, row.querySelector('a') !== null])"
+REQUESTS += "[row.querySelector('[data-label=kind]').innerText, row.querySelector('td.id a') !== null])"
+FIRST_CELL = "[...document.querySelectorAll('tbody tr')].map((row) => row.querySelector('td').innerText)"
 FOLLOW = "[...document.querySelectorAll('main a')].find((each) => each.innerText === '{}').click()"
 PLACE = "document.querySelector('main p.row span')?.innerText ?? ''"
 
@@ -334,10 +388,11 @@ def test_tokens_of_a_run_are_chosen_by_kind_and_led_through_and_what_is_gone_is_
     page.run(CHOOSE.format("Run", runs[0]))
     page.wait(f"decodeURIComponent(location.hash) === '#/tokens/run/{runs[0]}'")
     page.wait(f"{REQUESTS}.length === 3")
-    assert page.run(REQUESTS) == [["forward", False], ["forward_backward", True], ["forward_backward", True]]
+    assert page.run(REQUESTS) == [["forward", True], ["forward_backward", True], ["forward_backward", True]]
+    assert all(cell.startswith("cross_entropy, 2 datums\n") for cell in page.run(FIRST_CELL))
     page.run(CHOOSE.format("Kind", "forward_backward"))
     page.wait(f"{REQUESTS}.length === 2")
-    page.run("document.querySelector('tbody a').click()")
+    page.run("document.querySelector('td.id a').click()")
     newest = page.wait(f"({PLACE}).endsWith(', 1 of 2') && location.hash")
     for link, place in (("Next", "2 of 2"), ("Previous", "1 of 2"), ("Earlier request", "1 of 2")):
         page.run(FOLLOW.format(link))
@@ -345,15 +400,32 @@ def test_tokens_of_a_run_are_chosen_by_kind_and_led_through_and_what_is_gone_is_
     page.wait(f"location.hash !== '{newest}/0' && document.body.innerText.includes('Later request')")
     page.run(FOLLOW.format("Later request"))
     page.wait(f"location.hash === '{newest}' && !document.body.innerText.includes('Later request')")
-    assert page.errors == []
-    of = {"run": runs[0], "kind": "forward"}
-    (gone,) = httpx.get(f"{server.url}/api/v1/console/requests", params=of).json()["requests"]
-    page.run(f"location.hash = '#/tokens/{gone['request_id']}'")
-    page.wait("document.querySelector('.failure')?.innerText.includes('no longer stored')")
-    page.run(FOLLOW.format("All requests"))
+    assert "weights of tokens: a, step 0" in page.text()
+    page.run(FOLLOW.format("tokens: a"))
+    page.wait(f"decodeURIComponent(location.hash) === '#/runs/{runs[0]}'")
+    page.run("location.hash = '#/tokens'")
     page.wait(f"{REQUESTS}.length >= 4 && {REQUESTS}.every(([kind]) => kind === 'forward_backward')")
     page.run(CHOOSE.format("Kind", ""))
     page.wait(f"{REQUESTS}.length >= 6")
+    assert page.errors == []
+
+
+def test_a_pass_whose_data_is_gone_is_no_link_and_says_so(server: Serve, page: Page) -> None:
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-local", display_name="crowded") as service:
+        training = service.create_lora_training_client(base_model="tiny", rank=8).result()
+        data = [datum(random_tokens(5, seed=1))]
+        for _ in range(unit_records.KEPT + 1):
+            training.forward(data, "cross_entropy").result()
+        run = training.model_id
+    page.open(f"{server.url}/#/tokens/run/{run}")
+    page.wait(f"{REQUESTS}.filter(([, linked]) => !linked).length === 1")
+    assert page.run(FIRST_CELL)[-1] == "its data is no longer stored"
+    of = {"run": run, "kind": "forward"}
+    *_, gone = httpx.get(f"{server.url}/api/v1/console/requests", params=of).json()["requests"]
+    page.run(f"location.hash = '#/tokens/{gone['request_id']}'")
+    page.wait("document.querySelector('.failure')?.innerText.includes('no longer stored')")
+    page.run(FOLLOW.format("All requests"))
+    page.wait(f"{REQUESTS}.length > {unit_records.KEPT}")
 
 
 PAINTED = """import('./dashboard/charts.js').then(async ({stepChart}) => {
@@ -529,6 +601,27 @@ def test_an_admin_sees_how_long_ago_a_key_was_used(chromium: Browser, tmp_path: 
         used = page.wait("document.querySelector('td time')?.innerText")
         assert used == "3 h ago"
         assert re.search(r"20\d\d, \d\d:\d\d:\d\d$", page.run("document.querySelector('td time').title"))
+
+
+ADOPT = "[...document.querySelectorAll('td button')].find((each) => each.innerText === 'Adopt')"
+
+
+def test_an_admin_gives_the_work_of_a_key_that_has_ended_to_another(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    with api_with_keys(tmp_path / "home") as (url, runs, keys), chromium.page() as page:
+        root = {"X-API-Key": keys["root"]}
+        httpx.delete(f"{url}/api/v1/console/admin/keys/1", headers=root).raise_for_status()
+        page.open(f"{url}/#/admin")
+        enter(page, keys["root"])
+        page.wait(f"{ADOPT} !== undefined")
+        page.run(f"{ADOPT}.click()")
+        page.wait("document.querySelector('dialog option')?.innerText === 'key 1, alice'")
+        page.run("document.querySelector('dialog button').click()")
+        page.wait("document.body.innerText.includes('bob has adopted 1 session.')")
+        theirs = httpx.get(f"{url}/api/v1/console/runs", headers={"X-API-Key": keys["bob"]}).json()
+        assert {run["run_id"] for run in theirs["runs"]} == set(runs.values())
+        assert page.errors == []
 
 
 def test_a_key_is_asked_for_once_and_shows_its_own_runs_only(chromium: Browser, tmp_path: Path) -> None:

@@ -15,9 +15,14 @@ from tests.store.support.rows import create, new_session, step
 from tests.support.reads import reading
 
 
-async def run_pass(store: Store, model: ModelRow, seq_id: int, size: int) -> None:
-    body, kind = bytes(size), RequestKind.FORWARD_BACKWARD
-    submission = Submission(kind, model.model_id, seq_id, b"digest", body)
+async def run_pass(
+    store: Store,
+    model: ModelRow,
+    seq_id: int,
+    size: int,
+    kind: RequestKind = RequestKind.FORWARD_BACKWARD,
+) -> None:
+    submission = Submission(kind, model.model_id, seq_id, b"digest", bytes(size))
     await store.write(lambda conn: training_submission.submit_training(conn, submission, owner=None))
 
 
@@ -44,6 +49,22 @@ async def test_of_a_pass_that_is_too_large_the_ones_before_stay(
     while await store.write(lambda conn: unit_records.drop_bodies(conn, model.key, 100)):
         pass
     assert stored(store, model) == [3, 5]
+
+
+async def test_forwards_which_no_replay_needs_stay_among_the_newest_passes(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unit_records, "KEPT", 3)
+    model, forward = await create(store, await new_session(store)), RequestKind.FORWARD
+    for seq_id in (1, 3, 4, 6, 7):
+        await run_pass(store, model, seq_id, 10, forward)
+    for seq_id in (2, 5):
+        await run_pass(store, model, seq_id, 10)
+    await store.write(end_all)
+    await store.write(lambda conn: unit_records.drop_bodies(conn, model.key, 0))
+    assert stored(store, model) == [2, 4, 5, 6, 7], "the others are behind no snapshot"
+    await store.write(lambda conn: unit_records.drop_bodies(conn, model.key, 100))
+    assert stored(store, model) == [5, 6, 7]
 
 
 async def test_a_batch_of_three_of_the_largest_requests_of_the_sdk_stays(store: Store) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_tinker.protocol.schemas.administration import (
+    AdoptRequest,
     ChangeBaseRequest,
     CreateKeyRequest,
     LimitKeyRequest,
@@ -154,6 +155,7 @@ EXAMPLES: Mapping[type[Message], Json] = {
     },
     CreateKeyRequest: {"name": "alice", "admin": False, "expires_in_s": 7776000},
     RotateKeyRequest: {"overlap_s": 3600},
+    AdoptRequest: {"former": "7"},
     ChangeBaseRequest: {"base_model": "tiny", "action": "stop"},
     LimitKeyRequest: {"limits": {"models": 4, "stored_gb": 200, "sessions": "default"}},
     ReportRequest: {"step": 7, "values": {"reward": 0.5, "length": 212.0}},

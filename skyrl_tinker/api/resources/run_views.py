@@ -54,6 +54,7 @@ def run_summary(run: Run) -> RunSummary:
         "steps": point.step if point else 0,
         "loss_fn_config": row.loss_fn_config or {},
         "last": point and point.measured,
+        "continued_by": run.continued_by,
     }
     return RunSummary(**{**row._mapping, **told})
 

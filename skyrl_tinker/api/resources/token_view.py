@@ -13,7 +13,6 @@ if TYPE_CHECKING:  # few requests need its import, which takes time at each star
 import hashlib
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
@@ -24,11 +23,10 @@ from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import Datum, Float32, Number
 from skyrl_tinker.errors import GoneError, UserError
 from skyrl_tinker.protocol.protobuf import pass_requests, pass_results, sample_results
-from skyrl_tinker.protocol.schemas.console import ItemsResponse, ItemSummary, ReadableSummary, TokensResponse
+from skyrl_tinker.protocol.schemas.console import ItemsResponse, ItemSummary, TokensResponse
 from skyrl_tinker.protocol.schemas.runs import Paging
 from skyrl_tinker.protocol.stored_requests import sample_from_body
 from skyrl_tinker.store.console.readable_requests import StoredTokens
-from skyrl_tinker.store.database.rows import AnyRow
 
 Values = Sequence[float | None]
 _SHOWN = 40
@@ -57,13 +55,15 @@ def tokens_of(stored: StoredTokens, item: int, bases: Bases) -> TokensResponse:
 def items_of(stored: StoredTokens, page: Paging, bases: Bases) -> ItemsResponse:
     """Summarize a page of items. Raises as `tokens_of`."""
     parts, total = (_sampled if stored.kind is RequestKind.SAMPLE else _trained)(stored, page)
-    directory = _directory(stored.base_model, bases)
+    directory = directory_of(stored.base_model, bases)
     return ItemsResponse(
         kind=stored.kind,
         items=[_summary(page.offset + place, part, directory) for place, part in enumerate(parts)],
         total=total,
         earlier=stored.earlier,
         later=stored.later,
+        run=stored.run,
+        name=stored.name,
         step=stored.step,
         reported=dict(stored.reported),
     )
@@ -115,7 +115,7 @@ def _trained_part(number: int, datum: Datum, logprobs: Float32) -> _ScoredPart:
 
 
 def _summary(item: int, part: _ScoredPart, directory: Path) -> ItemSummary:
-    prompt_id, prompt = _prompt(part.prompt, directory)
+    prompt_id, prompt = prompt_of(part.prompt, directory)
     text = "".join(split_tokens(part.tokens[:_SHOWN], directory))
     return ItemSummary(
         item=item,
@@ -128,17 +128,7 @@ def _summary(item: int, part: _ScoredPart, directory: Path) -> ItemSummary:
     )
 
 
-def request_summary(row: AnyRow, bases: Bases) -> ReadableSummary:
-    """Return a request as one of a list. A prompt that has no text, as its base model is gone, is null."""
-    prompt_id = prompt = None
-    if row.prompt is not None:
-        tokens = sample_from_body(row.prompt).prompt
-        with suppress(NotFoundError, UserError):
-            prompt_id, prompt = _prompt(tokens, _directory(row.base_model, bases))
-    return ReadableSummary(**{**row._mapping, "prompt_id": prompt_id, "prompt": prompt})
-
-
-def _prompt(tokens: Sequence[int] | None, directory: Path) -> tuple[str | None, str | None]:
+def prompt_of(tokens: Sequence[int] | None, directory: Path) -> tuple[str | None, str | None]:
     """Return a name that is equal for equal prompts, and the end of the text."""
     if tokens is None:
         return None, None
@@ -162,7 +152,7 @@ def _require_single_targets(datum: Datum, item: int) -> None:
         )
 
 
-def _directory(base_model: str, bases: Bases) -> Path:
+def directory_of(base_model: str, bases: Bases) -> Path:
     return Path(bases.require(base_model).directory)
 
 
@@ -200,7 +190,7 @@ def _response(
     values: Mapping[str, Values],
     bases: Bases,
 ) -> TokensResponse:
-    directory = _directory(stored.base_model, bases)
+    directory = directory_of(stored.base_model, bases)
     return TokensResponse(
         kind=stored.kind,
         item=item,

@@ -16,6 +16,8 @@ from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas.administration import (
     AdminResponse,
+    AdoptRequest,
+    AdoptResponse,
     ChangeBaseRequest,
     ChangeBaseResponse,
     CreateKeyRequest,
@@ -99,6 +101,19 @@ async def limit_key(key: KeyId, request: Request, deps: Deps, caller: CallerDep)
     changes = changes_of((await read_model(request, LimitKeyRequest)).limits)
     limits = await _change(deps, lambda conn: api_keys.limit(conn, str(key), changes, caller.name))
     return KeyLimitsResponse(limits=dict(limits))
+
+
+@router.post(
+    "/keys/{key}/adopt",
+    response_model=AdoptResponse,
+    **takes("Give a key all that a revoked or expired one made", AdoptRequest),
+)
+async def adopt(key: KeyId, request: Request, deps: Deps, caller: CallerDep) -> JSONResponse:
+    require_admin(caller)
+    require_other(caller, key)
+    former = (await read_model(request, AdoptRequest)).former
+    count = await _change(deps, lambda conn: api_keys.adopt(conn, str(key), former, caller.name))
+    return JSONResponse(AdoptResponse(sessions=count).model_dump())
 
 
 @router.delete("/keys/{key}", summary="Revoke a key; its work stays")

@@ -12,9 +12,10 @@ from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.requests.responses import json_by_parts, json_from_rows
 from skyrl_tinker.api.resources import step_curve
 from skyrl_tinker.api.resources.now_view import NowView, sees_all
+from skyrl_tinker.api.resources.request_list import request_summary
 from skyrl_tinker.api.resources.run_views import listed_summary, run_summary
 from skyrl_tinker.api.resources.server_trace import trace_of
-from skyrl_tinker.api.resources.token_view import items_of, request_summary, tokens_of
+from skyrl_tinker.api.resources.token_view import items_of, tokens_of
 from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached
 from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError
 from skyrl_tinker.domain.ids import ModelId, ModelKey, OwnerId, Reach
@@ -69,10 +70,13 @@ async def rates(deps: Deps, caller: CallerDep) -> RecentRates:
     "/runs", summary="Training runs with the measures of their last step", response_model=RunsResponse
 )
 async def list_runs(query: Annotated[RunsQuery, Query()], deps: Deps, reach: Reached) -> Response:
-    """List of long metadata the beginning; `/console/runs/{run}` has all."""
+    """List of long metadata the beginning; `/console/runs/{run}` has all. The order is that of all runs."""
     words = (query.search or "").split()
+    shown, descending = (query.limit, query.offset), query.order == "descending"
     page = await deps.store.report(
-        lambda conn: training_runs.page(conn, reach, "owned", query.limit, query.offset, words=words)
+        lambda conn: training_runs.page(
+            conn, reach, "owned", *shown, words=words, sort=query.sort, descending=descending
+        )
     )
 
     def items(conn: Connection, keys: Sequence[ModelKey]) -> list[str]:
@@ -184,7 +188,8 @@ async def list_readable(query: Annotated[ReadableQuery, Query()], deps: Deps, ow
 
     def read(conn: Connection) -> ReadableResponse:
         rows = readable_requests(conn, owner, query)
-        return ReadableResponse(requests=[request_summary(row, deps.bases) for row in rows])
+        requests = [request_summary(conn, row, deps.bases, deps.heads) for row in rows]
+        return ReadableResponse(requests=requests)
 
     return await json_from_rows(deps.store, read)
 

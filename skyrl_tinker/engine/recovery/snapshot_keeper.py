@@ -21,7 +21,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.config import Recovery
-from skyrl_tinker.domain.ids import Effect, ModelKey, ModelState
+from skyrl_tinker.domain.ids import Effect, ModelKey, ModelState, RequestKind
 from skyrl_tinker.engine.outbox import persistently, read_persistently
 from skyrl_tinker.engine.scheduling.row_work import model_of
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
@@ -52,12 +52,13 @@ KeepSampled = Callable[[ModelKey], Awaitable[None]]
 class _Unkept:
     """Work of a model since its snapshot. `clean_at`: the seq_id of its last step, 0 with gradients.
 
-    `ranks_s`: the ranks' time for it.
+    `ranks_s`: the ranks' time for it. `read_bytes`: of its forwards' bodies, which only readers need.
     """
 
     ranks_s: float = 0.0
     requests: int = 0
     clean_at: int = 0
+    read_bytes: int = 0
 
 
 MOST_DEARER = 10
@@ -156,6 +157,18 @@ class SnapshotKeeper:
             progress.ranks_s += seconds / len(ran)
             progress.requests += 1
             progress.clean_at = 0 if effect is Effect.GRADIENTS else row.seq_id or 0
+
+    def crowded(self, rows: Sequence[QueuedRow]) -> set[ModelKey]:
+        """Count the bodies of a pass's forwards; return the models with more than stay for their readers."""
+        most, found = unit_records.KEPT_BYTES, set[ModelKey]()
+        for row in rows:
+            if row.kind is RequestKind.FORWARD:
+                progress = self._progress.setdefault(model_of(row), _Unkept())
+                progress.read_bytes += max(row.body_bytes, most // unit_records.KEPT)
+                if progress.read_bytes > most:
+                    progress.read_bytes = 0
+                    found.add(model_of(row))
+        return found
 
     async def take_due(self) -> None:
         """Take a snapshot if a replay would take long. Raises TrainerError: the ranks are broken.
@@ -291,9 +304,11 @@ class SnapshotKeeper:
                 await self._remove(path)
 
     async def remove_replaced(self, model: ModelKey) -> None:
-        """Remove files and bodies that the model's committed snapshot has replaced."""
+        """Remove files and bodies that the model's committed snapshot has replaced, and surplus forwards."""
         row = await read_persistently(self._store, partial(snapshot_records.find, model=model))
-        if row is not None:
+        if row is None:
+            await self._drop_bodies(model, 0)
+        else:
             await self._forget_before(model, row)
 
     def pause(self, model: ModelKey) -> None:

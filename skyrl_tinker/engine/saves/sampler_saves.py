@@ -236,12 +236,11 @@ class Publisher(SaveFlow[SamplerSave]):
             await self._free(save)
 
     def _record(self, conn: Connection, save: SamplerSave, size: int) -> Mapping[str, Any]:
-        weight_versions.publish_version(conn, save.version.id, str(save.directory), size)
+        version, directory = save.version.id, str(save.directory)
+        weight_versions.publish_version(conn, version, directory, size, save.steps(conn))
         if save.path is None:
             return {"sampling_session_id": _create_session(conn, save)}
-        checkpoint = save.checkpoint(
-            conn, size, user_metadata=save.body.user_metadata, version_id=save.version.id
-        )
+        checkpoint = save.checkpoint(conn, size, user_metadata=save.body.user_metadata, version_id=version)
         checkpoint_records.add(conn, checkpoint, replace=False)
         return {"path": str(save.path)}
 

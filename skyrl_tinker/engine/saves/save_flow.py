@@ -64,9 +64,13 @@ class Save(Generic[B]):
     def staging(self) -> Path:
         return staging_of(self.directory)
 
+    def steps(self, conn: Connection) -> int:
+        """Return how many steps the weights had taken: later ones may be recorded by now."""
+        assert self.row.seq_id is not None, "saves are numbered"
+        return model_records.steps_taken(conn, self.model.key, self.row.seq_id)
+
     def checkpoint(self, conn: Connection, size: int, **others: Any) -> NewCheckpoint:
         assert self.path is not None, "ephemeral weights are not a checkpoint"
-        assert self.row.seq_id is not None, "saves are numbered"
         return NewCheckpoint(
             model_key=self.model.key,
             kind=self.path.kind,
@@ -76,7 +80,7 @@ class Save(Generic[B]):
             spec=self.model.spec,
             size_bytes=size,
             expires_at=expiry(conn, self.body.ttl_seconds),
-            steps=model_records.steps_taken(conn, self.model.key, self.row.seq_id),
+            steps=self.steps(conn),
             **others,
         )
 

@@ -140,9 +140,8 @@ def _encode(output: PassOutput | Failure) -> FutureOutcome:
     if isinstance(output, Failure):
         return output
     tokens = sum(len(logprobs) for logprobs in output.logprobs)
-    return FutureResult(
-        pass_results.PROTOBUF, pass_results.encode_forward_backward_output(output), usage=Usage(tokens)
-    )
+    result = pass_results.encode_forward_backward_output(output)
+    return FutureResult(pass_results.PROTOBUF, result, usage=Usage(tokens), keep_body=True)
 
 
 def _split(attempts: Mapping[int, T | Failure]) -> tuple[dict[int, T], dict[int, Failure]]:

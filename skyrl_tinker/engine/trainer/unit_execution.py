@@ -195,6 +195,8 @@ class UnitExecution:
         self._curves.passed(ready.rows, ready.requests, result.outputs, seconds)
         end = UnitEnd({}, (), next(self._units), effects, result.row_budget)
         self._commits.add(_with_answers(end, ready, result))
+        for model in self._snapshots.crowded(ready.rows):
+            self._background.create_task(self._remove_replaced(model))
         if ready.sequences:
             self._background.create_task(self._passes.renew_records(ready))
 

@@ -12,7 +12,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from skyrl_tinker.domain.ids import ModelId
 from skyrl_tinker.domain.loss_specs import CUSTOM, LOSSES
-from skyrl_tinker.domain.values import Datum, ForwardBackward
+from skyrl_tinker.domain.values import Datum, ForwardBackward, Int32
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.protobuf.datums import read_datum
 from skyrl_tinker.protocol.protobuf.json_passes import fill_from_json
@@ -119,6 +119,13 @@ def data_at(body: bytes, first: int, most: int) -> tuple[list[Datum], int]:
     message = pb.ForwardBackwardRequest.FromString(body)
     part, spec = enumerate(message.data[first : first + most], first), LOSSES[message.loss_fn]
     return [read_datum(datum, spec, f"datum {number}") for number, datum in part], len(message.data)
+
+
+def head_of(body: bytes) -> tuple[str, int, Int32]:
+    """Return the loss function of the canonical bytes, their number of datums, and the first one's tokens."""
+    message = pb.ForwardBackwardRequest.FromString(body)
+    first = read_datum(message.data[0], LOSSES[message.loss_fn], "datum 0")
+    return message.loss_fn, len(message.data), first.tokens
 
 
 def read_value(message: pb.ForwardBackwardRequest, *, input_spans: bool = False) -> ForwardBackward:

@@ -64,6 +64,18 @@ class RotateKeyRequest(StrictRequest):
     expires_in_s: float | None = Field(None, gt=0, le=MOST_S)
 
 
+class AdoptRequest(StrictRequest):
+    """`former`: a revoked or expired key, by id or name, or `none` for the work done without a key."""
+
+    former: Text
+
+
+class AdoptResponse(Message):
+    """Number of sessions that the key owns from now on, with their runs, checkpoints and usage."""
+
+    sessions: int
+
+
 class LimitKeyRequest(StrictRequest):
     """Limits by name: a number, "none", or "default" for that of all keys."""
 

@@ -39,13 +39,21 @@ class StepMeasures(Message):
     answer_s: float
 
 
+class Continuation(Message):
+    """Run that goes on from a checkpoint of another one, after so many steps of it and its parents."""
+
+    run_id: str
+    name: str | None
+    step: int
+
+
 class RunSummary(Message):
     """Run with its last step; `steps` 0: none was taken. `name`: that of its session.
 
     `lora_rank` 0: full parameters, null: it was not created. `state_reason`: why it is not in training.
     `loss`, `loss_fn`, `reward`: the last ones known; the reward is what its script reported, and
     `loss_fn_config` has what was sent, no defaults. `parent`: the run whose checkpoint it goes on from, after
-    `steps_before` steps of that and of its own parents.
+    `steps_before` steps of that and of its own parents. `continued_by`: the newest runs that go on from it.
     """
 
     run_id: str
@@ -63,6 +71,7 @@ class RunSummary(Message):
     last_heartbeat_at: datetime
     parent: str | None
     steps_before: int
+    continued_by: list[Continuation]
     steps: int
     loss: float | None
     loss_fn: str | None
@@ -71,14 +80,21 @@ class RunSummary(Message):
     last: StepMeasures | None
 
 
+RunColumn = Literal["name", "base_model", "owner", "rank", "state", "steps", "reward", "loss", "last_request"]
+
+
 class RunsQuery(Paging):
     search: Text | None = Field(
         None, max_length=MOST_SEARCHED, description="words, each in a name, project, owner, state or metadata"
     )
+    sort: RunColumn = Field(
+        "last_request", description="what all runs are sorted by; unknown values are last"
+    )
+    order: Literal["ascending", "descending"] = "descending"
 
 
 class RunsResponse(Message):
-    """Page of runs, the one with the latest request first; `total` counts all pages."""
+    """Page of runs; `total` counts all pages."""
 
     runs: list[RunSummary]
     total: int
@@ -139,11 +155,11 @@ class ReadableQuery(Paging):
 
 
 class ReadableSummary(Message):
-    """Finished request. `origin`: its run, or its sampler; `name`: that of its session.
+    """Finished request. `origin`: its run, or its sampler; `name`: that of its session; `step`: as of items.
 
-    `readable`: its tokens are still stored.
-
-    `prompt`: the end of a sample's prompt as text; `prompt_id`: equal for equal prompts. Null: not stored.
+    `readable`: its tokens are still stored. Of a sample, `prompt`: the end of its prompt; `prompt_id`: equal
+    for equal prompts. Of a pass, the number of `datums`, and `begins`: the beginning of the first. Null: not
+    stored.
     """
 
     request_id: str
@@ -151,10 +167,14 @@ class ReadableSummary(Message):
     seq_id: int | None
     origin: str
     name: str | None
+    step: int | None
     created_at: datetime
     readable: bool
     prompt_id: str | None
     prompt: str | None
+    loss_fn: str | None
+    datums: int | None
+    begins: str | None
 
 
 class ReadableResponse(Message):
@@ -187,8 +207,9 @@ class ItemSummary(Message):
 class ItemsResponse(Message):
     """Items of a request, of `total`. `earlier`, `later`: the requests of its kind before and behind.
 
-    `step`: how many steps its weights had taken, with those of the run's parents; `reported`: the numbers
-    that the script reported of that step. Null: of base models, and of weights that change meanwhile.
+    `run`: the caller's run whose weights it used; `name`: that of its session. `step`: how many steps they
+    had taken, with those of the run's parents; `reported`: the numbers that the script reported of that step.
+    Null: of base models, and of weights that change meanwhile.
     """
 
     kind: str
@@ -196,6 +217,8 @@ class ItemsResponse(Message):
     total: int
     earlier: str | None
     later: str | None
+    run: str | None
+    name: str | None
     step: int | None
     reported: dict[str, float]
 

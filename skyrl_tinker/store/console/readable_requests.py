@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, Connection, case, exists, func, or_, select, true
-from sqlalchemy.orm import aliased
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, OwnerId, RequestKind
 from skyrl_tinker.protocol.schemas.console import ReadableQuery
@@ -19,7 +18,6 @@ from skyrl_tinker.store.database.tables import (
     Request,
     Result,
     SamplingSession,
-    SavedCheckpoint,
     Session,
 )
 from skyrl_tinker.store.owners import owned_by
@@ -30,6 +28,7 @@ NEAR = 1000
 _BASE_MODEL = func.coalesce(Model.base_model, SamplingSession.base_model)
 _FIXED = (AdapterVersion.id == SamplingSession.version_id) & AdapterVersion.inflight.is_(False)
 _READABLE = or_(Future.kind == RequestKind.SAMPLE, exists().where(Request.future_id == Future.id))
+_STEP = func.coalesce(model_records.steps_at(Future.seq_id), AdapterVersion.steps).label("step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +36,9 @@ class StoredTokens:
     """Body and result of a request. `body` None: it is not stored any more.
 
     `earlier`, `later`: the request before and behind of the same kind, of its model or sampling session.
-    `step`: how many steps its weights had taken, with those of the run's parents, and the numbers that the
-    script `reported` of that step. None, of weights that change while they are sampled, of base models, and
-    of unnamed weights whose save is no longer recorded.
+    `run`, `name`: the owner's run whose weights it used. `step`: how many steps they had taken, with those of
+    the run's parents, and the numbers that the script `reported` of that step. None: of base models, and of
+    weights that change while they are sampled.
     """
 
     kind: RequestKind
@@ -48,6 +47,8 @@ class StoredTokens:
     result: bytes
     earlier: str | None
     later: str | None
+    run: str | None
+    name: str | None
     step: int | None
     reported: Mapping[str, float]
 
@@ -56,18 +57,20 @@ def readable_requests(conn: Connection, owner: OwnerId | None, wanted: ReadableQ
     """Return a page of the owner's requests that are stored, the newest first.
 
     Of a run: its passes, and samples from its weights as far as their versions are recorded. Rows have the
-    names of ReadableSummary, and `base_model`; `prompt`: the body of a sample, None if it is not stored.
+    names of ReadableSummary, `id` and `base_model`; `prompt`: a sample's body, None if it is not stored.
     """
     newest = conn.scalar(select(func.max(Future.id))) or 0
     kinds = KINDS if wanted.kind is None else (RequestKind(wanted.kind),)
     query = (
         select(
+            Future.id,
             Future.request_id,
             Future.kind,
             Future.seq_id,
             func.coalesce(Model.model_id, Future.sampling_session_id).label("origin"),
             Session.display_name.label("name"),
             _BASE_MODEL.label("base_model"),
+            _STEP,
             Future.created_at,
             or_(Future.kind == RequestKind.SAMPLE, Request.future_id.is_not(None)).label("readable"),
             case((Future.kind == RequestKind.SAMPLE, Request.body)).label("prompt"),
@@ -77,6 +80,7 @@ def readable_requests(conn: Connection, owner: OwnerId | None, wanted: ReadableQ
         .outerjoin(Request, Request.future_id == Future.id)
         .outerjoin(Model, Model.key == Future.model_key)
         .outerjoin(SamplingSession, SamplingSession.sampling_session_id == Future.sampling_session_id)
+        .outerjoin(AdapterVersion, _FIXED)
         .where(Future.id > newest - MOST, Future.kind.in_(kinds), Future.status == FutureStatus.DONE)
         .where(owned_by(owner), true() if wanted.run is None else _of_run(wanted.run))
         .order_by(Future.id.desc())
@@ -99,9 +103,7 @@ def _of_run(run: str) -> ColumnElement[bool]:
 def stored_tokens(conn: Connection, owner: OwnerId | None, request_id: str) -> StoredTokens | None:
     """Return the stored parts of an owner's request; None if it is not its own, or purged."""
     place = Future.model_key, Future.sampling_session_id, Future.seq_id
-    save = aliased(Future)
-    steps = select(func.max(SavedCheckpoint.steps)).where(SavedCheckpoint.version_id == AdapterVersion.id)
-    weights = AdapterVersion.model_key, save.seq_id, steps.scalar_subquery()
+    weights = func.coalesce(Future.model_key, AdapterVersion.model_key), _STEP
     query = (
         select(Future.kind, _BASE_MODEL, Request.body, Result.body, *place, *weights)
         .join(Session, Session.session_id == Future.session_id)
@@ -110,27 +112,27 @@ def stored_tokens(conn: Connection, owner: OwnerId | None, request_id: str) -> S
         .outerjoin(Model, Model.key == Future.model_key)
         .outerjoin(SamplingSession, SamplingSession.sampling_session_id == Future.sampling_session_id)
         .outerjoin(AdapterVersion, _FIXED)
-        .outerjoin(save, save.id == AdapterVersion.future_id)
         .where(Future.request_id == request_id, Future.kind.in_(KINDS), owned_by(owner))
         .where(Future.status == FutureStatus.DONE)
     )
     row = conn.execute(query).one_or_none()
     if row is None:
         return None
-    kind, base_model, body, result, model, sampler, seq_id, sampled, saved, steps_then = row
+    kind, base_model, body, result, model, sampler, seq_id, of_run, step = row
     of = Future.sampling_session_id == sampler if model is None else Future.model_key == model
     same = of, Future.kind == kind, Future.status == FutureStatus.DONE, _READABLE
     near = select(Future.request_id).join(Result, Result.future_id == Future.id).where(*same).limit(1)
     assert seq_id is not None, "passes and samples are numbered"
     before = near.where(Future.seq_id.between(seq_id - NEAR, seq_id - 1)).order_by(Future.seq_id.desc())
     behind = near.where(Future.seq_id.between(seq_id + 1, seq_id + NEAR)).order_by(Future.seq_id)
-    step, reported = None, {}
-    run, turn = (sampled, saved) if model is None else (model, seq_id)
-    if run is not None and turn is not None:
-        step = model_records.steps_taken(conn, ModelKey(run), turn)
-    elif model is None:  # the save's request is purged: a checkpoint has its steps
-        step = steps_then
-    if run is not None and step is not None:
-        reported = run_reports.of_step(conn, ModelKey(run), step)
     ends = conn.scalar(before), conn.scalar(behind)
-    return StoredTokens(kind, base_model, body, result, *ends, step, reported)
+    named = select(Model.model_id, Session.display_name).join(Session, Session.session_id == Model.session_id)
+    own = conn.execute(named.where(Model.key == of_run, owned_by(owner))).one_or_none()
+    run, name = own or (None, None)  # a published checkpoint is of others
+    reported = {} if run is None or step is None else run_reports.of_step(conn, ModelKey(of_run), step)
+    return StoredTokens(kind, base_model, body, result, *ends, run, name, step, reported)
+
+
+def body_of(conn: Connection, future_id: int) -> bytes:
+    """Return the body of a request, which is stored."""
+    return conn.execute(select(Request.body).where(Request.future_id == future_id)).scalar_one()

@@ -136,7 +136,7 @@ class Model(Base):
     created_at: Mapped[float]
     last_request_at: Mapped[float]
     trained_on: Mapped[str | None]
-    parent: Mapped[str | None]  # model_id of the run whose checkpoint it goes on from
+    parent: Mapped[str | None] = mapped_column(index=True)  # model_id of the run that it goes on from
     steps_before: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))  # of it and its parents
 
 
@@ -163,6 +163,7 @@ class AdapterVersion(Base):
     dropped_at: Mapped[float | None]
     future_id: Mapped[int | None] = mapped_column(BigInteger)  # of the save, which replay may repeat
     size_bytes: Mapped[int | None] = mapped_column(BigInteger)  # of its files, once published
+    steps: Mapped[int | None] = mapped_column(BigInteger)  # of the model and its parents, once published
 
 
 class SamplingSession(Base):

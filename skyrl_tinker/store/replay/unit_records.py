@@ -29,11 +29,12 @@ from skyrl_tinker.store.futures.queue import IN_WINDOW, QueuedRow, window_failur
 from skyrl_tinker.store.session_records import HELD
 
 KEPT, KEPT_BYTES = 32, 16 * MiB
-"""Bodies of a model's newest passes that stay behind its snapshot, so that their tokens can be read: so many,
-and together so large at most. The SDK divides a batch into passes of 5 MB.
+"""Bodies of a model's newest passes that no replay needs, and that stay so that their tokens can be read: so
+many, and together so large at most. The SDK divides a batch into passes of 5 MB.
 """
 SLICE = 200
 """Bodies deleted in one transaction: other writers wait meanwhile."""
+_PASSES = (RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD)
 _RESETS = (Effect.STEP, Effect.CLEARED, Effect.LOADED)  # after them there are no gradients
 
 
@@ -147,16 +148,17 @@ def unfinished_until(conn: Connection, model: ModelKey, seq_id: int) -> list[int
 
 
 def drop_bodies(conn: Connection, model: ModelKey, until: int) -> bool:
-    """Delete some bodies of finished requests up to seq_id `until`; returns True if more are left.
+    """Delete some bodies of finished requests up to seq_id `until`, and of forwards; True: more are left.
 
     Those of the newest passes stay for their readers: KEPT, of KEPT_BYTES together, without larger ones.
     """
+    not_replayed = or_(Future.seq_id <= until, Future.kind == RequestKind.FORWARD)
     finished = (
         select(Future.id, func.length(Request.body).label("size"))
         .join(Request, Request.future_id == Future.id)
-        .where(Future.model_key == model, Future.seq_id <= until, Future.status != FutureStatus.PENDING)
+        .where(Future.model_key == model, not_replayed, Future.status != FutureStatus.PENDING)
     )
-    passes = finished.where(Future.kind == RequestKind.FORWARD_BACKWARD).order_by(Future.seq_id.desc())
+    passes = finished.where(Future.kind.in_(_PASSES)).order_by(Future.seq_id.desc())
     room, kept = KEPT_BYTES, []
     for row in conn.execute(passes.limit(KEPT)):
         if row.size <= room:

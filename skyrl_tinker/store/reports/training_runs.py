@@ -1,13 +1,14 @@
-"""Training runs and checkpoints as REST lists them: a page of runs takes four queries."""
+"""Training runs and checkpoints as REST lists them: a page of runs takes five queries."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Select, String, and_, cast, func, or_, select
 
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, Reach
 from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.protocol.schemas.console import Continuation, RunColumn
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.checkpoint_records import WITH_MODEL, CheckpointRow, checkpoint_from_row, is_live
 from skyrl_tinker.store.console import step_points
@@ -22,6 +23,20 @@ from skyrl_tinker.store.session_records import LAST_REQUEST_AT
 K = TypeVar("K")
 Scope = Literal["owned", "accessible"]
 """`accessible` adds other owners' runs that have published checkpoints, with only those."""
+_LAST_STEP = select(func.max(StepPoint.step)).where(StepPoint.model_key == Model.key).scalar_subquery()
+_SORTED: Mapping[RunColumn, ColumnElement[Any]] = {
+    "name": func.lower(func.coalesce(Session.display_name, Model.model_id)),
+    "base_model": Model.base_model.expression,
+    "owner": OWNER_NAME,
+    "rank": Model.lora_rank.expression,
+    "state": cast(Model.state, String),
+    "steps": Model.steps_before + func.coalesce(_LAST_STEP, 0),
+    "reward": LAST_REWARD,
+    "loss": last_known(StepPoint.loss),
+    "last_request": LAST_REQUEST_AT,
+}
+MOST_CONTINUED = 5
+"""Runs that go on from one, the newest, which are told of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +49,7 @@ class Run:
     row: AnyRow
     last: Mapping[CheckpointKind, CheckpointRow]
     point: Point | None
+    continued_by: Sequence[Continuation]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +68,20 @@ def page(
     offset: int,
     project_id: str | None = None,
     words: Sequence[str] = (),
+    sort: RunColumn = "last_request",
+    descending: bool = True,
 ) -> Page[ModelKey]:
-    """Return a page of runs, the one with the latest request first. Each has all `words` in its texts."""
+    """Return a page of runs in this order, those without a value last. Each has all `words` in its texts."""
     where = [_visible(conn, reach, scope), *map(_has_word, words)]
     if project_id is not None:
         where.append(in_project([project_id]))
     count = select(func.count()).select_from(Model).join(Session, Session.session_id == Model.session_id)
     keys = select(Model.key).join(Session, Session.session_id == Model.session_id).where(*where)
-    if words:
+    if words or sort == "owner":
         count, keys = (each.outerjoin(ApiKey, ApiKey.id == Session.owner_id) for each in (count, keys))
-    last_first = keys.order_by(LAST_REQUEST_AT.desc(), Model.key.desc()).limit(limit).offset(offset)
-    return Page([ModelKey(key) for key in conn.scalars(last_first)], conn.scalar(count.where(*where)) or 0)
+    column = _SORTED[sort].desc() if descending else _SORTED[sort].asc()
+    keys = keys.order_by(column.nulls_last(), Model.key.desc()).limit(limit).offset(offset)
+    return Page([ModelKey(key) for key in conn.scalars(keys)], conn.scalar(count.where(*where)) or 0)
 
 
 def _has_word(word: str) -> ColumnElement[bool]:
@@ -166,7 +185,33 @@ def _runs(conn: Connection, reach: Reach, *where: ColumnElement[bool]) -> dict[M
     )
     rows = {ModelKey(row.key): row for row in conn.execute(query)}
     last, points = _last(conn, reach, [*rows]), step_points.last_points(conn, [*rows])
-    return {key: Run(row, last.get(key, {}), points.get(key)) for key, row in rows.items()}
+    heirs = _continued(conn, reach, [row.model_id for row in rows.values()])
+    return {
+        key: Run(row, last.get(key, {}), points.get(key), heirs.get(row.model_id, ()))
+        for key, row in rows.items()
+    }
+
+
+def _continued(conn: Connection, reach: Reach, runs: Sequence[str]) -> dict[str, list[Continuation]]:
+    """Return the newest runs that the caller sees to go on from each of these, newest first."""
+    newest_first = func.row_number().over(partition_by=Model.parent, order_by=Model.key.desc())
+    heirs = (
+        select(
+            Model.parent,
+            Model.model_id,
+            Session.display_name,
+            Model.steps_before,
+            newest_first.label("place"),
+        )
+        .join(Session, Session.session_id == Model.session_id)
+        .where(Model.parent.in_(runs), Model.parent != Model.model_id, within(reach))
+        .subquery()
+    )
+    found: dict[str, list[Continuation]] = {}
+    query = select(heirs).where(heirs.c.place <= MOST_CONTINUED).order_by(heirs.c.place)
+    for parent, run, name, step, _ in conn.execute(query):
+        found.setdefault(parent, []).append(Continuation(run_id=run, name=name, step=step))
+    return found
 
 
 def _last(

@@ -7,21 +7,20 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from sqlalchemy import delete, update
+from sqlalchemy import delete
 from tinker import types
 from transformers import AutoTokenizer
 
+from skyrl_tinker.api import pass_heads
 from skyrl_tinker.config import Settings
-from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, SessionId
-from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, SessionId
 from skyrl_tinker.protocol.protobuf import pass_requests, sample_results
 from skyrl_tinker.protocol.schemas.console import StepMeasures
 from skyrl_tinker.server.base_models.tiny_model import make_model
-from skyrl_tinker.store import api_keys, checkpoint_records, model_records, sampling_sessions
-from skyrl_tinker.store.checkpoint_records import NewCheckpoint
+from skyrl_tinker.store import api_keys, model_records, sampling_sessions
 from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.database.rows import database_time
-from skyrl_tinker.store.database.tables import AdapterVersion, Request
+from skyrl_tinker.store.database.tables import Request
 from skyrl_tinker.store.futures import finish
 from tests.api.support.databases import ON_BOTH
 from tests.api.support.passes import post_pass, protobuf
@@ -257,19 +256,15 @@ async def test_tokens_have_text_by_the_tokenizer_of_their_base_model(settings: S
 
 @ON_BOTH
 async def test_a_sample_and_a_pass_have_the_numbers_that_were_reported_of_their_step(world: World) -> None:
-    run = await world.model()
+    run = await world.model(await named_session(world, "letters"))
     with reading(world.store) as conn:
         key = model_records.by_id(conn, ModelId(run)).key
     data = [datum_of([5, 6], [1.0, 1.0])]
     passes = [await ran(world, run, seq_id, data, [-1.0, -1.0]) for seq_id in (1, 4)]
-    samples, versions, session = [], [], SessionId(run.partition(":")[0])
+    samples, session = [], SessionId(run.partition(":")[0])
     await world.store.write(lambda conn: step_points.add(conn, key, 3, database_time(conn), MEASURED))
-    for number, (seq_id, inflight) in enumerate(((2, False), (5, False), (6, True))):
-        saved = {"model_id": run, "seq_id": seq_id, "path": f"w{seq_id}"}
-        request = (await world.ok("save_weights_for_sampler", saved))["request_id"]
-        future_id = await world.id_of(request)  # which a replay repeats after the step
-        version = await ephemeral(world.store, key, inflight=inflight, future_id=future_id)
-        versions.append(version)
+    for number, (steps, inflight) in enumerate(((0, False), (1, False), (1, True))):
+        version = await ephemeral(world.store, key, inflight=inflight, steps=steps)
         new = {"base_model": BASE, "model_path": None, "version_id": version}
         sampler = await world.store.write(
             lambda conn, number=number, new=new: sampling_sessions.create(conn, session, number, **new)
@@ -280,25 +275,59 @@ async def test_a_sample_and_a_pass_have_the_numbers_that_were_reported_of_their_
         report = {"step": step, "values": values}
         assert (await world.http.post(f"console/runs/{run}/metrics", json=report)).status_code == 200
 
-    async def told(request: str) -> tuple[int | None, dict[str, float]]:
+    async def told(request: str) -> tuple[object, ...]:
         items = await get(world, f"console/requests/{request}/items")
-        return items["step"], items["reported"]
+        return items["run"], items["name"], items["step"], items["reported"]
 
-    first, second = (0, {"reward": 0.25}), (1, {"reward": 0.75, "length": 2.0})
+    first = (run, "letters", 0, {"reward": 0.25})
+    second = (run, "letters", 1, {"reward": 0.75, "length": 2.0})
     assert [await told(each) for each in passes] == [first, second]
-    assert [await told(each) for each in samples] == [first, second, (None, {})]
-    spec = LoraSpec(8, 1)
-    named = NewCheckpoint(
-        ModelKey(key),
-        CheckpointKind.SAMPLER_WEIGHTS,
-        "w5",
-        "/w5",
-        BASE,
-        spec,
-        1,
-        version_id=versions[1],
-        steps=1,
-    )
-    await world.store.write(lambda conn: checkpoint_records.add(conn, named, replace=True))
-    await world.store.write(lambda conn: conn.execute(update(AdapterVersion).values(future_id=None)))
-    assert [await told(each) for each in samples] == [(None, {}), second, (None, {})], "saves are purged"
+    assert [await told(each) for each in samples] == [first, second, (None, None, None, {})]
+    listed = {each["request_id"]: each["step"] for each in (await get(world, "console/requests"))["requests"]}
+    assert [listed[each] for each in (*passes, *samples)] == [0, 1, 0, 1, None]
+
+
+async def named_session(world: World, name: str) -> str:
+    session = await world.ok("create_session", {"sdk_version": "0.38.0", "display_name": name})
+    return str(session["session_id"])
+
+
+@ON_BOTH
+async def test_of_a_published_checkpoint_of_others_nothing_of_its_run_is_told(world: World) -> None:
+    keys = [await new_user(world, name) for name in ("alice", "bob")]
+    speak_as(world, keys[0])
+    run = await world.model(await named_session(world, "secret"))
+    path = await world.checkpoint(run, CheckpointKind.SAMPLER_WEIGHTS, "w", steps=3)
+    published = f"training_runs/{run}/checkpoints/sampler_weights/w/publish"
+    assert (await world.http.post(published)).status_code == 200
+    report = {"step": 3, "values": {"reward": 0.5}}
+    assert (await world.http.post(f"console/runs/{run}/metrics", json=report)).status_code == 200
+    told = []
+    for key in keys:
+        speak_as(world, key)
+        sampler = await world.sampler(model_path=path)
+        request = str((await world.ok("asample", sample(sampler, 0)))["request_id"])
+        await world.succeed(request, PROTOBUF, sample_output([7, 8]))
+        items = await get(world, f"console/requests/{request}/items")
+        told.append((items["run"], items["name"], items["step"], items["reported"]))
+    assert told == [(run, "secret", 3, {"reward": 0.5}), (None, None, 3, {})]
+
+
+@ON_BOTH
+async def test_a_pass_in_the_list_says_what_it_was_and_how_it_begins(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = AutoTokenizer.from_pretrained(model).encode(TEXT)
+    data = [datum_of(tokens, [1.0] * len(tokens)), datum_of([5, 6], [1.0, 1.0])]
+    run = await world.model(await named_session(world, "letters"))
+    request = await ran(world, run, 1, data, [-1.0] * len(tokens), [-1.0, -1.0])
+    told = await get(world, "console/requests")
+    (listed,) = told["requests"]
+    facts = {"name": "letters", "origin": run, "step": 0, "loss_fn": "importance_sampling", "datums": 2}
+    assert {name: listed[name] for name in facts} == facts
+    assert (listed["request_id"], listed["begins"], listed["prompt"]) == (request, TEXT, None)
+    monkeypatch.delattr(pass_heads, "body_of")
+    assert await get(world, "console/requests") == told, "its body is read once"
+    await world.store.write(lambda conn: conn.execute(delete(Request)))
+    (listed,) = (await get(world, "console/requests"))["requests"]
+    assert [listed[name] for name in ("loss_fn", "datums", "begins")] == [None] * 3

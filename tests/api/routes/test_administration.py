@@ -16,6 +16,7 @@ ROUTES = (
     ("POST", "console/admin/keys/1/rotate", {"overlap_s": 0}),
     ("PUT", "console/admin/keys/1/limits", {"limits": {"models": 1}}),
     ("DELETE", "console/admin/keys/1", None),
+    ("POST", "console/admin/keys/1/adopt", {"former": "none"}),
 )
 
 
@@ -97,11 +98,12 @@ async def test_a_created_key_works_at_once_and_is_on_record(world: World, alice:
 
 
 async def test_what_is_done_with_an_admin_key_names_it(world: World, alice: str) -> None:
-    for method, path, body in ROUTES[1:]:
+    *_, revoke, adopt = ROUTES
+    for method, path, body in (*ROUTES[1:-2], adopt, revoke):
         await ask(world, method, path, body)
     entries = (await get(world, "audit"))["entries"]
     by = [(each["event"], each["event_details"]["by"]) for each in entries]
-    done = [("key_create", "root"), ("key_rotate", "root"), ("key_limit", "root"), ("key_revoke", "root")]
+    done = [(f"key_{event}", "root") for event in ("create", "rotate", "limit", "adopt", "revoke")]
     assert by == [("key_create", None), ("key_create", None), *done]
 
 
@@ -129,6 +131,29 @@ async def test_a_revoked_key_is_refused_at_once(world: World, alice: str) -> Non
     assert await status_of(world, alice) == 401
     assert not (await keys(world))["alice"]["live"]
     await ask(world, "DELETE", "console/admin/keys/1", status=404)
+
+
+async def test_a_key_adopts_the_work_of_one_that_has_ended(world: World, alice: str) -> None:
+    root = world.http.headers["X-API-Key"]
+    bob = (await ask(world, "POST", "console/admin/keys", {"name": "bob"}))["key"]
+    speak_as(world, alice)
+    run = await world.model()
+    speak_as(world, root)
+    path = "console/admin/keys/3/adopt"
+    refusal = await ask(world, "POST", path, {"former": "alice"}, status=400)
+    assert refusal["detail"] == "key 1 (alice) is live: revoke it first"
+    await ask(world, "DELETE", "console/admin/keys/1")
+    assert await ask(world, "POST", path, {"former": "1"}) == {"sessions": 1}
+    assert {name: key["owned"]["models"] for name, key in (await keys(world)).items()} == {
+        "alice": 0,
+        "root": 0,
+        "bob": 1,
+    }
+    last = (await get(world, "audit"))["entries"][-1]
+    details = {"by": "root", "former_key": 1, "sessions": 1}
+    assert (last["event"], {name: last["event_details"][name] for name in details}) == ("key_adopt", details)
+    speak_as(world, bob)
+    assert [each["run_id"] for each in (await get(world, "console/runs"))["runs"]] == [run]
 
 
 async def test_limits_are_those_of_the_command_line(world: World, alice: str) -> None:

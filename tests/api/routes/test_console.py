@@ -374,6 +374,69 @@ async def test_runs_are_sorted_by_their_last_request_also_those_that_are_searche
 
 
 @ON_BOTH
+async def test_all_runs_are_sorted_not_only_those_of_a_page(world: World) -> None:
+    runs = []
+    for name, reward in (("b", 0.5), ("C", None), ("a", 0.25)):
+        session = {"sdk_version": "0.38.0", "display_name": name}
+        runs.append(await world.model((await world.ok("create_session", session))["session_id"]))
+        if reward is not None:
+            await report(world, runs[-1], 1, reward=reward)
+    await stepped(world, runs[1], 2)
+    b, c, a = runs
+
+    async def pages(sort: str, order: str) -> list[str]:
+        found = [
+            await get(world, "console/runs", sort=sort, order=order, limit=1, offset=at) for at in range(3)
+        ]
+        return [page["runs"][0]["run_id"] for page in found]
+
+    for sort, ascending in (
+        ("name", [a, b, c]),
+        ("reward", [a, b, c]),
+        ("steps", [a, b, c]),
+        ("loss", [c, a, b]),
+        ("last_request", [b, c, a]),
+    ):
+        assert await pages(sort, "ascending") == ascending, sort
+    assert await pages("name", "descending") == [c, b, a]
+    assert await pages("reward", "descending") == [b, a, c], "without a value last"
+    for sort in ("base_model", "owner", "rank", "state"):
+        assert set(await pages(sort, "descending")) == {a, b, c}
+    for wrong in ({"sort": "colour"}, {"order": "up"}):
+        answer = await world.http.get("console/runs", params=wrong)
+        assert (answer.status_code, next(iter(wrong)) in answer.text) == (400, True)
+
+
+@ON_BOTH
+async def test_a_run_tells_which_ones_go_on_from_it(world: World) -> None:
+    speak_as(world, await new_user(world, "alice"))
+    first = await world.model()
+    heirs = [await heir(world, first, f"resumed {number}", number) for number in range(7)]
+    newest = [{"run_id": heirs[step], "name": f"resumed {step}", "step": step} for step in (6, 5, 4, 3, 2)]
+    assert (await get(world, f"console/runs/{first}"))["continued_by"] == newest
+    listed = {run["run_id"]: run["continued_by"] for run in (await get(world, "console/runs"))["runs"]}
+    assert listed == {first: newest, **{run: [] for run in heirs}}
+    speak_as(world, await new_user(world, "bob"))
+    await heir(world, first, "of a published checkpoint", 9)
+    root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
+    await world.services.keys.refresh()
+    speak_as(world, root)
+    told = (await get(world, f"console/runs/{first}"))["continued_by"]
+    assert [each["step"] for each in told] == [9, 6, 5, 4, 3]
+
+
+async def heir(world: World, parent: str, name: str, steps: int) -> str:
+    session = await world.ok("create_session", {"sdk_version": "0.38.0", "display_name": name})
+    run = await world.model(session["session_id"])
+
+    def note(conn: Connection) -> None:
+        model_records.note_parent(conn, model_records.by_id(conn, ModelId(run)).key, ModelId(parent), steps)
+
+    await world.store.write(note)
+    return run
+
+
+@ON_BOTH
 async def test_of_long_metadata_the_list_of_runs_has_the_beginning(world: World) -> None:
     metadata = {f"{'n' * 500} {number}": "v" * 5000 for number in range(40)}
     model = await world.model(user_metadata=metadata)

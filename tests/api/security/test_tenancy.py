@@ -225,6 +225,7 @@ ELSEWHERE = {
     ("GET", "/api/v1/console/admin"): "test_only_an_admin_key_administers",
     ("POST", "/api/v1/console/admin/keys"): "test_only_an_admin_key_administers",
     ("POST", "/api/v1/console/admin/keys/{key}/rotate"): "test_only_an_admin_key_administers",
+    ("POST", "/api/v1/console/admin/keys/{key}/adopt"): "test_only_an_admin_key_administers",
     ("PUT", "/api/v1/console/admin/keys/{key}/limits"): "test_only_an_admin_key_administers",
     ("DELETE", "/api/v1/console/admin/keys/{key}"): "test_only_an_admin_key_administers",
     ("POST", "/api/v1/console/admin/bases"): "test_only_an_admin_starts_and_stops_where_there_are_keys",

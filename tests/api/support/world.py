@@ -135,7 +135,7 @@ class World:
 
             def publish(conn: Connection) -> VersionId:
                 version = weight_versions.insert_version(conn, key, "lora", durable=True)
-                weight_versions.publish_version(conn, version, "/nowhere", 1)
+                weight_versions.publish_version(conn, version, "/nowhere", 1, changes.get("steps"))
                 return version
 
             changes["version_id"] = await self.store.write(publish)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import orjson
 import pytest
+from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
@@ -23,9 +24,12 @@ from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave, _ins
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import StorageError
+from skyrl_tinker.protocol.schemas.console import StepMeasures
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.storage.storage_port import LOCAL_DISK, Storage
 from skyrl_tinker.store import model_records, weight_versions
+from skyrl_tinker.store.console import step_points
+from skyrl_tinker.store.database.tables import AdapterVersion, SavedCheckpoint
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.record import Accepted
@@ -38,6 +42,7 @@ from tests.support.scripted_trainer import ScriptedTrainer, Trained
 from tests.support.waiting import until
 
 TOKENS = 4
+MEASURED = StepMeasures(**dict.fromkeys(step_points.NAMES, 0.5) | {"tokens": 7, "datums": 2})
 FULL = LoraSpec(0, 1)
 INFLIGHT = {"sampling_session_seq_id": 0, "kind": "inflight"}
 
@@ -129,6 +134,20 @@ async def test_several_models_share_one_capture_one_commit_and_one_probe(
     usage = await world.store.read(weight_versions.ephemeral_usage)
     assert {each.model_key: each.size_bytes for each in usage} == dict(zip(keys, sizes.values(), strict=True))
     assert [world.gaps.pop_metrics(key) for key in keys] == [{METRIC: 0.5}] * 3
+
+
+@pytest.mark.parametrize("body", [{"sampling_session_seq_id": 0}, {"name": "best"}])
+async def test_weights_know_their_steps_not_those_of_the_moment_in_which_they_are_recorded(
+    world: World, body: dict[str, Any]
+) -> None:
+    key, _ = await world.submit(**body)
+    for seq_id in (0, 2, 3):  # the save has 1
+        point = partial(step_points.add, model=key, seq_id=seq_id, at=1.0, measured=MEASURED)
+        await world.store.write(point)
+    await world.run()
+    with reading(world.store) as conn:
+        assert conn.scalars(select(AdapterVersion.steps)).all() == [1]
+        assert conn.scalars(select(SavedCheckpoint.steps)).all() == [1] * ("name" in body)
 
 
 class StorageDown(Storage):

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
-from sqlalchemy import Connection
+from sqlalchemy import Connection, select
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
@@ -16,9 +16,10 @@ from skyrl_tinker.engine.trainer import trainer_driver
 from skyrl_tinker.errors import ExhaustedError
 from skyrl_tinker.protocol.stored_requests import OptimStepBody, SaveWeightsBody
 from skyrl_tinker.store import model_records
+from skyrl_tinker.store.database.tables import Future, Request
 from skyrl_tinker.store.futures import cancellation, queue
 from skyrl_tinker.store.model_records import ModelRow
-from skyrl_tinker.store.replay import snapshot_records
+from skyrl_tinker.store.replay import snapshot_records, unit_records
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult
 from tests.engine.support import journal
@@ -35,6 +36,23 @@ async def test_requests_arriving_3_2_1_run_as_1_2_3(world: World) -> None:
         assert (await world.done(accepted)).status is FutureStatus.DONE
     assert world.workers.names() == ["create", "pass", "step", "pass"]
     assert [item for what, item in world.workers.told if what == "pass"][1][0][1] is False
+
+
+async def test_bodies_of_the_newest_forwards_stay_to_be_read_also_without_snapshots(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unit_records, "KEPT", 2)
+    model = await world.model()
+    for seq_id in range(1, 10):
+        await world.done(await journal.submit_pass(world.store, model, seq_id, forward_only=True))
+    of_model = Future.model_key == await journal.key_of(world.store, model)
+    query = select(Future.seq_id).join(Request, Request.future_id == Future.id).where(of_model)
+
+    def stored() -> list[int | None]:
+        with reading(world.store) as conn:
+            return list(conn.scalars(query.order_by(Future.seq_id)))
+
+    assert await world.until(stored, lambda left: len(left) <= 2) == [8, 9]
 
 
 async def test_what_two_models_have_ready_runs_in_one_unit(world: World) -> None:

@@ -89,6 +89,15 @@ ROWS_OF_0018 = """
                (1, 'weights', 'b', '', 'tiny', 8, 0, 1, 1, 1, 0, '{}', 1, '{}', 5),
                (2, 'weights', 'c', '', 'tiny', 8, 0, 1, 1, 1, 0, '{}', 1, '{}', 25);
 """
+ROWS_OF_0019 = f"""
+    {ROWS_OF_0018}
+    INSERT INTO futures (id, request_id, kind, session_id, model_key, seq_id, digest, sequence_ids, status,
+        created_at) VALUES (1, 'r', 'save_weights_for_sampler', 's', 1, 5, x'00', '[]', 'done', 1);
+    INSERT INTO adapter_versions (id, model_key, kind, directory, durable, created_at, future_id)
+        VALUES (1, 1, 'lora', 'a', 1, 40, 1), (2, 2, 'lora', 'c', 1, 40, 7), (3, 1, 'lora', 'd', 0, 40, 8),
+               (4, 1, 'lora', NULL, 0, 40, 1);
+    UPDATE checkpoints SET steps = 3, version_id = 2 WHERE name = 'c';
+"""
 PATHS_OF_0008 = [
     ("adapter_versions", 1, "HOME/run/adapters/v1"),
     ("adapter_versions", 2, "/dev/shm/v2"),
@@ -243,6 +252,15 @@ def test_checkpoints_of_the_version_before_get_the_steps_until_they_were_recorde
         ("b", 5),
         ("c", 0),
     ]
+    connection.close()
+
+
+def test_versions_of_the_version_before_get_the_steps_of_their_save_or_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    _update(path, "0019", ROWS_OF_0019)
+    connection = sqlite3.connect(path)
+    steps = dict(connection.execute("SELECT id, steps FROM adapter_versions"))
+    assert steps == {1: 7, 2: 3, 3: None, 4: None}
     connection.close()
 
 

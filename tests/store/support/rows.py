@@ -103,12 +103,10 @@ async def ephemeral(
     directory: str = "/ram/v",
     *,
     inflight: bool = False,
-    future_id: int | None = None,
+    steps: int | None = None,
 ) -> VersionId:
     version = await store.write(
-        lambda conn: weight_versions.insert_version(
-            conn, model, "lora", durable=False, inflight=inflight, future_id=future_id
-        )
+        lambda conn: weight_versions.insert_version(conn, model, "lora", durable=False, inflight=inflight)
     )
-    await store.write(lambda conn: weight_versions.publish_version(conn, version, directory, 1))
+    await store.write(lambda conn: weight_versions.publish_version(conn, version, directory, 1, steps))
     return version
