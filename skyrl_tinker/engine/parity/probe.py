@@ -46,6 +46,12 @@ async def trainer_logprobs(
     return [_logprobs(output, len(tokens) - 1) for output in outputs]
 
 
+async def prove_ranks(trainer: TrainerGroup, model: ModelKey) -> None:
+    """Run a trivial pass: if the ranks die in it, too, nothing else is to blame. Raises TrainerError."""
+    await trainer_logprobs(trainer, [model], (0, 0))
+    trainer.note_work()
+
+
 def _logprobs(output: PassOutput | Failure, count: int) -> Float32 | Failure:
     if isinstance(output, PassOutput):
         return output.logprobs[0]

@@ -23,6 +23,7 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.config import Recovery
 from skyrl_tinker.domain.ids import Effect, ModelKey, ModelState, RequestKind
 from skyrl_tinker.engine.outbox import persistently, read_persistently
+from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.scheduling.row_work import model_of
 from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.errors import SkyrlTinkerError, TrainerError
@@ -97,7 +98,10 @@ class SnapshotKeeper:
         self._tried: dict[ModelKey, int] = {}  # seq_id of the last try of a snapshot
         self.of_model = MeanCost(2.0, 100)  # to create a model on fresh ranks, and load its snapshot
         self.of_request = MeanCost(0.5, 100)  # in addition to the ranks' own time: bodies, results, calls
-        self._writing: list[asyncio.Task[None]] = []
+        self._writing: dict[ModelKey, asyncio.Task[None]] = {}
+        self._pending = PendingWrites()
+        self.replaying = asyncio.Lock()
+        """Held by a replay: no other snapshot becomes a model's meanwhile, and what it reads stays."""
         self._uploads = asyncio.Semaphore(UPLOADS)  # they share threads with requests of clients
         self._turn = asyncio.Lock()  # for the ranks' disk: a client's save waits for one snapshot at most
         self._removals: set[asyncio.Task[None]] = set()
@@ -119,7 +123,7 @@ class SnapshotKeeper:
     @property
     def would_help(self) -> bool:
         """True if a snapshot would make a replay shorter and none is being written."""
-        return bool(self._ready()) and all(task.done() for task in self._writing)
+        return bool(self._ready()) and all(task.done() for task in self._writing.values())
 
     @property
     def owed(self) -> bool:
@@ -139,9 +143,8 @@ class SnapshotKeeper:
         return {key: each for key, each in self._progress.items() if each.ranks_s and each.clean_at}
 
     async def settle(self) -> None:
-        """Wait until no snapshot is being written or replaced: a replay reads them."""
-        if self._writing:
-            await asyncio.wait(self._writing)
+        """Wait until no snapshot needs the ranks or, without a storage, until all are recorded."""
+        await self._pending.settle()
 
     def reset(self) -> None:
         """Forget the models' work since their snapshots: a replay records it again."""
@@ -210,14 +213,23 @@ class SnapshotKeeper:
             return
         finally:
             self.spent_s += time.monotonic() - started
-        for model in captured.keys() & self._progress.keys():
-            self._progress[model] = _Unkept(clean_at=ready[model].clean_at)
-        self._writing = [
-            asyncio.create_task(self._write(model, state, ready[model])) for model, state in captured.items()
-        ]
+        self._writing.clear()
+        for model, state in captured.items():
+            since = _Unkept(clean_at=ready[model].clean_at)
+            if model in self._progress:
+                self._progress[model] = since
+            self._pending.begin(id(state))
+            task = asyncio.create_task(self._write(model, state, ready[model], since))
+            task.add_done_callback(lambda _, state=state: self._pending.end(id(state)))
+            self._writing[model] = task
 
-    async def _write(self, model: ModelKey, captured: CapturedState, covered: _Unkept) -> None:
-        """Write and record a snapshot, and remove the previous one; after a failure, replay uses that."""
+    async def _write(
+        self, model: ModelKey, captured: CapturedState, covered: _Unkept, since: _Unkept
+    ) -> None:
+        """Write and record a snapshot, and remove the previous one; after a failure, replay uses that.
+
+        `covered`, `since`: the model's work until it was captured, and since then.
+        """
         seq_id = covered.clean_at
         directory = self._new_directory(model, seq_id)
         row = SnapshotRow(seq_id, str(directory), optimizer=True)
@@ -227,10 +239,13 @@ class SnapshotKeeper:
                 await self._trainer.persist_state(captured, row.directory)
             await self._commits.add(UnitEnd({}, (partial(_require_written, model=model, until=seq_id),)))
             await captured.drop()
+            if self.stored:
+                self._pending.note_here(id(captured))
             async with self._uploads:
                 await in_transfer_thread(self._storage.store, directory)
             await self._keep_sampled(model)
-            await self._commits.add(UnitEnd({}, (partial(_put, model=model, row=row),)))
+            async with self.replaying:
+                await self._commits.add(UnitEnd({}, (partial(_put, model=model, row=row),)))
         except Exception as error:  # of ranks, storage, a disk or the database; training goes on in any case
             foreseen = isinstance(error, SkyrlTinkerError | OSError | OperationalError)
             _log.warning(
@@ -242,11 +257,13 @@ class SnapshotKeeper:
             )
             await captured.drop()
             await self.discard(row)
-            if model in self._progress:
-                self._progress[model].ranks_s += covered.ranks_s
-                self._progress[model].requests += covered.requests
+            if self._progress.get(model) is since:  # else a replay has recorded it again
+                since.ranks_s += covered.ranks_s
+                since.requests += covered.requests
             return
         self.taken += 1
+        if (found := self._progress.get(model)) is not None and found.clean_at == seq_id:
+            self._progress[model] = _Unkept(clean_at=seq_id)  # a replay recorded it while it was stored
         await self._forget_before(model, row)
 
     async def link(
@@ -319,10 +336,12 @@ class SnapshotKeeper:
     async def forget(self, model: ModelKey) -> None:
         """Remove all files and records of a model that has ended, and is paused.
 
-        One model at a time: many may end together, each with many files.
+        One model at a time: many may end together, each with many files. Waits for a snapshot of it that is
+        still being written or stored.
         """
+        if (writing := self._writing.get(model)) is not None:
+            await asyncio.wait([writing])
         async with self._forgetting:
-            await self.settle()
             await persistently(lambda: self._store.write(lambda conn: snapshot_records.drop(conn, model)))
             await self._drop_bodies(model, ALL)
             await self._remove(self._root / str(model))

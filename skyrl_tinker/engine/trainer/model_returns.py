@@ -17,8 +17,11 @@ from pathlib import Path
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.outbox import AWAY_S, persistently
+from skyrl_tinker.engine.parity.probe import prove_ranks
+from skyrl_tinker.engine.parity.startup_check import MODEL as PROBE
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.trainer.model_creation import optimizer_family
 from skyrl_tinker.errors import (
@@ -47,7 +50,7 @@ AT_ONCE = 8
 Where trainer and samplers share devices, the samplers may have them after each so many.
 """
 WAKES = 2
-"""Most consecutive deaths of the ranks while a sleeping model comes back: first among others, then alone."""
+"""Most consecutive deaths of the ranks while a model comes back: first among others, then alone."""
 DIE_EACH_TIME = "the trainer's processes die each time that it is brought back"
 _log = logging.getLogger(__name__)
 
@@ -145,14 +148,11 @@ class ModelReturns:
         found = await persistently(lambda: self._store.fetch(self._read))
         for model in self._deadly.keys() - {history.model.key for history in found}:  # parked, or ended
             del self._deadly[model]
+        failed = {model: DIE_EACH_TIME for model, deaths in self._deadly.items() if deaths >= WAKES}
+        found = [history for history in found if history.model.key not in failed]
         idle = [history for history in found if history.model.key not in wanted]
         self._asleep = await in_disk_thread(_sleepers, idle, self._snapshots.stored)
-        failed = dict[ModelKey, str]()
-        for model in [model for model in self._asleep if self._deadly[model] >= WAKES]:
-            del self._asleep[model]
-            failed[model] = DIE_EACH_TIME
-        away = self._asleep.keys() | failed.keys()
-        histories = [history for history in found if history.model.key not in away]
+        histories = [history for history in found if history.model.key not in self._asleep]
         seconds, left = 0.0, histories
         while left:
             returns = await self._bring_back(left)
@@ -203,18 +203,20 @@ class ModelReturns:
     async def _bring_back(self, histories: Sequence[History]) -> Returns:
         """Create models, and load the snapshots of those that have one, AT_ONCE in a context of the trainer.
 
-        Models during whose return the ranks died come before the others, one by one. Raises TrainerError if
-        the ranks die.
+        Models during whose return the ranks died come before the others, one by one, on ranks that work.
+        Raises TrainerError if the ranks die.
         """
         failed, later = dict[ModelKey, str](), dict[ModelKey, SkyrlTinkerError]()
         begun, seconds = set[ModelKey](), 0.0
 
         async def bring_back(history: History) -> None:
-            model = history.model.key
-            if self._trainer.broken is not None:  # not of this return
-                raise self._trainer.broken
-            begun.add(model)
+            model, snapshot = history.model.key, history.snapshot
             try:
+                if snapshot is not None:  # first: a wait for storage then holds no memory of the ranks
+                    await self._snapshots.fetch(snapshot)
+                if self._trainer.broken is not None:  # not of this return
+                    raise self._trainer.broken
+                begun.add(model)
                 await self._make(history)
             except TrainerError:
                 raise
@@ -224,13 +226,16 @@ class ModelReturns:
                     later[model] = error
                 else:
                     failed[model] = cause_of(str(error))
-            begun.remove(model)
+            begun.discard(model)
             if model not in later:
                 del self._tries[model], self._deadly[model]
 
         suspects = [history for history in histories if self._deadly[history.model.key]]
         others = [history for history in histories if history not in suspects]
         groups = [others[first : first + AT_ONCE] for first in range(0, len(others), AT_ONCE)]
+        if suspects:
+            async with self._placement.training():
+                await self._prove_ranks()
         for together in *([history] for history in suspects), *groups:
             async with self._placement.training():
                 began = time.monotonic()
@@ -247,11 +252,16 @@ class ModelReturns:
 
     async def _make(self, history: History) -> None:
         model, snapshot = history.model, history.snapshot
-        if snapshot is not None:  # first: a wait for storage then holds no memory of the ranks
-            await self._snapshots.fetch(snapshot)
         await self._trainer.create_model(model.key, model.spec, optimizer_family(model.optimizer_config))
         if snapshot is not None:
             await self._trainer.load_state(model.key, snapshot.directory, optimizer=snapshot.optimizer)
+
+    async def _prove_ranks(self) -> None:
+        """Have the ranks work for a model of no client: if they die of it, too, no other one is to blame."""
+        with suppress(ExhaustedError):
+            await self._trainer.create_model(PROBE, LoraSpec(rank=8, seed=0))
+            await prove_ranks(self._trainer, PROBE)
+        await self._trainer.release(PROBE)
 
     def _may_work_later(self, model: ModelKey, error: SkyrlTinkerError) -> bool:
         """Count a failed try, unless storage is away; return whether a later one may help."""

@@ -22,7 +22,7 @@ from skyrl_tinker.domain.values import Failure, PassOutput
 from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.outbox import AWAY_S, persistently
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
-from skyrl_tinker.engine.parity.probe import trainer_logprobs
+from skyrl_tinker.engine.parity.probe import prove_ranks
 from skyrl_tinker.engine.recovery.replay_order import as_they_ran, merged
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.scheduling.planner import Pass
@@ -118,7 +118,7 @@ class Replay:
         self._together = self._together and not self._deaths
         if begun.back and not self._together:
             async with self._placement.training():
-                await self._prove_ranks(begun.back[0].model.key)
+                await prove_ranks(self._trainer, begun.back[0].model.key)
         units = await self._repeat(begun.back, repeat_saves, progress)
         self._deaths.clear()
         self._together = True
@@ -169,11 +169,6 @@ class Replay:
         """Record that memory was available."""
         del self._tries[model]
         self._in_vain = False
-
-    async def _prove_ranks(self, model: ModelKey) -> None:
-        """Run a trivial pass: if the ranks die in it, too, no request is to blame. Raises TrainerError."""
-        await trainer_logprobs(self._trainer, [model], (0, 0))
-        self._trainer.note_work()
 
     async def _replay(self, rows: Sequence[RanRow], repeat_saves: RepeatSaves) -> None:
         """Replay one unit, request by request if it killed the ranks before."""

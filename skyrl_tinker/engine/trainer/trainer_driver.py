@@ -301,9 +301,10 @@ class TrainerDriver:
             await self._execution.settle()
             with suppress(TrainerError):  # they died again: TrainerLostError if this continues
                 await self._restart(report)
-                replayed = await self._replay.run(
-                    self._execution.repeat_saves, partial(_progress, report), self._wanted
-                )
+                async with self._snapshots.replaying:
+                    replayed = await self._replay.run(
+                        self._execution.repeat_saves, partial(_progress, report), self._wanted
+                    )
         if replayed.models > replayed.asleep:
             self._trainer.note_work()  # the replay worked, so the ranks themselves are sound
         await self._models.park(replayed.failed)

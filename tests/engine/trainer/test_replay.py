@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelKey, ModelState, RequestKind
-from skyrl_tinker.domain.values import Failure, PassItem
+from skyrl_tinker.domain.values import Failure, LoraSpec, PassItem
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.colocation.placement import Separate
 from skyrl_tinker.engine.recovery import leftovers, parking, snapshot_keeper
@@ -626,7 +626,7 @@ async def test_a_replay_waits_for_all_that_is_written_though_one_has_failed(worl
     assert not settled.done(), "files of the other are still to be recorded"
     disk.set()
     await settled
-    first, second = [task.exception() for task in world.driver._snapshots._writing]
+    first, second = [task.exception() for task in world.driver._snapshots._writing.values()]
     assert isinstance(first, OSError)
     assert second is None
 
@@ -753,10 +753,10 @@ async def test_a_model_waits_for_room_on_the_host_of_a_rank(world: World) -> Non
     assert await steps_of(world, model) == expected(1, 3)
 
 
-async def with_snapshot(world: World) -> tuple[ModelId, Path]:
+async def with_snapshot(world: World, spec: LoraSpec | None = None) -> tuple[ModelId, Path]:
     """A model that has run two steps, and the directory of its snapshot."""
     world.patch.setattr(trainer_driver, "IDLE_S", 0.02)
-    model = await world.model()
+    model = await world.model(spec)
     world.workers.busy_s = 0.0
     await train_busily(world, model, 1, 2)
     row = await world.until(
@@ -1008,13 +1008,13 @@ async def test_who_shared_a_unit_with_a_deadly_request_is_there_when_it_runs_alo
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "with others"])
 async def test_a_model_whose_return_kills_the_ranks_is_parked_alone(world: World, together: bool) -> None:
-    """Asked for alone or with others, which then come back one by one; the ranks have worked for nobody."""
+    """Asked for alone or with others, which then come back one by one, on ranks that work for no client."""
     deadly, *others = [(await with_snapshot(world))[0] for _ in range(4)]
     world.running.cancel()
     asked = others if together else []
     lost, *fine = [await journal.submit_pass(world.store, model, 7) for model in (deadly, *asked)]
     after = world.new_engine()
-    load, key, worked = after.workers.load_state, await journal.key_of(world.store, deadly), list[int]()
+    load, key, worked = after.workers.load_state, await journal.key_of(world.store, deadly), list[str]()
     loading, beside, all_load = set[ModelKey](), list[int](), asyncio.Event()
 
     async def deadly_load(model: ModelKey, directory: str, *, optimizer: bool) -> None:
@@ -1035,11 +1035,16 @@ async def test_a_model_whose_return_kills_the_ranks_is_parked_alone(world: World
             loading.remove(model)
 
     world.patch.setattr(after.workers, "load_state", deadly_load)
-    world.patch.setattr(after.workers, "note_work", lambda: worked.append(after.workers.restarts))
+
+    def note_work() -> None:
+        if 0 < after.workers.restarts < model_returns.WAKES:
+            worked.append(after.workers.names()[-1])
+
+    world.patch.setattr(after.workers, "note_work", note_work)
     await after.done(lost)
     assert "die each time that it is brought back" in (await journal.error_of(world.store, lost)).message
     assert after.workers.restarts == model_returns.WAKES
-    assert [restarts for restarts in worked if 0 < restarts < model_returns.WAKES] == []
+    assert worked == ["pass"], "before it came back alone"
     assert beside == [len(asked), 0]
     fine += [await journal.submit_pass(world.store, each, 7) for each in others if not asked]
     steps = [await journal.submit_step(world.store, each, 8) for each in others]
