@@ -73,11 +73,12 @@ def put_bases(conn: Connection, bases: Bases) -> None:
     """
     before = get_bases(conn)
     put(conn, BASES, [asdict(facts) for facts in bases.all])
-    names = {name: facts.name for facts in bases.all for name in facts.names[1:]}
+    former = {} if before is None else {facts.directory: facts.name for facts in before.all}
     now = {facts.directory: facts.name for facts in bases.all}
-    former = () if before is None else before.all
-    names |= {facts.name: now[facts.directory] for facts in former if facts.directory in now}
-    rename_bases(conn, names)
+    names = {name: facts.name for facts in bases.all for name in facts.names[1:]}
+    names |= {name: now[each] for each, name in former.items() if each in now}
+    gone = {name for each, name in former.items() if each not in now}  # rows with it are not told apart yet
+    rename_bases(conn, {old: new for old, new in names.items() if new not in gone})
 
 
 def rename_bases(conn: Connection, names: Mapping[str, str]) -> None:

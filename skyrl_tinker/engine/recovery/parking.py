@@ -47,10 +47,11 @@ def sort_models(conn: Connection, fingerprints: Mapping[str, str | None]) -> int
     else:
         for fingerprint in [*filter(None, known.values()), *trained.values()][:1]:
             model_records.note_base(conn, fingerprint)
-    served = server_state.get_bases(conn)
-    gone = {name: each for name, each in known.items() if served is None or served.find(name) is None}
+    bases = server_state.get_bases(conn)
+    served = {*trained} if bases is None else {facts.name for facts in bases.all}
     now = {fingerprint: name for name, fingerprint in trained.items()}
-    server_state.rename_bases(conn, {old: now[each] for old, each in gone.items() if each in now})
+    renamed = {old: now[each] for old, each in known.items() if old not in served and each in now}
+    server_state.rename_bases(conn, renamed)
     for fingerprint in {*trained.values()}:
         names = [name for name, each in trained.items() if each == fingerprint]
         model_records.name_base(conn, fingerprint, names)

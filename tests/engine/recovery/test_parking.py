@@ -122,6 +122,10 @@ async def test_models_that_were_made_before_a_change_of_names_are_known_by_their
         row = await journal.model_of(store, model)
         assert (row.state, row.base_model) == (ModelState.READY, first)
         assert (row.trained_on, checkpoint.base_model) == ("first", first)
+    late = await journal.ready_model(store)
+    await store.write(lambda conn: conn.execute(update(Model).values(base_model="/b", trained_on=None)))
+    assert await start(("/b", "/c", "first")) == 2, "another one has the name now"
+    assert (await journal.model_of(store, late)).trained_on == "second"
 
 
 async def test_a_model_that_could_not_be_read_is_tried_again_by_the_next_start_of_its_base_model(
