@@ -125,7 +125,7 @@ class World:
             return nullcontext()
 
         store: Any = SimpleNamespace(write=nothing)
-        driver: Any = SimpleNamespace(turn=turn)
+        driver: Any = SimpleNamespace(turn=turn, arriving=nullcontext)
         abilities = ChatAbilities(frozenset())
         self.server = OpenAIServer(store, self.samplers, self.fleet, FACTS, abilities, driver, Metrics())
 
