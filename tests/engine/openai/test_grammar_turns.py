@@ -125,7 +125,7 @@ class World:
             return nullcontext()
 
         store: Any = SimpleNamespace(write=nothing)
-        driver: Any = SimpleNamespace(turn=turn)
+        driver: Any = SimpleNamespace(turn=turn, arriving=nullcontext)
         none: Any = None
         self.server = OpenAIServer(store, self.samplers, self.fleet, FACTS, none, driver, Metrics())
         self.server._abilities = ChatAbilities(frozenset())

@@ -2,7 +2,9 @@
 
 import asyncio
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -77,8 +79,8 @@ async def saved(store: Store, directory: Path) -> str:
 
 
 def openai_routes(store: Store, storage: CheckpointStorage) -> OpenAIRoutes:
-    nothing = cast(Any, None)
-    server = OpenAIServer(store, samplers_of(storage), nothing, FACTS, nothing, nothing, Metrics())
+    nothing, driver = cast(Any, None), cast(Any, SimpleNamespace(arriving=nullcontext))
+    server = OpenAIServer(store, samplers_of(storage), nothing, FACTS, nothing, driver, Metrics())
     return OpenAIRoutes(store, [server], Metrics())
 
 
@@ -107,10 +109,10 @@ async def test_openai_requests_fetch_what_has_left_the_cache_before_they_have_a_
     assert version.directory == str(directory)
     request = parse_openai(CompletionRequest, {"model": path, "prompt": "a"})
     with pytest.raises(StorageAwayError):
-        await server._prepare(request, 1, None, version)
+        await server._prepare(request, [{"prompt": "a"}], 1, None, version)
     away = False
     with pytest.raises(AttributeError):  # there is no sampler that could count the tokens
-        await server._prepare(request, 1, None, version)
+        await server._prepare(request, [{"prompt": "a"}], 1, None, version)
     assert directory.exists()
 
 
