@@ -104,7 +104,6 @@ class Outbox:
 
     async def _send_waiting(self) -> None:
         """Commit the outcomes of one iteration of the event loop together: many samples end at once."""
-        await asyncio.sleep(0)
         self._sending, finished, self._waiting = None, self._waiting, {}
         await persistently(lambda: self._send(finished, ()))
 

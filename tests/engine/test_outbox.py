@@ -160,6 +160,17 @@ async def test_results_that_come_together_share_a_commit_and_a_ring(
     assert rung == ["api", "api"]
 
 
+async def test_a_result_waits_for_no_others_than_those_of_its_turn_of_the_loop(
+    store: Store, sender: Outbox
+) -> None:
+    (row,) = await waiting(store)
+    sending = asyncio.create_task(sender.send([(row.id, RESULT)]))
+    for _ in range(2):
+        await asyncio.sleep(0)
+    assert len(store._writer._queue) == 1
+    await sending
+
+
 async def test_a_caller_who_is_cancelled_takes_back_nobody_s_result(store: Store, sender: Outbox) -> None:
     """Not even its own one: it is the task of a sample that ends while others do."""
     rows = await waiting(store, 2)
