@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from skyrl_tinker.domain.values import Way
@@ -78,7 +78,7 @@ class Fleet:
         """Number of changes of the members: a newcomer knows nothing of former requests."""
         self.incidents: deque[Incident] = deque(maxlen=INCIDENTS)
         self._changed = asyncio.Event()
-        self._attempts: set[asyncio.Future[Any]] = set()
+        self._attempts: dict[asyncio.Timeout, None] = {}  # that run, the oldest first
 
     @property
     def size(self) -> int:
@@ -236,8 +236,10 @@ class Fleet:
         if loss.silent and not ended:  # its requests are not known
             self._losses += 1  # also explains requests that began after it was dropped
             self._note_change()
+            now = asyncio.get_running_loop().time()
             for attempt in self._attempts:
-                attempt.cancel()
+                if not attempt.expired():
+                    attempt.reschedule(now)
 
     async def _replace(self, index: int, equip: Equip) -> None:
         while True:
@@ -328,18 +330,18 @@ class Fleet:
     # Requests that wait
 
     async def _interruptible(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Make the attempt. SamplerError if it was cancelled because a replica may hold it indefinitely."""
-        task = asyncio.ensure_future(attempt())
-        self._attempts.add(task)
+        """Make the attempt. SamplerError if it was ended because a replica may hold it indefinitely."""
+        held = asyncio.timeout(None)
         try:
-            return await task
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
+            async with held:
+                self._attempts[held] = None
+                return await attempt()
+        except TimeoutError:
+            if not held.expired():  # it is the attempt's own
                 raise
             raise SamplerError("a sampler that does not answer may have held the request") from None
         finally:
-            self._attempts.discard(task)
+            self._attempts.pop(held, None)
 
     async def _loss_since(self, losses: int) -> bool:
         """Wait for a loss after `losses` was read; return False if there is none: the fault is elsewhere."""
