@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, bindparam, case, func, select
 
-from skyrl_tinker.domain.ids import FutureStatus, ModelId, OwnerId, RequestId, RequestKind, SamplingSessionId
+from skyrl_tinker.domain.ids import FutureStatus, OwnerId, RequestId, RequestKind, SamplingSessionId
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import PAGE
-from skyrl_tinker.store.database.tables import Future, Model, Result, Session
+from skyrl_tinker.store.database.tables import Future, Result, Session
 
 ANY_SIZE = 1 << 62
 
@@ -17,7 +17,7 @@ ANY_SIZE = 1 << 62
 class Outcome:
     """Status and result of a request; failures are JSON {"error", "category"}.
 
-    `body` None: pending, or purged if `status` is finished.
+    `body` None: pending, or purged if `status` is finished. `owner_id`: looked up by id only.
     """
 
     future_id: int
@@ -26,10 +26,9 @@ class Outcome:
     status: FutureStatus
     content_type: str | None
     body: bytes | None
-    model_id: ModelId | None
-    owner_id: OwnerId | None
     sampling_session_id: SamplingSessionId | None
-    withheld: bool | None = None  # there is a body, larger than the size asked for
+    withheld: bool | None  # there is a body, larger than the size asked for
+    owner_id: OwnerId | None = None
 
 
 _OUTCOME = (
@@ -39,15 +38,12 @@ _OUTCOME = (
     Future.status,
     Result.content_type,
     case((func.length(Result.body) <= bindparam("most"), Result.body)).label("body"),
-    Model.model_id,
-    Session.owner_id,
     Future.sampling_session_id,
     (func.length(Result.body) > bindparam("most")).label("withheld"),
 )
 _ALL = (
-    select(*_OUTCOME)
+    select(*_OUTCOME, Session.owner_id)
     .outerjoin(Result, Result.future_id == Future.id)
-    .outerjoin(Model, Model.key == Future.model_key)
     .outerjoin(Session, Session.session_id == Future.session_id)
 )
 _OUTCOME_OF = Prepared(_ALL.where(Future.request_id == bindparam("request_id")))
@@ -55,8 +51,6 @@ _OUTCOMES = _ALL.where(Future.request_id.in_(bindparam("request_ids", expanding=
 _FINISHED = Prepared(
     select(Result.id.label("cursor"), *_OUTCOME)
     .join(Future, Future.id == Result.future_id)
-    .outerjoin(Model, Model.key == Future.model_key)
-    .outerjoin(Session, Session.session_id == Future.session_id)
     .where(Result.id > bindparam("cursor"))
     .order_by(Result.id)
     .limit(bindparam("count"))
