@@ -7,20 +7,25 @@ anybody could fill the memory with one, or hold thousands of connections with ha
 import asyncio
 import ipaddress
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import orjson
 from httptools import HttpRequestParser
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from skyrl_tinker.api.middleware.arriving_body import WHOLE
-from skyrl_tinker.domain.units import MiB
+from skyrl_tinker.domain.units import KiB, MiB
 
 HEAD_BYTES = 64 * 1024
 HEAD_S = 10.0
 ALL_HEADS_BYTES, SMALL_HEAD_BYTES = 16 * MiB, 4096
 """Most of all heads that are not complete, without the first bytes of each."""
+SMALL_BODY_BYTES, SMALL_BODY_S = 64 * KiB, 0.02
+"""A body, and the time in which its request is not begun without it: the SDK sends head and body apart.
+
+Uvicorn reads no more of a body until its request is begun.
+"""
 REST_S = 30.0
 """Time for the rest of a body whose request is answered already: it is thrown away."""
 UNREAD_S = 60.0
@@ -141,6 +146,7 @@ class _Http(HttpToolsProtocol):
         self._refused = False
         self._is_last = False
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._unbegun: tuple[RequestResponseCycle, Any] | None = None  # its body is to come first
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -157,6 +163,7 @@ class _Http(HttpToolsProtocol):
         self._caps.resize_head(self._held, 0)
         self._disarm(*self._timers)
         super().connection_lost(exc)
+        self._begin()  # it receives the disconnect
 
     def data_received(self, data: bytes) -> None:
         if self._refused or self.transport.is_closing():
@@ -171,6 +178,7 @@ class _Http(HttpToolsProtocol):
             self._refuse(503, f"request head: {ALL_HEADS_BYTES // MiB} MiB of heads are not complete")
         elif self._in_head and self._outside:
             self._arm("head", HEAD_S, self._refuse_late_head)
+        self._bound_wait()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -197,9 +205,28 @@ class _Http(HttpToolsProtocol):
         if self._timers:
             self._disarm("rest")
         super().on_message_complete()
+        self._begin()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.more_body and not cycle.waiting_for_100_continue and _has_small_body(cycle.scope["headers"]):
+            self._unbegun = cycle, app
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def _bound_wait(self) -> None:
+        if self._unbegun is not None:
+            self._arm("body", SMALL_BODY_S, self._begin)
+
+    def _begin(self) -> None:
+        """Begin the request that waits for its body, if there is one."""
+        self._disarm("body")
+        if self._unbegun is not None:
+            unbegun, self._unbegun = self._unbegun, None
+            super()._start_asgi_task(*unbegun)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._bound_wait()
         if self._in_body and self.cycle.response_complete:
             self._arm("rest", REST_S, self.transport.close)
 
@@ -242,3 +269,8 @@ class _Http(HttpToolsProtocol):
         self.headers = []
         self.transport.write(STATUS_LINE[status] + head + body)
         self.loop.call_later(_LINGER_S, self.transport.close)
+
+
+def _has_small_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    length = next((value for name, value in headers if name == b"content-length"), b"")
+    return length.isdigit() and len(length) < 6 and int(length) <= SMALL_BODY_BYTES

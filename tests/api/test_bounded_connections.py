@@ -13,6 +13,7 @@ from uvicorn.server import ServerState
 
 from skyrl_tinker.api import bounded_connections
 from skyrl_tinker.api.bounded_connections import HEAD_BYTES, ConnectionCaps, Connections, source
+from skyrl_tinker.api.middleware import arriving_body
 from tests.support.loop_time import skip
 from tests.support.waiting import until
 
@@ -74,6 +75,65 @@ async def test_requests_follow_each_other_on_a_connection() -> None:
         assert (await answer(stream, chunked, b"f4240\r\n" + body + b"\r\n0\r\n\r\n")).endswith(
             b"1000000 bytes"
         )
+
+
+class Seen:
+    """App that notes how its requests begin: with their whole body, or before it."""
+
+    def __init__(self) -> None:
+        self.begun: list[bool] = []
+        self.received: list[str] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.begun.append(arriving_body.WHOLE in scope.get("extensions", ()))
+        self.received.append((await receive())["type"])
+        await PlainTextResponse("seen")(scope, receive, send)
+
+
+async def test_a_request_whose_small_body_comes_apart_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_connections, "SMALL_BODY_S", 600.0)
+    app = Seen()
+    async with served(app) as connect:
+        stream, other = await connect(), await connect()
+        for _ in range(2):
+            stream[1].write(HEAD + b"Content-Length: 5\r\n\r\n")
+            await answer(other, WHOLE)  # the head has been read then
+            assert (await answer(stream, b"hel", b"lo")).endswith(b"seen")
+        skip(1200)
+        await answer(other, WHOLE)
+    assert (app.begun, app.received) == ([True] * 5, ["http.request"] * 5)
+
+
+@pytest.mark.parametrize("field", [b"Content-Length: 65537", b"Transfer-Encoding: chunked", b"X: y"])
+async def test_other_requests_begin_with_their_heads(field: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_connections, "SMALL_BODY_S", 600.0)
+    app = Seen()
+    async with served(app) as connect:
+        stream = await connect()
+        stream[1].write(HEAD + field + b"\r\n\r\n")
+        await until(lambda: app.begun)
+    await until(lambda: app.received)
+
+
+async def test_a_request_whose_body_does_not_come_begins_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app = Seen()
+    async with served(app) as connect:
+        stream, other = await connect(), await connect()
+        for _ in range(2):
+            stream[1].write(HEAD + b"Content-Length: 5\r\n\r\n")
+            await until(lambda: len(app.begun) > len(app.received))
+            assert (await answer(stream, b"hello")).endswith(b"seen")
+        monkeypatch.setattr(bounded_connections, "SMALL_BODY_S", 600.0)
+        stream[1].write(HEAD + b"Content-Length: 5\r\nExpect: 100-continue\r\n\r\n")
+        assert (await stream[0].readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
+        assert (await answer(stream, b"hello")).endswith(b"seen")
+        stream[1].write(HEAD + b"Content-Length: 5\r\n\r\n")
+        await answer(other, WHOLE)
+        assert app.begun == [False] * 3 + [True]
+        stream[1].close()
+        await until(lambda: app.received[-1] == "http.disconnect")
 
 
 @pytest.mark.parametrize(
