@@ -49,10 +49,11 @@ class QueuedRow:
     base_model: str | None = None
 
 
+# Beside a partial index SQLite plans a statement anew each time that it gets a bound value for this column.
 _WAITING = or_(
-    Future.status == literal(FutureStatus.PENDING, Future.status.type),
+    Future.status == literal_column("'pending'"),
     and_(
-        Future.status == literal(FutureStatus.FAILED, Future.status.type),
+        Future.status == literal_column("'failed'"),
         Future.model_key.is_not(None),
         Future.seq_id.is_not(None),
     ),

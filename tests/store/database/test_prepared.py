@@ -1,5 +1,6 @@
 """Prepared statements do what SQLAlchemy's own execution of them does."""
 
+import sqlite3
 from typing import Any
 
 import pytest
@@ -8,10 +9,13 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import FutureStatus, RequestKind
 from skyrl_tinker.store import server_state
+from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.tables import Future, Request, ServerState
-from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures import completions, finish, outcomes, queue
+from skyrl_tinker.store.futures.sample_submission import NewSample, submit_sample
 from skyrl_tinker.store.store import Store
+from tests.store.support.databases import on_sqlite
 from tests.store.support.rows import base_sampler, new_session, sample
 from tests.support.reads import reading
 
@@ -81,3 +85,34 @@ async def test_what_the_database_refuses_is_an_operational_error(store: Store) -
         await store.write(op)
     with reading(store) as conn:
         assert queue.read_bodies(conn, [1]) == {}
+
+
+@on_sqlite
+async def test_the_statements_of_a_sample_are_compiled_once(store: Store) -> None:
+    """SQLite may compile one anew each time that it gets values, in ten times the time of its run."""
+    sampler = await base_sampler(store, await new_session(store))
+    compiled: list[object] = []
+
+    def note(*action: object) -> int:
+        compiled.append(action)
+        return sqlite3.SQLITE_OK
+
+    def answer(conn: Connection, number: int) -> None:
+        new = NewSample(sampler, number, bytes(32), b"{}", 1, 1, 1)
+        accepted = submit_sample(conn, new, None).value()
+        (row,) = queue.queued_after(conn, 0)
+        finish.succeed(conn, row.id, "text/plain", b"")
+        outcomes.find(conn, accepted.request_id)
+        outcomes.finished_after(conn, 0)
+        completions.finished_since(conn, sampler, 0, 0)
+
+    def op(conn: Connection) -> None:
+        sqlite.raw(conn).set_authorizer(note)  # which is asked when a statement is compiled
+        answer(conn, 0)
+        assert compiled
+        compiled.clear()
+        answer(conn, 1)
+        sqlite.raw(conn).set_authorizer(None)
+
+    await store.write(op)
+    assert compiled == []
