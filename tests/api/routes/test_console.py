@@ -246,7 +246,6 @@ async def test_where_files_lie_is_told_to_who_sees_all(world: World, short: bool
         world.patch.setattr(world.services.room, "least_bytes", math.inf)
     else:
         await world.set_engine("failed", f"{place}/database: {why}")
-    root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
 
     async def told() -> list[str]:
         asked = [await world.http.get(url) for url in ("console/now", "http://api/readyz")]
@@ -254,6 +253,7 @@ async def test_where_files_lie_is_told_to_who_sees_all(world: World, short: bool
         return [place in each.text for each in asked]
 
     assert await told() == [True, True], "there are no keys"
+    root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
     speak_as(world, await new_user(world, "alice"))
     assert await told() == [False, False]
     speak_as(world, root)
