@@ -1008,7 +1008,7 @@ async def test_who_shared_a_unit_with_a_deadly_request_is_there_when_it_runs_alo
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "with others"])
 async def test_a_model_whose_return_kills_the_ranks_is_parked_alone(world: World, together: bool) -> None:
-    """Asked for alone or with others, which then come back one by one, on ranks that work for no client."""
+    """Asked for alone or with others, which then come back one by one, on ranks that work."""
     deadly, *others = [(await with_snapshot(world))[0] for _ in range(4)]
     world.running.cancel()
     asked = others if together else []
