@@ -378,7 +378,12 @@ async def test_however_much_is_fetched_a_save_is_stored(
 ) -> None:
     storage, go_on = CheckpointStorage(tmp_path / "local", f"file://{tmp_path}/elsewhere"), threading.Event()
     begun = list[Path]()
-    monkeypatch.setattr(storage, "fetch", lambda directory: begun.append(directory) or go_on.wait())
+
+    def fetch(directory: Path) -> None:
+        begun.append(directory)
+        go_on.wait()
+
+    monkeypatch.setattr(storage, "fetch", fetch)
     directories = [tmp_path / "local" / str(number) for number in range(2 * TRANSFER_THREADS)]
     fetches = [asyncio.create_task(storage.fetch_off_loop(directory)) for directory in directories]
     try:

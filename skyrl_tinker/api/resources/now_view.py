@@ -240,7 +240,7 @@ class NowView:
 
     def _replicas(self, base_model: str, view: SamplingView) -> list[ReplicaNow]:
         alone = view.in_flight if len(view.replicas) == 1 else None
-        hidden = {} if sees_all(self._caller) else {"address": None, "host": None}
+        hidden = {} if sees_all(self._caller) else dict.fromkeys(("address", "host"))
         return [
             ReplicaNow(
                 **values_of(replica) | hidden,

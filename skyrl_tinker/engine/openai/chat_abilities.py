@@ -124,7 +124,8 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _json(file: Path) -> dict[str, Any]:
     """Return the object in a file, an empty one if there is no file."""
-    return orjson.loads(file.read_bytes()) if file.is_file() else {}
+    content: dict[str, Any] = orjson.loads(file.read_bytes()) if file.is_file() else {}
+    return content
 
 
 def _template(directory: Path) -> str:

@@ -37,8 +37,8 @@ def run(settings_file: Path, hub_names: Collection[str]) -> int:
                 hub.fetch_weights(facts.hub_name, Path(facts.directory), report)
             except StartupError as error:
                 errors.append(error)
-    for error in errors:
-        _log.error("ended: %s", error)
+    for each in errors:
+        _log.error("ended: %s", each)
     return 1 if errors else 0
 
 

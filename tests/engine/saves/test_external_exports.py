@@ -72,7 +72,7 @@ async def test_a_model_trains_on_while_its_export_is_written(world: World) -> No
 async def test_however_much_is_exported_a_save_is_stored(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, exported = threading.Event(), []
+    go_on, exported = threading.Event(), list[Accepted]()
     finish = external_exports.finish_export
     monkeypatch.setattr(external_exports, "finish_export", lambda *args: go_on.wait() and finish(*args))
     try:
