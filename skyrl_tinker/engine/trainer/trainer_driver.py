@@ -163,14 +163,16 @@ class TrainerDriver:
         since, wait_s = time.monotonic(), IDLE_S
         while (unit := self._planner.pop(ready.rows if ready else ())) is None:
             self._idle_since = since
-            if may_end(time.monotonic() - since) and self._is_over():
+            ending = may_end(time.monotonic() - since)
+            if ending and self._is_over():
                 return None
             self._occupancy.no_work()
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self.woken.wait()
             wait_s = IDLE_S
-            if not self.woken.is_set() and self._placement.trains and await self._use_idle_time(report):
+            free = not self.woken.is_set() and (ending or self._placement.trains)
+            if free and await self._use_idle_time(report):
                 wait_s = min(IDLE_S, IDLE_PACE_S)
             self.woken.clear()
             if self._trainer.broken is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -11,6 +12,7 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import AdamParams, Failure
+from skyrl_tinker.engine.colocation.placement import SEPARATE
 from skyrl_tinker.engine.recovery import snapshot_keeper
 from skyrl_tinker.engine.trainer import trainer_driver
 from skyrl_tinker.errors import ExhaustedError
@@ -304,8 +306,16 @@ async def test_work_ends_once_nothing_waits_and_no_snapshot_would_help(world: Wo
 
 
 @pytest.mark.parametrize("fails", ["captures", "persist", None])
-async def test_work_ends_once_a_snapshot_of_each_model_was_tried(world: World, fails: str | None) -> None:
-    """Where they fail, as on a full disk, models are replayed from their requests."""
+@pytest.mark.parametrize("trains", [True, False])
+async def test_work_ends_once_a_snapshot_of_each_model_was_tried(
+    world: World, fails: str | None, trains: bool
+) -> None:
+    """Where they fail, as on a full disk, models are replayed from their requests.
+
+    Also where samplers have had the last turn on the GPUs.
+    """
+    turn = SimpleNamespace(trains=trains, training=SEPARATE.training)
+    world.patch.setattr(world.driver, "_placement", turn)
     world.patch.setattr(trainer_driver, "IDLE_S", 0.01)
     world.patch.setattr(snapshot_keeper, "MODELS_AT_ONCE", 1)
     ended, run_pass = asyncio.Event(), world.workers.run_pass
