@@ -20,6 +20,13 @@ A1, B2 = ("f", '{"a": 1}'), ("other", '{"b": [2, "<"]}')
 """Two calls; the request has no tool of the second one's name."""
 CUT = '<tool_call>\n{"name": "f", "arguments": {"a": 1'
 Case = tuple[str, str, str, list[tuple[str, str]]]
+
+
+def kept(parser: str, texts: dict[str, str]) -> dict[str, Case]:
+    """Cases of answers in which no call can be read: all is content."""
+    return {f"{parser}: {name}": (parser, text, text, []) for name, text in texts.items()}
+
+
 CASES: dict[str, Case] = {
     "hermes: one": ("hermes", f"Well.\n{HERMES % A1}", "Well.\n", [A1]),
     "hermes: two": ("hermes", f"{HERMES % A1}\n{HERMES % B2}", "", [A1, B2]),
@@ -31,9 +38,9 @@ CASES: dict[str, Case] = {
     "hermes: no arguments": ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
     "hermes: text after it": ("hermes", f"{HERMES % A1} So.", " So.", [A1]),
     "hermes: the last without its end": ("hermes", (HERMES % A1 + HERMES % B2)[:-13], "", [A1, B2]),
-    **{
-        f"hermes: {name}": ("hermes", text, text, [])
-        for name, text in {
+    **kept(
+        "hermes",
+        {
             "none": "1 < 2",
             "a tag's beginning at the end": "a <",
             "cut in the mark": "a <tool_ca",
@@ -43,8 +50,8 @@ CASES: dict[str, Case] = {
             "no name": '<tool_call>{"arguments": {}}</tool_call>',
             "a number": HERMES.replace('"%s"', "5") % "{}",
             "nothing": "<tool_call>",
-        }.items()
-    },
+        },
+    ),
     "llama3: one": ("llama3", LLAMA % A1, "", [A1]),
     "llama3: two": (
         "llama3",
@@ -52,16 +59,16 @@ CASES: dict[str, Case] = {
         "Well. ",
         [A1, B2],
     ),
-    **{
-        f"llama3: {name}": ("llama3", text, text, [])
-        for name, text in {
+    **kept(
+        "llama3",
+        {
             "an object that is an answer": '{"a": 1}',
             "an object in an answer": 'So: {"name": "f", "parameters": {}}',
             "no object": '{"a": 1};5',
             "cut": '{"name": "f", "parameters": {"a": 1',
             "the mark's beginning at the end": "a <|python",
-        }.items()
-    },
+        },
+    ),
     "mistral: two": (
         "mistral",
         f"Well. [TOOL_CALLS] [{MISTRAL % A1}, {MISTRAL % B2}]",
@@ -74,14 +81,14 @@ CASES: dict[str, Case] = {
         "",
         [A1, B2],
     ),
-    **{
-        f"mistral: {name}": ("mistral", text, text, [])
-        for name, text in {
+    **kept(
+        "mistral",
+        {
             "cut": '[TOOL_CALLS] [{"name": "f", "argum',
             "no calls": "[TOOL_CALLS] [5]",
             "brackets": "a [1] b [T",
-        }.items()
-    },
+        },
+    ),
     "qwen3_coder: two": (
         "qwen3_coder",
         f"Well.\n{CODER % ('f', 1)}\n{CODER % ('other', 'x')}",
@@ -94,8 +101,7 @@ CASES: dict[str, Case] = {
         "\n<tool_call>\n<function=f>\n<para",
         [A1],
     ),
-    "qwen3_coder: cut": ("qwen3_coder", "a <tool_call>\n<func", "a <tool_call>\n<func", []),
-    "qwen3_coder: a tag's beginning at the end": ("qwen3_coder", "a <", "a <", []),
+    **kept("qwen3_coder", {"cut": "a <tool_call>\n<func", "a tag's beginning at the end": "a <"}),
 }
 """By name: parser, answer, its content, its calls."""
 
