@@ -177,7 +177,8 @@ def place(
         return _placed(settings, "separate")
     if settings.external_urls:
         if settings.bases and settings.ray_address is None:
-            settings, _ = beside_further(settings, probe(), costs_of, tell)
+            with CostsProcess() as measuring:
+                settings, _, _ = beside_further(settings, probe(), costs_of or measuring.costs, tell)
         return _placed(settings, "separate")
     if settings.ray_address is not None:
         return _placed(_divided(settings), "separate")

@@ -220,8 +220,11 @@ class SnapshotKeeper:
                 self._progress[model] = since
             self._pending.begin(id(state))
             task = asyncio.create_task(self._write(model, state, ready[model], since))
-            task.add_done_callback(lambda _, state=state: self._pending.end(id(state)))
+            task.add_done_callback(partial(self._end_write, id(state)))
             self._writing[model] = task
+
+    def _end_write(self, state: int, _: asyncio.Task[None]) -> None:
+        self._pending.end(state)
 
     async def _write(
         self, model: ModelKey, captured: CapturedState, covered: _Unkept, since: _Unkept
