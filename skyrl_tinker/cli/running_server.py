@@ -153,7 +153,7 @@ class RunningServer:
         return found
 
     def _untrusted(self, refusal: ssl.SSLCertVerificationError) -> str:
-        """Return why the server's certificate is refused, and what to change."""
+        """Return why the server's certificate is refused, and the change that helps."""
         given = os.environ.get("SSL_CERT_FILE") or "none"
         change = (
             f"SSL_CERT_FILE: found {given}, expected a PEM file with the server's certificate, or with that "

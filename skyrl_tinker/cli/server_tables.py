@@ -309,7 +309,7 @@ def _unit(unit: Facts | None) -> str | None:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], columns: int | None = None) -> Iterator[str]:
-    """Yield a table with its heads, nothing without rows; of a number of `columns` what fits into them."""
+    """Yield a table with its heads, nothing without rows, fitted into so many `columns` of a terminal."""
     if not rows:
         return
     cells = [list(map(printable, row)) for row in (heads, *rows)]

@@ -35,5 +35,5 @@ async def in_transfer_thread(work: Callable[..., T], *args: Any, **kwargs: Any) 
 
 
 async def in_load_thread(work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Return `work(*args, **kwargs)`, which fetches, copies or exports what a client asked for."""
+    """Return `work(*args, **kwargs)`, which fetches, copies or exports weights for a client."""
     return await asyncio.get_running_loop().run_in_executor(_loads, partial(work, *args, **kwargs))

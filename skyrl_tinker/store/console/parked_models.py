@@ -26,7 +26,7 @@ class ParkedModel:
 
     @property
     def cause(self) -> str:
-        """Why it is parked, without its id and its last checkpoint."""
+        """Reason of the parking, without the id and the last checkpoint."""
         told = self.state_reason.removeprefix(f"model {self.model_id} is parked: ")
         return told.rpartition("; ")[0] or told
 

@@ -36,7 +36,7 @@ _SORTED: Mapping[RunColumn, ColumnElement[Any]] = {
     "last_request": LAST_REQUEST_AT,
 }
 MOST_CONTINUED = 5
-"""Runs that go on from one, the newest, which are told of it."""
+"""Most runs that are named as going on from one: the newest."""
 
 
 @dataclass(frozen=True, slots=True)
