@@ -205,5 +205,9 @@ class RaySlowError(StartupError):
     pass
 
 
+class WeightsAwayError(StartupError):
+    """The weights are on their way: a later try has them."""
+
+
 class LeaseLostError(StartupError):
     """Another server has taken over the database: this one must end, and has committed nothing since."""

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from sqlalchemy import Connection
@@ -36,4 +37,6 @@ class PassHeads:
             head = self._known[row.request_id] = PassHead(loss_fn, datums, tokens[:TOKENS].tolist())
             if len(self._known) > MOST:
                 self._known.popitem(last=False)
+        with suppress(KeyError):  # another thread's is the newest just now
+            self._known.move_to_end(row.request_id)
         return head

@@ -62,16 +62,21 @@ def listed_weights(base_model: Path) -> list[Path]:
         raise StartupError(str(error)) from error
 
 
+def are_here(base_model: Path) -> bool:
+    """Return whether there are weights, and all that an index names: not while they are fetched."""
+    try:
+        return bool(weight_files(base_model))
+    except ValueError:
+        return False
+
+
 def require_whole(base_model: Path) -> None:
     """Refuse weights that are damaged or cut, which samplers tell without the file's name, or not there.
 
     Raises StartupError. Reads the headers only.
     """
     if not (files := listed_weights(base_model)):
-        raise StartupError(
-            f"'{base_model}' has neither {WEIGHTS_FILE} nor {INDEX_FILE}; weights from the hub may be on "
-            "their way (download.log)"
-        )
+        raise StartupError(f"'{base_model}' has neither {WEIGHTS_FILE} nor {INDEX_FILE}")
     for file in files:
         try:
             read_header(file)

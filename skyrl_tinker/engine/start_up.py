@@ -13,7 +13,7 @@ from sqlalchemy import Connection
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu, WeightVersion
-from skyrl_tinker.domain.weight_files import require_whole
+from skyrl_tinker.domain.weight_files import are_here, require_whole
 from skyrl_tinker.engine.bases.base_memory import base_memory
 from skyrl_tinker.engine.bases.base_runtime import BaseRuntime, ReportParts
 from skyrl_tinker.engine.colocation.placement import SEPARATE, make_placement
@@ -32,7 +32,7 @@ from skyrl_tinker.engine.recovery import leftovers, parking
 from skyrl_tinker.engine.sampler.launch import ToEnd, launch_servers, make_fleet, open_fleet, sampler_gpus
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
-from skyrl_tinker.errors import SamplerError, StartupError, StorageError
+from skyrl_tinker.errors import SamplerError, StartupError, StorageError, WeightsAwayError
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.storage.checkpoint_storage import open_storage
@@ -124,6 +124,14 @@ async def _fingerprint(facts: BaseModelFacts) -> str | None:
         return None
 
 
+def _require_weights(facts: BaseModelFacts) -> None:
+    """Raise WeightsAwayError while they are fetched from the hub, StartupError if they are damaged."""
+    directory = Path(facts.directory)
+    if facts.hub_name is not None and not are_here(directory):
+        raise WeightsAwayError(f"its weights are still fetched (download.log): {facts.hub_name}")
+    require_whole(directory)
+
+
 def _gpus(settings: Settings, facts: BaseModelFacts) -> tuple[int, int]:
     """Return the GPUs of a base model's ranks, and those of its samplers beside them."""
     return settings.trainer_ranks if facts.trainable else 0, sampler_gpus(settings)
@@ -182,7 +190,7 @@ class BaseProcesses:
         """Start trainer and samplers, those of the two that there are, concurrently."""
         progress, runtime = Progress(self.parts, report), self.runtime
         if runtime.trainer is not None or not self._settings.external_urls:
-            await in_disk_thread(require_whole, Path(self._facts.directory))
+            await in_disk_thread(_require_weights, self._facts)
         shared: tuple[Gpu, ...] = ()
         async with asyncio.TaskGroup() as tasks:
             if runtime.trainer is not None:

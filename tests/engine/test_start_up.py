@@ -47,6 +47,7 @@ def start_up(
     directories = Directories(settings)
     (home / "model").mkdir(parents=True)
     (home / "model" / "config.json").write_text("{}")
+    (home / "model" / "model.safetensors").write_bytes(b"")
     facts = BaseModelFacts(str(home / "model"), *[getattr(FACTS, name) for name in FACTS.__slots__[1:]])
     status = EngineStatus(store, bell)
     env = Environment(settings, directories, cast(Any, None), store, bell, status, Metrics())
@@ -171,6 +172,7 @@ async def test_files_of_one_base_model_that_cannot_be_read_end_no_start_of_the_o
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(name)
+        (tmp_path / name / "model.safetensors").write_text(name)
     facts = [replace(FACTS, names=(name,), directory=str(tmp_path / name)) for name in ("a", "b")]
     starting._bases = Bases(tuple(facts))
     await starting.tidy_up()

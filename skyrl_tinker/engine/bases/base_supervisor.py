@@ -14,7 +14,7 @@ from skyrl_tinker.engine.bases.base_statuses import ON_DEMAND, BaseStatuses
 from skyrl_tinker.engine.sampler.sleep import SleepControl
 from skyrl_tinker.engine.scheduling.sample_gate import SampleGate
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
-from skyrl_tinker.errors import SkyrlTinkerError, TrainerLostError, last_line, root_cause
+from skyrl_tinker.errors import SkyrlTinkerError, TrainerLostError, WeightsAwayError, last_line, root_cause
 from skyrl_tinker.protocol.schemas.administration import ChangeBaseRequest
 from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.training.trainer_group import TrainerGroup
@@ -225,8 +225,10 @@ class BaseSupervisor:
         _log.error("%s: the next try is in %.0f s: %s", self.name, pause_s, lost)
         fails, why = f"base model {self.name} does not start:", last_line(str(lost))
         await self._statuses.failed(self.name, f"{fails} {why}")
-        if self._failures > 1:
-            told = f"{fails} {without_paths(why)}"
+        told = f"{fails} {without_paths(why)}"
+        if isinstance(lost, WeightsAwayError):
+            self._pause(told)
+        elif self._failures > 1:
             self._gate.close(f"{told}; other base models are unaffected", refuses=True)
             if self._driver is not None:
                 await self._driver.requests.refuse(told)

@@ -21,9 +21,14 @@ _HEAD_BYTES = 1 << 20
 
 
 def fingerprint(base_model: Path) -> str:
-    """Return a digest of a base model: of its configuration, and its weight files' names, sizes and heads."""
+    """Return a digest of a base model: of its configuration, and its weight files' names, sizes and heads.
+
+    Raises ValueError or OSError if these are not here, as while they are fetched.
+    """
     digest = hashlib.sha256((base_model / "config.json").read_bytes())
-    for path in weight_files(base_model):
+    if not (files := weight_files(base_model)):
+        raise ValueError(f"{base_model} has no weights yet")
+    for path in files:
         digest.update(f"{path.name} {path.stat().st_size}".encode())
         with path.open("rb") as file:
             digest.update(file.read(_HEAD_BYTES))
@@ -34,19 +39,18 @@ def sort_models(conn: Connection, fingerprints: Mapping[str, str | None]) -> int
     """Park the models of other base models, and make those of the trained ones ready, parked or not.
 
     `fingerprints`: of the base models that are trained, by name; None where the files cannot be read: the
-    last one counts. Returns the number of parked models.
+    last one counts, and until there is one, models that name it stay as they are. Returns the number of
+    parked models.
     """
-    before: dict[str, str] | str | None = server_state.get(conn, server_state.TRAINED)
+    before: dict[str, str | None] | str | None = server_state.get(conn, server_state.TRAINED)
     known = before if isinstance(before, dict) else dict.fromkeys([*fingerprints][:1], before)
     found = {name: fingerprint or known.get(name) for name, fingerprint in fingerprints.items()}
     trained = {name: fingerprint for name, fingerprint in found.items() if fingerprint is not None}
-    server_state.put(conn, server_state.TRAINED, trained)
-    if len(known) > 1:
-        for name, fingerprint in known.items():
-            model_records.note_base(conn, str(fingerprint), name)
-    else:
-        for fingerprint in [*filter(None, known.values()), *trained.values()][:1]:
-            model_records.note_base(conn, fingerprint)
+    unseen = {name: None for name, each in known.items() if each is None}  # models name it, by that alone
+    server_state.put(conn, server_state.TRAINED, unseen | found)
+    for name, fingerprint in known.items():
+        if noted := fingerprint or found.get(name):
+            model_records.note_base(conn, noted, name if len(known) > 1 else None)
     bases = server_state.get_bases(conn)
     served = {*trained} if bases is None else {facts.name for facts in bases.all}
     now = {fingerprint: name for name, fingerprint in trained.items()}
@@ -57,6 +61,8 @@ def sort_models(conn: Connection, fingerprints: Mapping[str, str | None]) -> int
         model_records.name_base(conn, fingerprint, names)
     parked = 0
     for model in model_records.list_in_states(conn, ModelState.READY, ModelState.PARKED):
+        if model.trained_on is None and model.base_model in found and not found[model.base_model]:
+            continue
         if model.trained_on in trained.values():
             model_records.set_state(conn, model.key, ModelState.READY)
         else:

@@ -200,7 +200,7 @@ class SnapshotKeeper:
         models = nlargest(MODELS_AT_ONCE, order, key=order.__getitem__)
         room = self._trainer.captured
         count = room.fitting([room.size(model, optimizer=True) for model in models])
-        self._tried |= {model: ready[model].clean_at for model in models[: count or 1]}
+        self._tried |= {model: ready[model].clean_at for model in models[:1]}
         if not (models := models[:count]):
             return
         started = time.monotonic()
@@ -213,6 +213,7 @@ class SnapshotKeeper:
             return
         finally:
             self.spent_s += time.monotonic() - started
+        self._tried |= {model: ready[model].clean_at for model in captured}
         self._writing.clear()
         for model, state in captured.items():
             since = _Unkept(clean_at=ready[model].clean_at)

@@ -29,7 +29,7 @@ ARCHITECTURES = (
     "GptOssForCausalLM",
 )
 MIXTURES = frozenset({"Qwen3MoeForCausalLM", "GptOssForCausalLM"})
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 REPLAYED = frozenset({"Qwen3MoeForCausalLM"})
 """Architectures whose routers can be replayed."""
 

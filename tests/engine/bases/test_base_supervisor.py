@@ -16,7 +16,7 @@ from skyrl_tinker.engine.bases.base_supervisor import BaseSupervisor
 from skyrl_tinker.engine.colocation.placement import SEPARATE
 from skyrl_tinker.engine.scheduling.sample_gate import SampleGate
 from skyrl_tinker.engine.status import EngineStatus
-from skyrl_tinker.errors import SamplerError, StartupError, TrainerError, TrainerLostError
+from skyrl_tinker.errors import SamplerError, StartupError, TrainerError, TrainerLostError, WeightsAwayError
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from tests.support.scripted_samplers import ScriptedSamplers
@@ -231,6 +231,25 @@ async def test_requests_are_told_how_far_a_rebuild_is(store: Store, bell: Doorbe
     assert case.driver.paused == "base model b: the trainer is restarted: …/b is damaged"
     await case.supervisor._report_rebuild("", done=True)
     assert case.driver.paused is None
+
+
+async def test_requests_wait_for_one_whose_weights_are_on_their_way(
+    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those that a server accepted, which starts again without its cache of the hub."""
+    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.01,))
+    case = Case(store, bell, *(WeightsAwayError("its weights come") for _ in range(3)), others=("a",))
+    processes, gate = case.processes, case.samplers.gate
+    async with running(case):
+        sample = asyncio.create_task(_sample(gate))
+        for number in range(3):
+            await until(lambda number=number: processes.starts == number + 1)
+            processes.go_on.release()
+        await until(lambda: processes.starts == 4)
+        assert gate.reason == case.driver.paused == "base model b does not start: its weights come"
+        assert (case.driver.refused, sample.done()) == (None, False)
+        processes.go_on.release()
+        await sample
 
 
 async def test_requests_are_not_told_where_the_servers_files_lie(

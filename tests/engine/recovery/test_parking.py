@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import pytest
 from sqlalchemy import Connection, update
 
 from skyrl_tinker.domain.bases import Bases
@@ -158,15 +159,49 @@ async def test_that_a_model_is_to_be_unloaded_outlives_another_base_model(store:
     assert (await journal.outcome(store, unload)).status is FutureStatus.PENDING
 
 
+async def test_models_of_one_whose_weights_were_never_here_at_a_start_are_no_other_ones(store: Store) -> None:
+    """As of one that was fetched while the first one served."""
+
+    async def start(**fingerprints: str | None) -> tuple[ModelState, str, str | None]:
+        await store.write(partial(parking.sort_models, fingerprints=fingerprints))
+        row = await journal.model_of(store, model)
+        return row.state, row.base_model, row.trained_on
+
+    await store.write(partial(parking.sort_models, fingerprints={"tiny": "first", "hub": None}))
+    model = await journal.ready_model(store)
+    await store.write(lambda conn: conn.execute(update(Model).values(base_model="hub")))
+    assert await start(tiny="first", hub=None) == (ModelState.READY, "hub", None)
+    for _ in range(2):
+        assert await start(tiny="first") == (ModelState.PARKED, "hub", None)
+    assert await start(tiny="first", hub=None) == (ModelState.PARKED, "hub", None)
+    assert await start(tiny="first", hub="second") == (ModelState.READY, "hub", "second")
+    assert await start(tiny="first", hub=None) == (ModelState.READY, "hub", "second")
+
+
+async def test_the_first_one_that_cannot_be_read_leaves_its_models_to_no_other(store: Store) -> None:
+    model = await journal.ready_model(store)
+    await store.write(partial(parking.sort_models, fingerprints={"tiny": None, "other": "second"}))
+    row = await journal.model_of(store, model)
+    assert (row.state, row.trained_on) == (ModelState.READY, None)
+
+
+@pytest.mark.parametrize("index", [None, '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'])
+def test_one_whose_weights_are_on_their_way_has_no_fingerprint(tmp_path: Path, index: str | None) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    if index is not None:
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=r"no weights yet|not there"):
+        parking.fingerprint(tmp_path)
+
+
 def test_base_models_differ_by_configuration_or_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    found = [parking.fingerprint(tmp_path)]
     (tmp_path / "model.safetensors").write_bytes(b"a")
-    found.append(parking.fingerprint(tmp_path))
+    found = [parking.fingerprint(tmp_path)]
     (tmp_path / "model.safetensors").write_bytes(b"b")
     found.append(parking.fingerprint(tmp_path))
     (tmp_path / "config.json").write_text("{ }")
     found.append(parking.fingerprint(tmp_path))
-    assert len(set(found)) == 4
+    assert len(set(found)) == 3
     (tmp_path / "consolidated.safetensors").write_bytes(b"a")  # not served
     assert parking.fingerprint(tmp_path) == found[-1]
