@@ -65,6 +65,7 @@ class StartUp:
 
     def runtimes(self) -> list[BaseRuntime]:
         """Make them; their processes are still to start. Raises StartupError where GPUs lack."""
+        leftovers.sweep_meetings(self._directories.ephemeral_dir)
         env, settings = self._env, self._env.settings
         if settings.device == "cuda":
             self._require_gpus()

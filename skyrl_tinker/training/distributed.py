@@ -123,7 +123,7 @@ class MeetingFile:
     @classmethod
     def make(cls, root: str | None = None) -> "MeetingFile":
         """Make a directory in `root`, named so that the next engine removes what a death leaves there."""
-        return cls(tempfile.mkdtemp(".tmp", ".ranks-", root))
+        return cls(tempfile.mkdtemp(prefix=".ranks-", dir=root))
 
     def remove(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)

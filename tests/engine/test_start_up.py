@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 from sqlalchemy import Connection, update
@@ -18,6 +19,7 @@ from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import ModelState
 from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
 from skyrl_tinker.engine import outbox
+from skyrl_tinker.engine import start_up as start_up_module
 from skyrl_tinker.engine.compose import Environment, _openai_server, make_tmpfs_spill
 from skyrl_tinker.engine.ray_cluster import RayCluster
 from skyrl_tinker.engine.recovery import parking
@@ -55,8 +57,9 @@ def start_up(
 
 
 async def test_what_a_dead_engine_left_half_written_goes_and_an_import_that_runs_goes_on(
-    store: Store, bell: Doorbell, tmp_path: Path
+    store: Store, bell: Doorbell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(start_up_module, "BaseProcesses", MagicMock())
     starting, directories = start_up(store, bell, tmp_path / "home")
     root = directories.checkpoint_root
     imported = staging_of(root / "import-1" / "weights" / "a")
@@ -65,8 +68,10 @@ async def test_what_a_dead_engine_left_half_written_goes_and_an_import_that_runs
         directory.mkdir(parents=True)
     met = Path(MeetingFile.make(str(directories.ephemeral_dir)).directory)
     try:
+        starting.runtimes()
+        meet = Path(MeetingFile.make(str(directories.ephemeral_dir)).directory)  # of ranks that start
         await starting.tidy_up()
-        assert [each.exists() for each in (imported, saved, met)] == [True, False, False]
+        assert [each.exists() for each in (imported, saved, met, meet)] == [True, False, False, True]
     finally:
         directories.delete_outside_home()
 

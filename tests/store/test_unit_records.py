@@ -46,7 +46,7 @@ async def test_of_a_pass_that_is_too_large_the_ones_before_stay(
     for seq_id, size in enumerate((10, 10, 10, 26, 10), 1):
         await run_pass(store, model, seq_id, size)
     await store.write(end_all)
-    while await store.write(lambda conn: unit_records.drop_bodies(conn, model.key, 100)):
+    while await store.write(lambda conn: unit_records.drop_bodies(conn, model.key, 100)) is None:
         pass
     assert stored(store, model) == [3, 5]
 
@@ -61,8 +61,10 @@ async def test_forwards_which_no_replay_needs_stay_among_the_newest_passes(
     for seq_id in (2, 5):
         await run_pass(store, model, seq_id, 10)
     await store.write(end_all)
-    await store.write(lambda conn: unit_records.drop_bodies(conn, model.key, 0))
+    dropped = await store.write(lambda conn: unit_records.drop_bodies(conn, model.key, 0))
     assert stored(store, model) == [2, 4, 5, 6, 7], "the others are behind no snapshot"
+    assert dropped == 3
+    assert await store.write(lambda conn: unit_records.drop_bodies(conn, model.key, 0, dropped)) == 3
     await store.write(lambda conn: unit_records.drop_bodies(conn, model.key, 100))
     assert stored(store, model) == [5, 6, 7]
 
@@ -94,10 +96,10 @@ async def test_bodies_of_the_newest_passes_stay_behind_a_snapshot(
     with reading(store) as conn:
         assert unit_records.models_with_bodies(conn) == [model.key]
     calls = 1
-    while await store.write(lambda conn: unit_records.drop_bodies(conn, model.key, 6)):
+    while await store.write(lambda conn: unit_records.drop_bodies(conn, model.key, 6)) is None:
         calls += 1
     assert (stored(store, model), calls) == ([4, 5, 7], 3), "the last is behind no snapshot"
-    while await store.write(lambda conn: unit_records.drop_bodies(conn, model.key, 100)):
+    while await store.write(lambda conn: unit_records.drop_bodies(conn, model.key, 100)) is None:
         pass
     assert (stored(store, model), stored(store, other)) == ([5, 7], [0, 1])
     with reading(store) as conn:

@@ -25,6 +25,12 @@ UNRECORDED_S = 86400.0
 """Age in seconds from which one of these will not be recorded any more."""
 
 
+def sweep_meetings(directory: Path) -> None:
+    """Remove places at which ranks of an earlier engine met, before others meet there."""
+    for path in directory.glob(".ranks-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def sweep_partial(directories: Iterable[Path]) -> None:
     """Remove directories that an engine left incomplete."""
     for directory in directories:

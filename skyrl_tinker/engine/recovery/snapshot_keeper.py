@@ -96,6 +96,7 @@ class SnapshotKeeper:
     def __post_init__(self) -> None:
         self._progress: dict[ModelKey, _Unkept] = {}
         self._tried: dict[ModelKey, int] = {}  # seq_id of the last try of a snapshot
+        self._dropped: dict[ModelKey, int] = {}  # seq_id up to which no forward has a body
         self.of_model = MeanCost(2.0, 100)  # to create a model on fresh ranks, and load its snapshot
         self.of_request = MeanCost(0.5, 100)  # in addition to the ranks' own time: bodies, results, calls
         self._writing: dict[ModelKey, asyncio.Task[None]] = {}
@@ -348,6 +349,7 @@ class SnapshotKeeper:
         async with self._forgetting:
             await persistently(lambda: self._store.write(lambda conn: snapshot_records.drop(conn, model)))
             await self._drop_bodies(model, ALL)
+            self._dropped.pop(model, None)
             await self._remove(self._root / str(model))
 
     async def _forget_before(self, model: ModelKey, row: SnapshotRow) -> None:
@@ -380,11 +382,12 @@ class SnapshotKeeper:
         removal.add_done_callback(self._removals.discard)
 
     async def _drop_bodies(self, model: ModelKey, until: int) -> None:
-        def op(conn: Connection) -> bool:
-            return unit_records.drop_bodies(conn, model, until)
+        def op(conn: Connection) -> int | None:
+            return unit_records.drop_bodies(conn, model, until, self._dropped.get(model, 0))
 
-        while await persistently(lambda: self._store.write(op)):
+        while (dropped := await persistently(lambda: self._store.write(op))) is None:
             pass
+        self._dropped[model] = dropped
 
     def _new_directory(self, model: ModelKey, seq_id: int) -> Path:
         """Return a directory never used before: an earlier attempt may still be removed."""

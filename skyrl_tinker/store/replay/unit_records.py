@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from sqlalchemy import (
     ColumnElement,
     Connection,
+    and_,
     bindparam,
     delete,
     func,
@@ -147,25 +148,29 @@ def unfinished_until(conn: Connection, model: ModelKey, seq_id: int) -> list[int
     return list(conn.scalars(query))
 
 
-def drop_bodies(conn: Connection, model: ModelKey, until: int) -> bool:
-    """Delete some bodies of finished requests up to seq_id `until`, and of forwards; True: more are left.
+def drop_bodies(conn: Connection, model: ModelKey, until: int, since: int = 0) -> int | None:
+    """Delete some bodies of finished requests up to seq_id `until`, and of forwards after `since`.
 
     Those of the newest passes stay for their readers: KEPT, of KEPT_BYTES together, without larger ones.
+    Returns None if more are left, else the seq_id up to which no forward has a body any more.
     """
-    not_replayed = or_(Future.seq_id <= until, Future.kind == RequestKind.FORWARD)
+    forwards = and_(Future.kind == RequestKind.FORWARD, Future.seq_id > since)
+    not_replayed = or_(Future.seq_id <= until, forwards)
     finished = (
-        select(Future.id, func.length(Request.body).label("size"))
+        select(Future.id, Future.seq_id, func.length(Request.body).label("size"))
         .join(Request, Request.future_id == Future.id)
         .where(Future.model_key == model, not_replayed, Future.status != FutureStatus.PENDING)
     )
     passes = finished.where(Future.kind.in_(_PASSES)).order_by(Future.seq_id.desc())
-    room, kept = KEPT_BYTES, []
+    room, kept, oldest = KEPT_BYTES, [], since + 1
     for row in conn.execute(passes.limit(KEPT)):
         if row.size <= room:
             room -= row.size
             kept.append(row.id)
+            oldest = row.seq_id
     some = finished.with_only_columns(Future.id).where(Future.id.not_in(kept)).limit(SLICE)
-    return conn.execute(delete(Request).where(Request.future_id.in_(some))).rowcount == SLICE
+    more = conn.execute(delete(Request).where(Request.future_id.in_(some))).rowcount == SLICE
+    return None if more else oldest - 1
 
 
 def models_with_bodies(conn: Connection) -> list[ModelKey]:

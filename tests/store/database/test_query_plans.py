@@ -66,6 +66,7 @@ QUERIES: dict[str, Query] = {
     "a poisoned window": lambda conn: unit_records.window_error(conn, MODEL),
     "saves on their way": lambda conn: unit_records.unfinished_until(conn, MODEL, 1),
     "bodies that a snapshot covers": lambda conn: unit_records.drop_bodies(conn, MODEL, 1),
+    "bodies of forwards": lambda conn: unit_records.drop_bodies(conn, MODEL, 0, 7),
     "models with bodies": unit_records.models_with_bodies,
     "waiting requests of a key": lambda conn: holdings.pending_requests(conn, OWNER),
     "purge of results": lambda conn: row_purges.purge_results(conn, time.time()),
