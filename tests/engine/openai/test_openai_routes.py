@@ -10,6 +10,7 @@ import pytest
 
 from skyrl_tinker.domain.ids import CheckpointKind, OwnerId
 from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.engine.openai.openai_requests import LONGEST_TOKEN
 from skyrl_tinker.engine.openai.openai_routes import OpenAIRoutes
 from skyrl_tinker.engine.openai.openai_server import OpenAIServer, _OpenAICall
@@ -89,6 +90,7 @@ async def test_a_request_waits_for_the_samplers_and_uses_them_until_its_end(
     none, samplers = cast(Any, None), ScriptedSamplers()
     driver: Any = SimpleNamespace(arriving=nullcontext)
     server = OpenAIServer(store, cast(Any, samplers), none, STUDENT, none, driver, Metrics())
+    server._abilities = ChatAbilities(frozenset())
     gate, prepared, go_on = samplers.gate, asyncio.Event(), asyncio.Event()
 
     async def prepare(*_: object) -> None:
@@ -116,6 +118,7 @@ async def test_a_request_that_waits_for_samplers_is_seen_in_the_queue_once(
     none, samplers = cast(Any, None), cast(Any, ScriptedSamplers())
     driver = SamplerDriver(store, samplers, none, Concurrency(1, 1), Metrics())
     server = OpenAIServer(store, samplers, none, STUDENT, none, driver, Metrics())
+    server._abilities = ChatAbilities(frozenset())
 
     async def prepare(*_: object) -> _OpenAICall:
         return _OpenAICall(REQUEST, None, None, [1], {"max_tokens": 1}, none)
@@ -139,6 +142,7 @@ async def test_a_text_that_no_context_holds_is_refused_also_before_the_samplers_
     none, samplers = cast(Any, None), ScriptedSamplers()
     driver: Any = SimpleNamespace(arriving=nullcontext)
     server = OpenAIServer(store, cast(Any, samplers), none, STUDENT, none, driver, Metrics())
+    server._abilities = ChatAbilities(frozenset())
     samplers.gate.close("they are being started")
     huge = CompletionRequest(model="student", prompt="a" * (LONGEST_TOKEN * STUDENT.context_length + 1))
     with pytest.raises(FieldError, match=r"prompt: \d+ characters, expected at most"):

@@ -17,6 +17,7 @@ from skyrl_tinker.domain.manifest import write_listing
 from skyrl_tinker.domain.values import LoraSpec, WeightVersion
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.bases.sample_dispatch import CANCELLED, SampleDispatch
+from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.engine.openai.openai_routes import OpenAIRoutes
 from skyrl_tinker.engine.openai.openai_server import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
@@ -81,6 +82,7 @@ async def saved(store: Store, directory: Path) -> str:
 def openai_routes(store: Store, storage: CheckpointStorage) -> OpenAIRoutes:
     nothing, driver = cast(Any, None), cast(Any, SimpleNamespace(arriving=nullcontext))
     server = OpenAIServer(store, samplers_of(storage), nothing, FACTS, nothing, driver, Metrics())
+    server._abilities = ChatAbilities(frozenset())
     return OpenAIRoutes(store, [server], Metrics())
 
 
