@@ -88,7 +88,7 @@ async def list_runs(query: Annotated[RunsQuery, Query()], deps: Deps, reach: Rea
 
 @router.get("/runs/{run}", summary="A training run with the measures of its last step")
 async def get_run(run: str, deps: Deps, reach: Reached) -> RunSummary:
-    return await deps.store.fetch(
+    return await deps.store.report(
         lambda conn: run_summary(training_runs.find(conn, reach, ModelId(run), "owned"))
     )
 

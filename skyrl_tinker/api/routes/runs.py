@@ -45,7 +45,7 @@ async def list_training_runs(
 async def get_training_run(
     run: str, query: Annotated[TrainingRunQuery, Query()], deps: Deps, reach: Reached
 ) -> TrainingRun:
-    row = await deps.store.fetch(
+    row = await deps.store.report(
         lambda conn: training_runs.find(conn, reach, ModelId(run), query.access_scope)
     )
     return training_run(row)
