@@ -1,11 +1,11 @@
-"""Waiting requests of each API key that has a limit of them, counted once a second at most."""
+"""Waiting requests of each API key, counted together and once a second at most."""
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.domain.ids import OwnerId
@@ -17,18 +17,11 @@ COUNT_EVERY_S = 1.0
 RETRY_S = 2
 
 
-@dataclass(slots=True)
-class _Count:
-    """`waiting`: at the last count, and accepted here since."""
-
-    waiting: int
-    counted_at: float
-
-
 class KeyBacklogs:
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._counts: dict[OwnerId | None, _Count] = {}
+        self._waiting: Counter[OwnerId | None] = Counter()  # at the last count, and accepted here since
+        self._counted_at = -math.inf
         self._held: Counter[OwnerId | None] = Counter()  # requests that the store does not know
         self._counting = asyncio.Lock()
 
@@ -37,10 +30,10 @@ class KeyBacklogs:
         limit = caller.limits.backlog
         if limit is None:
             return None
-        count = await self._count(caller.owner)
-        waiting = count.waiting + self._held[caller.owner]
+        await self._count()
+        waiting = self._waiting[caller.owner] + self._held[caller.owner]
         if waiting < limit:
-            count.waiting += 1
+            self._waiting[caller.owner] += 1
             return None
         return OverloadedError(
             f"keys.backlog: found {waiting} waiting requests, expected at most {limit} of one API key: "
@@ -54,17 +47,17 @@ class KeyBacklogs:
         if refusal := await self.full(caller):
             raise refusal
         if caller.limits.backlog is not None:
-            self._counts[caller.owner].waiting -= 1  # it is held instead
+            self._waiting[caller.owner] -= 1  # it is held instead
         self._held[caller.owner] += 1
         try:
             yield
         finally:
-            self._held -= Counter([caller.owner])  # drops zeros
+            self._held[caller.owner] -= 1
+            if not self._held[caller.owner]:
+                del self._held[caller.owner]
 
-    async def _count(self, owner: OwnerId | None) -> _Count:
+    async def _count(self) -> None:
         async with self._counting:  # those that come meanwhile use the same count
-            count = self._counts.get(owner)
-            if count is None or time.monotonic() - count.counted_at > COUNT_EVERY_S:
-                waiting = await self._store.fetch(lambda conn: holdings.pending_requests(conn, owner))
-                count = self._counts[owner] = _Count(waiting, time.monotonic())
-            return count
+            if time.monotonic() - self._counted_at > COUNT_EVERY_S:
+                self._waiting = Counter(await self._store.fetch(holdings.pending_requests))
+                self._counted_at = time.monotonic()

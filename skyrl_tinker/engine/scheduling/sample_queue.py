@@ -1,7 +1,7 @@
 """Queue of waiting samples, shared fairly by their tokens, so that no owner or session delays others."""
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
@@ -21,7 +21,8 @@ class SampleQueue:
         self._queues: dict[Path, OrderedDict[int, SampleTurn]] = {}  # by id
         self._paths: dict[int, Path] = {}  # of all that wait
         self._shares: FairShare[SampleTurn] = FairShare()
-        self._narrowest = math.inf  # least sequences of any newcomer's next turn, or fewer
+        self._newcomers: dict[Path, int] = {}  # sequences of their next turns
+        self._widths: Counter[int] = Counter()  # of these, without zeros
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -39,7 +40,7 @@ class SampleQueue:
             else:
                 self._queues[path] = OrderedDict({turn.id: turn})
                 self._shares.put(path, self._queues[path].values())
-                self._note_newcomer(path)
+                self._note(path)
 
     def take(self, most: int) -> list[SampleTurn]:
         """Remove and return the next turns that may begin, at most `most`; `release` ends each."""
@@ -56,16 +57,14 @@ class SampleQueue:
     def release(self, turn_ids: Iterable[int]) -> None:
         """End these turns; those that are not in flight are ignored."""
         for each in turn_ids:
-            if (path := self._slots.release(each)) in self._queues:
-                self._note_newcomer(path)
+            if path := self._slots.release(each):
+                self._note(path)
 
     def discard(self, ids: Iterable[int]) -> None:
         """Remove the waiting turns with these ids; ids that do not wait are ignored."""
         for path in {self._remove(each) for each in ids if each in self._paths}:
-            queue = self._queues.get(path, OrderedDict())
-            self._shares.put(path, queue.values())
-            if queue:
-                self._note_newcomer(path)
+            self._shares.put(path, self._queues.get(path, OrderedDict()).values())
+            self._note(path)
 
     def view(self, away: Collection[int] = ()) -> SamplingView:
         """Return the queues of the first sessions, in order, and the counts of waiting and running turns.
@@ -91,27 +90,35 @@ class SampleQueue:
         for turn in self._shares.order(_tokens):
             if not (self._slots.take(turn) or self._slots.take_reserved(turn)):
                 break
+            self._note(path_of(turn))
             yield turn
-        if self._slots.reserve_left() < self._narrowest:
-            return  # usual under load: avoids a walk over all sessions for each turn that ends
-        narrowest = math.inf
+        if self._reserve_is_full():
+            return  # usual under load: else each turn that ends would cost a walk over all sessions
         for turn in self._shares.order(_tokens, self._newcomer):
             if self._slots.take_reserved(turn):
+                self._note(path_of(turn))
                 yield turn
-            else:
-                narrowest = min(narrowest, width(turn))
-            if not self._slots.reserve_left():
-                return
-        self._narrowest = narrowest
+                if self._reserve_is_full():
+                    return
+
+    def _reserve_is_full(self) -> bool:
+        """Return whether no newcomer's next turn fits in the reserve."""
+        return self._slots.reserve_left() < min(self._widths, default=math.inf)
 
     def _newcomer(self, queue: Collection[SampleTurn]) -> Sequence[SampleTurn]:
         (head,) = _head(queue)
         return () if self._slots.knows(head) else (head,)
 
-    def _note_newcomer(self, path: Path) -> None:
-        (head,) = _head(self._queues[path].values())
-        if not self._slots.knows(head):
-            self._narrowest = min(self._narrowest, width(head))
+    def _note(self, path: Path) -> None:
+        """Update whether a session is a newcomer, after its first turn or its turns in flight changed."""
+        if had := self._newcomers.pop(path, 0):
+            self._widths[had] -= 1
+            if not self._widths[had]:
+                del self._widths[had]
+        queue = self._queues.get(path)
+        if queue and (heads := self._newcomer(queue.values())):
+            self._newcomers[path] = width(heads[0])
+            self._widths[self._newcomers[path]] += 1
 
     def _remove(self, turn_id: int) -> Path:
         path = self._paths.pop(turn_id)

@@ -1,6 +1,8 @@
 """Finished samples of one sampling client, in the order of their results."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import Connection, bindparam, func, select
 
@@ -13,8 +15,11 @@ from skyrl_tinker.store.owners import within
 
 CLONE_SEQ_IDS = 1_000_000_000
 """Number of seq ids that each client of a sampling session has; the first ones are the original client's."""
-NEAR = 20_000
-"""Most results of all clients to scan for one client's; beyond that, its own samples are scanned."""
+NEAR, FEW = 20_000, 100
+"""Most results of all clients to scan for one client's, and so few that they are.
+
+Between, all results are scanned if they are fewer than its own samples, else those.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,13 @@ _FAR = Prepared(
         Result.id + 0 > bindparam("after"), Future.sampling_session_id == bindparam("sampling_session_id")
     )
 )
+_NEWEST = Prepared(
+    select(func.max(Future.seq_id).label("seq_id")).where(
+        Future.sampling_session_id == bindparam("sampling_session_id"),
+        Future.seq_id >= bindparam("first"),
+        Future.seq_id < bindparam("end"),
+    )
+)
 
 
 def require_sampler(conn: Connection, reach: Reach, sampling_session_id: SamplingSessionId) -> None:
@@ -69,5 +81,13 @@ def finished_since(
         "end": (clone + 1) * CLONE_SEQ_IDS,
         "after": after,
     }
-    rows = (_NEAR if newest - after <= NEAR else _FAR).rows(conn, key)
+    rows = (_NEAR if _all_are_fewer(conn, newest - after, key) else _FAR).rows(conn, key)
     return [Completion(*row) for row in rows], newest
+
+
+def _all_are_fewer(conn: Connection, results: int, key: Mapping[str, Any]) -> bool:
+    """Return whether so many results of all clients are quicker to scan than the client's own samples."""
+    if not FEW < results <= NEAR:
+        return results <= FEW
+    own = _NEWEST.row(conn, key)
+    return own is not None and own.seq_id is not None and results <= own.seq_id - key["first"]

@@ -58,6 +58,7 @@ _WAITING = or_(
         Future.seq_id.is_not(None),
     ),
 )
+# Training requests may wait for hours, and the read of a unit's bodies also finds those that ended meanwhile.
 _SMALL_SAMPLE = case(
     (
         and_(

@@ -1,4 +1,4 @@
-"""Holdings of one owner at the moment, for the limits of its key."""
+"""Holdings of owners at the moment, for the limits of their keys."""
 
 from typing import Any
 
@@ -50,15 +50,16 @@ def stored_bytes(conn: Connection, owner: OwnerId | None) -> int:
     return _number(conn, query)
 
 
-def pending_requests(conn: Connection, owner: OwnerId | None) -> int:
-    """Return the number of requests that have not finished. Reads all that are pending."""
+def pending_requests(conn: Connection) -> dict[OwnerId | None, int]:
+    """Return the number of requests that have not finished, of each owner that has any."""
     query = (
-        select(func.count())
+        select(Session.owner_id, func.count())
         .select_from(Future)
         .join(Session, Session.session_id == Future.session_id)
-        .where(_PENDING, owned_by(owner))
+        .where(_PENDING)
+        .group_by(Session.owner_id)
     )
-    return _number(conn, query)
+    return {None if owner is None else OwnerId(owner): count for owner, count in conn.execute(query)}
 
 
 def _models(owner: OwnerId | None, *columns: Any) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.api.middleware import request_rate
@@ -13,6 +14,7 @@ from skyrl_tinker.api.middleware.request_rate import RequestRates
 from skyrl_tinker.api.middleware.route_traits import TRAITS, Trait
 from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.api.waiting import key_backlogs
+from skyrl_tinker.api.waiting.key_backlogs import KeyBacklogs
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import CheckpointKind, OwnerId
 from skyrl_tinker.domain.state_size import state_bytes
@@ -22,6 +24,7 @@ from skyrl_tinker.errors import OverloadedError
 from skyrl_tinker.protocol.validation.key_limits import UNLIMITED, KeyLimits
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.cluster import token_buckets
+from skyrl_tinker.store.reports import holdings
 from skyrl_tinker.store.store import Store
 from tests.api.support.users import new_user, speak_as
 from tests.api.support.world import BASE, FACTS, World, running, sample, step
@@ -247,6 +250,23 @@ async def test_a_count_between_two_looks_includes_what_was_accepted(world: World
     sampler = await world.sampler()
     answers = await asyncio.gather(*(world.post("asample", sample(sampler, number)) for number in range(6)))
     assert sorted(answer.status_code for answer in answers) == [200] * 3 + [429] * 3
+
+
+async def test_the_backlogs_of_all_keys_are_counted_together(world: World) -> None:
+    """A thousand keys would read all that is pending a thousand times a second."""
+    count, counts = holdings.pending_requests, list[Connection]()
+
+    def counted(conn: Connection) -> dict[OwnerId | None, int]:
+        counts.append(conn)
+        return count(conn)
+
+    world.patch.setattr(holdings, "pending_requests", counted)
+    backlogs = KeyBacklogs(world.store)
+    for owner in (1, 2, 3):
+        who = Caller(OwnerId(owner), "alice", limits=KeyLimits(backlog=1))
+        assert await backlogs.full(who) is None
+        assert await backlogs.full(who)
+    assert len(counts) == 1
 
 
 def caller(rate: float | None, owner: int = 1) -> Caller:

@@ -1,5 +1,6 @@
 """How SQLite goes about what is asked of a large journal: along indexes, never through all of it."""
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -68,7 +69,7 @@ QUERIES: dict[str, Query] = {
     "bodies that a snapshot covers": lambda conn: unit_records.drop_bodies(conn, MODEL, 1),
     "bodies of forwards": lambda conn: unit_records.drop_bodies(conn, MODEL, 0, 7),
     "models with bodies": unit_records.models_with_bodies,
-    "waiting requests of a key": lambda conn: holdings.pending_requests(conn, OWNER),
+    "waiting requests of keys": holdings.pending_requests,
     "purge of results": lambda conn: row_purges.purge_results(conn, time.time()),
     "purge of what a model ran": lambda conn: row_purges.purge_training(conn, MODEL, 9, time.time()),
     "purge of dropped weights": lambda conn: row_purges.purge_versions(conn, time.time()),
@@ -179,6 +180,30 @@ async def test_rolling_up_takes_as_many_statements_for_many_sessions_as_for_one(
 
     await counted(1)  # the first also makes the note of how far it came
     assert await counted(1) == await counted(20)
+
+
+async def test_the_results_of_others_cost_a_client_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a thousand clients that poll each second, or each result would be read a thousand times."""
+    monkeypatch.setattr(completions, "FEW", 2)
+    mine, other = [await base_sampler(store, await new_session(store)) for _ in range(2)]
+    steps: list[int] = []
+
+    async def counted(more: int) -> int:
+        for _ in range(more):
+            await used(store, other, next(numbers))
+        with reading(store) as conn:
+            steps.clear()
+            sqlite.raw(conn).set_progress_handler(lambda: steps.append(1), 1)
+            found, _ = completions.finished_since(conn, mine, 0, 0)
+            sqlite.raw(conn).set_progress_handler(None, 1)
+        assert [each.cursor for each in found] == [1]
+        return len(steps)
+
+    numbers = itertools.count()
+    await used(store, mine)
+    assert await counted(3) == await counted(20)
 
 
 async def used(store: Store, sampler: SamplingSessionId, number: int = 0) -> None:
