@@ -24,7 +24,7 @@ class LossSpec:
     """Optional inputs, and the number that stands at every position of an absent one."""
     refuses_misspelt: bool = False
     """Whether inputs that the loss does not read are refused where an optional one is absent: they may be its
-    misspelt name, and everything would train."""
+    misspelt name, and all tokens would count."""
     recorded: tuple[str, ...] = ()
     """Inputs that the engine fills in from the record of the sample."""
     candidates: bool = False
@@ -52,13 +52,13 @@ _EPSILONS = {"eps_low": ConfigKey(0.2, 0.0, 1.0), "eps_high": ConfigKey(0.2, 0.0
 LOSSES: Mapping[str, LossSpec] = {
     spec.name: spec
     for spec in (
-        LossSpec("cross_entropy", (), optional={"weights": 1.0}, refuses_misspelt=True, candidates=True),
+        LossSpec("cross_entropy", (), {}, {"weights": 1.0}, True, candidates=True),
         LossSpec("importance_sampling", _RL_INPUTS),
         LossSpec("ppo", _RL_INPUTS, _thresholds(0.8, 1.2)),
         LossSpec("cispo", _RL_INPUTS, _thresholds(0.0, 4.0)),
         LossSpec("dro", _RL_INPUTS, {"beta": ConfigKey(0.05, 0.0, _MOST)}),
         # 3e-4 below and 4e-4 above 1: the paper's own (arXiv:2507.18071, section 5.1).
-        LossSpec("gspo", _RL_INPUTS, _thresholds(0.9997, 1.0004), optional={"sequence_ratio_mask": 1.0}),
+        LossSpec("gspo", _RL_INPUTS, _thresholds(0.9997, 1.0004), {"sequence_ratio_mask": 1.0}, True),
         LossSpec(
             "stable_reinforce",
             ("advantages",),

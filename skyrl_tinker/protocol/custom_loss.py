@@ -64,7 +64,8 @@ def check_custom_inputs(loss: CustomLoss, data: Sequence[Datum]) -> None:
                     f"datum {index}: loss_fn_inputs lacks {name!r}, which loss {loss.name!r} takes"
                 )
             field = f"datum {index}: loss_fn_inputs[{name!r}]"
-            _check_rank(field, datum.inputs[name].ndim, expected, loss)
+            # one value that comes without a shape may be an array of one
+            _check_rank(field, datum.inputs[name].ndim or min(expected, 1), expected, loss)
 
 
 def to_bytes(loss: CustomLoss) -> bytes:

@@ -78,6 +78,20 @@ def test_several_prompts_and_choices_come_in_order(oai: openai.OpenAI, client: C
     assert [choice.text[0] for choice in answer.choices] == ["a", "a", "b", "b"]
 
 
+def test_greedy_choices_are_equal_streamed_or_not(oai: openai.OpenAI, client: Client) -> None:
+    asked: dict[str, Any] = {"model": client.model, "messages": CHAT, "max_tokens": 4, "temperature": 0}
+    one = oai.chat.completions.create(**asked).choices[0].message.content
+    whole = oai.chat.completions.create(**asked, n=3)
+    assert [(each.index, each.message.content) for each in whole.choices] == [(0, one), (1, one), (2, one)]
+    texts = ["", "", ""]
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    for chunk in oai.chat.completions.create(**asked, **options, n=3):
+        usage = chunk.usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert (texts, usage) == ([one] * 3, whole.usage)
+
+
 def test_a_path_is_sampled_as_the_trainer_left_it(
     oai: openai.OpenAI, trained: tuple[str, np.ndarray]
 ) -> None:

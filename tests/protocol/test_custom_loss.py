@@ -302,6 +302,8 @@ def test_data_must_have_what_the_loss_takes() -> None:
         check_custom_inputs(loss, [datum(w=np.zeros(3, np.float32))])
     with pytest.raises(UserError, match=r"datum 1: loss_fn_inputs\['target_tokens'\] has rank 2, expected 1"):
         check_custom_inputs(loss, [good, datum((3, 2))])
+    of_one_token = CustomLoss("f", (("logprobs", 1), ("w", 1)), ())
+    check_custom_inputs(of_one_token, [good])
 
 
 def test_the_page_on_custom_losses_lists_what_they_may_call() -> None:

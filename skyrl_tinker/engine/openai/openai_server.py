@@ -19,8 +19,10 @@ from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.engine.openai.grammar_turns import GrammarTurns
 from skyrl_tinker.engine.openai.openai_requests import (
     OpenAIRequest,
+    copies,
     listed,
     prompt_lengths,
+    repeated,
     require_one_sequence,
     texts_to_count,
     upstream_body,
@@ -81,7 +83,7 @@ class _OpenAICall:
 
     @property
     def sequences(self) -> int:
-        return len(self.prompts) * self.request.n
+        return len(self.prompts) * self.request.n // copies(self.request)
 
     @property
     def places(self) -> int:
@@ -122,8 +124,10 @@ class _OpenAICall:
             why = _GIVEN_UP if isinstance(error, RequestGivenUpError) else str(error)
             raise FieldError(f"{field}: the sampler makes no answer that fits it: {why}", field) from error
 
-    def renamed(self, response: dict[str, Any]) -> bytes:
-        """Encode a response under the client's name for the model."""
+    def encoded(self, response: dict[str, Any]) -> bytes:
+        """Encode a response, or a chunk of one, with all choices, under the client's name for the model."""
+        if (each := copies(self.request)) > 1:
+            response = repeated(response, each)
         return orjson.dumps(response | {"model": self.request.model} if "model" in response else response)
 
 
@@ -235,7 +239,7 @@ class OpenAIServer:
         async with self._turn(call) as priority:
             response = call.read(await self._with_retry(call, lambda: self._send(call, priority)))
         self._count(call, response["usage"])
-        return web.Response(body=call.renamed(response), content_type="application/json")
+        return web.Response(body=call.encoded(response), content_type="application/json")
 
     async def _send(self, call: _OpenAICall, priority: int) -> Any:
         async with self._samplers.leases.open(call.version) as name:
@@ -351,7 +355,7 @@ def _forwarded(call: _OpenAICall, chunk: Chunk) -> bytes | None:
         chunk.pop("usage", None)
     elif "usage" in chunk and (options is None or not options.include_usage):
         return None
-    return call.renamed(chunk)
+    return call.encoded(chunk)
 
 
 async def _chunks(pieces: AsyncIterator[bytes], refusal: Refusal) -> AsyncIterator[Chunk]:

@@ -11,7 +11,7 @@ from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 from skyrl_tinker.protocol.protobuf.tensors import Array, as_array, as_float32, as_int64, read_tensor
 from skyrl_tinker.protocol.schemas.base import shorten
 
-_TARGETS = "target_tokens"
+TARGETS = "target_tokens"
 
 
 def input_field(where: str, name: str) -> str:
@@ -21,8 +21,8 @@ def input_field(where: str, name: str) -> str:
 def inputs_read(datum: pb.Datum, spec: LossSpec) -> tuple[str, ...]:
     """Return the names of the loss_fn_inputs that the loss reads, also missing ones; target_tokens first."""
     if spec.name == CUSTOM:
-        return (_TARGETS, *sorted(set(datum.loss_fn_inputs) - {_TARGETS}))
-    return (_TARGETS, *spec.inputs, *(name for name in spec.optional if name in datum.loss_fn_inputs))
+        return (TARGETS, *sorted(set(datum.loss_fn_inputs) - {TARGETS}))
+    return (TARGETS, *spec.inputs, *(name for name in spec.optional if name in datum.loss_fn_inputs))
 
 
 def read_datum(datum: pb.Datum, spec: LossSpec, where: str, *, input_spans: bool = False) -> Datum:
@@ -37,26 +37,15 @@ def read_datum(datum: pb.Datum, spec: LossSpec, where: str, *, input_spans: bool
     if missing:
         found = shorten(sorted(fields)) if fields else "none"
         raise UserError(f"{where}: loss_fn_inputs lacks {missing[0]!r}, found {found}")
-    if spec.refuses_misspelt:
-        _refuse_misspelt(set(fields), spec, where)
     read = _custom_input if spec.name == CUSTOM else _float32_input
-    field = input_field(where, _TARGETS)
+    field = input_field(where, TARGETS)
     return Datum(
         tokens=text_tokens(datum, where),
-        target_tokens=as_int64(read_tensor(fields[_TARGETS], field), field),
+        target_tokens=as_int64(read_tensor(fields[TARGETS], field), field),
         inputs={name: read(fields[name], input_field(where, name)) for name in names[1:]},
         spans=_spans(datum.loss_fn_input_spans if spec.recorded else (), f"{where}: loss_fn_input_spans"),
         input_spans=_spans(datum.model_input_spans if input_spans else (), f"{where}: model_input_spans"),
     )
-
-
-def _refuse_misspelt(given: set[str], spec: LossSpec, where: str) -> None:
-    absent, unread = spec.optional.keys() - given, given - {_TARGETS, *spec.inputs, *spec.optional}
-    if absent and unread:
-        raise UserError(
-            f"{where}: loss_fn_inputs has {shorten(min(unread))}, which {spec.name} does not read, and no "
-            f"{min(absent)!r}, expected that or target_tokens alone"
-        )
 
 
 def text_tokens(datum: pb.Datum, where: str) -> Int32:

@@ -159,7 +159,7 @@ class ChatMessage(OpenAIMessage):
     @model_validator(mode="after")
     def _fields_fit_the_role(self) -> "ChatMessage":
         if self.role != "assistant" and "content" not in self.model_fields_set:
-            raise ValueError("content is missing")
+            raise ValueError("content is missing or null, expected text")
         if self.role != "assistant" and self.tool_calls:
             raise ValueError(f"tool_calls of role {self.role}, expected role assistant")
         if (self.role == "tool") != (self.tool_call_id is not None):

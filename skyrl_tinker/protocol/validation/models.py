@@ -13,6 +13,7 @@ from skyrl_tinker.protocol.validation.limits import Limits
 
 _OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {"adamw": {}, "dimuon": {"version": 1}}
 """By family: the keys of optimizer_config beside `type`, each with the one supported value."""
+_GROUPS = ("train_mlp", "train_attn", "train_unembed")
 
 
 def validate_lora_config(config: LoraConfig | None, limits: Limits) -> LoraSpec:
@@ -24,8 +25,14 @@ def validate_lora_config(config: LoraConfig | None, limits: Limits) -> LoraSpec:
             f"lora_config.rank is {config.rank}, expected 0 (full-parameter training) to "
             f"{limits.max_lora_rank} (the server's setting max_lora_rank)"
         )
-    if not (config.train_mlp or config.train_attn or config.train_unembed):
-        raise UserError("lora_config trains nothing: set one of train_mlp, train_attn, train_unembed")
+    left_out = [name for name in _GROUPS if not getattr(config, name)]
+    if len(left_out) == len(_GROUPS):
+        raise UserError(f"lora_config trains nothing: set one of {', '.join(_GROUPS)}")
+    if config.rank == 0 and left_out:
+        raise UserError(
+            f"lora_config.{left_out[0]} is false, expected true with rank 0: full-parameter training leaves "
+            "nothing out"
+        )
     seed = secrets.randbelow(SEEDS) if config.seed is None else config.seed % SEEDS
     return LoraSpec(config.rank, seed, config.train_mlp, config.train_attn, config.train_unembed)
 

@@ -7,7 +7,7 @@ import numpy as np
 from skyrl_tinker.domain.loss_specs import CUSTOM, LOSSES, LossSpec
 from skyrl_tinker.domain.values import Datum, ForwardBackward, Int32, Int64
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.protocol.protobuf.datums import input_field, inputs_read
+from skyrl_tinker.protocol.protobuf.datums import TARGETS, input_field, inputs_read
 from skyrl_tinker.protocol.protobuf.pass_requests import RawForwardBackward, raw_config, read_value
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 from skyrl_tinker.protocol.protobuf.tensors import count_values, refuse_where
@@ -77,7 +77,8 @@ def validate_forward_backward(raw: RawForwardBackward, limits: Limits) -> Forwar
     """Return the checked request.
 
     Raises UserError naming datum, field, found and expected; NotSupportedError for unsupported chunks.
-    Inputs and provenance spans that the loss does not read are accepted unread.
+    Inputs and provenance spans that the loss does not read are accepted unread. Refused are keys of its config
+    and, where something is trained, what may be the misspelt name of an optional input.
     """
     if raw.problem is not None:
         raise raw.problem
@@ -87,8 +88,23 @@ def validate_forward_backward(raw: RawForwardBackward, limits: Limits) -> Forwar
     _check_size(raw.message, spec, limits.max_targets)
     value = read_value(raw.message)
     for index, datum in enumerate(value.data):
+        _check_names(set(raw.message.data[index].loss_fn_inputs), spec, f"datum {index}", value.forward_only)
         _check_datum(datum, spec, f"datum {index}", limits)
     return value
+
+
+def _check_names(given: set[str], spec: LossSpec, where: str, forward_only: bool) -> None:
+    if misplaced := given & spec.config.keys():
+        raise UserError(
+            f"{where}: loss_fn_inputs has {min(misplaced)!r}, expected one for all tokens, in loss_fn_config"
+        )
+    absent, unread = spec.optional.keys() - given, given - {TARGETS, *spec.inputs, *spec.optional}
+    if absent and unread and spec.refuses_misspelt and not forward_only:
+        others = " and ".join((TARGETS, *spec.inputs))
+        raise UserError(
+            f"{where}: loss_fn_inputs has {shorten(min(unread))}, which {spec.name} does not read, and no "
+            f"{min(absent)!r}, expected that, or {others} alone"
+        )
 
 
 def _check_count(count: int, limits: Limits) -> None:
@@ -104,7 +120,7 @@ def _check_size(message: pb.ForwardBackwardRequest, spec: LossSpec, most: int) -
     for name, field, count in _sizes(message, spec):
         if count > most:
             raise UserError(f"{field} has {count} values, expected at most {most}")
-        targets += count if name == "target_tokens" else 0
+        targets += count if name == TARGETS else 0
         values += count
     if targets > most:
         raise UserError(f"data has {targets} target_tokens, expected at most {most} in one request")

@@ -88,7 +88,8 @@ def read_foreign(directory: Path) -> ForeignAdapter:
     whole = isinstance(parameters, list) and sorted(map(str, parameters)) == sorted(EXPERT_PARAMETERS)
     shapes = {key: tuple(tensor.shape) for key, tensor in pairs.items()}
     inner = _stated_rank(config, int(rank)) if whole else expert_rank(shapes, int(rank))
-    patterns = expert_patterns(inner, int(rank), alpha, whole)
+    # of experts with a rank of their own PEFT takes the root of that, so one factor would not fit all layers
+    patterns = {} if config.get("use_rslora") else expert_patterns(inner, int(rank), alpha, whole)
     if whole:  # PEFT sorts them itself
         patterns["target_parameters"] = parameters
     _require_plain(config, patterns)

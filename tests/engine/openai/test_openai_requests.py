@@ -13,8 +13,10 @@ from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities, chat_abilities
 from skyrl_tinker.engine.openai.openai_requests import (
     OpenAIRequest,
+    copies,
     listed,
     prompt_lengths,
+    repeated,
     require_one_sequence,
     texts_to_count,
     upstream_body,
@@ -49,6 +51,23 @@ def test_where_prompts_are_computed_apart_a_request_has_one_sequence() -> None:
     require_one_sequence(parse_openai(CompletionRequest, {"model": "m", "prompt": [5]}), 1)
     with pytest.raises(FieldError, match="n: found 6 sequences in all, expected 1 with prefill_urls"):
         require_one_sequence(several, 2)
+
+
+def test_greedy_choices_are_sampled_once_and_all_given() -> None:
+    """VLLM refuses several of them."""
+    asked = {"model": "m", "prompt": [5], "n": 3}
+    for temperature, sampled in ((1, 3), (0, 1)):
+        request = parse_openai(CompletionRequest, {**asked, "temperature": temperature})
+        assert (upstream_body(request, 1, FACTS, PLAIN)["n"], copies(request)) == (sampled, 3 // sampled)
+    require_one_sequence(request, 1)
+    answer = {
+        "choices": [{"index": 0, "text": "a"}, {"index": 1, "text": "b"}],
+        "usage": {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7},
+    }
+    given = repeated(answer, 2)
+    assert [(each["index"], each["text"]) for each in given["choices"]] == list(enumerate("aabb"))
+    assert given["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
+    assert repeated({"choices": []}, 2) == {"choices": []}
 
 
 @pytest.mark.parametrize(

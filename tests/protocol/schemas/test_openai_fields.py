@@ -96,7 +96,7 @@ def test_an_assistant_may_have_said_nothing(said: dict[str, Any]) -> None:
 @pytest.mark.parametrize("role", ["user", "system", "developer"])
 def test_all_others_have_to_say_something(role: str) -> None:
     for said in ({}, {"content": None}):
-        with pytest.raises(FieldError, match=r"messages.0: content is missing"):
+        with pytest.raises(FieldError, match=r"messages.0: content is missing or null"):
             chat(messages=[{"role": role, **said}])
 
 

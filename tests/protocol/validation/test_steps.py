@@ -189,6 +189,7 @@ def test_an_absent_lora_seed_is_drawn_once() -> None:
             LoraConfig(rank=1, train_mlp=False, train_attn=False, train_unembed=False),
             "lora_config trains nothing",
         ),
+        (LoraConfig(rank=0, train_unembed=False), "lora_config.train_unembed is false, expected true with"),
     ],
 )
 def test_a_wrong_lora_config_is_named(config: LoraConfig | None, message: str) -> None:

@@ -115,7 +115,7 @@ WRONG: list[tuple[Change, str]] = [
     (
         lambda m: m.data[1].loss_fn_inputs["weight"].CopyFrom(m.data[1].loss_fn_inputs.pop("weights")),
         "datum 1: loss_fn_inputs has 'weight', which cross_entropy does not read, and no 'weights', "
-        "expected that or target_tokens alone",
+        "expected that, or target_tokens alone",
     ),
     (lambda m: m.data[1].loss_fn_inputs.clear(), "datum 1: loss_fn_inputs lacks 'target_tokens', found none"),
 ]
@@ -132,6 +132,38 @@ def test_inputs_that_cross_entropy_does_not_read_are_accepted_beside_its_weights
     message = request()
     put("mask", tensor([1.0]))(message)
     assert set(validate(message).data[1].inputs) == {"weights"}
+
+
+def rl_request(loss: str, **inputs: pb.Tensor) -> pb.ForwardBackwardRequest:
+    message = request(loss)
+    for name, values in {"logprobs": tensor([-1, -2, -3]), "advantages": tensor([0, 1, 1]), **inputs}.items():
+        for each in message.data:
+            each.loss_fn_inputs[name].CopyFrom(values)
+    for each in message.data:
+        each.loss_fn_inputs.pop("weights", None)
+    return message
+
+
+def test_a_forward_takes_datums_of_other_losses_as_it_trains_nothing() -> None:
+    message = rl_request("cross_entropy")
+    with pytest.raises(UserError, match="datum 0: loss_fn_inputs has 'advantages', which cross_entropy does"):
+        validate(message)
+    message.forward_only = True
+    assert [set(datum.inputs) for datum in validate(message).data] == [set(), set()]
+
+
+@pytest.mark.parametrize(
+    ("loss", "name", "said"),
+    [
+        ("ppo", "clip_low_threshold", "expected one for all tokens, in loss_fn_config"),
+        ("dro", "beta", "expected one for all tokens, in loss_fn_config"),
+        ("gspo", "mask", "which gspo does not read, and no 'sequence_ratio_mask', expected that, or target"),
+    ],
+)
+def test_inputs_by_which_something_else_would_be_trained_are_refused(loss: str, name: str, said: str) -> None:
+    with pytest.raises(UserError, match=f"datum 0: loss_fn_inputs has '{name}', {said}"):
+        validate(rl_request(loss, **{name: tensor([0, 1, 1])}))
+    validate(rl_request(loss))
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG, ids=[message for _, message in WRONG])

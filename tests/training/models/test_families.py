@@ -1,5 +1,6 @@
 """Every family that is served: packed rows and files equal Hugging Face, one sequence at a time."""
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -158,6 +159,12 @@ def test_peft_loads_an_adapter_and_its_copy_is_taken_back(
             read_foreign(tmp_path / "theirs")  # one pair for two projections is of twice the rank
         shutil.copytree(tmp_path / "ours", tmp_path / "theirs", dirs_exist_ok=True)
     model = convert(read_foreign(tmp_path / "theirs"), directory)
+    file = tmp_path / "theirs" / "adapter_config.json"
+    config = json.loads(file.read_text()) | {"use_rslora": True}
+    if config.get("rank_pattern"):
+        file.write_text(json.dumps(config))
+        with pytest.raises(UserError, match=r"_pattern is .*, expected nothing: not plain LoRA"):
+            read_foreign(tmp_path / "theirs")  # PEFT scales the experts by the root of another rank
     captured = checkpoint_save.capture(model, directory, optimizer=False, rank=0, world=1)
     files = checkpoint_save.persist(captured, tmp_path / "scratch")
     checkpoint_save.commit(captured.contents, files, tmp_path / "scratch", tmp_path / "back")
