@@ -77,8 +77,8 @@ def validate_forward_backward(raw: RawForwardBackward, limits: Limits) -> Forwar
     """Return the checked request.
 
     Raises UserError naming datum, field, found and expected; NotSupportedError for unsupported chunks.
-    Inputs and provenance spans that the loss does not read are accepted unread. Refused are keys of its config
-    and, where something is trained, what may be the misspelt name of an optional input.
+    Inputs and provenance spans that the loss does not read are accepted unread. Refused are keys of its
+    config and, where something is trained, what may be the misspelt name of an optional input.
     """
     if raw.problem is not None:
         raise raw.problem
