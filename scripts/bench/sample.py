@@ -286,24 +286,29 @@ def report(results: dict[int, dict[str, Figures]], tokens: int) -> dict[str, Any
     summary: dict[str, Any] = {}
     for concurrency, sides in results.items():
         for name, figures in sides.items():
-            ratio = figures.rate / sides["bare"].rate
+            ratio = ratio_of(figures, sides["bare"])
             print(
                 f"{concurrency:>8} {name:<6}{figures.rate:>9.1f}{figures.rate * tokens:>10.0f}"
                 f"{figures.p50_ms:>9.1f}{ratio:>7.2f}"
             )
-        summary[f"ratio_x{concurrency}"] = round(sides["ours"].rate / sides["bare"].rate, 3)
-        summary[f"sdk_ratio_x{concurrency}"] = round(sides["sdk"].rate / sides["bare"].rate, 3)
+        summary[f"ratio_x{concurrency}"] = round(ratio_of(sides["ours"], sides["bare"]), 3)
+        summary[f"sdk_ratio_x{concurrency}"] = round(ratio_of(sides["sdk"], sides["bare"]), 3)
         summary[f"tokens_per_s_x{concurrency}"] = round(sides["ours"].rate * tokens)
         summary[f"cpu_ms_x{concurrency}"] = {name: figures.cpu_ms for name, figures in sides.items()}
     summary["overhead_p50_ms"] = round(overhead_p50_ms(results[1]["bare"], results[1]["ours"]), 2)
     return summary
 
 
-def overhead_p50_ms(bare: Figures, through: Figures) -> float:
-    """Return the median over the turns of a request's extra time against the bare server's turn before.
+def ratio_of(through: Figures, bare: Figures) -> float:
+    """Return the median over the turns of the rate beside the bare server's in the turn before.
 
-    Over minutes the machine's own pace moves by more than that.
+    Over minutes the machine's own pace moves by more than they differ.
     """
+    return statistics.median(own / base for own, base in zip(through.rates, bare.rates, strict=True))
+
+
+def overhead_p50_ms(bare: Figures, through: Figures) -> float:
+    """Return the median over the turns of a request's extra time against the bare server's turn before."""
     turns = zip(bare.turns, through.turns, strict=True)
     return 1000 * statistics.median(statistics.median(own) - statistics.median(base) for base, own in turns)
 
