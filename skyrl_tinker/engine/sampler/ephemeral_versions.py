@@ -35,12 +35,12 @@ _log = logging.getLogger(__name__)
 class EphemeralVersions:
     """Unnamed weights. `samplers`: of all base models that are sampled; at most one samples a version.
 
-    `forget_sources`: called after versions were dropped.
+    `forget_sources`: called after a version was dropped.
     """
 
     _store: Store
     _samplers: Sequence[Samplers]
-    _forget_sources: Callable[[], None]
+    _forget_sources: Callable[[WeightVersion], None]
     _spill: TmpfsSpill
     _settings: Settings
 
@@ -70,7 +70,7 @@ class EphemeralVersions:
         if self._in_use(version):  # a sample began while the unload waited
             return False
         await self._store.write(lambda conn: weight_versions.mark_dropped(conn, version.id))
-        self._forget_sources()  # later requests get the answer that it is gone
+        self._forget_sources(version)  # later requests get the answer that it is gone
         if self._in_use(version):  # a sample began while the store wrote
             await self._store.write(lambda conn: weight_versions.keep(conn, version.id))
             return False
@@ -90,15 +90,15 @@ class EphemeralVersions:
         Call it before a snapshot is recorded: a replay from it could not make them again after a reboot.
         Raises OSError: the disk is full.
         """
-
-        def op(conn: Connection) -> tuple[list[WeightVersion], set[VersionId]]:
-            waited_for = weight_versions.list_awaited_versions(conn)
-            return weight_versions.list_ephemeral_versions(conn, model), waited_for
-
-        versions, waited_for = await persistently(lambda: self._store.fetch(op))
+        versions = await persistently(
+            lambda: self._store.fetch(lambda conn: weight_versions.list_ephemeral_versions(conn, model))
+        )
+        old = {version for version in versions[:-1] if self._idle_s(version) >= RECENT_S}
+        awaited = set[VersionId]()
+        if old:  # else it need not be known which versions all waiting samples want
+            awaited = await persistently(lambda: self._store.fetch(weight_versions.list_awaited_versions))
         for version in versions:
-            recent = version == versions[-1] or self._idle_s(version) < RECENT_S
-            if recent or version.id in waited_for:
+            if version not in old or version.id in awaited:
                 await self._in_turn(self._spill.keep, version)
 
     async def _list_unused(self) -> tuple[int, list[WeightVersion]]:

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -18,6 +17,7 @@ from skyrl_tinker.domain.ids import (
     OwnerId,
     SamplingSessionId,
     SessionId,
+    VersionId,
     openai_session,
     sequence_ids,
 )
@@ -32,8 +32,9 @@ from skyrl_tinker.engine.outbox import (
     persistently,
     read_persistently,
 )
-from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
+from skyrl_tinker.engine.sampler.inflight_targets import KnownSources, SampleSource
 from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.scheduling.listing import Listing
 from skyrl_tinker.engine.scheduling.priorities import share_of
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
 from skyrl_tinker.engine.scheduling.slots import Concurrency, SampleTurn, Slots
@@ -57,7 +58,6 @@ CACHED_SESSIONS = 1 << 16
 KEPT_BYTES = 32 * KiB
 """Largest body of a sample that stays with its result, so that its prompt can be read."""
 LISTED_BYTES = 8  # of a token and its logprob
-LISTED_S = 0.9  # each API process asks once a second, and listing all waiting requests takes milliseconds
 CONCURRENCY = {"cuda": Concurrency(MAX_SEQUENCES, MAX_SEQUENCES), "cpu": Concurrency(96, MAX_SEQUENCES)}
 """Default of the setting sample_concurrency. On a CPU a step takes longer with more sequences."""
 _log = logging.getLogger(__name__)
@@ -97,11 +97,12 @@ class SamplerDriver:
         self._arriving = 0  # guests ahead of their turns
         self._awaited: dict[int, asyncio.Future[None]] = {}  # turns awaited by tasks, by id
         self._away: dict[int, None] = {}  # future ids; the storage of their weights did not answer
-        self._listed, self._listed_at = self._queued.view(), -math.inf
+        self._listing = Listing(lambda: self._queued.view(self._away))
         self._ends = EndRate()
         self._changed = asyncio.Event()  # rows have arrived, or requests have finished
-        self._sources: dict[SamplingSessionId, SampleSource] = {}
+        self._sources = KnownSources(CACHED_SESSIONS)
         self._looking_up = asyncio.Lock()
+        self._dropped: set[VersionId] = set()  # while the store is asked for a source
 
     @property
     def facts(self) -> BaseModelFacts:
@@ -163,10 +164,8 @@ class SamplerDriver:
 
     def view(self) -> SamplingView:
         """Return the queues, at most LISTED_S old, and how many samples wait and end."""
-        if (now := time.monotonic()) > self._listed_at + LISTED_S:
-            self._listed, self._listed_at = self._queued.view(self._away), now
         waiting = replace(
-            self._listed,
+            self._listing.get(),
             waiting=len(self._queued) + self._arriving,
             in_flight=self.in_flight(),
             per_second=self._ends.per_second(),
@@ -174,9 +173,11 @@ class SamplerDriver:
         )
         return self._samplers.view(waiting)
 
-    def forget_sources(self) -> None:
-        """Look up the weights of all sessions again, as versions were dropped."""
-        self._sources = {}
+    def forget_sources(self, version: WeightVersion) -> None:
+        """Look up the weights of the sessions on this version again: it was dropped."""
+        self._sources.forget(version)
+        if self._looking_up.locked():
+            self._dropped.add(version.id)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -297,18 +298,16 @@ class SamplerDriver:
             return self._sources[session]
         async with self._looking_up:  # only one of a new session's samples asks the store
             while session not in self._sources:
-                if len(self._sources) >= CACHED_SESSIONS:
-                    del self._sources[next(iter(self._sources))]
-                sources = self._sources
+                self._dropped.clear()
                 row, version = await read_persistently(
                     self._store, partial(_session_version, session=session)
                 )
-                if sources is not self._sources:
-                    continue  # versions were dropped meanwhile, perhaps this one
+                if version is not None and version.id in self._dropped:
+                    continue
                 if version is not None and row.follows is not None:
-                    sources[session] = self._samplers.target(row.follows, version)
+                    self._sources.add(session, self._samplers.target(row.follows, version))
                 else:
-                    sources[session] = version
+                    self._sources.add(session, version)
             return self._sources[session]
 
 

@@ -60,7 +60,7 @@ class Parts:
         self.dropped.append(version.id)
         self.used |= self.begins
 
-    def forget_sources(self) -> None:
+    def forget_sources(self, version: WeightVersion) -> None:
         pass
 
     async def end_sessions(self, reasons: Mapping[SessionId, str]) -> None:
@@ -338,10 +338,10 @@ class Retained(Storage):
     """Storage that does not let go of some checkpoint."""
 
     def __init__(self, kept: str) -> None:
-        self._kept = kept
+        self.kept = kept
 
     def remove(self, directory: Path) -> None:
-        if directory.name == self._kept:
+        if directory.name == self.kept:
             raise StorageError(f"{directory} is under retention")
 
 
@@ -364,6 +364,27 @@ async def test_a_checkpoint_that_cannot_be_removed_stops_neither_others_nor_the_
     await cleanup_of(store, parts, tmp_path, storage=Retained("a")).sweep()
     assert [exists(version) for version in versions] == [True, False]
     assert len(purged) == 1
+
+
+async def test_checkpoints_that_cannot_be_removed_hold_up_no_others(
+    store: Store, parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_records, "AT_ONCE", 2)
+    model = await new_model(store, await journal.new_session(store))
+    versions = [
+        await new_version(store, model, tmp_path / "checkpoints" / name, durable=True) for name in "abcde"
+    ]
+    for version in versions:
+        await expired_checkpoint(store, model, version, Path(version.directory).name)
+    storage, left = Retained("b"), []
+    cleanup = cleanup_of(store, parts, tmp_path, storage=storage)
+    for _ in range(4):
+        await cleanup.sweep()
+        left.append("".join(sorted(names(tmp_path / "checkpoints"))))
+    assert left == ["bcde", "be", "b", "b"]
+    storage.kept = ""
+    await cleanup.sweep()
+    assert names(tmp_path / "checkpoints") == [], "it is tried again"
 
 
 async def test_when_memory_is_low_all_but_the_newest_ephemeral_weights_move(
@@ -418,7 +439,7 @@ async def test_above_the_cap_the_oldest_ephemeral_weights_go_but_never_the_newes
 
 
 async def test_a_snapshot_keeps_on_disk_what_clients_sample(
-    store: Store, parts: Parts, tmp_path: Path
+    store: Store, parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await journal.new_session(store)
     model, other = await new_model(store, session), await new_model(store, await journal.new_session(store))
@@ -445,3 +466,6 @@ async def test_a_snapshot_keeps_on_disk_what_clients_sample(
         keeper = EphemeralVersions(store, [any_part], any_part.forget_sources, spill, Settings(home=tmp_path))
         await keeper.keep_sampled(model.key)
         assert sorted(names(tmp_path / "disk")) == ["v2", "v3", "v4"]
+        monkeypatch.setattr(weight_versions, "list_awaited_versions", None)  # it reads all waiting samples
+        await keeper.keep_sampled(other.key)
+        assert "v5" in names(tmp_path / "disk")
