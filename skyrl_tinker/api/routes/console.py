@@ -176,7 +176,8 @@ async def trace(query: Annotated[TraceQuery, Query()], deps: Deps, caller: Calle
         return trace_of(found, activity, addresses=sees_all(caller))
 
     headers = {"Content-Disposition": 'attachment; filename="skyrl-tinker-trace.json"'}
-    return Response(await deps.store.report(build, caller.reach), headers=headers, media_type="application/json")
+    built = await deps.store.report(build, caller.reach)
+    return Response(built, headers=headers, media_type="application/json")
 
 
 @router.get(
