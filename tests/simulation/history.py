@@ -16,7 +16,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import httpx
 from sqlalchemy import Connection, text
 
 from skyrl_tinker.config import Parity, Recovery, Settings
@@ -36,6 +35,7 @@ from skyrl_tinker.store.store import write_once
 from skyrl_tinker.training.trainer_spec import retry_budget
 from tests.api.support.world import BASE, FACTS, sample, step
 from tests.simulation import silent, teacher
+from tests.simulation.asgi_call import Answer
 from tests.simulation.backends import DEADLY, NOT_FINITE, drawn
 from tests.simulation.client import Client, error_of, loss_of, model_body, now, sequences
 from tests.simulation.faults import (
@@ -154,10 +154,10 @@ class Request:
     ttl: int | None = None
     lived: tuple[float, float] = (0.0, 0.0)
     gone: tuple[float, float] | None = None
-    answer: httpx.Response | None = None
-    samples: list[httpx.Response] = field(default_factory=list)
+    answer: Answer | None = None
+    samples: list[Answer] = field(default_factory=list)
     drawable: list[list[int]] = field(default_factory=list)
-    late: httpx.Response | None = None
+    late: Answer | None = None
 
     @property
     def name(self) -> str:
@@ -495,7 +495,7 @@ class History:
             request.gone = (request.gone or (began,))[0], now()
         return found
 
-    async def _sample(self, request: Request, number: int) -> httpx.Response:
+    async def _sample(self, request: Request, number: int) -> Answer:
         assert request.answer is not None
         count = self._more.choice((1, 2, 3)) if self._more else 1
         body = sample(request.answer.json()["sampling_session_id"], number, num_samples=count)
@@ -616,7 +616,7 @@ class History:
         assert metrics.get(METRIC, 0.0) == 0.0, metrics
         self.faults.hit[COMPARED] += METRIC in metrics
 
-    def _check_sample(self, answer: httpx.Response, drawable: list[list[int]], *, parked: bool) -> None:
+    def _check_sample(self, answer: Answer, drawable: list[list[int]], *, parked: bool) -> None:
         """Check what was drawn; of a parked model only the next start makes the weights that were lost."""
         if error := error_of(answer):
             assert parked, error
