@@ -4,7 +4,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Select, bindparam, func, insert, select, update
+from sqlalchemy import (
+    BindParameter,
+    ColumnElement,
+    Connection,
+    Select,
+    bindparam,
+    func,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy.orm import InstrumentedAttribute
 
 from skyrl_tinker.domain.ids import ModelId, ModelKey, ModelState, Reach, SessionId
@@ -144,14 +154,18 @@ def note_parent(conn: Connection, key: ModelKey, parent: ModelId, steps: int) ->
 
 def steps_taken(conn: Connection, key: ModelKey, seq_id: int) -> int:
     """Return how many steps a model and its parents had taken at the turn of its request `seq_id`."""
-    return conn.scalar(select(steps_at(seq_id)).where(Model.key == key)) or 0
+    row = _STEPS.row(conn, {"of": key, "seq_id": seq_id})
+    return 0 if row is None else int(row[0])
 
 
-def steps_at(seq_id: InstrumentedAttribute[int | None] | int) -> ColumnElement[int]:
+def steps_at(seq_id: InstrumentedAttribute[int | None] | BindParameter[int]) -> ColumnElement[int]:
     """Return the same as SQL, for a query of models."""
     earlier = select(StepPoint.step).where(StepPoint.model_key == Model.key, StepPoint.seq_id < seq_id)
     last = earlier.order_by(StepPoint.step.desc()).limit(1).scalar_subquery()
     return Model.steps_before + func.coalesce(last, 0)
+
+
+_STEPS = Prepared(select(steps_at(bindparam("seq_id"))).where(Model.key == bindparam("of")))
 
 
 def spec_columns(spec: LoraSpec) -> dict[str, Any]:
