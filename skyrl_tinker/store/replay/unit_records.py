@@ -110,24 +110,16 @@ def next_seq(conn: Connection, model: ModelKey) -> int:
 
 def next_unit(conn: Connection) -> int:
     """Return a number above those of all units that a replay may repeat."""
-    live = conn.scalars(select(Model.key).where(Model.state.in_((ModelState.READY, ModelState.PARKED))))
-    last = [_LAST_RAN.row(conn, {"of": model}) for model in live]
+    last = [_LAST_RAN.row(conn, {"of": model}) for model in conn.scalars(_LIVE)]
     return max((row.unit + 1 for row in last if row is not None), default=0)
 
 
 def window_error(conn: Connection, model: ModelKey) -> str | None:
     """Return why the gradients since the last step are invalid: the first of IN_WINDOW that failed."""
     reset = conn.execute(_LAST_RESET, {"of": model}).one_or_none()
-    query = (
-        select(Future.seq_id, Future.kind, Future.error, Future.unit)
-        .where(Future.model_key == model)
-        .where(Future.seq_id > (0 if reset is None else reset.seq_id))
-        .where(Future.seq_id < next_seq(conn, model))
-        .where(Future.kind.in_(IN_WINDOW), Future.status == FutureStatus.FAILED)
-        .order_by(Future.seq_id)
-        .limit(1)
-    )
-    row = conn.execute(query).one_or_none()
+    after = 0 if reset is None else reset.seq_id
+    window = {"of": model, "after": after, "until": next_seq(conn, model)}
+    row = conn.execute(_WINDOW_ERROR, window).one_or_none()
     if row is None:
         return None
     return window_failure(row.kind, row.seq_id, "was refused" if row.unit is None else "failed", row.error)
@@ -141,6 +133,14 @@ def _last(condition: ColumnElement[bool]) -> Select[*tuple[Any, ...]]:
 
 _OF_MODEL = Future.model_key == bindparam("of")
 _LAST_RAN, _LAST_RESET = Prepared(_last(Future.unit.is_not(None))), _last(Future.effect.in_(_RESETS))
+_LIVE = select(Model.key).where(Model.state.in_((ModelState.READY, ModelState.PARKED)))
+_WINDOW_ERROR = (
+    select(Future.seq_id, Future.kind, Future.error, Future.unit)
+    .where(_OF_MODEL, Future.seq_id > bindparam("after"), Future.seq_id < bindparam("until"))
+    .where(Future.kind.in_(IN_WINDOW), Future.status == FutureStatus.FAILED)
+    .order_by(Future.seq_id)
+    .limit(1)
+)
 _BODIES = select(Request.future_id, Request.body).where(
     Request.future_id.in_(bindparam("of", expanding=True))
 )
@@ -166,6 +166,15 @@ _NEWEST_PASSES = (
 )
 _SOME = _FINISHED.with_only_columns(Future.id).where(Future.id.not_in(bindparam("kept", expanding=True)))
 _DROP = delete(Request).where(Request.future_id.in_(_SOME.limit(bindparam("slice"))))
+_WITH_BODIES = (
+    select(Future.model_key)
+    .join(Request, Request.future_id == Future.id)
+    .where(Future.status != FutureStatus.PENDING, Future.model_key.is_not(None))
+    .group_by(Future.model_key)
+    .having(
+        or_(func.count() > bindparam("most"), func.sum(func.length(Request.body)) > bindparam("most_bytes"))
+    )
+)
 
 
 def unfinished_until(conn: Connection, model: ModelKey, seq_id: int) -> list[int]:
@@ -192,11 +201,5 @@ def drop_bodies(conn: Connection, model: ModelKey, until: int, since: int = 0) -
 
 def models_with_bodies(conn: Connection) -> list[ModelKey]:
     """Return the models of which finished requests have more bodies than stay for readers."""
-    query = (
-        select(Future.model_key)
-        .join(Request, Request.future_id == Future.id)
-        .where(Future.status != FutureStatus.PENDING, Future.model_key.is_not(None))
-        .group_by(Future.model_key)
-        .having(or_(func.count() > KEPT, func.sum(func.length(Request.body)) > KEPT_BYTES))
-    )
-    return [ModelKey(key) for key in conn.scalars(query) if key is not None]
+    most = {"most": KEPT, "most_bytes": KEPT_BYTES}
+    return [ModelKey(key) for key in conn.scalars(_WITH_BODIES, most) if key is not None]
