@@ -303,8 +303,9 @@ class SnapshotKeeper:
 
         Raises StorageError; StorageAwayError if a later try may succeed.
         """
-        if self.stored:
-            await in_recovery_thread(self._storage.fetch, Path(row.directory))
+        if not self.stored:  # they are here
+            return
+        await in_recovery_thread(self._storage.fetch, Path(row.directory))
 
     def loaded(self, model: ModelKey, row: SnapshotRow) -> Op[Any]:
         """Return the op that makes a linked checkpoint the model's snapshot."""
