@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -27,6 +27,7 @@ from skyrl_tinker.engine.trainer.model_returns import DIE_EACH_TIME
 from skyrl_tinker.protocol.schemas.administration import ChangeBaseRequest
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database import tables
+from skyrl_tinker.store.database.abstract_database import Database
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.opening import open_database
 from skyrl_tinker.store.database.postgresql import PostgresDatabase
@@ -293,6 +294,8 @@ class History:
         else:
             names = ", ".join(tables.Base.metadata.tables)
             write_once(url, lambda conn: conn.execute(text(f"TRUNCATE {names} RESTART IDENTITY")))
+        self._reader: tuple[Database, Connection] | None = None  # of the checks
+        self._open = ExitStack()
         self._facts = replace(FACTS, directory=str(template))
         self._deadly = self._random.random() < 0.1
         points, disks = (*OFTEN, *4 * OF_STORAGE) if self._stores else OFTEN, seed % 8 == 4
@@ -343,6 +346,7 @@ class History:
             if asking:
                 asking.cancel()
             server.stop()
+            self._open.close()
 
     async def _ask_of_bases(self, on_demand: Sequence[BaseModelFacts]) -> None:
         """Start and stop base models on demand as an administrator, of an engine that may have died."""
@@ -631,11 +635,11 @@ class History:
 
     @contextmanager
     def _reading(self) -> Iterator[Connection]:
-        with (
-            closing(open_database(self._settings.store_url, self._home)) as database,
-            database.connect() as conn,
-            database.reading(conn),
-        ):
+        if self._reader is None:
+            database = self._open.enter_context(closing(open_database(self._settings.store_url, self._home)))
+            self._reader = database, self._open.enter_context(database.connect())
+        database, conn = self._reader
+        with database.reading(conn):
             yield conn
 
     async def _check_state(self, model: _Model, truth: Truth) -> None:
