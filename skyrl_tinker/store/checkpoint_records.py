@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, func, insert, or_, select, true, update
+from sqlalchemy import ColumnElement, Connection, bindparam, func, insert, or_, select, update
 
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, Reach, SessionId, VersionId
@@ -15,6 +15,7 @@ from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError
 from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.database.file_paths import from_stored, to_stored
+from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import AnyRow, as_row, database_time, insert_id, values_of
 from skyrl_tinker.store.database.tables import Model, SavedCheckpoint, Session
 from skyrl_tinker.store.model_records import spec_columns, spec_from_row
@@ -72,22 +73,17 @@ def add(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
     Raises UserError if there is one and `replace` is false.
     """
     now = database_time(conn)
-    same = (
-        SavedCheckpoint.model_key == new.model_key,
-        SavedCheckpoint.kind == new.kind,
-        SavedCheckpoint.name == new.name,
-        SavedCheckpoint.deleted_at.is_(None),
-    )
-    if not replace and conn.scalar(select(SavedCheckpoint.id).where(*same, _not_expired(now))):
+    same = {"model_key": new.model_key, "kind": new.kind, "name": new.name}
+    if not replace and _LIVE.rows(conn, {**same, "now": now}):
         raise UserError(
             f"checkpoint {new.kind}/{new.name} of this model exists and overwrite is false: "
             "choose another name or delete it first"
         )
-    conn.execute(update(SavedCheckpoint).where(*same).values(deleted_at=now))
+    _REPLACE.change(conn, {**same, "at": now})
     values = {**_columns(new), "created_at": now, "directory": to_stored(conn, new.directory)}
-    number = insert_id(conn, insert(SavedCheckpoint), values)
-    (row,) = _select(conn, SavedCheckpoint.id == number)
-    _audit(conn, row, "create", size_bytes=new.size_bytes)
+    number = insert_id(conn, _ADD, values)
+    (row,) = _BY_ID.rows(conn, {"of": number})
+    _audit(conn, checkpoint_from_row(conn, row), "create", size_bytes=new.size_bytes)
     return number
 
 
@@ -102,7 +98,9 @@ def find_of_any_owner(
     conn: Connection, model_id: ModelId, kind: CheckpointKind, name: str
 ) -> CheckpointRow | None:
     """Return a checkpoint of any owner: for the engine, before it saves."""
-    return _find_named(conn, true(), model_id, kind, name)
+    named = {"model_id": model_id, "kind": kind, "name": name, "now": database_time(conn)}
+    row = _OF_ANY_OWNER.row(conn, named)
+    return None if row is None else checkpoint_from_row(conn, row)
 
 
 def by_id(conn: Connection, checkpoint_id: int) -> CheckpointRow | None:
@@ -151,15 +149,13 @@ def list_garbage(conn: Connection, now: float, after: int = 0) -> list[Checkpoin
 
     These are the next AT_ONCE `after` an id.
     """
-    over = or_(SavedCheckpoint.deleted_at.is_not(None), SavedCheckpoint.expires_at <= now)
-    kept = SavedCheckpoint.id > after, SavedCheckpoint.removed_at.is_(None)
-    return _select(conn, over, *kept, ~is_held(SavedCheckpoint.version_id), most=AT_ONCE)
+    return [checkpoint_from_row(conn, row) for row in _GARBAGE.rows(conn, {"now": now, "after": after})]
 
 
 def is_recorded(conn: Connection, model: ModelKey, directory: str) -> bool:
     """Return whether a checkpoint of this model has this directory, whatever became of it."""
-    query = select(SavedCheckpoint.directory).where(SavedCheckpoint.model_key == model)
-    return to_stored(conn, directory) in set(conn.scalars(query))
+    stored = to_stored(conn, directory)
+    return any(row.directory == stored for row in _DIRECTORIES.rows(conn, {"model_key": model}))
 
 
 def list_directories(conn: Connection) -> dict[str, bool]:
@@ -199,11 +195,37 @@ def expiry(conn: Connection, ttl_seconds: int | None) -> float | None:
 
 def is_live(conn: Connection) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     """Return SQL conditions: neither deleted nor expired."""
-    return SavedCheckpoint.deleted_at.is_(None), _not_expired(database_time(conn))
+    return _live(database_time(conn))
 
 
-def _not_expired(now: float) -> ColumnElement[bool]:
-    return or_(SavedCheckpoint.expires_at.is_(None), SavedCheckpoint.expires_at > now)
+def _live(now: Any) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+    unexpired = or_(SavedCheckpoint.expires_at.is_(None), SavedCheckpoint.expires_at > now)
+    return SavedCheckpoint.deleted_at.is_(None), unexpired
+
+
+_NOW, _OF_MODEL = bindparam("now"), SavedCheckpoint.model_key == bindparam("model_key")
+_KIND_AND_NAME = SavedCheckpoint.kind == bindparam("kind"), SavedCheckpoint.name == bindparam("name")
+_IN_ORDER = WITH_MODEL.order_by(SavedCheckpoint.id)
+_ADD = insert(SavedCheckpoint)
+_LIVE = Prepared(select(SavedCheckpoint.id).where(_OF_MODEL, *_KIND_AND_NAME, *_live(_NOW)))
+_REPLACE = Prepared(
+    update(SavedCheckpoint)
+    .where(_OF_MODEL, *_KIND_AND_NAME, SavedCheckpoint.deleted_at.is_(None))
+    .values(deleted_at=bindparam("at"))
+)
+_BY_ID = Prepared(WITH_MODEL.where(SavedCheckpoint.id == bindparam("of")))
+_OF_ANY_OWNER = Prepared(
+    _IN_ORDER.where(Model.model_id == bindparam("model_id"), *_KIND_AND_NAME, *_live(_NOW))
+)
+_DIRECTORIES = Prepared(select(SavedCheckpoint.directory).where(_OF_MODEL))
+_GARBAGE = Prepared(
+    _IN_ORDER.where(
+        or_(SavedCheckpoint.deleted_at.is_not(None), SavedCheckpoint.expires_at <= _NOW),
+        SavedCheckpoint.removed_at.is_(None),
+        ~is_held(SavedCheckpoint.version_id),
+        SavedCheckpoint.id > bindparam("after"),
+    ).limit(AT_ONCE)
+)
 
 
 def _columns(new: NewCheckpoint) -> dict[str, Any]:
@@ -212,9 +234,8 @@ def _columns(new: NewCheckpoint) -> dict[str, Any]:
     return {**values, **mappings, **spec_columns(values.pop("spec"))}
 
 
-def _select(conn: Connection, *where: ColumnElement[bool], most: int | None = None) -> list[CheckpointRow]:
-    query = WITH_MODEL.where(*where).order_by(SavedCheckpoint.id).limit(most)
-    return [checkpoint_from_row(conn, row) for row in conn.execute(query)]
+def _select(conn: Connection, *where: ColumnElement[bool]) -> list[CheckpointRow]:
+    return [checkpoint_from_row(conn, row) for row in conn.execute(_IN_ORDER.where(*where))]
 
 
 def checkpoint_from_row(conn: Connection, row: AnyRow) -> CheckpointRow:

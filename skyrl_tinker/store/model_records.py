@@ -4,7 +4,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Select, bindparam, func, insert, select, update
+from sqlalchemy import (
+    BindParameter,
+    ColumnElement,
+    Connection,
+    Select,
+    bindparam,
+    func,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy.orm import InstrumentedAttribute
 
 from skyrl_tinker.domain.ids import ModelId, ModelKey, ModelState, Reach, SessionId
@@ -17,6 +27,17 @@ from skyrl_tinker.store.owners import within
 
 DEFAULT_OPTIMIZER: Mapping[str, Any] = {"type": "adamw"}
 _BY_KEY = Prepared(select(Model.__table__).where(Model.key == bindparam("of")))
+_BY_ID = Prepared(select(Model.__table__).where(Model.model_id == bindparam("of")))
+_IN_ORDER = select(Model.__table__).order_by(Model.key)
+_IN_STATES = _IN_ORDER.where(Model.state.in_(bindparam("of", expanding=True)))
+_READY = _IN_ORDER.where(
+    Model.state == ModelState.READY, Model.base_model.in_(bindparam("of", expanding=True))
+)
+_SET_STATE = (
+    update(Model)
+    .where(Model.key == bindparam("of"), Model.state.in_(bindparam("was", expanding=True)))
+    .values(state=bindparam("to"), state_reason=bindparam("why"))
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +74,8 @@ def find(conn: Connection, reach: Reach, model_id: ModelId) -> ModelRow | None:
 
 
 def by_id(conn: Connection, model_id: ModelId) -> ModelRow | None:
-    return _find_one(conn, select(Model.__table__).where(Model.model_id == model_id))
+    row = _BY_ID.row(conn, {"of": model_id})
+    return None if row is None else _model(row)
 
 
 def by_key(conn: Connection, key: ModelKey) -> ModelRow | None:
@@ -63,13 +85,12 @@ def by_key(conn: Connection, key: ModelKey) -> ModelRow | None:
 
 def list_in_states(conn: Connection, *states: ModelState) -> list[ModelRow]:
     """Return the models in these states, in order of creation."""
-    return _select(conn, select(Model.__table__).where(Model.state.in_(states)).order_by(Model.key))
+    return [_model(row) for row in conn.execute(_IN_STATES, {"of": states})]
 
 
 def list_ready(conn: Connection, base_model: Collection[str]) -> list[ModelRow]:
     """Return the models in training of a base model, given its names, in order of creation."""
-    ready = Model.state == ModelState.READY, Model.base_model.in_(base_model)
-    return _select(conn, select(Model.__table__).where(*ready).order_by(Model.key))
+    return [_model(row) for row in conn.execute(_READY, {"of": list(base_model)})]
 
 
 def list_for_session(conn: Connection, session_id: SessionId) -> list[ModelRow]:
@@ -109,8 +130,8 @@ def set_state(
 
     By default one that has ended, while it was created perhaps, keeps its end.
     """
-    change = update(Model).where(Model.key == key, Model.state.in_(was))
-    return bool(conn.execute(change.values(state=state, state_reason=reason)).rowcount)
+    change = {"of": key, "was": list(was), "to": state, "why": reason}
+    return bool(conn.execute(_SET_STATE, change).rowcount)
 
 
 def note_base(conn: Connection, fingerprint: str, name: str | None = None) -> None:
@@ -144,14 +165,18 @@ def note_parent(conn: Connection, key: ModelKey, parent: ModelId, steps: int) ->
 
 def steps_taken(conn: Connection, key: ModelKey, seq_id: int) -> int:
     """Return how many steps a model and its parents had taken at the turn of its request `seq_id`."""
-    return conn.scalar(select(steps_at(seq_id)).where(Model.key == key)) or 0
+    row = _STEPS.row(conn, {"of": key, "seq_id": seq_id})
+    return 0 if row is None else int(row[0])
 
 
-def steps_at(seq_id: InstrumentedAttribute[int | None] | int) -> ColumnElement[int]:
+def steps_at(seq_id: InstrumentedAttribute[int | None] | BindParameter[int]) -> ColumnElement[int]:
     """Return the same as SQL, for a query of models."""
     earlier = select(StepPoint.step).where(StepPoint.model_key == Model.key, StepPoint.seq_id < seq_id)
     last = earlier.order_by(StepPoint.step.desc()).limit(1).scalar_subquery()
     return Model.steps_before + func.coalesce(last, 0)
+
+
+_STEPS = Prepared(select(steps_at(bindparam("seq_id"))).where(Model.key == bindparam("of")))
 
 
 def spec_columns(spec: LoraSpec) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from sqlalchemy import ColumnElement, Connection, bindparam, func, select, true,
 
 from skyrl_tinker.domain.ids import ALL_OWNERS, OwnerId, Reach, SessionId
 from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.tables import ApiKey, Session
 
 LOCAL_OWNER = "local"
@@ -36,7 +37,7 @@ def reaches(reach: Reach, owner: OwnerId | None) -> bool:
 OWNED = Session.owner_id.is_not_distinct_from(bindparam("owner"))
 """The condition of `owned_by`, with a parameter, for statements that are built once."""
 
-_SESSION = select(Session.session_id).where(Session.session_id == bindparam("session_id"), OWNED)
+_SESSION = Prepared(select(Session.session_id).where(Session.session_id == bindparam("session_id"), OWNED))
 
 NO_PROJECT = "default"
 """Project of sessions without one. Any name is a project as soon as a session has it."""
@@ -49,7 +50,7 @@ def in_project(project_ids: Sequence[str]) -> ColumnElement[bool]:
 
 def require_session(conn: Connection, owner: OwnerId | None, session_id: SessionId) -> None:
     """Raise NotFoundError if this owner has no such session."""
-    if conn.scalar(_SESSION, {"session_id": session_id, "owner": owner}) is None:
+    if _SESSION.row(conn, {"session_id": session_id, "owner": owner}) is None:
         raise NotFoundError(f"no session {session_id}")
 
 

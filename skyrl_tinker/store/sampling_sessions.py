@@ -7,9 +7,10 @@ model.
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, insert, select, update
+from sqlalchemy import ColumnElement, Connection, bindparam, insert, select, update
 
 from skyrl_tinker.domain.ids import (
+    ALL_OWNERS,
     ModelKey,
     ModelState,
     OwnerId,
@@ -20,9 +21,10 @@ from skyrl_tinker.domain.ids import (
 )
 from skyrl_tinker.errors import NotFoundError, SeqIdReusedError
 from skyrl_tinker.store import session_records
-from skyrl_tinker.store.database.rows import as_row, database_time
+from skyrl_tinker.store.database.prepared import Prepared
+from skyrl_tinker.store.database.rows import AnyRow, as_row, database_time
 from skyrl_tinker.store.database.tables import AdapterVersion, Model, SamplingSession, Session
-from skyrl_tinker.store.owners import owned_by, within
+from skyrl_tinker.store.owners import OWNED, owned_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +79,25 @@ def find_for_path(
 
 def find(conn: Connection, reach: Reach, sampling_session_id: SamplingSessionId) -> SamplingSessionRow | None:
     """Return a sampling session that the caller sees, None if there is none of this id."""
-    return _find_one(conn, sampling_session_id, within(reach))
+    if reach is ALL_OWNERS:
+        return get(conn, sampling_session_id)
+    return _found(_OF_OWNER.row(conn, {"of": sampling_session_id, "owner": reach}))
 
 
 def get(conn: Connection, sampling_session_id: SamplingSessionId) -> SamplingSessionRow | None:
-    return _find_one(conn, sampling_session_id)
+    return _found(_BY_ID.row(conn, {"of": sampling_session_id}))
 
 
-def _find_one(
-    conn: Connection, sampling_session_id: SamplingSessionId, *where: ColumnElement[bool]
-) -> SamplingSessionRow | None:
-    query = (
-        select(SamplingSession.__table__, AdapterVersion.inflight, AdapterVersion.model_key)
-        .join(Session, Session.session_id == SamplingSession.session_id)
-        .outerjoin(AdapterVersion, AdapterVersion.id == SamplingSession.version_id)
-        .where(SamplingSession.sampling_session_id == sampling_session_id, *where)
-    )
-    row = conn.execute(query).one_or_none()
+_QUERY = (
+    select(SamplingSession.__table__, AdapterVersion.inflight, AdapterVersion.model_key)
+    .join(Session, Session.session_id == SamplingSession.session_id)
+    .outerjoin(AdapterVersion, AdapterVersion.id == SamplingSession.version_id)
+    .where(SamplingSession.sampling_session_id == bindparam("of"))
+)
+_BY_ID, _OF_OWNER = Prepared(_QUERY), Prepared(_QUERY.where(OWNED))
+
+
+def _found(row: AnyRow | None) -> SamplingSessionRow | None:
     if row is None:
         return None
     return as_row(SamplingSessionRow, row, follows=row.model_key if row.inflight else None)

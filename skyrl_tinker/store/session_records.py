@@ -69,24 +69,23 @@ def heartbeat(conn: Connection, beats: Sequence[Beat]) -> dict[Beat, NotFoundErr
     failed: dict[Beat, NotFoundError | GoneError] = {}
     for first in range(0, len(beats), AT_ONCE):
         part = beats[first : first + AT_ONCE]
-        named = Session.session_id.in_([session_id for _, session_id in part])
-        rows = {(row.owner_id, row.session_id): row for row in conn.execute(_BEATING.where(named))}
+        rows = conn.execute(_BEATING, {"of": [session_id for _, session_id in part]})
+        found = {(row.owner_id, row.session_id): row for row in rows}
         live = []
         for beat in set(part):
             try:
-                check_live(_found(rows.get(beat), beat[1]))
+                check_live(_found(found.get(beat), beat[1]))
                 live.append(beat[1])
             except (NotFoundError, GoneError) as error:
                 failed[beat] = error
-        mine = Session.session_id.in_(live)
-        conn.execute(update(Session).where(mine, _LIVE).values(last_heartbeat_at=database_time(conn)))
+        conn.execute(_BEAT, {"of": live, "now": database_time(conn)})
     return failed
 
 
 def beats(conn: Connection, session_id: SessionId, now: float) -> bool:
     """Return whether a session's heartbeats go on, the first of which comes after BEAT_S."""
-    last = conn.scalar(select(Session.last_heartbeat_at).where(Session.session_id == session_id))
-    return last is not None and now - last < MOST_BEATS * BEAT_S
+    row = _LAST_BEAT.row(conn, {"of": session_id})
+    return row is not None and now - row.last_heartbeat_at < MOST_BEATS * BEAT_S
 
 
 def finish(conn: Connection, session_id: SessionId, reason: str, detail: str | None) -> None:
@@ -137,8 +136,8 @@ def list_expired(conn: Connection, now: float, timeout_s: float, parked_s: float
 
 def finish_reasons(conn: Connection, since: float) -> dict[SessionId, str]:
     """Return why sessions are finished that were finished at a time, UTC seconds, or later."""
-    query = select(Session.session_id, Session.finish_reason).where(Session.finished_at >= since)
-    return {SessionId(row.session_id): row.finish_reason for row in conn.execute(query)}
+    found = _REASONS.rows(conn, {"since": since})
+    return {SessionId(row.session_id): row.finish_reason for row in found}
 
 
 def _has(*states: ModelState) -> ColumnElement[bool]:
@@ -190,7 +189,13 @@ _LEFT = (
 )
 _ENDS = select(Session.session_id, Session.finished_at, Session.finish_reason)
 _SESSION = Prepared(_ENDS.where(Session.session_id == bindparam("of")))
-_BEATING = _ENDS.add_columns(Session.owner_id)
+_NAMED = Session.session_id.in_(bindparam("of", expanding=True))
+_BEATING = _ENDS.add_columns(Session.owner_id).where(_NAMED)
+_BEAT = update(Session).where(_NAMED, _LIVE).values(last_heartbeat_at=bindparam("now"))
+_LAST_BEAT = Prepared(select(Session.last_heartbeat_at).where(Session.session_id == bindparam("of")))
+_REASONS = Prepared(
+    select(Session.session_id, Session.finish_reason).where(Session.finished_at >= bindparam("since"))
+)
 
 
 def _session(conn: Connection, session_id: SessionId) -> AnyRow:

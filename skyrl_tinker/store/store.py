@@ -7,15 +7,18 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
+from skyrl_tinker.domain.ids import Reach
 from skyrl_tinker.store.database.abstract_database import Database, LeaseFence
 from skyrl_tinker.store.database.group_commit import Later, Op, T, Writer
 from skyrl_tinker.store.database.opening import open_database
+from skyrl_tinker.system.turns import Turns
 
 RETRY_S = 1.0
 _log = logging.getLogger(__name__)
@@ -107,6 +110,7 @@ class Store:
         self._reports = ReadPool(
             database, "store-reports", REPORT_THREADS
         )  # apart, too: no result waits for one
+        self._report_turns = Turns()  # of each owner, so that no other waits for several
         self._writer = Writer(database)
 
     @classmethod
@@ -162,6 +166,11 @@ class Store:
         """Run `op` on one state of the database, in a thread: for bodies, which may be large."""
         return await self._bulk.run(op)
 
-    async def report(self, op: Op[T]) -> T:
-        """Run `op` likewise: for lists and reports, which clients can make slow. `fetch` waits for none."""
-        return await self._reports.run(op)
+    async def report(self, op: Op[T], reach: Reach) -> T:
+        """Run `op` likewise: for lists and reports, which clients can make slow. `fetch` waits for none.
+
+        Of each `reach` one runs at a time, also to its end if the client leaves; a server without keys has
+        but one owner, whose reports take all threads.
+        """
+        read = partial(self._reports.run, op)
+        return await (read() if reach is None else self._report_turns.run(reach, read))

@@ -5,7 +5,19 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, and_, func, insert, literal_column, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Select,
+    and_,
+    bindparam,
+    func,
+    insert,
+    literal_column,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.orm import aliased
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
@@ -50,7 +62,7 @@ def insert_version(
         "future_id": future_id,
         "created_at": database_time(conn),
     }
-    return VersionId(insert_id(conn, insert(AdapterVersion), values))
+    return VersionId(insert_id(conn, _ADD, values))
 
 
 def publish_version(
@@ -61,60 +73,41 @@ def publish_version(
     `steps`: how many the weights had taken, those of the model's parents included; None: not known.
     """
     values = {"directory": to_stored(conn, directory), "size_bytes": size_bytes, "steps": steps}
-    conn.execute(update(AdapterVersion).where(AdapterVersion.id == version_id).values(values))
+    _PUBLISH.change(conn, {"of": version_id, **values})
 
 
 def published_version(conn: Connection, version_id: VersionId) -> WeightVersion | None:
     """Return a version, None if it is unknown, not published or dropped."""
-    versions = _published(conn, AdapterVersion.id == version_id)
-    return versions[0] if versions else None
+    row = _BY_ID.row(conn, {"of": version_id})
+    return None if row is None else _version(conn, row)
 
 
 def was_published(conn: Connection, version_id: VersionId) -> bool:
     """Return whether a version was published, though it may be dropped since."""
-    return conn.scalar(select(AdapterVersion.directory).where(AdapterVersion.id == version_id)) is not None
+    row = _DIRECTORY.row(conn, {"of": version_id})
+    return row is not None and row.directory is not None
 
 
 def version_of_save(conn: Connection, model_key: ModelKey, future_id: int) -> WeightVersion | None:
     """Return the version that a save made, None if it is not published or dropped."""
-    versions = _published(conn, AdapterVersion.model_key == model_key, AdapterVersion.future_id == future_id)
-    return versions[0] if versions else None
+    row = _OF_SAVE.row(conn, {"model_key": model_key, "future_id": future_id})
+    return None if row is None else _version(conn, row)
 
 
 def drop_unpublished(conn: Connection) -> None:
     """Drop the versions whose saves had not ended when an engine died; they are saved again as others."""
-    kept = AdapterVersion.dropped_at.is_(None)
-    query = update(AdapterVersion).where(kept, AdapterVersion.directory.is_(None))
-    conn.execute(query.values(dropped_at=database_time(conn)))
+    _DROP_UNPUBLISHED.change(conn, {"at": database_time(conn)})
 
 
 def newest_inflight(conn: Connection, model_key: ModelKey) -> WeightVersion | None:
     """Return the version that the inflight sampling sessions of a model sample from."""
-    versions = _published(conn, AdapterVersion.model_key == model_key, AdapterVersion.inflight.is_(True))
-    return versions[-1] if versions else None
+    rows = _INFLIGHT.rows(conn, {"model_key": model_key})
+    return _version(conn, rows[-1]) if rows else None
 
 
 def ephemeral_usage(conn: Connection) -> list[EphemeralUsage]:
     """Count the ephemeral versions of each model that has some."""
-    inflight = AdapterVersion.inflight
-    of_models = (
-        select(
-            AdapterVersion.model_key,
-            func.count().label("versions"),
-            func.count().filter(inflight).label("inflight"),
-            func.max(AdapterVersion.id).filter(inflight).label("newest_inflight"),
-            total(func.coalesce(AdapterVersion.size_bytes, 0)).label("size_bytes"),
-        )
-        .where(*_kept(), _UNNAMED)
-        .group_by(AdapterVersion.model_key)
-        .subquery()
-    )
-    query = (
-        select(of_models, Session.finished_at.is_not(None).label("ended"))
-        .join(Model, Model.key == of_models.c.model_key)
-        .join(Session, Session.session_id == Model.session_id)
-    )
-    return list(map(EphemeralUsage._make, conn.execute(query)))
+    return list(map(EphemeralUsage._make, _USAGE.rows(conn, {})))
 
 
 def list_droppable_versions(conn: Connection, usage: Sequence[EphemeralUsage]) -> list[WeightVersion]:
@@ -130,7 +123,7 @@ def list_droppable_versions(conn: Connection, usage: Sequence[EphemeralUsage]) -
         newest = [each.newest_inflight for each in part if each.inflight]
         superseded = and_(AdapterVersion.inflight, AdapterVersion.id.not_in(newest))
         of_models = AdapterVersion.model_key.in_([each.model_key for each in part])
-        return _published(conn, _UNNAMED, of_models, or_(unused, superseded))
+        return _found(conn, _UNNAMED, of_models, or_(unused, superseded))
 
     return _in_parts([each for each in usage if each.ended or each.inflight > 1], of_part)
 
@@ -142,17 +135,16 @@ def list_surplus_versions(
 
     `created_before`: of those, only the ones of before then, UTC seconds.
     """
-    newest = aliased(AdapterVersion)
-    oldest_kept = (
+    def of_part(part: Sequence[EphemeralUsage]) -> list[WeightVersion]:
+        newest = aliased(AdapterVersion)
+        oldest_kept = (
         select(newest.id)
         .where(*_pinned(newest), newest.model_key == Model.key)
         .order_by(newest.id.desc())
         .offset(keep - 1)
         .limit(1)
-    )
-    old = () if created_before is None else (AdapterVersion.created_at < created_before,)
-
-    def of_part(part: Sequence[EphemeralUsage]) -> list[WeightVersion]:
+        )
+        old = () if created_before is None else (AdapterVersion.created_at < created_before,)
         of_models = (
             select(Model.key, oldest_kept.scalar_subquery().label("oldest_kept"))
             .where(Model.key.in_([each.model_key for each in part]))
@@ -160,7 +152,7 @@ def list_surplus_versions(
             .subquery()
         )
         older = AdapterVersion.model_key == of_models.c.key, AdapterVersion.id < of_models.c.oldest_kept
-        return _published(conn, *_pinned(), *older, *old)
+        return _found(conn, *_pinned(), *older, *old)
 
     return _in_parts([each for each in usage if each.versions - each.inflight > keep], of_part)
 
@@ -175,9 +167,7 @@ def _in_parts(
 
 def ephemeral_sizes(conn: Connection) -> dict[VersionId, int]:
     """Return the bytes of each ephemeral version of which they are known."""
-    known = AdapterVersion.size_bytes.is_not(None)
-    query = select(AdapterVersion.id, AdapterVersion.size_bytes).where(*_kept(), _UNNAMED, known)
-    return {VersionId(row.id): row.size_bytes for row in conn.execute(query)}
+    return {VersionId(row.id): row.size_bytes for row in _SIZES.rows(conn, {})}
 
 
 def list_ephemeral_versions(conn: Connection, model_key: ModelKey | None = None) -> list[WeightVersion]:
@@ -185,8 +175,8 @@ def list_ephemeral_versions(conn: Connection, model_key: ModelKey | None = None)
 
     The oldest comes first.
     """
-    of_model = [] if model_key is None else [AdapterVersion.model_key == model_key]
-    return _published(conn, _UNNAMED, *of_model)
+    rows = _UNNAMED_KEPT.rows(conn, {}) if model_key is None else _OF_MODEL.rows(conn, {"model_key": model_key})
+    return [_version(conn, row) for row in rows]
 
 
 def list_awaited_versions(conn: Connection) -> set[VersionId]:
@@ -227,7 +217,7 @@ def keep(conn: Connection, version_id: VersionId) -> None:
 
 
 def _set_dropped(conn: Connection, version_id: VersionId, at: float | None) -> None:
-    conn.execute(update(AdapterVersion).where(AdapterVersion.id == version_id).values(dropped_at=at))
+    _SET_DROPPED.change(conn, {"of": version_id, "at": at})
 
 
 def _kept(version: Any = AdapterVersion) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
@@ -248,9 +238,62 @@ _AWAITED = Prepared(
 )
 
 
-def _published(conn: Connection, *where: ColumnElement[bool]) -> list[WeightVersion]:
-    query = select(AdapterVersion.__table__).where(*_kept(), *where).order_by(AdapterVersion.id)
-    return [_version(conn, row) for row in conn.execute(query)]
+def _published(*where: ColumnElement[bool]) -> Select[*tuple[Any, ...]]:
+    """Return the query of versions that are published and not dropped."""
+    return select(AdapterVersion.__table__).where(*_kept(), *where).order_by(AdapterVersion.id)
+
+
+def _usage() -> Select[*tuple[Any, ...]]:
+    """Return the query of EphemeralUsage."""
+    inflight = AdapterVersion.inflight
+    of_models = (
+        select(
+            AdapterVersion.model_key,
+            func.count().label("versions"),
+            func.count().filter(inflight).label("inflight"),
+            func.max(AdapterVersion.id).filter(inflight).label("newest_inflight"),
+            total(func.coalesce(AdapterVersion.size_bytes, 0)).label("size_bytes"),
+        )
+        .where(*_kept(), _UNNAMED)
+        .group_by(AdapterVersion.model_key)
+        .subquery()
+    )
+    return (
+        select(of_models, Session.finished_at.is_not(None).label("ended"))
+        .join(Model, Model.key == of_models.c.model_key)
+        .join(Session, Session.session_id == Model.session_id)
+    )
+
+
+_OF_KEY = AdapterVersion.model_key == bindparam("model_key")
+_OF_ID = AdapterVersion.id == bindparam("of")
+_ADD = insert(AdapterVersion)
+_PUBLISH = Prepared(
+    update(AdapterVersion)
+    .where(_OF_ID)
+    .values({name: bindparam(name) for name in ("directory", "size_bytes", "steps")})
+)
+_SET_DROPPED = Prepared(update(AdapterVersion).where(_OF_ID).values(dropped_at=bindparam("at")))
+_DROP_UNPUBLISHED = Prepared(
+    update(AdapterVersion)
+    .where(AdapterVersion.dropped_at.is_(None), AdapterVersion.directory.is_(None))
+    .values(dropped_at=bindparam("at"))
+)
+_DIRECTORY = Prepared(select(AdapterVersion.directory).where(_OF_ID))
+_BY_ID = Prepared(_published(_OF_ID))
+_OF_SAVE = Prepared(_published(_OF_KEY, AdapterVersion.future_id == bindparam("future_id")))
+_INFLIGHT = Prepared(_published(_OF_KEY, AdapterVersion.inflight.is_(True)))
+_UNNAMED_KEPT, _OF_MODEL = Prepared(_published(_UNNAMED)), Prepared(_published(_UNNAMED, _OF_KEY))
+_USAGE = Prepared(_usage())
+_SIZES = Prepared(
+    select(AdapterVersion.id, AdapterVersion.size_bytes).where(
+        *_kept(), _UNNAMED, AdapterVersion.size_bytes.is_not(None)
+    )
+)
+
+
+def _found(conn: Connection, *where: ColumnElement[bool]) -> list[WeightVersion]:
+    return [_version(conn, row) for row in conn.execute(_published(*where))]
 
 
 def _version(conn: Connection, row: AnyRow) -> WeightVersion:

@@ -1,7 +1,7 @@
-"""Threads for work that would block the event loop: for requests (kept hot), disk, transfers, and loads.
+"""Threads for work that would block the event loop: of requests (kept hot), disk, transfers, loads, recovery.
 
 They are apart so that no fsync of one tenant delays a pass of another, no upload a look for a file, and no
-number of loads, copies and exports a save or a snapshot.
+number of loads, copies and exports a save, a snapshot, or the return of a model.
 """
 
 import asyncio
@@ -11,12 +11,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 OFF_LOOP_BYTES = 64 * 1024
-DISK_THREADS, TRANSFER_THREADS, LOAD_THREADS = 4, 16, 8
+DISK_THREADS, TRANSFER_THREADS, LOAD_THREADS, RECOVERY_THREADS = 4, 16, 8, 8
 
 T = TypeVar("T")
 _disk = ThreadPoolExecutor(DISK_THREADS, "disk")
 _transfers = ThreadPoolExecutor(TRANSFER_THREADS, "transfer")
 _loads = ThreadPoolExecutor(LOAD_THREADS, "load")
+_recovery = ThreadPoolExecutor(RECOVERY_THREADS, "recovery")
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
@@ -37,3 +38,8 @@ async def in_transfer_thread(work: Callable[..., T], *args: Any, **kwargs: Any) 
 async def in_load_thread(work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Return `work(*args, **kwargs)`, which fetches, copies or exports weights for a client."""
     return await asyncio.get_running_loop().run_in_executor(_loads, partial(work, *args, **kwargs))
+
+
+async def in_recovery_thread(work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Return `work(*args, **kwargs)`, which fetches the files of a model that comes back."""
+    return await asyncio.get_running_loop().run_in_executor(_recovery, partial(work, *args, **kwargs))

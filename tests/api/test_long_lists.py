@@ -1,11 +1,15 @@
-"""Lists and reports, which clients can make slow: read off the event loop, and no result waits for them."""
+"""Lists and reports, which clients can make slow: read off the event loop, and no result waits for them.
+
+Of each owner one is read at a time.
+"""
 
 from collections.abc import Mapping
 from unittest.mock import Mock
 
 import pytest
 
-from skyrl_tinker.domain.ids import CheckpointKind
+from skyrl_tinker.domain.ids import CheckpointKind, OwnerId
+from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import World, sample, sample_output
 
 PROTOBUF = "application/x-protobuf"
@@ -33,12 +37,19 @@ LISTS = (
 
 @pytest.fixture
 async def made(world: World) -> Mapping[str, str]:
+    """Work of the first owner, who also asks from then on."""
+    speak_as(world, await new_user(world, "alice"))
     session = await world.session()
     run = await world.model(session)
     await world.checkpoint(run, CheckpointKind.WEIGHTS, "a")
     request = (await world.ok("asample", sample(await world.sampler(session), 0)))["request_id"]
     await world.succeed(request, PROTOBUF, sample_output([5] * 20_000))
     return {"session": session, "run": run, "request": str(request)}
+
+
+def owners(report: Mock) -> set[object]:
+    """Return whose reports were read."""
+    return {each.args[1] for each in report.call_args_list}
 
 
 def spied(world: World) -> Mock:
@@ -52,13 +63,21 @@ async def test_it_is_read_apart(world: World, made: Mapping[str, str], path: str
     report = spied(world)
     answer = await world.http.get(path.format(**made))
     assert answer.status_code in (200, 404), answer.text
-    assert report.called
+    assert owners(report) == {OwnerId(1)}
 
 
-async def test_so_is_a_search(world: World) -> None:
+async def test_so_is_a_search(world: World, made: Mapping[str, str]) -> None:
     report = spied(world)
     await world.ok("sessions/search", {})
-    assert report.called
+    assert owners(report) == {OwnerId(1)}
+
+
+async def test_so_is_a_trace_which_its_url_alone_opens(world: World, made: Mapping[str, str]) -> None:
+    url = (await get(world, f"sessions/{made['session']}/trace_export"))["url"]
+    report = spied(world)
+    answer = await world.http.get(url, headers={"X-API-Key": ""})
+    assert answer.status_code == 200, answer.text
+    assert owners(report) == {OwnerId(1)}
 
 
 async def test_a_large_result_is_not(world: World, made: Mapping[str, str]) -> None:

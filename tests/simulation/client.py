@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import httpx
 from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
 
 from skyrl_tinker.protocol.protobuf import sample_results
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 from tests.api.support import passes
 from tests.api.support.world import BASE, Json
+from tests.simulation.asgi_call import Answer, HttpRequest
 from tests.simulation.faults import IN_DOUBT, Faults, travel
 from tests.simulation.server import Server
 
@@ -44,14 +44,14 @@ class Client:
             await asyncio.sleep(BEAT_S)
             await self.ok("session_heartbeat", {"session_id": session})
 
-    async def post(self, path: str, body: Json) -> httpx.Response:
+    async def post(self, path: str, body: Json) -> Answer:
         return await self._post(path, json.dumps(body).encode(), JSON)
 
     async def delete(self, path: str) -> bool | None:
         """Delete something; returns whether it was there, None if nobody knows, as an answer was lost."""
         answer = await self._send("DELETE", path, b"", JSON)
         assert answer.status_code in (200, 404), answer.text
-        return True if answer.status_code == 200 else None if answer.extensions["again"] else False
+        return True if answer.status_code == 200 else None if answer.again else False
 
     async def submit_pass(self, model: str, seq_id: int, token: int, *, forward_only: bool) -> str:
         """Return the id of the future."""
@@ -64,7 +64,7 @@ class Client:
     async def submit(self, path: str, body: Json) -> str:
         return str((await self.ok(path, body))["request_id"])
 
-    async def result(self, request_id: str) -> httpx.Response:
+    async def result(self, request_id: str) -> Answer:
         """Poll until the future has ended, now and then once more."""
         body = json.dumps({"request_id": request_id}).encode()
         answer = await self._post("retrieve_future", body, JSON)
@@ -79,19 +79,19 @@ class Client:
         assert answer.status_code == 200, answer.text
         return answer
 
-    async def _post(self, path: str, content: bytes, kind: str) -> httpx.Response:
+    async def _post(self, path: str, content: bytes, kind: str) -> Answer:
         return await self._send("POST", path, content, kind)
 
-    async def _send(self, method: str, path: str, content: bytes, kind: str) -> httpx.Response:
-        headers = {"Content-Type": kind, "Accept": PROTOBUF, "Content-Length": str(len(content))}
+    async def _send(self, method: str, path: str, content: bytes, kind: str) -> Answer:
+        request = HttpRequest(method, path, content, _headers(kind, len(content)))
         for again in itertools.count():
             try:
-                answer = await self._exchange(method, path, content, headers)
+                answer = await self._exchange(request)
             except ConnectionError:
                 await travel(AGAIN_S)
                 continue
             if answer.status_code not in (408, 429) and answer.status_code < 500:
-                answer.extensions.setdefault("again", again)
+                answer.again = again if answer.again is None else answer.again
                 return answer
             failing = self._faults.hit["the disk is full"] or self._faults.hit[IN_DOUBT]
             assert answer.status_code == 408 or failing, answer.text
@@ -99,49 +99,41 @@ class Client:
                 await travel(AGAIN_S)
         raise AssertionError("it is sent until it is answered")
 
-    async def _exchange(
-        self, method: str, path: str, content: bytes, headers: dict[str, str]
-    ) -> httpx.Response:
+    async def _exchange(self, request: HttpRequest) -> Answer:
         await travel(0.01)
         if self._faults.due("a request is lost"):
             raise ConnectionResetError
-        if path != "retrieve_future" and self._faults.due("a request comes twice"):
-            both = (self._answer(method, path, content, headers) for _ in range(2))
+        if request.path != "retrieve_future" and self._faults.due("a request comes twice"):
+            both = (self._server.answer(request) for _ in range(2))
             one, other = await asyncio.gather(*both, return_exceptions=True)
             if isinstance(one, BaseException) or isinstance(other, BaseException):
                 raise ConnectionResetError
-            if one.status_code == other.status_code == 200 and path != "create_session":
+            if one.status_code == other.status_code == 200 and request.path != "create_session":
                 assert one.json() == other.json(), "a request that comes again gets the first one's answer"
             answer = other
-            answer.extensions["again"] = 1
+            answer.again = 1
         else:
-            answer = await self._answer(method, path, content, headers)
+            answer = await self._server.answer(request)
         if self._faults.due("an answer is lost"):
             raise ConnectionResetError
         return answer
 
-    async def _answer(
-        self, method: str, path: str, content: bytes, headers: dict[str, str]
-    ) -> httpx.Response:
-        request = httpx.Request(method, _url(path), content=content, headers=headers)
-        return await self._server.answer(request)
 
-
-def loss_of(answer: httpx.Response) -> float | None:
+def loss_of(answer: Answer) -> float | None:
     """Return the loss of a pass, None if it failed."""
-    if answer.headers["content-type"] != PROTOBUF:
+    if answer.content_type != PROTOBUF:
         return None
     return pb.ForwardBackwardOutput.FromString(answer.content).metrics["loss:sum"]
 
 
-def sequences(answer: httpx.Response) -> Sequence[Any]:
+def sequences(answer: Answer) -> Sequence[Any]:
     """Return what was sampled."""
     found: Sequence[Any] = sample_results.sample_response_json(answer.content)["sequences"]
     return found
 
 
-def error_of(answer: httpx.Response) -> str | None:
-    if answer.headers["content-type"] == PROTOBUF:
+def error_of(answer: Answer) -> str | None:
+    if answer.content_type == PROTOBUF:
         return None
     error: str | None = answer.json().get("error")
     return error
@@ -156,15 +148,16 @@ def model_body(session: str, rank: int = 8, base_model: str = BASE) -> Json:
     return {"session_id": session, "model_seq_id": 0, "base_model": base_model, "lora_config": {"rank": rank}}
 
 
-def _value(answer: httpx.Response) -> Json:
+def _value(answer: Answer) -> Json:
     assert answer.status_code == 200, answer.text
     value: Json = answer.json()
     return value
 
 
 @cache
-def _url(path: str) -> httpx.URL:
-    return httpx.URL(f"http://localhost/api/v1/{path}")
+def _headers(kind: str, size: int) -> tuple[tuple[bytes, bytes], ...]:
+    named = {"content-type": kind, "accept": PROTOBUF, "content-length": str(size)}
+    return tuple((name.encode(), value.encode()) for name, value in named.items())
 
 
 @cache

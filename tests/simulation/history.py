@@ -9,14 +9,13 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import httpx
 from sqlalchemy import Connection, text
 
 from skyrl_tinker.config import Parity, Recovery, Settings
@@ -28,6 +27,7 @@ from skyrl_tinker.engine.trainer.model_returns import DIE_EACH_TIME
 from skyrl_tinker.protocol.schemas.administration import ChangeBaseRequest
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.database import tables
+from skyrl_tinker.store.database.abstract_database import Database
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.opening import open_database
 from skyrl_tinker.store.database.postgresql import PostgresDatabase
@@ -36,6 +36,7 @@ from skyrl_tinker.store.store import write_once
 from skyrl_tinker.training.trainer_spec import retry_budget
 from tests.api.support.world import BASE, FACTS, sample, step
 from tests.simulation import silent, teacher
+from tests.simulation.asgi_call import Answer
 from tests.simulation.backends import DEADLY, NOT_FINITE, drawn
 from tests.simulation.client import Client, error_of, loss_of, model_body, now, sequences
 from tests.simulation.faults import (
@@ -154,10 +155,10 @@ class Request:
     ttl: int | None = None
     lived: tuple[float, float] = (0.0, 0.0)
     gone: tuple[float, float] | None = None
-    answer: httpx.Response | None = None
-    samples: list[httpx.Response] = field(default_factory=list)
+    answer: Answer | None = None
+    samples: list[Answer] = field(default_factory=list)
     drawable: list[list[int]] = field(default_factory=list)
-    late: httpx.Response | None = None
+    late: Answer | None = None
 
     @property
     def name(self) -> str:
@@ -293,6 +294,8 @@ class History:
         else:
             names = ", ".join(tables.Base.metadata.tables)
             write_once(url, lambda conn: conn.execute(text(f"TRUNCATE {names} RESTART IDENTITY")))
+        self._reader: tuple[Database, Connection] | None = None  # of the checks
+        self._open = ExitStack()
         self._facts = replace(FACTS, directory=str(template))
         self._deadly = self._random.random() < 0.1
         points, disks = (*OFTEN, *4 * OF_STORAGE) if self._stores else OFTEN, seed % 8 == 4
@@ -343,6 +346,7 @@ class History:
             if asking:
                 asking.cancel()
             server.stop()
+            self._open.close()
 
     async def _ask_of_bases(self, on_demand: Sequence[BaseModelFacts]) -> None:
         """Start and stop base models on demand as an administrator, of an engine that may have died."""
@@ -495,7 +499,7 @@ class History:
             request.gone = (request.gone or (began,))[0], now()
         return found
 
-    async def _sample(self, request: Request, number: int) -> httpx.Response:
+    async def _sample(self, request: Request, number: int) -> Answer:
         assert request.answer is not None
         count = self._more.choice((1, 2, 3)) if self._more else 1
         body = sample(request.answer.json()["sampling_session_id"], number, num_samples=count)
@@ -616,7 +620,7 @@ class History:
         assert metrics.get(METRIC, 0.0) == 0.0, metrics
         self.faults.hit[COMPARED] += METRIC in metrics
 
-    def _check_sample(self, answer: httpx.Response, drawable: list[list[int]], *, parked: bool) -> None:
+    def _check_sample(self, answer: Answer, drawable: list[list[int]], *, parked: bool) -> None:
         """Check what was drawn; of a parked model only the next start makes the weights that were lost."""
         if error := error_of(answer):
             assert parked, error
@@ -631,11 +635,11 @@ class History:
 
     @contextmanager
     def _reading(self) -> Iterator[Connection]:
-        with (
-            closing(open_database(self._settings.store_url, self._home)) as database,
-            database.connect() as conn,
-            database.reading(conn),
-        ):
+        if self._reader is None:
+            database = self._open.enter_context(closing(open_database(self._settings.store_url, self._home)))
+            self._reader = database, self._open.enter_context(database.connect())
+        database, conn = self._reader
+        with database.reading(conn):
             yield conn
 
     async def _check_state(self, model: _Model, truth: Truth) -> None:

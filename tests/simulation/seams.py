@@ -315,6 +315,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     for owner, name in reads:
         patch.setattr(owner, name, _reading(getattr(owner, name)))
     patch.setattr(builtins, "open", io.open)
+    patch.setattr(asyncio.tasks._all_tasks, "add", lambda task: None)  # nobody lists them
     patch.setattr(directories, "_SHM", Path("/nowhere"))
     patch.setattr(shutil, "disk_usage", _disk_usage)
     patch.setattr(ModelReturns, "_make", _returning(ModelReturns._make))

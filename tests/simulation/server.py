@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any, cast
 from unittest.mock import patch
 
-import httpx
 from fastapi import FastAPI
 from sqlalchemy import Connection
 
@@ -41,6 +40,7 @@ from skyrl_tinker.store.doorbell import Doorbell, Role
 from skyrl_tinker.store.futures import expected_requests
 from skyrl_tinker.store.store import Store, write_once
 from skyrl_tinker.training.trainer_group import TrainerGroup
+from tests.simulation.asgi_call import Answer, HttpRequest, call
 from tests.simulation.backends import Ranks, Replicas, Router
 from tests.simulation.disk import Disk
 from tests.simulation.faults import Faults, disk_full, fault, is_unread, point, travel
@@ -232,7 +232,7 @@ class Server:
             raise EngineUnavailableError
         return self.engine_queues()
 
-    async def answer(self, request: httpx.Request) -> httpx.Response:
+    async def answer(self, request: HttpRequest) -> Answer:
         """Have an API answer. Raises ConnectionError when there is none, or it dies before."""
         names = list(self.apis)
         name = self.faults.random.choice(names) if len(names) > 1 else names[0]
@@ -243,19 +243,15 @@ class Server:
         process.connections.add(answered)
         self._spawn(process, self._handle(self.apis[name], request, answered))
         try:
-            return cast(httpx.Response, await answered)
+            return cast(Answer, await answered)
         finally:
             process.connections.discard(answered)
 
-    async def _handle(
-        self, app: FastAPI, request: httpx.Request, answered: "asyncio.Future[httpx.Response]"
-    ) -> None:
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        response = await transport.handle_async_request(request)
-        await response.aread()
+    async def _handle(self, app: FastAPI, request: HttpRequest, answered: "asyncio.Future[Answer]") -> None:
+        answer = await call(app, request)
         point("before an answer")
         if not answered.done():
-            answered.set_result(response)
+            answered.set_result(answer)
 
     # Processes
 

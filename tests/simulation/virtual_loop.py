@@ -75,6 +75,13 @@ class _Task(_Numbered, asyncio.Task[Any]):
     __hash__ = _Numbered.__hash__
 
 
+class _Moment(float):
+    """Time of a timer, in a heap whose order is the same as that of timers themselves; it compares in C."""
+
+    __slots__ = ("timer",)
+    timer: events.TimerHandle
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """`trace`: digest of all that has happened so far."""
 
@@ -84,6 +91,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.trace = 0
         self._now = 0.0
         self._ready: list[events.Handle] = []
+        self._scheduled: list[_Moment] = []
         self._numbers = itertools.count()
         self._tasks: list[asyncio.Task[Any]] = []  # of dead processes, too, whose end nothing may notice
         self.errors: list[Any] = []
@@ -110,6 +118,22 @@ class VirtualLoop(asyncio.BaseEventLoop):
         task.__init__(coro, loop=self, name=name or str(task.number), context=context)  # type: ignore[misc]
         self._tasks.append(task)
         return task
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> events.Handle:
+        handle = events.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> events.TimerHandle:
+        timer = events.TimerHandle(when, callback, args, self, context)
+        moment = _Moment(when)
+        moment.timer = timer
+        heapq.heappush(self._scheduled, moment)
+        return timer
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
         future = self.create_future()
@@ -160,13 +184,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
             handle._run()
 
     def _pass_time(self) -> None:
-        scheduled = self._scheduled  # type: ignore[attr-defined]
-        while scheduled:
-            handle = heapq.heappop(scheduled)
-            handle._scheduled = False
-            if not handle._cancelled:
-                self._now = max(self._now, handle._when)
-                self._ready.append(handle)
+        while self._scheduled:
+            moment = heapq.heappop(self._scheduled)
+            if not moment.timer._cancelled:  # type: ignore[attr-defined]
+                self._now = max(self._now, float(moment))
+                self._ready.append(moment.timer)
                 return
         raise AssertionError("everything waits for ever")
 

@@ -7,6 +7,7 @@ from typing import TypeVar
 from sqlalchemy import Connection
 from starlette.responses import Response, StreamingResponse
 
+from skyrl_tinker.domain.ids import Reach
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.protocol.schemas.base import Message
 from skyrl_tinker.store.database.group_commit import Op
@@ -22,24 +23,24 @@ AT_ONCE = 16
 """Items that are read before their characters are counted: each may have metadata of `keys.metadata_kb`."""
 
 
-async def json_from_rows(store: Store, read: Op[Message]) -> Response:
+async def json_from_rows(store: Store, reach: Reach, read: Op[Message]) -> Response:
     """Return the message that `read` builds, as JSON; reading and encoding run in a thread."""
 
     def as_json(conn: Connection) -> bytes:
         return read(conn).model_dump_json().encode()
 
-    return Response(await store.report(as_json), media_type=JSON)
+    return Response(await store.report(as_json, reach), media_type=JSON)
 
 
 async def json_by_parts(
-    store: Store, message: Message, field: str, keys: Sequence[K], items: Items[K]
+    store: Store, reach: Reach, message: Message, field: str, keys: Sequence[K], items: Items[K]
 ) -> StreamingResponse:
     """Return the message with an item for each key in its last list or object, `field`, which is empty.
 
     However long it is, a part of it is in memory at a time.
     """
     start, name, rest = message.model_dump_json().rpartition(f'"{field}":')
-    return await streamed(_parts(store, start + name + rest[0], keys, items, rest[1:]))
+    return await streamed(_parts(store, reach, start + name + rest[0], keys, items, rest[1:]))
 
 
 async def streamed(parts: AsyncIterator[str]) -> StreamingResponse:
@@ -53,10 +54,12 @@ async def _chained(first: str, others: AsyncIterator[str]) -> AsyncIterator[str]
         yield part
 
 
-async def _parts(store: Store, text: str, keys: Sequence[K], items: Items[K], end: str) -> AsyncIterator[str]:
+async def _parts(
+    store: Store, reach: Reach, text: str, keys: Sequence[K], items: Items[K], end: str
+) -> AsyncIterator[str]:
     sign = ""
     while keys:
-        found, keys = await store.report(partial(_some, keys=keys, items=items))
+        found, keys = await store.report(partial(_some, keys=keys, items=items), reach)
         if found:
             yield text + sign + ",".join(found)
             text, sign = "", ","

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from skyrl_tinker.domain.ids import SessionId
+from skyrl_tinker.domain.ids import OwnerId, SessionId
 from skyrl_tinker.store.console import traced_requests
 from skyrl_tinker.store.console.traced_requests import TracedRequest, Track
 from skyrl_tinker.store.database.rows import PAGE
@@ -22,36 +22,40 @@ Event = dict[str, Any]
 T = TypeVar("T", Track, TracedRequest)
 
 
-async def chrome_trace(store: Store, session: SessionId) -> AsyncIterator[bytes]:
+async def chrome_trace(store: Store, session: SessionId, owner: OwnerId | None) -> AsyncIterator[bytes]:
     """Yield the JSON in pieces, with one page of requests in memory at a time.
 
     Pages are read in a thread: reads on the event loop never yield, so a long session would block it.
     """
     separator = b"["
-    async for events in _pages(store, session):
+    async for events in _pages(store, session, owner):
         yield separator + b",\n".join(map(orjson.dumps, events))
         separator = b",\n"
     yield b"]\n" if separator != b"[" else b"[]\n"
 
 
-async def _pages(store: Store, session: SessionId) -> AsyncIterator[list[Event]]:
+async def _pages(
+    store: Store, session: SessionId, owner: OwnerId | None
+) -> AsyncIterator[list[Event]]:
     """Yield the events of models, then of samplers, each in order of creation."""
     process_ids = count(1)
     for query in (traced_requests.list_models, traced_requests.list_samplers):
-        async for tracks in _rows(store, partial(query, session=session)):
+        async for tracks in _rows(store, owner, partial(query, session=session)):
             for track in tracks:
                 pid = next(process_ids)
                 yield [process_name(pid, track.label)]
                 async for requests in _rows(
-                    store, partial(traced_requests.requests_after, track=track.requests)
+                    store, owner, partial(traced_requests.requests_after, track=track.requests)
                 ):
                     yield [event for request in requests for event in request_events(request, pid)]
 
 
-async def _rows(store: Store, query: Callable[..., list[T]]) -> AsyncIterator[list[T]]:
+async def _rows(
+    store: Store, owner: OwnerId | None, query: Callable[..., list[T]]
+) -> AsyncIterator[list[T]]:
     after: int | None = -1
     while True:
-        page = await store.report(partial(query, after=after, limit=PAGE))
+        page = await store.report(partial(query, after=after, limit=PAGE), owner)
         if page:
             yield page
             after = page[-1].seq_id

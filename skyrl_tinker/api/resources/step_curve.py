@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
-from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.ids import ModelKey, Reach
 from skyrl_tinker.protocol.schemas.console import PointsResponse
 from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.console.step_points import NAMES, Point
@@ -21,13 +21,13 @@ def columns(points: Sequence[Point], after: int, limit: int) -> PointsResponse:
     return PointsResponse(columns=by_name, next=last, more=len(points) == limit)
 
 
-async def csv_lines(store: Store, model: ModelKey) -> AsyncIterator[bytes]:
+async def csv_lines(store: Store, reach: Reach, model: ModelKey) -> AsyncIterator[bytes]:
     """Yield the CSV in pieces, a page of points in memory at a time."""
     yield f"{','.join(HEADER)}\r\n".encode()
     after, more = 0, True
     while more:
         read = partial(step_points.points_after, model=model, step=after, limit=PAGE)
-        points = await store.report(read)
+        points = await store.report(read, reach)
         more = len(points) == PAGE
         if points:
             after = points[-1].step

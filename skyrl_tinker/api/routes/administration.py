@@ -56,7 +56,7 @@ def on_demand(settings: Settings, bases: Bases, name: str) -> str:
 async def list_keys(deps: Deps, caller: CallerDep) -> Response:
     require_admin(caller)
     limits, now = deps.keys.limits, deps.store.now()
-    return await json_from_rows(deps.store, lambda conn: overview(conn, limits, now))
+    return await json_from_rows(deps.store, caller.reach, lambda conn: overview(conn, limits, now))
 
 
 @router.post("/keys", response_model=NewSecretResponse, **takes("Create a key", CreateKeyRequest))

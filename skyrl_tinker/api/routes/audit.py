@@ -42,7 +42,7 @@ async def _json(store: Store, reach: Reach, start: float, resource: str | None) 
     more = True
     while more:
         read = partial(audit_log.events_between, reach=reach, start=at, end=end, resource=resource)
-        page = await store.report(partial(read, skip=skip, most=PAGE))
+        page = await store.report(partial(read, skip=skip, most=PAGE), reach)
         more = len(page) == PAGE
         for event in page:
             yield sign + _entry(event).model_dump_json()

@@ -44,9 +44,9 @@ async def usage_events(query: Annotated[UsageQuery, Query()], deps: Deps, reach:
             f"ending_before: found {query.ending_before.isoformat()}, expected a time at most 14 days "
             f"after starting_on ({query.starting_on.isoformat()})"
         )
-    usage = await deps.store.report(lambda conn: bill(conn, reach, first, end, now))
+    usage = await deps.store.report(lambda conn: bill(conn, reach, first, end, now), reach)
     answer, sessions = usage.model_copy(update={"sessions": {}}), list(usage.sessions)
-    return await json_by_parts(deps.store, answer, "sessions", sessions, session_entries)
+    return await json_by_parts(deps.store, reach, answer, "sessions", sessions, session_entries)
 
 
 def _hour(name: str, value: datetime) -> int:
@@ -67,7 +67,7 @@ async def current_storage(query: Annotated[StorageQuery, Query()], deps: Deps, r
         totals = storage.current_totals(conn, reach, query.project_id)
         return StorageResponse(data=[_item(total) for total in totals])
 
-    return await json_from_rows(deps.store, read)
+    return await json_from_rows(deps.store, reach, read)
 
 
 def _item(total: AnyRow) -> StorageItem:

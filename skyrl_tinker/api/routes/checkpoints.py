@@ -43,11 +43,12 @@ async def list_checkpoints(
     query: Annotated[Paging, Query()], request: Request, deps: Deps, reach: Reached
 ) -> Response:
     page = await deps.store.report(
-        lambda conn: training_runs.page_checkpoints(conn, reach, _kinds(request), query.limit, query.offset)
+        lambda conn: training_runs.page_checkpoints(conn, reach, _kinds(request), query.limit, query.offset),
+        reach,
     )
     cursor = Cursor(offset=query.offset, limit=query.limit, total_count=page.total)
     answer = CheckpointsResponse(checkpoints=[], cursor=cursor)
-    return await json_by_parts(deps.store, answer, "checkpoints", page.keys, _listed)
+    return await json_by_parts(deps.store, reach, answer, "checkpoints", page.keys, _listed)
 
 
 @router.get(
@@ -61,10 +62,10 @@ async def list_checkpoints(
 async def list_checkpoints_of_run(run: str, request: Request, deps: Deps, reach: Reached) -> Response:
     """Another owner's run shows its published checkpoints only."""
     ids = await deps.store.report(
-        lambda conn: training_runs.list_checkpoints(conn, reach, ModelId(run), _kinds(request))
+        lambda conn: training_runs.list_checkpoints(conn, reach, ModelId(run), _kinds(request)), reach
     )
     answer = CheckpointsResponse(checkpoints=[])
-    return await json_by_parts(deps.store, answer, "checkpoints", ids, _listed)
+    return await json_by_parts(deps.store, reach, answer, "checkpoints", ids, _listed)
 
 
 def _listed(conn: Connection, ids: Sequence[int]) -> list[str]:

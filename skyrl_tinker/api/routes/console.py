@@ -76,20 +76,21 @@ async def list_runs(query: Annotated[RunsQuery, Query()], deps: Deps, reach: Rea
     page = await deps.store.report(
         lambda conn: training_runs.page(
             conn, reach, "owned", *shown, words=words, sort=query.sort, descending=descending
-        )
+        ),
+        reach,
     )
 
     def items(conn: Connection, keys: Sequence[ModelKey]) -> list[str]:
         return [listed_summary(run).model_dump_json() for run in training_runs.runs_of(conn, reach, keys)]
 
     answer = RunsResponse(runs=[], total=page.total)
-    return await json_by_parts(deps.store, answer, "runs", page.keys, items)
+    return await json_by_parts(deps.store, reach, answer, "runs", page.keys, items)
 
 
 @router.get("/runs/{run}", summary="A training run with the measures of its last step")
 async def get_run(run: str, deps: Deps, reach: Reached) -> RunSummary:
     return await deps.store.report(
-        lambda conn: run_summary(training_runs.find(conn, reach, ModelId(run), "owned"))
+        lambda conn: run_summary(training_runs.find(conn, reach, ModelId(run), "owned")), reach
     )
 
 
@@ -106,7 +107,7 @@ async def points(run: str, query: Annotated[PointsQuery, Query()], deps: Deps, r
         found = step_points.points_after(conn, model, query.after, query.limit)
         return step_curve.columns(found, query.after, query.limit)
 
-    return await json_from_rows(deps.store, read)
+    return await json_from_rows(deps.store, reach, read)
 
 
 @router.get(
@@ -119,7 +120,7 @@ async def points_csv(run: str, deps: Deps, reach: Reached) -> StreamingResponse:
     model = await deps.store.read(lambda conn: _model(conn, reach, run))
     name = run.replace(":", "-")
     headers = {"Content-Disposition": f'attachment; filename="{name}.csv"'}
-    return StreamingResponse(step_curve.csv_lines(deps.store, model), media_type=CSV, headers=headers)
+    return StreamingResponse(step_curve.csv_lines(deps.store, reach, model), media_type=CSV, headers=headers)
 
 
 @router.post(
@@ -153,7 +154,7 @@ async def reported_metrics(
     def read(conn: Connection) -> ReportsResponse:
         return run_reports.reports_after(conn, _model(conn, reach, run), query.after, query.limit)
 
-    return await json_from_rows(deps.store, read)
+    return await json_from_rows(deps.store, reach, read)
 
 
 @router.get(
@@ -175,7 +176,8 @@ async def trace(query: Annotated[TraceQuery, Query()], deps: Deps, caller: Calle
         return trace_of(found, activity, addresses=sees_all(caller))
 
     headers = {"Content-Disposition": 'attachment; filename="skyrl-tinker-trace.json"'}
-    return Response(await deps.store.report(build), headers=headers, media_type="application/json")
+    built = await deps.store.report(build, caller.reach)
+    return Response(built, headers=headers, media_type="application/json")
 
 
 @router.get(
@@ -191,7 +193,7 @@ async def list_readable(query: Annotated[ReadableQuery, Query()], deps: Deps, ow
         requests = [request_summary(conn, row, deps.bases, deps.heads) for row in rows]
         return ReadableResponse(requests=requests)
 
-    return await json_from_rows(deps.store, read)
+    return await json_from_rows(deps.store, owner, read)
 
 
 @router.get(
@@ -207,7 +209,7 @@ async def tokens(
     def read(conn: Connection) -> TokensResponse:
         return tokens_of(_stored(conn, owner, request_id), query.item, deps.bases)
 
-    return await json_from_rows(deps.store, read)
+    return await json_from_rows(deps.store, owner, read)
 
 
 @router.get(
@@ -221,7 +223,7 @@ async def items(request_id: str, query: Annotated[Paging, Query()], deps: Deps, 
     def read(conn: Connection) -> ItemsResponse:
         return items_of(_stored(conn, owner, request_id), query, deps.bases)
 
-    return await json_from_rows(deps.store, read)
+    return await json_from_rows(deps.store, owner, read)
 
 
 def _stored(conn: Connection, owner: OwnerId | None, request_id: str) -> StoredTokens:

@@ -10,7 +10,7 @@ from skyrl_tinker.api.resources.chrome_trace import chrome_trace
 from skyrl_tinker.api.services import Deps, Services
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.errors import NotFoundError
-from skyrl_tinker.store import checkpoint_records
+from skyrl_tinker.store import checkpoint_records, session_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 
 root = APIRouter(prefix="/download", tags=["downloads"])
@@ -56,7 +56,9 @@ async def trace(session_id: str, request: Request, deps: Deps) -> StreamingRespo
     """JSON of the Chrome trace format: open it in https://ui.perfetto.dev."""
     deps.signer.require(request)
     headers = {"Content-Disposition": f'attachment; filename="{session_id}.json"'}
-    events = chrome_trace(deps.store, SessionId(session_id))
+    session = SessionId(session_id)
+    owner = await deps.store.read(lambda conn: session_records.owner_of(conn, session))
+    events = chrome_trace(deps.store, session, owner)
     return StreamingResponse(events, headers=headers, media_type="application/json")
 
 

@@ -30,7 +30,8 @@ async def list_training_runs(
     page = await deps.store.report(
         lambda conn: training_runs.page(
             conn, reach, query.access_scope, query.limit, query.offset, query.project_id
-        )
+        ),
+        reach,
     )
     cursor = Cursor(offset=query.offset, limit=query.limit, total_count=page.total)
     answer = TrainingRunsResponse(training_runs=[], cursor=cursor)
@@ -38,7 +39,7 @@ async def list_training_runs(
     def items(conn: Connection, keys: Sequence[ModelKey]) -> list[str]:
         return [training_run(run).model_dump_json() for run in training_runs.runs_of(conn, reach, keys)]
 
-    return await json_by_parts(deps.store, answer, "training_runs", page.keys, items)
+    return await json_by_parts(deps.store, reach, answer, "training_runs", page.keys, items)
 
 
 @router.get("/{run}", summary="A training run (a model) and its last checkpoints")
@@ -46,6 +47,6 @@ async def get_training_run(
     run: str, query: Annotated[TrainingRunQuery, Query()], deps: Deps, reach: Reached
 ) -> TrainingRun:
     row = await deps.store.report(
-        lambda conn: training_runs.find(conn, reach, ModelId(run), query.access_scope)
+        lambda conn: training_runs.find(conn, reach, ModelId(run), query.access_scope), reach
     )
     return training_run(row)

@@ -43,7 +43,7 @@ async def list_sessions(
     query: Annotated[SessionsQuery, Query()], deps: Deps, reach: Reached
 ) -> SessionsResponse:
     ids = await deps.store.report(
-        lambda conn: session_listing.list_ids(conn, reach, query.limit, query.offset)
+        lambda conn: session_listing.list_ids(conn, reach, query.limit, query.offset), reach
     )
     return SessionsResponse(sessions=ids)
 
@@ -62,7 +62,7 @@ async def search_sessions(request: Request, deps: Deps, reach: Reached, owner: O
         matches = session_listing.search(conn, seen, message, names, message.limit + 1)
         return _page(matches, message.limit)
 
-    return await json_from_rows(deps.store, read)
+    return await json_from_rows(deps.store, reach, read)
 
 
 @router.get(
@@ -72,7 +72,7 @@ async def get_session(
     session_id: str, query: Annotated[SessionQuery, Query()], deps: Deps, reach: Reached
 ) -> Response:
     return await json_from_rows(
-        deps.store, lambda conn: session_listing.contents(conn, reach, SessionId(session_id))
+        deps.store, reach, lambda conn: session_listing.contents(conn, reach, SessionId(session_id))
     )
 
 

@@ -1,11 +1,11 @@
 """Turns at the samplers' compilers of grammars."""
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable
-from weakref import WeakValueDictionary
+from functools import partial
 
 from skyrl_tinker.engine.scheduling.priorities import Share
+from skyrl_tinker.system.turns import Turns
 
 KNOWN = 64
 """Most grammars that count as compiled: no more than samplers keep, at least 512 MiB of up to 6 MB each.
@@ -18,14 +18,12 @@ class GrammarTurns:
     """Grammars that samplers compile ahead of the requests with them, of each share one at a time.
 
     Samplers compile in the order of arrival, a schema for up to a minute, and go on if its client gives up.
-    So does its turn here.
     """
 
     def __init__(self, known: int = KNOWN) -> None:
         self._most = known
         self._compiled: OrderedDict[Hashable, None] = OrderedDict()  # least recently used first
-        self._turns: WeakValueDictionary[Share, asyncio.Lock] = WeakValueDictionary()
-        self._running: set[asyncio.Task[None]] = set()
+        self._turns = Turns()
 
     async def compiled(
         self, share: Share, grammar: Hashable, compile_it: Callable[[], Awaitable[bool]]
@@ -34,27 +32,16 @@ class GrammarTurns:
 
         It is known once `compile_it`, whose errors are raised, returned True.
         """
-        if self._knows(grammar):
-            return
-        turn = self._turns.setdefault(share, asyncio.Lock())
-        await turn.acquire()
-        running = asyncio.create_task(self._compile(turn, grammar, compile_it))
-        self._running.add(running)
-        running.add_done_callback(self._running.discard)
-        await asyncio.shield(running)
+        if not self._knows(grammar):
+            await self._turns.run(share, partial(self._compile, grammar, compile_it))
 
-    async def _compile(
-        self, turn: asyncio.Lock, grammar: Hashable, compile_it: Callable[[], Awaitable[bool]]
-    ) -> None:
-        try:
-            if self._knows(grammar):  # by the turn before
-                return
-            if await compile_it():
-                self._compiled[grammar] = None
-            if len(self._compiled) > self._most:
-                self._compiled.popitem(last=False)
-        finally:
-            turn.release()
+    async def _compile(self, grammar: Hashable, compile_it: Callable[[], Awaitable[bool]]) -> None:
+        if self._knows(grammar):  # by the turn before
+            return
+        if await compile_it():
+            self._compiled[grammar] = None
+        if len(self._compiled) > self._most:
+            self._compiled.popitem(last=False)
 
     def _knows(self, grammar: Hashable) -> bool:
         if known := grammar in self._compiled:

@@ -270,7 +270,7 @@ class OpenAIServer:
             await response.write(_PREFIX + _END + _SUFFIX)
         except SkyrlTinkerError as error:  # too late for a status
             outcome = error.category
-            body = error_body(error, failure_of(error).message)
+            body = error_body(error, self._fleet.without_urls(failure_of(error).message))
             await response.write(_PREFIX + orjson.dumps(body) + _SUFFIX)
         await response.write_eof()
         return response, outcome

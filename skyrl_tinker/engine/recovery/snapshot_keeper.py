@@ -35,7 +35,12 @@ from skyrl_tinker.store.replay import snapshot_records, unit_records
 from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.atomic_directory import atomic_directory, link, storage_errors
-from skyrl_tinker.system.off_loop import in_disk_thread, in_load_thread, in_transfer_thread
+from skyrl_tinker.system.off_loop import (
+    in_disk_thread,
+    in_load_thread,
+    in_recovery_thread,
+    in_transfer_thread,
+)
 from skyrl_tinker.training.trainer_group import CapturedState, TrainerGroup
 
 GRACE_S = 0.5
@@ -310,8 +315,13 @@ class SnapshotKeeper:
         await self._remove(Path(row.directory))
 
     async def fetch(self, row: SnapshotRow) -> None:
-        """Fetch its files to this host. Raises StorageError; StorageAwayError if a later try may succeed."""
-        await self._storage.fetch_off_loop(Path(row.directory))
+        """Fetch its files to this host, however much clients load and export.
+
+        Raises StorageError; StorageAwayError if a later try may succeed.
+        """
+        if not self.stored:  # they are here
+            return
+        await in_recovery_thread(self._storage.fetch, Path(row.directory))
 
     def loaded(self, model: ModelKey, row: SnapshotRow) -> Op[Any]:
         """Return the op that makes a linked checkpoint the model's snapshot."""

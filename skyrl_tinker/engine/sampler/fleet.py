@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -25,6 +26,9 @@ NOTICED_WITHIN_S = 4.0  # from a failed request to the death that explains it: a
 RETRY_S = 5.0
 ADAPTERS_BY: tuple[Way, Way] = ("shared memory", "pull")
 """Ways of adapters to replicas on this host, and on other hosts."""
+_URL = re.compile(
+    r"(?P<server>https?://(?:\[[^\]\s]*\]|[\w.-]+)(?P<port>:\d+)?)(?P<path>(?:/[^\s:'\",;()]*)?)"
+)
 T = TypeVar("T")
 Equip = Callable[[RemoteInferenceClient], Awaitable[None]]
 Report = Callable[[], Awaitable[None]]
@@ -70,6 +74,7 @@ class Fleet:
         self._proxy_url = self.client.proxy_url or None
         self.replicas = len(self._cores)
         self._members: dict[int, str] = {}
+        self._names: dict[str, str] = {}  # by address, also of former members, whose errors may come late
         self._opened = False
         self._condemned: dict[int, Loss] = {}
         self._leaving: set[str] = set()  # former members whose processes may still run
@@ -145,7 +150,8 @@ class Fleet:
         """Make the attempt, and repeat it immediately if replicas were lost meanwhile and others serve.
 
         Waits while no replica serves, and for the trainer if it died while sending weights. Raises
-        SamplerError if the attempt failed for another reason, or as often as there are `attempts`.
+        SamplerError if the attempt failed for another reason, or as often as there are `attempts`; its text is
+        for clients.
         """
         while True:
             await self._wait_for(lambda: self.size > 0)
@@ -158,8 +164,24 @@ class Fleet:
             except SamplerError as error:
                 attempts -= 1
                 if not attempts or not await self._loss_since(losses):
+                    if (told := self.without_urls(str(error))) != str(error):
+                        _log.warning("a request failed: %s", error)
+                        error.args = (told,)
                     raise
                 _log.info("tried again after a loss: %s", error)
+
+    def without_urls(self, text: str) -> str:
+        """Name replicas in a text for clients, for whom URLs of servers are not: one of weights opens them.
+
+        Those without a port, as of documentation, stay unless they are of a replica.
+        """
+
+        def shown(found: re.Match[str]) -> str:
+            if name := self._names.get(found["server"]):
+                return name + found["path"]
+            return "…" if found["port"] else found[0]
+
+        return _URL.sub(shown, text)
 
     def condemn(self, url: str, reason: str) -> None:
         """End and replace a member that must no longer serve. No effect if it is not a member."""
@@ -297,6 +319,9 @@ class Fleet:
             await newcomer.close()
 
     def _retarget(self) -> None:
+        self._names |= {_address(url): f"sampler {index}" for index, url in self._members.items()}
+        if self._proxy_url:
+            self._names.setdefault(_address(self._proxy_url), "the router")
         urls = tuple(url for _, url in sorted(self._members.items()))
         alone = urls[0] if urls else self.client.proxy_url
         routed = self._router is None or self._router.enough(urls)
@@ -360,6 +385,12 @@ class Fleet:
     def _note_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _address(url: str) -> str:
+    """Return a URL without its path."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"
 
 
 def _view(url: str, ways: tuple[Way, Way]) -> ReplicaView:

@@ -1,6 +1,7 @@
 """JSON over pooled connections, one pool per process and event loop."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -75,7 +76,7 @@ class JsonHttp:
                     return await _send(session, method, url, data=body, params=params, headers=sent)
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
                 if delay is None:
-                    raise SamplerError(f"{method} {url} failed: {error!r}") from error
+                    raise SamplerError(f"{method} {url} failed: {_cause(error)}") from error
                 await asyncio.sleep(delay)
         raise AssertionError("the last try returns or raises")
 
@@ -85,7 +86,7 @@ class JsonHttp:
             async with self._pool().get(url) as response:
                 content = await response.read()
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-            raise SamplerError(f"GET {url} failed: {error!r}") from error
+            raise SamplerError(f"GET {url} failed: {_cause(error)}") from error
         if response.status >= 400:
             raise HttpStatusError(response.status, _message(content))
         return content.decode(errors="replace")
@@ -105,7 +106,7 @@ class JsonHttp:
                     raise HttpStatusError(response.status, _message(await response.read()))
                 yield response.content.iter_any()
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-            raise SamplerError(f"POST {url} failed: {error!r}") from error
+            raise SamplerError(f"POST {url} failed: {_cause(error)}") from error
 
     @asynccontextmanager
     async def _connections(self, url: str, *, pooled: bool) -> AsyncIterator[aiohttp.ClientSession]:
@@ -142,6 +143,12 @@ class JsonHttp:
 def bearer(token: str) -> dict[str, str]:
     """Return the authorization header; none for an empty token."""
     return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _cause(error: Exception) -> str:
+    """Return what broke, without the address that aiohttp adds: the URL before it says that."""
+    name, number = type(error).__name__, getattr(error, "errno", None)
+    return f"{name}: {os.strerror(number)}" if number is not None and number > 0 else name
 
 
 def _new_session(token: str, kept_s: float) -> aiohttp.ClientSession:

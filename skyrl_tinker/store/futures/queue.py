@@ -103,6 +103,11 @@ _FIRST_PENDING = (
     .order_by(Future.id)
     .limit(1)
 )
+_FIRST_FROM = Prepared(
+    select(func.min(Future.id).label("first")).where(
+        Future.model_key == bindparam("model_key"), Future.seq_id >= bindparam("seq_id")
+    )
+)
 _BODIES = (
     select(Request.future_id, Request.body)
     .join(Future, Future.id == Request.future_id)
@@ -159,5 +164,5 @@ def before_waiting(conn: Connection, next_seqs: Mapping[ModelKey, int]) -> int:
 
 
 def _first_from(conn: Connection, model: ModelKey, seq_id: int) -> int | None:
-    query = select(func.min(Future.id)).where(Future.model_key == model, Future.seq_id >= seq_id)
-    return conn.scalar(query)
+    row = _FIRST_FROM.row(conn, {"model_key": model, "seq_id": seq_id})
+    return None if row is None else row.first

@@ -2,14 +2,19 @@
 
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy import Connection, bindparam, delete, insert, select
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.store.database.file_paths import from_stored, to_stored
+from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.database.tables import Snapshot
 
+_OF_MODEL = Snapshot.model_key == bindparam("of")
 _DIRECTORIES = select(Snapshot.model_key, Snapshot.directory)
+_FIND = Prepared(select(Snapshot.seq_id, Snapshot.directory, Snapshot.optimizer).where(_OF_MODEL))
+_PUT = insert(Snapshot)
+_DROP = Prepared(delete(Snapshot).where(_OF_MODEL))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +36,12 @@ def put(conn: Connection, model: ModelKey, snapshot: SnapshotRow) -> None:
         "optimizer": snapshot.optimizer,
         "created_at": database_time(conn),
     }
-    conn.execute(insert(Snapshot), values)
+    conn.execute(_PUT, values)
 
 
 def find(conn: Connection, model: ModelKey) -> SnapshotRow | None:
     """Return a model's snapshot; None: it begins as it was created."""
-    columns = select(Snapshot.seq_id, Snapshot.directory, Snapshot.optimizer)
-    row = conn.execute(columns.where(Snapshot.model_key == model)).one_or_none()
+    row = _FIND.row(conn, {"of": model})
     if row is None:
         return None
     return SnapshotRow(row.seq_id, from_stored(conn, row.directory), row.optimizer)
@@ -50,4 +54,4 @@ def all_directories(conn: Connection) -> dict[ModelKey, str]:
 
 
 def drop(conn: Connection, model: ModelKey) -> None:
-    conn.execute(delete(Snapshot).where(Snapshot.model_key == model))
+    _DROP.change(conn, {"of": model})

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
     Connection,
+    Select,
     and_,
     bindparam,
     delete,
@@ -24,7 +26,8 @@ from skyrl_tinker.domain.ids import (
     RequestKind,
 )
 from skyrl_tinker.domain.units import MiB
-from skyrl_tinker.store.database.rows import AnyRow, as_row
+from skyrl_tinker.store.database.prepared import Prepared
+from skyrl_tinker.store.database.rows import as_row
 from skyrl_tinker.store.database.tables import Future, Model, Request, Session, Snapshot
 from skyrl_tinker.store.futures.queue import IN_WINDOW, QueuedRow, window_failure
 from skyrl_tinker.store.session_records import HELD
@@ -96,56 +99,87 @@ def replayed_from(conn: Connection, finished_before: float) -> dict[ModelKey, in
 
 def read_bodies(conn: Connection, ids: Sequence[int]) -> dict[int, bytes]:
     """Return bodies by future id, also of requests that have finished."""
-    query = select(Request.future_id, Request.body).where(Request.future_id.in_(ids))
-    return {row.future_id: row.body for row in conn.execute(query)}
+    return {row.future_id: row.body for row in conn.execute(_BODIES, {"of": ids})}
 
 
 def next_seq(conn: Connection, model: ModelKey) -> int:
     """Return the seq_id behind the last request that ran."""
-    last = _last(conn, model, Future.unit.is_not(None))
+    last = _LAST_RAN.row(conn, {"of": model})
     return 0 if last is None else last.seq_id + 1
 
 
 def next_unit(conn: Connection) -> int:
     """Return a number above those of all units that a replay may repeat."""
-    live = conn.scalars(select(Model.key).where(Model.state.in_((ModelState.READY, ModelState.PARKED))))
-    last = [_last(conn, ModelKey(model), Future.unit.is_not(None)) for model in live]
+    last = [_LAST_RAN.row(conn, {"of": model}) for model in conn.scalars(_LIVE)]
     return max((row.unit + 1 for row in last if row is not None), default=0)
 
 
 def window_error(conn: Connection, model: ModelKey) -> str | None:
     """Return why the gradients since the last step are invalid: the first of IN_WINDOW that failed."""
-    reset = _last(conn, model, Future.effect.in_(_RESETS))
-    query = (
-        select(Future.seq_id, Future.kind, Future.error, Future.unit)
-        .where(Future.model_key == model)
-        .where(Future.seq_id > (0 if reset is None else reset.seq_id))
-        .where(Future.seq_id < next_seq(conn, model))
-        .where(Future.kind.in_(IN_WINDOW), Future.status == FutureStatus.FAILED)
-        .order_by(Future.seq_id)
-        .limit(1)
-    )
-    row = conn.execute(query).one_or_none()
+    reset = conn.execute(_LAST_RESET, {"of": model}).one_or_none()
+    after = 0 if reset is None else reset.seq_id
+    window = {"of": model, "after": after, "until": next_seq(conn, model)}
+    row = conn.execute(_WINDOW_ERROR, window).one_or_none()
     if row is None:
         return None
     return window_failure(row.kind, row.seq_id, "was refused" if row.unit is None else "failed", row.error)
 
 
-def _last(conn: Connection, model: ModelKey, condition: ColumnElement[bool]) -> AnyRow | None:
-    """Return seq_id and unit of the model's last request for which this holds: near its end."""
-    query = select(Future.seq_id, Future.unit).where(Future.model_key == model, condition)
-    return conn.execute(query.order_by(Future.seq_id.desc()).limit(1)).one_or_none()
+def _last(condition: ColumnElement[bool]) -> Select[*tuple[Any, ...]]:
+    """Return the query of seq_id and unit of a model's last request for which this holds: near its end."""
+    query = select(Future.seq_id, Future.unit).where(_OF_MODEL, condition)
+    return query.order_by(Future.seq_id.desc()).limit(1)
+
+
+_OF_MODEL = Future.model_key == bindparam("of")
+_LAST_RAN, _LAST_RESET = Prepared(_last(Future.unit.is_not(None))), _last(Future.effect.in_(_RESETS))
+_LIVE = select(Model.key).where(Model.state.in_((ModelState.READY, ModelState.PARKED)))
+_WINDOW_ERROR = (
+    select(Future.seq_id, Future.kind, Future.error, Future.unit)
+    .where(_OF_MODEL, Future.seq_id > bindparam("after"), Future.seq_id < bindparam("until"))
+    .where(Future.kind.in_(IN_WINDOW), Future.status == FutureStatus.FAILED)
+    .order_by(Future.seq_id)
+    .limit(1)
+)
+_BODIES = select(Request.future_id, Request.body).where(
+    Request.future_id.in_(bindparam("of", expanding=True))
+)
+_UNFINISHED = Prepared(
+    select(Future.id).where(
+        _OF_MODEL,
+        Future.seq_id <= bindparam("until"),
+        Future.unit.is_not(None),
+        Future.status == literal_column("'pending'"),
+    )
+)
+_NOT_REPLAYED = or_(
+    Future.seq_id <= bindparam("until"),
+    and_(Future.kind == RequestKind.FORWARD, Future.seq_id > bindparam("since")),
+)
+_FINISHED = (
+    select(Future.id, Future.seq_id, func.length(Request.body).label("size"))
+    .join(Request, Request.future_id == Future.id)
+    .where(_OF_MODEL, _NOT_REPLAYED, Future.status != FutureStatus.PENDING)
+)
+_NEWEST_PASSES = (
+    _FINISHED.where(Future.kind.in_(_PASSES)).order_by(Future.seq_id.desc()).limit(bindparam("most"))
+)
+_SOME = _FINISHED.with_only_columns(Future.id).where(Future.id.not_in(bindparam("kept", expanding=True)))
+_DROP = delete(Request).where(Request.future_id.in_(_SOME.limit(bindparam("slice"))))
+_WITH_BODIES = (
+    select(Future.model_key)
+    .join(Request, Request.future_id == Future.id)
+    .where(Future.status != FutureStatus.PENDING, Future.model_key.is_not(None))
+    .group_by(Future.model_key)
+    .having(
+        or_(func.count() > bindparam("most"), func.sum(func.length(Request.body)) > bindparam("most_bytes"))
+    )
+)
 
 
 def unfinished_until(conn: Connection, model: ModelKey, seq_id: int) -> list[int]:
     """Return the ids of the requests up to `seq_id` that ran, and still wait for their results: saves."""
-    query = select(Future.id).where(
-        Future.model_key == model,
-        Future.seq_id <= seq_id,
-        Future.unit.is_not(None),
-        Future.status == literal_column("'pending'"),
-    )
-    return list(conn.scalars(query))
+    return [row.id for row in _UNFINISHED.rows(conn, {"of": model, "until": seq_id})]
 
 
 def drop_bodies(conn: Connection, model: ModelKey, until: int, since: int = 0) -> int | None:
@@ -154,32 +188,18 @@ def drop_bodies(conn: Connection, model: ModelKey, until: int, since: int = 0) -
     Those of the newest passes stay for their readers: KEPT, of KEPT_BYTES together, without larger ones.
     Returns None if more are left, else the seq_id up to which no forward has a body any more.
     """
-    forwards = and_(Future.kind == RequestKind.FORWARD, Future.seq_id > since)
-    not_replayed = or_(Future.seq_id <= until, forwards)
-    finished = (
-        select(Future.id, Future.seq_id, func.length(Request.body).label("size"))
-        .join(Request, Request.future_id == Future.id)
-        .where(Future.model_key == model, not_replayed, Future.status != FutureStatus.PENDING)
-    )
-    passes = finished.where(Future.kind.in_(_PASSES)).order_by(Future.seq_id.desc())
+    named = {"of": model, "until": until, "since": since}
     room, kept, oldest = KEPT_BYTES, [], since + 1
-    for row in conn.execute(passes.limit(KEPT)):
+    for row in conn.execute(_NEWEST_PASSES, {**named, "most": KEPT}):
         if row.size <= room:
             room -= row.size
             kept.append(row.id)
             oldest = row.seq_id
-    some = finished.with_only_columns(Future.id).where(Future.id.not_in(kept)).limit(SLICE)
-    more = conn.execute(delete(Request).where(Request.future_id.in_(some))).rowcount == SLICE
+    more = conn.execute(_DROP, {**named, "kept": kept, "slice": SLICE}).rowcount == SLICE
     return None if more else oldest - 1
 
 
 def models_with_bodies(conn: Connection) -> list[ModelKey]:
     """Return the models of which finished requests have more bodies than stay for readers."""
-    query = (
-        select(Future.model_key)
-        .join(Request, Request.future_id == Future.id)
-        .where(Future.status != FutureStatus.PENDING, Future.model_key.is_not(None))
-        .group_by(Future.model_key)
-        .having(or_(func.count() > KEPT, func.sum(func.length(Request.body)) > KEPT_BYTES))
-    )
-    return [ModelKey(key) for key in conn.scalars(query) if key is not None]
+    most = {"most": KEPT, "most_bytes": KEPT_BYTES}
+    return [ModelKey(key) for key in conn.scalars(_WITH_BODIES, most) if key is not None]

@@ -2,7 +2,7 @@
 
 from itertools import takewhile
 
-from sqlalchemy import Connection, and_, delete, exists, func, or_, select
+from sqlalchemy import Connection, and_, bindparam, delete, exists, func, or_, select
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.store import server_state, usage_records
@@ -22,10 +22,57 @@ from skyrl_tinker.store.database.tables import (
     UsageRecord,
 )
 from skyrl_tinker.store.retention import slices
-from skyrl_tinker.store.retention.slices import delete_some
+from skyrl_tinker.store.retention.slices import delete_some, some
 
 _SWEPT = "samples_swept"  # no finished sample up to this id of a future is left
 _SAMPLES = (RequestKind.SAMPLE, RequestKind.CANCEL_SAMPLE)
+_SLICE, _BEFORE = bindparam("slice"), bindparam("before")
+_OF = bindparam("of", expanding=True)
+_DROP_BODIES = delete(Request).where(Request.future_id.in_(_OF))
+_DROP_RESULTS = delete(Result).where(Result.id.in_(_OF))
+_DROP_FUTURES = delete(Future).where(Future.id.in_(_OF))
+_DROP_SAMPLERS = delete(SamplingSession).where(SamplingSession.version_id.in_(_OF))
+_DROP_VERSIONS = delete(AdapterVersion).where(AdapterVersion.id.in_(_OF))
+_OLDEST_RESULTS = (
+    select(Result.id, Future.id.label("future_id"), Future.kind, Future.finished_at)
+    .join(Future, Future.id == Result.future_id)
+    .where(Result.id <= bindparam("counted"))
+    .order_by(Result.id)
+    .limit(_SLICE)
+)
+_NEWEST = select(func.max(Future.id))
+_PROMPTS = delete(Request).where(
+    Request.future_id.in_(
+        select(Request.future_id)
+        .join(Future, Future.id == Request.future_id)
+        .where(
+            Request.future_id <= bindparam("until"),
+            Future.kind == RequestKind.SAMPLE,
+            Future.status != FutureStatus.PENDING,
+        )
+        .order_by(Request.future_id)
+        .limit(_SLICE)
+    )
+)
+_OLDEST_FUTURES = (
+    select(Future.id, Future.kind, Future.finished_at, Result.id.label("result"))
+    .outerjoin(Result, Result.future_id == Future.id)
+    .where(Future.id > bindparam("after"))
+    .order_by(Future.id)
+    .limit(_SLICE)
+)
+_MADE_ON = SamplingSession.version_id == AdapterVersion.id
+_UNNEEDED = ~or_(
+    exists().where(SavedCheckpoint.version_id == AdapterVersion.id),
+    exists().where(_MADE_ON, AdapterVersion.inflight),
+    exists().where(_MADE_ON, Future.sampling_session_id == SamplingSession.sampling_session_id),
+)
+_VERSIONS = select(AdapterVersion.id).where(AdapterVersion.dropped_at < _BEFORE, _UNNEEDED).limit(_SLICE)
+_STABILITY = some(StabilityRecord, StabilityRecord.sequence_id, StabilityRecord.last_used_at < _BEFORE)
+_EVENTS = [some(table, table.id, table.at < _BEFORE) for table in (AuditEvent, KeyEvent)]
+_USAGE = some(UsageRecord, UsageRecord.id, UsageRecord.hour < _BEFORE)
+_POINTS = [some(table, table.id, table.at < _BEFORE) for table in (StepPoint, RunReport)]
+_REMOVED = some(SavedCheckpoint, SavedCheckpoint.id, SavedCheckpoint.removed_at < _BEFORE)
 
 
 def purge_results(conn: Connection, finished_before: float) -> bool:
@@ -35,32 +82,19 @@ def purge_results(conn: Connection, finished_before: float) -> bool:
 
     Results are in the order in which their futures finished, so only those deleted are read.
     """
-    oldest = (
-        select(Result.id, Future.id.label("future_id"), Future.kind, Future.finished_at)
-        .join(Future, Future.id == Result.future_id)
-        .where(Result.id <= usage_records.counted(conn))
-        .order_by(Result.id)
-        .limit(slices.SLICE)
-    )
-    gone = [row for row in conn.execute(oldest) if row.finished_at < finished_before]
+    named = {"counted": usage_records.counted(conn), "slice": slices.SLICE}
+    oldest = conn.execute(_OLDEST_RESULTS, named)
+    gone = [row for row in oldest if row.finished_at < finished_before]
     samples = [row.future_id for row in gone if row.kind is RequestKind.SAMPLE]
-    conn.execute(delete(Request).where(Request.future_id.in_(samples)))
-    conn.execute(delete(Result).where(Result.id.in_([row.id for row in gone])))
+    conn.execute(_DROP_BODIES, {"of": samples})
+    conn.execute(_DROP_RESULTS, {"of": [row.id for row in gone]})
     return len(gone) == slices.SLICE
 
 
 def purge_prompts(conn: Connection) -> bool:
     """Delete the bodies of finished samples that no list of requests reaches any more."""
-    newest = conn.scalar(select(func.max(Future.id))) or 0
-    ended = Future.kind == RequestKind.SAMPLE, Future.status != FutureStatus.PENDING
-    old = (
-        select(Request.future_id)
-        .join(Future, Future.id == Request.future_id)
-        .where(Request.future_id <= newest - MOST, *ended)
-        .order_by(Request.future_id)
-        .limit(slices.SLICE)
-    )
-    return conn.execute(delete(Request).where(Request.future_id.in_(old))).rowcount == slices.SLICE
+    newest = conn.scalar(_NEWEST) or 0
+    return delete_some(conn, _PROMPTS, until=newest - MOST)
 
 
 def purge_samples(conn: Connection, finished_before: float) -> bool:
@@ -69,23 +103,16 @@ def purge_samples(conn: Connection, finished_before: float) -> bool:
     It stops at the first one that must stay for now, and goes on from there the next time.
     """
     swept = int(server_state.get(conn, _SWEPT) or 0)
-    query = (
-        select(Future.id, Future.kind, Future.finished_at, Result.id.label("result"))
-        .outerjoin(Result, Result.future_id == Future.id)
-        .where(Future.id > swept)
-        .order_by(Future.id)
-        .limit(slices.SLICE)
-    )
     gone: list[int] = []
     passed = 0
-    for row in conn.execute(query):
+    for row in conn.execute(_OLDEST_FUTURES, {"after": swept, "slice": slices.SLICE}):
         if row.kind in _SAMPLES:
             if row.finished_at is None or row.finished_at >= finished_before or row.result is not None:
                 break
             gone.append(row.id)
         swept, passed = row.id, passed + 1
     if passed:
-        conn.execute(delete(Future).where(Future.id.in_(gone)))
+        conn.execute(_DROP_FUTURES, {"of": gone})
         server_state.put(conn, _SWEPT, swept)
     return passed == slices.SLICE
 
@@ -116,8 +143,8 @@ def purge_training(conn: Connection, model: ModelKey, before_seq: int, finished_
             conn.execute(query),
         )
     ]
-    conn.execute(delete(Request).where(Request.future_id.in_(gone)))
-    conn.execute(delete(Future).where(Future.id.in_(gone)))
+    conn.execute(_DROP_BODIES, {"of": gone})
+    conn.execute(_DROP_FUTURES, {"of": gone})
     return len(gone) == slices.SLICE
 
 
@@ -127,45 +154,33 @@ def purge_versions(conn: Connection, dropped_before: float) -> bool:
     Versions of checkpoints stay, versions of which samples are recorded, and inflight ones with a sampling
     session, which follows newer versions.
     """
-    version = AdapterVersion.id
-    sampler = SamplingSession.sampling_session_id
-    made_on_it = SamplingSession.version_id == version
-    needed = or_(
-        exists().where(SavedCheckpoint.version_id == version),
-        exists().where(made_on_it, AdapterVersion.inflight),
-        exists().where(made_on_it, Future.sampling_session_id == sampler),
-    )
-    query = select(version).where(AdapterVersion.dropped_at < dropped_before, ~needed).limit(slices.SLICE)
-    gone = list(conn.scalars(query))
-    conn.execute(delete(SamplingSession).where(SamplingSession.version_id.in_(gone)))
-    conn.execute(delete(AdapterVersion).where(version.in_(gone)))
+    gone = list(conn.scalars(_VERSIONS, {"before": dropped_before, "slice": slices.SLICE}))
+    conn.execute(_DROP_SAMPLERS, {"of": gone})
+    conn.execute(_DROP_VERSIONS, {"of": gone})
     return len(gone) == slices.SLICE
 
 
 def purge_stability(conn: Connection, used_before: float) -> bool:
     """Delete records of samples that were last used before then."""
-    key = StabilityRecord.sequence_id
-    return delete_some(conn, StabilityRecord, key, StabilityRecord.last_used_at < used_before)
+    return delete_some(conn, _STABILITY, before=used_before)
 
 
 def purge_audit(conn: Connection, before: float) -> bool:
     """Delete events of sessions, checkpoints and keys."""
-    more = [delete_some(conn, table, table.id, table.at < before) for table in (AuditEvent, KeyEvent)]
+    more = [delete_some(conn, each, before=before) for each in _EVENTS]
     return any(more)
 
 
 def purge_usage(conn: Connection, before: float) -> bool:
-    hour = int(before // usage_records.HOUR_S)
-    return delete_some(conn, UsageRecord, UsageRecord.id, UsageRecord.hour < hour)
+    return delete_some(conn, _USAGE, before=int(before // usage_records.HOUR_S))
 
 
 def purge_points(conn: Connection, before: float) -> bool:
     """Delete points of training curves, and numbers that scripts reported."""
-    more = [delete_some(conn, table, table.id, table.at < before) for table in (StepPoint, RunReport)]
+    more = [delete_some(conn, each, before=before) for each in _POINTS]
     return any(more)
 
 
 def purge_removed_checkpoints(conn: Connection, removed_before: float) -> bool:
     """Delete rows of checkpoints whose files are gone: until then, they are billed for past storage."""
-    removed = SavedCheckpoint.removed_at < removed_before
-    return delete_some(conn, SavedCheckpoint, SavedCheckpoint.id, removed)
+    return delete_some(conn, _REMOVED, before=removed_before)

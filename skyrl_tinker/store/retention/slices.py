@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, delete, select
+from sqlalchemy import ColumnElement, Connection, Delete, bindparam, delete, select
 
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.tables import Base
@@ -25,7 +25,11 @@ def shrink(conn: Connection) -> bool:
     return sqlite.free_pages(conn, _PAGES)
 
 
-def delete_some(conn: Connection, table: type[Base], key: Any, *where: ColumnElement[bool]) -> bool:
-    """Delete a slice of the rows for which this holds; returns True if there may be more."""
-    some = select(key).where(*where).limit(SLICE)
-    return conn.execute(delete(table).where(key.in_(some))).rowcount == SLICE
+def some(table: type[Base], key: Any, *where: ColumnElement[bool]) -> Delete:
+    """Return the statement that deletes a slice of the rows for which this holds, for `delete_some`."""
+    return delete(table).where(key.in_(select(key).where(*where).limit(bindparam("slice"))))
+
+
+def delete_some(conn: Connection, statement: Delete, **parameters: Any) -> bool:
+    """Delete a slice of rows; returns True if there may be more."""
+    return conn.execute(statement, {**parameters, "slice": SLICE}).rowcount == SLICE

@@ -95,7 +95,7 @@ async def test_others_have_their_turn_between_the_pages(world: World) -> None:
             await asyncio.sleep(0)
 
     others = asyncio.create_task(other())
-    pieces = [piece async for piece in chrome_trace.chrome_trace(world.store, SessionId(session))]
+    pieces = [piece async for piece in chrome_trace.chrome_trace(world.store, SessionId(session), None)]
     others.cancel()
     assert len(pieces) == 10 + 1
     assert turns > len(pieces)

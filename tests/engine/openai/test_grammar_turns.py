@@ -283,7 +283,7 @@ async def test_the_memory_of_grammars_is_bounded_and_keeps_those_in_use() -> Non
     for grammar in ("a", "b", "a", "c", "a", "b"):
         await ask(grammar)
     assert compiled == ["a", "b", "c", "b"]
-    assert len(turns._turns) == 0
+    assert len(turns._turns._locks) == 0
 
 
 async def test_a_sampler_that_dies_frees_the_turn() -> None:

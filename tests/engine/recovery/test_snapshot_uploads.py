@@ -1,6 +1,8 @@
-"""Snapshots that are being stored while the ranks die, models end, or a base model stops."""
+"""Snapshots that are being stored while the ranks die, models end, or a base model stops, or fetched."""
 
 import asyncio
+import shutil
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,6 +11,8 @@ import pytest
 from skyrl_tinker.domain.ids import ModelId, ModelKey
 from skyrl_tinker.engine.trainer import trainer_driver
 from skyrl_tinker.errors import TrainerError
+from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
+from skyrl_tinker.system.off_loop import LOAD_THREADS, in_load_thread
 from tests.engine.saves.test_captured_room import HangingStorage
 from tests.engine.support import journal
 from tests.engine.support.world import MakeWorld, World
@@ -195,3 +199,22 @@ async def test_a_base_model_stops_while_snapshots_are_stored_which_then_count(
     await train(stored, model, 7, 1)
     assert await steps_of(stored, model) == expected(1, 3)
     assert stored.workers.names().count("step") == steps + 1, "nothing was replayed"
+
+
+async def test_a_model_comes_back_however_much_clients_load_and_export(world: World) -> None:
+    """As after a take-over by another host."""
+    storage = CheckpointStorage(world.root.parent / "snapshots", f"file://{world.root.parent}/bucket")
+    world.driver._snapshots._storage = storage
+    model, snapshot = await with_snapshot(world)
+    after = world.new_engine()
+    after.driver._snapshots._storage = storage
+    shutil.rmtree(snapshot)
+    go_on = threading.Event()
+    loads = [asyncio.create_task(in_load_thread(go_on.wait)) for _ in range(LOAD_THREADS)]
+    try:
+        await train(after, model, 7, 1)
+        assert not any(each.done() for each in loads)
+    finally:
+        go_on.set()
+    assert await steps_of(after, model) == expected(1, 3)
+    await asyncio.gather(*loads)

@@ -6,13 +6,15 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 from sqlalchemy import Connection, text
 
+from skyrl_tinker.domain.ids import ALL_OWNERS, OwnerId
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store import store as stores
-from skyrl_tinker.store.store import THREADS, Store
+from skyrl_tinker.store.store import REPORT_THREADS, THREADS, Store
 from tests.store.support.databases import on_postgresql, on_sqlite
 from tests.store.support.rows import new_session
 from tests.support.waiting import PATIENCE_S, until
@@ -85,7 +87,8 @@ async def test_a_listing_that_takes_long_delays_no_read_of_rows(store: Store) ->
 
 async def test_reports_that_take_long_delay_no_body(store: Store) -> None:
     let_go = threading.Event()
-    reports = [asyncio.create_task(store.report(lambda _: let_go.wait())) for _ in range(2 * THREADS)]
+    slow = (store.report(lambda _: let_go.wait(), OwnerId(each)) for each in range(2 * THREADS))
+    reports = [asyncio.create_task(each) for each in slow]
     await asyncio.sleep(0)
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -94,6 +97,34 @@ async def test_reports_that_take_long_delay_no_body(store: Store) -> None:
     finally:
         let_go.set()
     await asyncio.gather(*reports)
+
+
+async def test_slow_reports_of_one_owner_leave_a_thread_to_others(store: Store) -> None:
+    let_go, begun = threading.Event(), list[int]()
+
+    def slow(_: Connection) -> None:
+        begun.append(threading.get_ident())
+        let_go.wait()
+
+    quick = partial(server_state.get, key="k")
+    reports = [asyncio.create_task(store.report(slow, OwnerId(1))) for _ in range(2 * REPORT_THREADS)]
+    try:
+        await until(lambda: begun)
+        reports.pop(0).cancel()  # its client leaves; its thread goes on
+        async with asyncio.timeout(PATIENCE_S):
+            assert await store.report(quick, OwnerId(2)) is None
+            assert await store.report(quick, ALL_OWNERS) is None
+        assert len(begun) == 1
+    finally:
+        let_go.set()
+    await asyncio.gather(*reports)
+    assert len(begun) == 2 * REPORT_THREADS
+
+
+async def test_reports_of_a_server_without_keys_take_all_threads(store: Store) -> None:
+    together = threading.Barrier(REPORT_THREADS)
+    reports = [store.report(lambda _: together.wait(PATIENCE_S), None) for _ in range(REPORT_THREADS)]
+    assert sorted(await asyncio.gather(*reports)) == list(range(REPORT_THREADS))
 
 
 @on_postgresql

@@ -1,0 +1,33 @@
+"""Turns of those that share something which nobody can take back once it has begun."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Hashable
+from functools import partial
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+T = TypeVar("T")
+
+
+class Turns:
+    """Work of which each key has one piece at a time, in the order of arrival.
+
+    It goes on if its caller gives up, as a thread or another process does. So does its turn.
+    """
+
+    def __init__(self) -> None:
+        self._locks: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
+        self._running: set[asyncio.Task[Any]] = set()
+
+    async def run(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return what `work` does, in a turn of `key`; it never begins for a caller that gave up before."""
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        await lock.acquire()
+        running = asyncio.create_task(work())
+        self._running.add(running)
+        running.add_done_callback(partial(self._end, lock))
+        return await asyncio.shield(running)
+
+    def _end(self, lock: asyncio.Lock, ended: asyncio.Task[Any]) -> None:
+        self._running.discard(ended)
+        lock.release()
