@@ -82,12 +82,13 @@ class RunningServer:
         params = {"starting_on": first.isoformat(), "ending_before": end.isoformat()}
         return self._ask("GET", "/api/v1/billing/usage/events", params=params)
 
-    def checkpoints(self, run: str | None, age_s: float) -> list[Facts]:
-        """Return checkpoints of at least this age, of a run or of all, the oldest first."""
+    def checkpoints(self, run: str | None, age_s: float, owner: str | None = None) -> list[Facts]:
+        """Return checkpoints of at least this age, of a run and an owner or of all, the oldest first."""
         newest = datetime.now(UTC) - timedelta(seconds=age_s)
         found = self._all_checkpoints() if run is None else self._checkpoints_of(run)
         old = [each for each in found if datetime.fromisoformat(each["time"]) <= newest]
-        return sorted(old, key=lambda each: str(each["time"]))
+        chosen = [each for each in old if owner is None or each["owner"] == owner]
+        return sorted(chosen, key=lambda each: str(each["time"]))
 
     def _checkpoints_of(self, run: str) -> Iterator[Facts]:
         yield from self._ask("GET", f"/api/v1/training_runs/{quote(run, safe='')}/checkpoints")["checkpoints"]

@@ -202,6 +202,7 @@ def checkpoint_lines(found: Sequence[Facts]) -> Iterator[str]:
     rows = [
         (
             each["tinker_path"],
+            each["owner"],
             f"{each['size_bytes'] / GB:,.3f} GB",
             each["time"][:19],
             (each["expires_at"] or "never")[:19],
@@ -209,7 +210,7 @@ def checkpoint_lines(found: Sequence[Facts]) -> Iterator[str]:
         )
         for each in found
     ]
-    yield from _table(("checkpoint", "size", "saved (UTC)", "expires (UTC)", "public"), rows)
+    yield from _table(("checkpoint", "owner", "size", "saved (UTC)", "expires (UTC)", "public"), rows)
     size = sum(each["size_bytes"] for each in found) / GB
     yield f"{counted(len(rows), 'checkpoint')}, {size:,.3f} GB"
 
