@@ -115,6 +115,17 @@ def test_a_machine_without_gpus_is_told_once(
     assert found["driver"].startswith("FAIL  no nvidia-smi: install NVIDIA's driver")
 
 
+def test_a_driver_that_is_down_is_told_once(
+    nvidia_smi: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+    nvidia_smi.with_name("nvidia-smi").write_text(f'#!/bin/sh\necho "{said}"\nexit 9\n')
+    found = _doctor(capsys, home=tmp_path, device="cuda")
+    told = [name for name, finding in found.items() if "NVIDIA" in finding or "GPU" in finding]
+    assert told == ["driver"]
+    assert found["driver"] == f"FAIL  nvidia-smi: {said}"
+
+
 def test_a_server_that_only_trains_needs_no_sampler_and_less_memory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
