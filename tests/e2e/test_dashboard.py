@@ -315,6 +315,28 @@ def test_a_part_that_was_chosen_stays_while_points_come_and_empty_charts_say_why
     assert page.errors == []
 
 
+RANGE = """import('./dashboard/charts.js').then(async ({timeChart}) => {
+    timeChart("Rates", ["value"]).draw([[0, 60, 120], %s]);
+    await new Promise((done) => setTimeout(done));
+    const {min, max} = plots.at(-1).scales.y;
+    return [min, max];
+})"""
+"""Script that draws these rates, with the ends of their axis."""
+
+
+@pytest.mark.parametrize(
+    ("rates", "most"), [([1000, 1100, 1050], 1210), ([0, 0.25, None], 1), ([None, None, None], 1)]
+)
+def test_the_axis_of_rates_begins_at_zero(
+    server: Serve, page: Page, rates: list[float | None], most: float
+) -> None:
+    page.open(f"{server.url}/#/runs")
+    page.wait("document.querySelector('h1')?.innerText === 'Runs'")
+    page.run(PLOTS)
+    assert page.run(RANGE % json.dumps(rates)) == pytest.approx([0, most])
+    assert page.errors == []
+
+
 CHANGED = """(() => {
     const kept = window.fetch;
     window.change = () => {};
