@@ -16,6 +16,7 @@ from skyrl_tinker.cli.running_server import RunningServer, understood
 from skyrl_tinker.cli.terminal import printable, show, width
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.units import counted
+from skyrl_tinker.protocol.schemas.console import RunColumn
 
 app = typer.Typer()
 checkpoints = typer.Typer(no_args_is_help=True, help="Checkpoints of a server.", rich_markup_mode=None)
@@ -83,14 +84,18 @@ def runs(
     home: Home = None,
     config_file: Config = None,
     most: Annotated[
-        int, typer.Option("--lines", "-n", help="Runs, the last used first", min=1, max=1000)
+        int, typer.Option("--lines", "-n", help="Runs, the first in their order", min=1, max=1000)
     ] = 20,
     search: Annotated[str, typer.Option(help="Words of names, projects, owners, states and metadata")] = "",
+    sort: Annotated[
+        RunColumn | None,
+        typer.Option(help="Order of all, of steps and reward downwards [default: the last request first]"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show training runs, and why some failed: one's own, with an admin key those of all."""
     with one_line_errors(), understood():
-        found = _running(url, home, config_file).runs(most, search)
+        found = _running(url, home, config_file).runs(most, search, sort)
         show([json.dumps(found)] if as_json else server_tables.run_lines(found, width()))
 
 

@@ -186,8 +186,8 @@ def run_lines(runs: Facts, columns: int | None = None) -> Iterator[str]:
     yield from _table(heads, rows, columns) if rows else ("there are no runs",)
     if hidden := len(runs["runs"]) - len(shown):
         yield f"and {hidden} of the tinker command without steps, which --json has"
-    if before := runs["total"] - len(runs["runs"]):
-        yield f"and {before} before"
+    if more := runs["total"] - len(runs["runs"]):
+        yield f"and {more} more"
     ended: dict[tuple[str, str], list[str]] = {}  # one cause may end many
     for run in runs["runs"]:
         if run["state"] in ("failed", "lost", "parked"):
