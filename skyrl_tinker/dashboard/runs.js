@@ -394,9 +394,14 @@ function showRun(node, run, parent, failed) {
     ...(run.project_id ? [["project", run.project_id]] : []),
     ...HYPERPARAMETERS.map(([name, of]) => [name, of(run)]),
     ["created", ago(run.created_at)], ["last request", ago(run.last_request_at)], ["last heartbeat", ago(run.last_heartbeat_at)],
-    ...Object.entries(run.user_metadata)]);
+    ...Object.entries(run.user_metadata).map(([name, value]) => [name, linkOf(value)])]);
   if (node.firstChild) node.firstChild.replaceWith(about);
   else node.append(about, h("p", {}, end));
+}
+
+// Text of others: a link is one of this scheme only, such as a tracker's of the run.
+function linkOf(value) {
+  return value.startsWith("https://") ? h("a", { href: value, target: "_blank", rel: "noreferrer noopener" }, value) : value;
 }
 
 function fromStep(run, step) {

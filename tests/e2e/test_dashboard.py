@@ -115,6 +115,21 @@ def test_a_run_is_found_by_metadata_that_the_list_does_not_carry(server: Serve, 
     assert page.errors == []
 
 
+def test_an_address_in_metadata_is_a_link_and_nothing_else_is(server: Serve, page: Page) -> None:
+    link = "https://wandb.example/team/runs/1?a=1&b=\"2\""
+    others = {"script": "javascript:alert(1)", "plain": "http://a.b", "html": "<a href='https://a'>a</a>"}
+    metadata = {"wandb_link": link, "late": f" {link}", **others}
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-local") as service:
+        training = service.create_lora_training_client(base_model="tiny", rank=8, user_metadata=metadata)
+        page.open(f"{server.url}/#/runs/{training.result().model_id}")
+    page.wait(f"{ABOUT}?.innerText.includes('wandb_link')")
+    of = "[each.innerText, each.getAttribute('href'), each.rel]"
+    found = page.run(f"[...{ABOUT}.querySelectorAll('dd a')].map((each) => {of})")
+    assert found == [[link, link, "noreferrer noopener"]]
+    assert all(value in page.text() for value in others.values())
+    assert page.errors == []
+
+
 def test_of_many_runs_the_page_shows_the_first_in_the_chosen_order(server: Serve, page: Page) -> None:
     for name, reward in (("of many: b", 0.5), ("of many: a", 0.25)):
         with tinker.ServiceClient(base_url=server.url, api_key="tml-local", display_name=name) as service:
