@@ -206,6 +206,10 @@ def loop(client: Client) -> Iterator[tinker.TrainingClient]:
         thread.join()
 
 
+UNEXPLAINED = "[...document.querySelectorAll('.curves section:has(.chart):not(:has(p.quiet))')]"
+UNEXPLAINED += ".map((each) => each.ariaLabel)"
+
+
 def test_the_pages_show_a_loop_while_it_trains_and_report_no_errors(
     server: Serve, client: Client, page: Page
 ) -> None:
@@ -222,6 +226,7 @@ def test_the_pages_show_a_loop_while_it_trains_and_report_no_errors(
         first = page.wait(STEPS)
         page.wait(f"{STEPS} > {first}")
         assert page.run("document.querySelectorAll('.curves canvas').length") == 11
+        assert page.run(UNEXPLAINED) == []
         page.wait(f"({REWARD}).includes('0.625')")
         page.run(CHOOSE.format("Axis", "minutes"))
         page.wait(f"({REWARD}).includes('minutes') && ({REWARD}).includes('0.625')")
