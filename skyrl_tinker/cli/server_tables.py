@@ -16,6 +16,8 @@ from skyrl_tinker.domain.units import GB, MiB, counted, duration
 
 SILENT_S = 60.0
 """Age of a heartbeat from which on a script may have been killed."""
+MOST_WEIGHTS = 3
+"""Weights shown of a replica: the last."""
 MOST_METADATA = 60
 """Characters shown of a run's metadata."""
 _GAP = 2  # between two columns of a table
@@ -139,7 +141,7 @@ def process_lines(now: Facts) -> Iterator[str]:
             each["address"] or "",
             each["host"] or "",
             each["state"],
-            " ".join(each["weights"]) or "base",
+            _weights(each["weights"]),
             each["weights_by"] or "",
             each["adapters_by"] or "",
         )
@@ -148,6 +150,11 @@ def process_lines(now: Facts) -> Iterator[str]:
     yield from _table(
         ("base model", "replica", "host", "state", "weights", "weights by", "adapters by"), replicas
     )
+
+
+def _weights(names: Sequence[str]) -> str:
+    shown, more = " ".join(names[-MOST_WEIGHTS:]), len(names) - MOST_WEIGHTS
+    return f"{shown} and {more} more" if more > 0 else shown or "base"
 
 
 def run_lines(runs: Facts, columns: int | None = None) -> Iterator[str]:
