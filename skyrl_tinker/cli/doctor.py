@@ -25,6 +25,7 @@ import psutil
 from sqlalchemy.exc import DBAPIError, OperationalError, ProgrammingError
 
 from skyrl_tinker import config
+from skyrl_tinker.bundled import install
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories, free_bytes
 from skyrl_tinker.domain.units import GB, MiB
@@ -194,7 +195,7 @@ def _packages(device: str, engines: Collection[str]) -> str:
     missing = [name for name in needed if name not in versions or builds.get(name, device) != device]
     others = [f"{name} {versions[name]} is built for {builds[name]}" for name in builds if vllm in missing]
     found = f" ({', '.join(others)})" if others else ""
-    _need(not missing, f"missing: {', '.join(missing)}{found}; {_install(device.replace('cuda', 'gpu'))}")
+    _need(not missing, f"missing: {', '.join(missing)}{found}; {install(device.replace('cuda', 'gpu'))}")
     if device == "cpu" and "vllm" in engines:
         _check_cpu_builds(versions)
     return ", ".join(f"{name} {versions[name]}" for name in needed)
@@ -203,12 +204,6 @@ def _packages(device: str, engines: Collection[str]) -> str:
 def _device_of(name: str, version: str) -> str:
     """Return the device that a distribution is built for. The version tells vLLM's own builds apart."""
     return "cpu" if name == _VLLM["cpu"] or version.endswith("+cpu") else "cuda"
-
-
-def _install(extra: str) -> str:
-    """Return the command that installs the packages of an extra: in a checkout the locked ones."""
-    setup = Path(__file__).parents[2] / "scripts" / "setup"
-    return f"{setup} {extra}" if setup.exists() else f"pip install 'skyrl-tinker[{extra}]'"
 
 
 def _check_cpu_builds(versions: Mapping[str, str]) -> None:
@@ -300,7 +295,7 @@ def _driver_version() -> str:
 def _driver(version: "Future[str]") -> str:
     driver, built = version.result(), _cuda_of_torch()
     if built is None:
-        raise StartupError(f"torch is built for the CPU: {_install('gpu')}")
+        raise StartupError(f"torch is built for the CPU: {install('gpu')}")
     oldest = _DRIVERS.get(built.partition(".")[0], 0)
     return _need(
         int(driver.partition(".")[0]) >= oldest, f"{driver} ({oldest} or newer for torch's CUDA {built})"
