@@ -93,6 +93,13 @@ def test_each_command_passes_the_checks_of_a_start(
         assert settings.engine_address == (GIVEN["status.podIP"], container.port("engine"))
 
 
+def test_the_longest_sequence_is_not_left_to_the_default() -> None:
+    """That is far below the model's."""
+    *_, server = pods()["server"]
+    assert "SKYRL_TINKER_CONTEXT_LENGTH" in server.variables(GIVEN)
+    assert "SKYRL_TINKER_CONTEXT_LENGTH" in PAGE.read_text()
+
+
 def test_there_is_a_key_before_a_server_starts() -> None:
     """Without one, an address that others reach is refused."""
     first, server = pods()["server"]

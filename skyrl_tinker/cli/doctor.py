@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ import psutil
 from sqlalchemy.exc import DBAPIError, OperationalError, ProgrammingError
 
 from skyrl_tinker import config
+from skyrl_tinker.bundled import install
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories, free_bytes
 from skyrl_tinker.domain.units import GB, MiB
@@ -34,7 +36,7 @@ from skyrl_tinker.server import preflight, start_plan
 from skyrl_tinker.server.base_models import base_model, catalog
 from skyrl_tinker.server.base_models.base_model import TINY
 from skyrl_tinker.store.database.opening import file_of, open_database
-from skyrl_tinker.system.gpu_memory import SMI, smi
+from skyrl_tinker.system.gpu_memory import smi
 from skyrl_tinker.system.host_memory import host_memory
 from skyrl_tinker.system.process_lock import process_lock
 
@@ -49,6 +51,8 @@ _DRIVERS = {"12": 525, "13": 580}
 """Oldest driver by the CUDA version that torch is built for, by NVIDIA's table of compatibility."""
 _CAPABILITY = 8.0  # bfloat16 and FlashAttention 2
 _FREE_SHARE = 0.9  # of a GPU's memory
+_ON_GPUS = "GPUs", "plan"
+"""Checks for which the driver has to answer."""
 LIMIT_S = 18.0
 """Time from the start of the process to the last finding, where imports take less."""
 _LEAST_S = 2.0  # that checks have where imports take longer
@@ -63,8 +67,7 @@ def report(settings: Settings, age_s: float = 0.0) -> bool:
     """
     until = time.monotonic() + max(_LEAST_S, LIMIT_S - age_s)
     running = _server(settings, (time.monotonic() + until) / 2)
-    cuda = settings.device == "cuda"
-    gpus = cuda and shutil.which(SMI) is not None  # else the driver's finding says it all
+    driver = _begin(_driver_version) if settings.device == "cuda" else None
     elsewhere = settings.checkpoint_url or settings.snapshot_url
     checks: dict[str, Callable[[], str]] = {
         "settings": lambda: _settings(settings),
@@ -72,10 +75,10 @@ def report(settings: Settings, age_s: float = 0.0) -> bool:
         "processor": _processor,
         "packages": lambda: _packages(settings.device, _engines(settings)),
         "libraries": lambda: _libraries(settings.device),
-        **({"driver": _driver} if cuda else {}),
-        **({"GPUs": lambda: _gpus(filled=running is not None)} if gpus else {}),
+        **({"driver": partial(_driver, driver)} if driver else {}),
+        **({"GPUs": lambda: _gpus(filled=running is not None)} if driver else {}),
         "base model": lambda: _base_model(settings),
-        **({"plan": lambda: _plan(settings)} if gpus and running is None else {}),
+        **({"plan": lambda: _plan(settings)} if driver and running is None else {}),
         **({"memory": lambda: _memory(settings), "/dev/shm": _shared_memory} if running is None else {}),
         "home": lambda: _home(settings.root),
         "disk": lambda: _disk(settings),
@@ -85,8 +88,17 @@ def report(settings: Settings, age_s: float = 0.0) -> bool:
         "open files": _open_files,
         **({"port": lambda: _port(settings)} if running is None else {"server": running}),
     }
-    begun = {name: _begin(check) for name, check in checks.items()}
-    return all([_tell(name, finding, until) for name, finding in begun.items()])  # noqa: C419 - tell all
+    begun = {name: _begin(check, driver if name in _ON_GPUS else None) for name, check in checks.items()}
+    passed = [
+        _tell(name, finding, until)
+        for name, finding in begun.items()
+        if name not in _ON_GPUS or _answered(driver)  # else the driver's finding has said it all
+    ]
+    return all(passed)
+
+
+def _answered(driver: "Future[str] | None") -> bool:
+    return driver is not None and driver.done() and driver.exception() is None
 
 
 def _server(settings: Settings, until: float) -> Callable[[], str] | None:
@@ -114,12 +126,14 @@ def _running(settings: Settings) -> str | None:
     return None
 
 
-def _begin(check: Callable[[], T]) -> "Future[T]":
-    """Run a check in a thread that the process does not wait for when it ends."""
+def _begin(check: Callable[[], T], before: "Future[str] | None" = None) -> "Future[T]":
+    """Run a check, unless the one before fails, in a thread that the process does not wait for at its end."""
     finding: Future[T] = Future()
 
     def run() -> None:
         try:
+            if before is not None:
+                before.result()
             finding.set_result(check())
         except (StartupError, OSError) as error:
             finding.set_exception(error)
@@ -181,7 +195,7 @@ def _packages(device: str, engines: Collection[str]) -> str:
     missing = [name for name in needed if name not in versions or builds.get(name, device) != device]
     others = [f"{name} {versions[name]} is built for {builds[name]}" for name in builds if vllm in missing]
     found = f" ({', '.join(others)})" if others else ""
-    _need(not missing, f"missing: {', '.join(missing)}{found}; {_install(device.replace('cuda', 'gpu'))}")
+    _need(not missing, f"missing: {', '.join(missing)}{found}; {install(device.replace('cuda', 'gpu'))}")
     if device == "cpu" and "vllm" in engines:
         _check_cpu_builds(versions)
     return ", ".join(f"{name} {versions[name]}" for name in needed)
@@ -190,12 +204,6 @@ def _packages(device: str, engines: Collection[str]) -> str:
 def _device_of(name: str, version: str) -> str:
     """Return the device that a distribution is built for. The version tells vLLM's own builds apart."""
     return "cpu" if name == _VLLM["cpu"] or version.endswith("+cpu") else "cuda"
-
-
-def _install(extra: str) -> str:
-    """Return the command that installs the packages of an extra: in a checkout the locked ones."""
-    setup = Path(__file__).parents[2] / "scripts" / "setup"
-    return f"{setup} {extra}" if setup.exists() else f"pip install 'skyrl-tinker[{extra}]'"
 
 
 def _check_cpu_builds(versions: Mapping[str, str]) -> None:
@@ -280,11 +288,14 @@ def _libraries(device: str) -> str:
     return "libnuma.so.1"
 
 
-def _driver() -> str:
-    driver = _query_gpus("driver_version")[0][0]
-    built = _cuda_of_torch()
+def _driver_version() -> str:
+    return _query_gpus("driver_version")[0][0]
+
+
+def _driver(version: "Future[str]") -> str:
+    driver, built = version.result(), _cuda_of_torch()
     if built is None:
-        raise StartupError(f"torch is built for the CPU: {_install('gpu')}")
+        raise StartupError(f"torch is built for the CPU: {install('gpu')}")
     oldest = _DRIVERS.get(built.partition(".")[0], 0)
     return _need(
         int(driver.partition(".")[0]) >= oldest, f"{driver} ({oldest} or newer for torch's CUDA {built})"

@@ -18,6 +18,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.protocol.schemas.console import RunColumn
 from skyrl_tinker.server.addresses import is_http, local_url
 from skyrl_tinker.system.process_lock import holder
 from skyrl_tinker.system.processes import listens
@@ -26,6 +27,8 @@ PATIENCE_S = 10.0
 MOST_DAYS = 14
 """Days of one answer about usage."""
 MOST_LISTED = 1000
+GREATEST_FIRST = "steps", "reward", "last_request"
+"""Columns of runs by which these are sorted downwards."""
 Facts = Mapping[str, Any]
 _EXPIRED, _OTHER_HOST = 10, (62, 64)
 """OpenSSL's codes of refused certificates; of those for others by their name, and by their address."""
@@ -82,12 +85,13 @@ class RunningServer:
         params = {"starting_on": first.isoformat(), "ending_before": end.isoformat()}
         return self._ask("GET", "/api/v1/billing/usage/events", params=params)
 
-    def checkpoints(self, run: str | None, age_s: float) -> list[Facts]:
-        """Return checkpoints of at least this age, of a run or of all, the oldest first."""
+    def checkpoints(self, run: str | None, age_s: float, owner: str | None = None) -> list[Facts]:
+        """Return checkpoints of at least this age, of a run and an owner or of all, the oldest first."""
         newest = datetime.now(UTC) - timedelta(seconds=age_s)
         found = self._all_checkpoints() if run is None else self._checkpoints_of(run)
         old = [each for each in found if datetime.fromisoformat(each["time"]) <= newest]
-        return sorted(old, key=lambda each: str(each["time"]))
+        chosen = [each for each in old if owner is None or each["owner"] == owner]
+        return sorted(chosen, key=lambda each: str(each["time"]))
 
     def _checkpoints_of(self, run: str) -> Iterator[Facts]:
         yield from self._ask("GET", f"/api/v1/training_runs/{quote(run, safe='')}/checkpoints")["checkpoints"]
@@ -108,9 +112,11 @@ class RunningServer:
             return False
         return True
 
-    def runs(self, most: int, words: str = "") -> Facts:
-        """Return the runs with the latest requests, of those that have all words."""
-        params = {"limit": most} | ({"search": words} if words else {})
+    def runs(self, most: int, words: str = "", sort: RunColumn | None = None) -> Facts:
+        """Return the first runs, of those that have all words: by default those with the latest requests."""
+        order = "descending" if sort in GREATEST_FIRST else "ascending"
+        sorting = {} if sort is None else {"sort": sort, "order": order}
+        params = {"limit": most} | ({"search": words} if words else {}) | sorting
         return self._ask("GET", "/api/v1/console/runs", params=params)
 
     def newest_run(self) -> str:

@@ -13,9 +13,10 @@ from skyrl_tinker import config
 from skyrl_tinker.cli import metrics_file, running_server, server_logs, server_tables
 from skyrl_tinker.cli.options import Config, Home, one_line_errors, path, seconds
 from skyrl_tinker.cli.running_server import RunningServer, understood
-from skyrl_tinker.cli.terminal import show, width
+from skyrl_tinker.cli.terminal import printable, show, width
 from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.units import counted
+from skyrl_tinker.protocol.schemas.console import RunColumn
 
 app = typer.Typer()
 checkpoints = typer.Typer(no_args_is_help=True, help="Checkpoints of a server.", rich_markup_mode=None)
@@ -33,6 +34,7 @@ Url = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
 BaseModel = Annotated[str, typer.Argument(metavar="NAME", help="Base model on demand, as `bases` names it")]
 OfRun = Annotated[str | None, typer.Option("--run", help="Only those of a run")]
+OfOwner = Annotated[str | None, typer.Option("--owner", help="Only those of a key, by its name")]
 OlderThan = Annotated[
     int | None,
     typer.Option(parser=seconds, metavar="DURATION", help="Only those saved so long ago, as in 12h or 30d"),
@@ -82,14 +84,18 @@ def runs(
     home: Home = None,
     config_file: Config = None,
     most: Annotated[
-        int, typer.Option("--lines", "-n", help="Runs, the last used first", min=1, max=1000)
+        int, typer.Option("--lines", "-n", help="Runs, the first in their order", min=1, max=1000)
     ] = 20,
     search: Annotated[str, typer.Option(help="Words of names, projects, owners, states and metadata")] = "",
+    sort: Annotated[
+        RunColumn | None,
+        typer.Option(help="Order of all, of steps and reward downwards [default: the last request first]"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show training runs, and why some failed: one's own, with an admin key those of all."""
     with one_line_errors(), understood():
-        found = _running(url, home, config_file).runs(most, search)
+        found = _running(url, home, config_file).runs(most, search, sort)
         show([json.dumps(found)] if as_json else server_tables.run_lines(found, width()))
 
 
@@ -159,6 +165,7 @@ def usage(
 @checkpoints.command(name="list")
 def list_checkpoints(
     run: OfRun = None,
+    owner: OfOwner = None,
     older_than: OlderThan = None,
     url: Url = None,
     home: Home = None,
@@ -167,7 +174,7 @@ def list_checkpoints(
 ) -> None:
     """Show checkpoints, the oldest first: one's own, with an admin key those of all."""
     with one_line_errors(), understood():
-        found = _running(url, home, config_file).checkpoints(run, older_than or 0)
+        found = _running(url, home, config_file).checkpoints(run, older_than or 0, owner)
         show([json.dumps(found)] if as_json else server_tables.checkpoint_lines(found))
 
 
@@ -175,29 +182,33 @@ def list_checkpoints(
 def delete_checkpoints(
     paths: Annotated[list[str] | None, typer.Argument(metavar="PATH", help="tinker:// paths")] = None,
     run: OfRun = None,
+    owner: OfOwner = None,
     older_than: OlderThan = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,
     url: Url = None,
     home: Home = None,
     config_file: Config = None,
 ) -> None:
-    """Delete checkpoints, by their paths, or all of a run or of an age. This is final.
+    """Delete checkpoints, by their paths, or all of a run, of a key or of an age. This is final.
 
-    It shows them and asks first. One that is gone by then is passed over. For example:
+    It shows them and asks first. One that is gone by then is passed over. With an admin key those of all
+    are meant, unless --owner names a key. For example:
 
     \b
       skyrl-tinker checkpoints delete --older-than 30d
     """
-    if bool(paths) == (run is not None or older_than is not None):
-        raise typer.BadParameter("expected either paths, or --run, --older-than or both")
+    if bool(paths) == any(each is not None for each in (run, owner, older_than)):
+        raise typer.BadParameter("expected either paths, or one or more of --run, --owner and --older-than")
     with one_line_errors(), understood():
         server, chosen = _running(url, home, config_file), [tinker_path.parse(path) for path in paths or ()]
+        whose = ""
         if not paths:
-            found = server.checkpoints(run, older_than or 0)
+            found = server.checkpoints(run, older_than or 0, owner)
             show(server_tables.checkpoint_lines(found))
             chosen = [tinker_path.parse(each["tinker_path"]) for each in found]
+            whose = f" of {', '.join(sorted({printable(each['owner']) for each in found}))}"
         if chosen and not yes:
-            typer.confirm(f"delete {counted(len(chosen), 'checkpoint')}?", abort=True)
+            typer.confirm(f"delete {counted(len(chosen), 'checkpoint')}{whose}?", abort=True)
         deleted = sum(map(server.delete_checkpoint, chosen))
         show([f"deleted: {deleted}"])
 

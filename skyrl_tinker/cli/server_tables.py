@@ -16,6 +16,8 @@ from skyrl_tinker.domain.units import GB, MiB, counted, duration
 
 SILENT_S = 60.0
 """Age of a heartbeat from which on a script may have been killed."""
+MOST_WEIGHTS = 3
+"""Weights shown of a replica: the last."""
 MOST_METADATA = 60
 """Characters shown of a run's metadata."""
 _GAP = 2  # between two columns of a table
@@ -139,7 +141,7 @@ def process_lines(now: Facts) -> Iterator[str]:
             each["address"] or "",
             each["host"] or "",
             each["state"],
-            " ".join(each["weights"]) or "base",
+            _weights(each["weights"]),
             each["weights_by"] or "",
             each["adapters_by"] or "",
         )
@@ -148,6 +150,11 @@ def process_lines(now: Facts) -> Iterator[str]:
     yield from _table(
         ("base model", "replica", "host", "state", "weights", "weights by", "adapters by"), replicas
     )
+
+
+def _weights(names: Sequence[str]) -> str:
+    shown, more = " ".join(names[-MOST_WEIGHTS:]), len(names) - MOST_WEIGHTS
+    return f"{shown} and {more} more" if more > 0 else shown or "base"
 
 
 def run_lines(runs: Facts, columns: int | None = None) -> Iterator[str]:
@@ -186,8 +193,8 @@ def run_lines(runs: Facts, columns: int | None = None) -> Iterator[str]:
     yield from _table(heads, rows, columns) if rows else ("there are no runs",)
     if hidden := len(runs["runs"]) - len(shown):
         yield f"and {hidden} of the tinker command without steps, which --json has"
-    if before := runs["total"] - len(runs["runs"]):
-        yield f"and {before} before"
+    if more := runs["total"] - len(runs["runs"]):
+        yield f"and {more} more"
     ended: dict[tuple[str, str], list[str]] = {}  # one cause may end many
     for run in runs["runs"]:
         if run["state"] in ("failed", "lost", "parked"):
@@ -202,6 +209,7 @@ def checkpoint_lines(found: Sequence[Facts]) -> Iterator[str]:
     rows = [
         (
             each["tinker_path"],
+            each["owner"],
             f"{each['size_bytes'] / GB:,.3f} GB",
             each["time"][:19],
             (each["expires_at"] or "never")[:19],
@@ -209,7 +217,7 @@ def checkpoint_lines(found: Sequence[Facts]) -> Iterator[str]:
         )
         for each in found
     ]
-    yield from _table(("checkpoint", "size", "saved (UTC)", "expires (UTC)", "public"), rows)
+    yield from _table(("checkpoint", "owner", "size", "saved (UTC)", "expires (UTC)", "public"), rows)
     size = sum(each["size_bytes"] for each in found) / GB
     yield f"{counted(len(rows), 'checkpoint')}, {size:,.3f} GB"
 

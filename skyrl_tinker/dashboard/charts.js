@@ -77,11 +77,13 @@ const values = (_, splits) => splits.map((value) => value === null ? "" : number
 
 const clock = (_, splits) => splits.map((at) => new Date(1000 * at).toLocaleTimeString("en-GB"));
 const aMinuteOrMore = (_, first, last) => [Math.min(first, last - 60), last];
+const fromZero = (_, low, high) => [0, Math.max(1, 1.1 * (high ?? 0))];
 
+// Of rates: none is below 0.
 export function timeChart(label, names) {
   const x = { label: "at", value: (_, at) => at === null ? "–" : clock(_, [at])[0] };
   return chart(label, names, () => ({
-    scales: { x: { time: true, range: aMinuteOrMore } }, axes: [axis({ values: clock, space: 90, size: 34 }), axis({ size: 60, values })], x }), HEIGHT);
+    scales: { x: { time: true, range: aMinuteOrMore }, y: { range: fromZero } }, axes: [axis({ values: clock, space: 90, size: 34 }), axis({ size: 60, values })], x }), HEIGHT);
 }
 
 const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));

@@ -203,7 +203,7 @@ function drawCurves(main, chains, failed, recovered) {
   const reported = stepChart("Reported number", titles);
   const choice = h("select", { "aria-label": "Reported number", onchange: () => drawReports() });
   const rewardCard = card("Reward", h("p", { class: "quiet small" }, "as its script reports it"), reward.node);
-  const reportedCard = card("Reported by the script", choice, reported.node);
+  const reportedCard = card("Reported by the script", h("p", { class: "quiet small" }, "the number chosen here, by the step that the script gave it"), choice, reported.node);
   const time = stepChart("Seconds of a step: wait, compute, answer", ["wait", "compute", "answer"]);
   const last = h("div");
   const about = h("div");
@@ -232,7 +232,7 @@ function drawCurves(main, chains, failed, recovered) {
     h("div", { class: "grid small curves" },
       ...charts.slice(1).map(drawn),
       reportedCard,
-      alone ? card("Seconds of a step", time.node) : null,
+      alone ? card("Seconds of a step", h("p", { class: "quiet small" }, "from the first request of its window to its commit: computing, then the answer; wait is the rest"), time.node) : null,
       checkpoints?.node));
 
   function exported(run) {
@@ -394,9 +394,14 @@ function showRun(node, run, parent, failed) {
     ...(run.project_id ? [["project", run.project_id]] : []),
     ...HYPERPARAMETERS.map(([name, of]) => [name, of(run)]),
     ["created", ago(run.created_at)], ["last request", ago(run.last_request_at)], ["last heartbeat", ago(run.last_heartbeat_at)],
-    ...Object.entries(run.user_metadata)]);
+    ...Object.entries(run.user_metadata).map(([name, value]) => [name, linkOf(value)])]);
   if (node.firstChild) node.firstChild.replaceWith(about);
   else node.append(about, h("p", {}, end));
+}
+
+// Text of others: a link is one of this scheme only, such as a tracker's of the run.
+function linkOf(value) {
+  return value.startsWith("https://") ? h("a", { href: value, target: "_blank", rel: "noreferrer noopener" }, value) : value;
 }
 
 function fromStep(run, step) {

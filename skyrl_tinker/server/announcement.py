@@ -48,6 +48,7 @@ def announcement(settings: Settings, bases: Bases, failed: Mapping[str, str], *,
         **_places(settings),
         "dashboard": f"{url}/",
         "clients": f"export TINKER_BASE_URL={url} TINKER_API_KEY={'tml-…' if keys else 'tml-local'}",
+        **_certificate(settings),
     }
     lines = [*(("model", model) for model in models), *facts_of_it.items()]
     return "\n".join([READY + url, *(f"  {name:<11} {value}" for name, value in lines)])
@@ -79,6 +80,11 @@ def _places(settings: Settings) -> dict[str, str]:
         "engine": settings.engine_listen and f"{settings.engine_listen}, for API processes on other hosts",
     }
     return {name: str(value) for name, value in found.items() if value}
+
+
+def _certificate(settings: Settings) -> dict[str, str]:
+    cert = settings.tls_cert
+    return {} if cert is None else {"": f"SSL_CERT_FILE={cert} where they do not know who signed it"}
 
 
 def _devices(settings: Settings) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
+from skyrl_tinker.bundled import install
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories, free_bytes
 from skyrl_tinker.domain.units import MiB
@@ -189,7 +190,7 @@ def _storage_hint(url: str, error: Exception) -> str:
     if not url.startswith("s3:"):
         return ""
     if isinstance(error, ImportError):
-        return "; pip install 'skyrl-tinker[s3]'"
+        return f"; {install('s3')}"
     if "credentials" in str(error):
         return (
             "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and AWS_ENDPOINT_URL unless it is Amazon's, "
@@ -239,7 +240,7 @@ def _check_otlp(settings: Settings) -> None:
         raise StartupError(f"otlp_endpoint: found {endpoint!r}, expected http://host:port")
     if not all(map(_is_installed, ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"))):
         raise StartupError(
-            "otlp_endpoint: the OpenTelemetry packages are not installed; pip install 'skyrl-tinker[otlp]'"
+            f"otlp_endpoint: the OpenTelemetry packages are not installed; {install('otlp')}"
         )
 
 

@@ -17,16 +17,17 @@ from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.database.file_paths import from_stored, to_stored
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import AnyRow, as_row, database_time, insert_id, values_of
-from skyrl_tinker.store.database.tables import Model, SavedCheckpoint, Session
+from skyrl_tinker.store.database.tables import ApiKey, Model, SavedCheckpoint, Session
 from skyrl_tinker.store.model_records import spec_columns, spec_from_row
-from skyrl_tinker.store.owners import within
+from skyrl_tinker.store.owners import OWNER_NAME, within
 from skyrl_tinker.store.sampling_sessions import is_held
 
 AT_ONCE = 500  # checkpoints that are removed in one sweep
 WITH_MODEL = (
-    select(SavedCheckpoint.__table__, Model.model_id, Model.session_id)
+    select(SavedCheckpoint.__table__, Model.model_id, Model.session_id, OWNER_NAME.label("owner"))
     .join(Model, Model.key == SavedCheckpoint.model_key)
     .join(Session, Session.session_id == Model.session_id)
+    .outerjoin(ApiKey, ApiKey.id == Session.owner_id)
 )
 
 
@@ -54,11 +55,12 @@ class NewCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRow(NewCheckpoint):
-    """Recorded checkpoint. Times are seconds since the epoch."""
+    """Recorded checkpoint. Times are seconds since the epoch. `owner`: the name of the key."""
 
     id: int
     model_id: ModelId
     session_id: SessionId
+    owner: str
     created_at: float
     public: bool
 

@@ -3,7 +3,8 @@
 import asyncio
 import csv
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -14,12 +15,12 @@ from typer.testing import CliRunner
 from skyrl_tinker.cli import running_server
 from skyrl_tinker.cli.commands import app
 from skyrl_tinker.domain.ids import CheckpointKind, RequestKind
-from skyrl_tinker.store import checkpoint_records, server_state
+from skyrl_tinker.store import api_keys, checkpoint_records, server_state
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.tables import SavedCheckpoint, UsageRecord
 from skyrl_tinker.store.model_records import ModelRow
-from skyrl_tinker.store.store import Store
+from skyrl_tinker.store.store import Store, write_once
 from tests.api.support.process import launched
 from tests.api.support.world import settings_for, write_facts
 from tests.store.support.rows import create, new_session
@@ -30,21 +31,38 @@ USED = datetime(2026, 3, 1, 12, tzinfo=UTC), datetime(2026, 3, 1, 13, tzinfo=UTC
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
-    """URL of a server, and two runs, each with a checkpoint of 40 days and one of now."""
+    with serving(tmp_path / "home") as (url, runs, _):
+        yield url, runs
+
+
+@contextmanager
+def serving(home: Path, *owners: str) -> Iterator[tuple[str, list[str], str]]:
+    """URL of a server, and two runs, each with a checkpoint of 40 days and one of now.
+
+    They are of these two owners, if any; then there is an admin key.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        settings = settings_for(tmp_path / "home", port=listener.getsockname()[1])
+        settings = settings_for(home, port=listener.getsockname()[1])
         migrate(settings.store_url)
-        runs = asyncio.run(_fill(settings.store_url))
+        runs = asyncio.run(_fill(settings.store_url, owners))
+        root = ""
+        if owners:
+            root = write_once(settings.store_url, lambda conn: api_keys.create(conn, "root", admin=True))
         with launched(settings, listener) as api:
             api.wait_until_up()
-            yield api.url, runs
+            yield api.url, runs, root
 
 
-async def _fill(url: str) -> list[str]:
+async def _fill(url: str, owners: Sequence[str]) -> list[str]:
     store = Store.open(url)
     await write_facts(store)
     await store.write(lambda conn: server_state.put(conn, "engine", {"state": "ready", "detail": ""}))
-    runs = [await create(store, await new_session(store)) for _ in range(2)]
+    runs = []
+    for place in range(2):
+        runs.append(await create(store, await new_session(store)))
+        for owner in owners[place : place + 1]:
+            await store.write(lambda conn, owner=owner: api_keys.create(conn, owner))
+            await store.write(lambda conn, owner=owner: api_keys.adopt(conn, owner, api_keys.NO_KEY))
     for run in runs:
         await store.write(lambda conn, run=run: _save(conn, run))
     await store.close()
@@ -94,7 +112,7 @@ def test_checkpoints_are_listed_and_deleted_by_run_and_age(
     assert listed(url, "--older-than", "30d") == [of[first][0], of[second][0]]
     assert "4 checkpoints, 2.000 GB" in run_command(url, "checkpoints", "list")
     refused = run_command(url, "checkpoints", "delete", "--older-than", "30d", answer="n\n")
-    assert "delete 2 checkpoints?" in refused
+    assert "delete 2 checkpoints of local?" in refused
     assert len(listed(url)) == 4
     assert "deleted: 2" in run_command(url, "checkpoints", "delete", "--older-than", "30d", answer="y\n")
     assert listed(url) == [of[first][1], of[second][1]]
@@ -103,10 +121,30 @@ def test_checkpoints_are_listed_and_deleted_by_run_and_age(
     assert listed(url) == [of[second][1]]
 
 
+def test_an_admin_sees_whose_checkpoints_it_deletes_and_may_choose_an_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path / "home", "alice", "bob") as (url, (first, second), root):
+        monkeypatch.setenv("TINKER_API_KEY", root)
+        of = {run: [f"tinker://{run}/weights/{name}" for name in NAMES] for run in (first, second)}
+        rows = [line.split() for line in run_command(url, "checkpoints", "list").splitlines()]
+        owners = {row[0]: row[1] for row in rows if row and row[0].startswith("tinker://")}
+        assert owners == dict.fromkeys(of[first], "alice") | dict.fromkeys(of[second], "bob")
+        old = "checkpoints", "delete", "--older-than", "30d"
+        assert "delete 2 checkpoints of alice, bob?" in run_command(url, *old, answer="n\n")
+        told = run_command(url, *old, "--owner", "bob", answer="y\n")
+        assert "delete 1 checkpoint of bob?" in told
+        assert "deleted: 1" in told
+        assert sorted(listed(url)) == sorted([*of[first], of[second][1]])
+        assert listed(url, "--owner", "bob") == [of[second][1]]
+        assert "deleted: 1" in run_command(url, "checkpoints", "delete", "--owner", "bob", "--yes")
+        assert listed(url) == of[first]
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "expected either paths, or --run, --older-than or both"),
+        ([], "expected either paths, or one or more of --run, --owner and --older-than"),
         (["tinker://a/weights/b", "--older-than", "1d"], "expected either paths"),
         (["--older-than", "3months"], "found '3months', expected a number and a unit"),
         (["a", "--yes"], "'a' is not a checkpoint path"),

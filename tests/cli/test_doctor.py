@@ -15,7 +15,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from skyrl_tinker import config
+from skyrl_tinker import bundled, config
 from skyrl_tinker.cli import doctor
 from skyrl_tinker.cli.commands import app
 from skyrl_tinker.directories import Directories
@@ -115,6 +115,17 @@ def test_a_machine_without_gpus_is_told_once(
     assert found["driver"].startswith("FAIL  no nvidia-smi: install NVIDIA's driver")
 
 
+def test_a_driver_that_is_down_is_told_once(
+    nvidia_smi: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+    nvidia_smi.with_name("nvidia-smi").write_text(f'#!/bin/sh\necho "{said}"\nexit 9\n')
+    found = _doctor(capsys, home=tmp_path, device="cuda")
+    told = [name for name, finding in found.items() if "NVIDIA" in finding or "GPU" in finding]
+    assert told == ["driver"]
+    assert found["driver"] == f"FAIL  nvidia-smi: {said}"
+
+
 def test_a_server_that_only_trains_needs_no_sampler_and_less_memory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,9 +202,11 @@ def test_each_device_has_its_build_of_vllm(
 def test_without_a_checkout_packages_come_from_the_index(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert doctor._install("gpu") == f"{ROOT / 'scripts' / 'setup'} gpu"
-    monkeypatch.setattr(doctor, "__file__", str(tmp_path / "skyrl_tinker" / "cli" / "doctor.py"))
-    assert doctor._install("gpu") == "pip install 'skyrl-tinker[gpu]'"
+    assert bundled.install("gpu") == f"{ROOT / 'scripts' / 'setup'} gpu"
+    assert bundled.install("s3") == f"{ROOT / 'scripts' / 'setup'}"
+    monkeypatch.setattr(bundled, "_PACKAGE", tmp_path / "skyrl_tinker")
+    for extra in ("gpu", "s3"):
+        assert bundled.install(extra) == f"pip install 'skyrl-tinker[{extra}]'"
 
 
 def test_it_does_not_wait_for_a_check_that_hangs(

@@ -1,5 +1,6 @@
 """Replicas and base models as `status`, `ps` and `bases` show them."""
 
+import re
 from typing import Any
 
 from skyrl_tinker.cli.server_tables import base_lines, process_lines, status_lines
@@ -80,6 +81,13 @@ def test_status_has_a_line_for_each_trainer() -> None:
     assert "trainer   of org/tiny: waits for work" in lines
     assert "trainer   of org/teacher: waits for work" in lines
     assert "trainer   waits for work" in status_lines(NOW | {"trainers": trainers[:1]})
+
+
+def test_ps_shows_the_last_weights_of_a_replica_and_how_many_more_it_has() -> None:
+    for names, told in ((["a", "b", "c"], "a b c"), (["a", "b", "c", "d", "e"], "c d e and 2 more")):
+        shown = replica("10.0.0.1", "gloo", "pull") | {"weights": names}
+        *_, line = process_lines(NOW | {"replicas": [shown]})
+        assert re.split(r"  +", line)[4] == told
 
 
 def test_ps_shows_host_and_ways_of_each_replica() -> None:

@@ -130,12 +130,12 @@ def test_runs_are_told_with_all_their_steps_and_ages_and_without_those_of_the_ti
     resumed["last_request_at"] = (datetime.now(UTC) - timedelta(hours=3, minutes=30)).isoformat()
     resumed["last_heartbeat_at"] = datetime.now(UTC).isoformat()
     download = resumed | {"steps": 0, "user_metadata": {"created_by": "tinker checkpoint download"}}
-    head, line, hidden, before = filter(None, run_lines({"runs": [resumed, download], "total": 3}))
+    head, line, hidden, more = filter(None, run_lines({"runs": [resumed, download], "total": 3}))
     assert re.split(r"  +", line)[:4] == ["resumed", "ready", "9", "3 h ago"]
     assert " from=first@5" in line
     assert head.startswith("name")
     assert hidden == "and 1 of the tinker command without steps, which --json has"
-    assert before == "and 1 before"
+    assert more == "and 1 more"
 
 
 def _shown(columns: int, name: str = "letters") -> list[str]:
@@ -185,9 +185,15 @@ def test_a_run_whose_script_sends_no_heartbeat_says_for_how_long_while_it_is_in_
 
 
 @pytest.mark.parametrize(
-    ("given", "asked"), [([], {"limit": 20}), (["--search", "a b"], {"limit": 20, "search": "a b"})]
+    ("given", "asked"),
+    [
+        ([], {"limit": 20}),
+        (["--search", "a b"], {"limit": 20, "search": "a b"}),
+        (["--sort", "reward"], {"limit": 20, "sort": "reward", "order": "descending"}),
+        (["-n", "5", "--sort", "loss"], {"limit": 5, "sort": "loss", "order": "ascending"}),
+    ],
 )
-def test_runs_are_searched_by_the_server(
+def test_runs_are_searched_and_sorted_by_the_server(
     monkeypatch: pytest.MonkeyPatch, given: list[str], asked: dict[str, object]
 ) -> None:
     def answer(_: RunningServer, *asked: str, params: dict[str, object]) -> dict[str, object]:

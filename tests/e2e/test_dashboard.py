@@ -97,6 +97,11 @@ def test_runs_are_found_by_their_names_and_sorted(server: Serve, page: Page) -> 
         page.run(f"{BY_NAME}.click()")
         names = [f"sorted by name: {name}" for name in expected]
         page.wait(f"{ROWS}.join() === '{','.join(names)}'")
+    page.run("document.querySelectorAll('td.check input').forEach((each) => each.click())")
+    page.run("[...document.querySelectorAll('button')].find((each) => each.innerText === 'Compare').click()")
+    page.wait("document.querySelector('h1')?.innerText === '2 runs compared'")
+    compared = "[...document.querySelectorAll('td.run a')].map((each) => each.innerText)"
+    assert page.run(compared) == ["sorted by name: b", "sorted by name: a"]
     page.run("document.querySelector('td.run a').click()")
     page.wait("document.querySelector('h1')?.innerText === 'sorted by name: b'")
     assert page.errors == []
@@ -112,6 +117,21 @@ def test_a_run_is_found_by_metadata_that_the_list_does_not_carry(server: Serve, 
     page.type("entry-9=value-9")
     page.wait(f"{ROWS}.join() === 'ninth'")
     assert "value-9" not in page.run("document.querySelector('td.run').innerText")
+    assert page.errors == []
+
+
+def test_an_address_in_metadata_is_a_link_and_nothing_else_is(server: Serve, page: Page) -> None:
+    link = "https://wandb.example/team/runs/1?a=1&b=\"2\""
+    others = {"script": "javascript:alert(1)", "plain": "http://a.b", "html": "<a href='https://a'>a</a>"}
+    metadata = {"wandb_link": link, "late": f" {link}", **others}
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-local") as service:
+        training = service.create_lora_training_client(base_model="tiny", rank=8, user_metadata=metadata)
+        page.open(f"{server.url}/#/runs/{training.result().model_id}")
+    page.wait(f"{ABOUT}?.innerText.includes('wandb_link')")
+    of = "[each.innerText, each.getAttribute('href'), each.rel]"
+    found = page.run(f"[...{ABOUT}.querySelectorAll('dd a')].map((each) => {of})")
+    assert found == [[link, link, "noreferrer noopener"]]
+    assert all(value in page.text() for value in others.values())
     assert page.errors == []
 
 
@@ -142,7 +162,9 @@ def test_a_run_and_the_one_that_goes_on_from_it_lead_to_each_other(server: Serve
     with tinker.ServiceClient(
         base_url=server.url, api_key="tml-local", display_name="second half"
     ) as service:
-        second = service.create_training_client_from_state_with_optimizer(path).result().model_id
+        training = service.create_training_client_from_state_with_optimizer(path).result()
+        train(training, random_tokens(6, seed=1))
+        second = training.model_id
     page.open(f"{server.url}/#/runs")
     row = "[...document.querySelectorAll('td.run')].find((each) => each.innerText.startsWith('first half'))"
     page.wait(f"{row}?.innerText.includes('continued by second half')")
@@ -156,6 +178,15 @@ def test_a_run_and_the_one_that_goes_on_from_it_lead_to_each_other(server: Serve
         page.wait(f"document.querySelector('h1')?.innerText === '{title}'")
     assert page.run("decodeURIComponent(location.hash)") == f"#/runs/{first}"
     assert second != first
+    page.run(PLOTS)
+    page.run(f"location.hash = '#/runs/{second}'")
+    page.wait("plots[0]?.data[0].join() === '1,2,3'")
+    assert page.run("plots[0].data[1].every((loss) => loss > 0)"), "the parent's come first"
+    page.run("plots.length = 0")
+    page.run(CHOOSE.format("Axis", "tokens"))
+    step, *others = page.wait("plots[0]?.data[0].length === 3 && plots[0].data[0]")
+    assert others == [2 * step, 3 * step]
+    assert step >= 5, "tokens"
     assert page.errors == []
 
 
@@ -191,6 +222,10 @@ def loop(client: Client) -> Iterator[tinker.TrainingClient]:
         thread.join()
 
 
+UNEXPLAINED = "[...document.querySelectorAll('.curves section:has(.chart):not(:has(p.quiet))')]"
+UNEXPLAINED += ".map((each) => each.ariaLabel)"
+
+
 def test_the_pages_show_a_loop_while_it_trains_and_report_no_errors(
     server: Serve, client: Client, page: Page
 ) -> None:
@@ -207,9 +242,12 @@ def test_the_pages_show_a_loop_while_it_trains_and_report_no_errors(
         first = page.wait(STEPS)
         page.wait(f"{STEPS} > {first}")
         assert page.run("document.querySelectorAll('.curves canvas').length") == 11
+        assert page.run(UNEXPLAINED) == []
         page.wait(f"({REWARD}).includes('0.625')")
         page.run(CHOOSE.format("Axis", "minutes"))
         page.wait(f"({REWARD}).includes('minutes') && ({REWARD}).includes('0.625')")
+        page.run(CHOOSE.format("Axis", "tokens"))
+        page.wait(f"({REWARD}).includes('tokens') && ({REWARD}).includes('0.625')")
         reported = 'section[aria-label="Reported by the script"] option'
         assert page.run(f"[...document.querySelectorAll('{reported}')].map((each) => each.value)") == [
             "length",
@@ -291,6 +329,8 @@ def test_a_part_that_was_chosen_stays_while_points_come_and_empty_charts_say_why
     page.open(server.url)
     page.wait("document.querySelector('.badge') !== null")
     page.run(PLOTS)
+    page.run(CHANGED.replace('endsWith("console/now")', 'includes("/points")'))
+    page.run("change = ({columns}) => { columns.sampler_gap = columns.step.map(() => 1e-6); }")
     page.run(f"location.hash = '#/runs/{training.model_id}'")
     page.wait(f"{LACKING}.length === 8 && {LACKING}.every((each) => each === 'No step yet.')")
     for _ in range(4):
@@ -308,10 +348,33 @@ def test_a_part_that_was_chosen_stays_while_points_come_and_empty_charts_say_why
         False,
         False,
     ], "nothing was reported"
+    assert page.run("[plots[1].data[1][3], plots[1].scales.y.max]") == [1e-6, 1e-3], "rounding is no gap"
     page.run("plots[0].setScale('x', {min: 2, max: 3})")
     train(training, random_tokens(6, seed=1))
     page.wait("plots[1].data[0].length === 5 && plots[1].scales.x.max === 5")
     assert page.run("[plots[0].data[0].length, plots[0].scales.x.min, plots[0].scales.x.max]") == [5, 2, 3]
+    assert page.errors == []
+
+
+RANGE = """import('./dashboard/charts.js').then(async ({timeChart}) => {
+    timeChart("Rates", ["value"]).draw([[0, 60, 120], %s]);
+    await new Promise((done) => setTimeout(done));
+    const {min, max} = plots.at(-1).scales.y;
+    return [min, max];
+})"""
+"""Script that draws these rates, with the ends of their axis."""
+
+
+@pytest.mark.parametrize(
+    ("rates", "most"), [([1000, 1100, 1050], 1210), ([0, 0.25, None], 1), ([None, None, None], 1)]
+)
+def test_the_axis_of_rates_begins_at_zero(
+    server: Serve, page: Page, rates: list[float | None], most: float
+) -> None:
+    page.open(f"{server.url}/#/runs")
+    page.wait("document.querySelector('h1')?.innerText === 'Runs'")
+    page.run(PLOTS)
+    assert page.run(RANGE % json.dumps(rates)) == pytest.approx([0, most])
     assert page.errors == []
 
 
@@ -526,13 +589,32 @@ def test_a_run_that_failed_says_why_and_a_live_one_can_be_ended(server: Serve, p
 
 
 def test_every_view_fits_a_telephone_and_every_control_has_a_name(server: Serve, page: Page) -> None:
+    name, runs = "on a telephone", []
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-local", display_name=name) as service:
+        for _ in range(2):
+            training = service.create_lora_training_client(base_model="tiny", rank=8).result()
+            train(training, random_tokens(6, seed=1))
+            runs.append(training.model_id)
+    asked = httpx.get(f"{server.url}/api/v1/console/requests", params={"run": runs[0]}).json()
+    datum_of = asked["requests"][0]["request_id"]
     page.resize(390, 844)
     page.open(server.url)
-    for view in page.wait("[...document.querySelectorAll('nav a')].map((link) => link.hash)"):
+    views = page.wait("[...document.querySelectorAll('nav a')].map((link) => link.hash)")
+    shown = dict.fromkeys(views, "document.querySelector('nav a[aria-current]')?.hash === location.hash")
+    shown[f"#/runs/{runs[0]}"] = f"document.querySelector('h1')?.innerText === '{name}'"
+    shown[f"#/runs/{','.join(runs)}"] = "document.querySelector('h1')?.innerText === '2 runs compared'"
+    shown[f"#/tokens/{datum_of}"] = "document.querySelector('.tokens') !== null"
+    for view, condition in shown.items():
         page.run(f"location.hash = '{view}'")
-        page.wait("document.querySelector('nav a[aria-current]')?.hash === location.hash")
+        page.wait(condition)
         assert page.run("document.documentElement.scrollWidth") <= 390, view
         assert page.run(NAMELESS) == 0, view
+    page.run("location.hash = '#/runs'")
+    page.wait("document.querySelector('input[type=search]') !== null")
+    page.run("document.querySelector('input[type=search]').focus()")
+    page.type(runs[0])
+    page.wait(f"{ROWS}.join() === '{name}'")
+    assert page.run("getComputedStyle(document.querySelector('tbody tr')).display") == "grid"
     assert page.errors == []
 
 

@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 ON_A_CPU = {
     "SKYRL_TINKER_DEVICE": "cpu",
     "SKYRL_TINKER_BASE_MODEL": "tiny",
+    "SKYRL_TINKER_CONTEXT_LENGTH": "4096",
     "SKYRL_TINKER_TRAINER_RANKS": "2",  # one for each host
     "SKYRL_TINKER_REPLICAS": "1",
 }

@@ -7,6 +7,7 @@ from skyrl_tinker import config
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.server.announcement import StartPhases, announcement
 from tests.api.support.world import FACTS
+from tests.support.certificates import write_certificate
 
 
 def test_it_has_a_line_for_each_base_model(tmp_path: Path) -> None:
@@ -21,6 +22,16 @@ def test_it_has_a_line_for_each_base_model(tmp_path: Path) -> None:
     about = f"{FACTS.context_length} tokens of context, sampling only, starts on demand"
     assert lines[2] == f"  model       teacher, {about}"
     assert "samplers 2, side by side" in lines[3]
+
+
+def test_it_tells_clients_the_certificate_that_they_may_not_know(tmp_path: Path) -> None:
+    cert, key = write_certificate(tmp_path)
+    settings = config.load(home=tmp_path, tls_cert=cert, tls_key=key)
+    *_, clients, certificate = announcement(settings, Bases((FACTS,)), {}, keys=True).splitlines()
+    assert clients.startswith("  clients     export TINKER_BASE_URL=https://")
+    assert certificate == f"{'':14}SSL_CERT_FILE={cert} where they do not know who signed it"
+    plain = announcement(config.load(home=tmp_path), Bases((FACTS,)), {}, keys=True)
+    assert "SSL_CERT_FILE" not in plain
 
 
 def test_it_tells_that_a_base_model_is_only_trained(tmp_path: Path) -> None:

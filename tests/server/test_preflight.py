@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import make_url
 
 from skyrl_tinker import config
 from skyrl_tinker.config import Settings
@@ -19,6 +20,7 @@ from skyrl_tinker.storage.owner_mark import FILE_NAME
 from skyrl_tinker.store import api_keys, checkpoint_records, model_records, session_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.database.migrate import migrate
+from skyrl_tinker.store.database.postgresql import PostgresDatabase
 from skyrl_tinker.store.model_records import NewModel
 from skyrl_tinker.store.replay import snapshot_records
 from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
@@ -103,6 +105,7 @@ def test_a_host_that_is_in_no_ray_cluster_is_told_how_to_start_one(
         preflight.check_settings(joined)
 
 
+SETUP = Path(__file__).parents[2] / "scripts" / "setup"
 NO_OPENTELEMETRY = """
 import sys
 
@@ -128,10 +131,24 @@ def test_a_collector_without_the_opentelemetry_packages_is_refused_with_the_extr
     assert (refused.returncode, refused.stdout) == (1, "")
     assert refused.stderr == (
         "skyrl-tinker: otlp_endpoint: the OpenTelemetry packages are not installed; "
-        "pip install 'skyrl-tinker[otlp]'\n"
+        f"{SETUP}\n"
     )
     assert not home.exists()
     preflight.check_settings(config.load(otlp_endpoint="http://localhost:4318"))
+
+
+def test_a_package_that_an_option_needs_is_told_with_the_command_that_brings_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def probe(_: object) -> None:
+        raise ImportError("Install s3fs")
+
+    monkeypatch.setattr(preflight.CheckpointStorage, "probe", probe)
+    with pytest.raises(StartupError, match=f"Install s3fs; {SETUP}$"):
+        preflight.check_storage(config.load(home=tmp_path, checkpoints="s3://bucket/a"))
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(StartupError, match=f"^database_url needs psycopg: {SETUP} "):
+        PostgresDatabase(make_url("postgresql+psycopg://db/tinker"))
 
 
 def _check(settings: Settings) -> None:

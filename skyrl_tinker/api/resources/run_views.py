@@ -71,4 +71,5 @@ def checkpoint(row: CheckpointRow) -> Checkpoint:
         user_metadata=row.user_metadata,
         expires_at=None if row.expires_at is None else utc(row.expires_at),
         base_model=row.base_model,
+        owner=row.owner,
     )

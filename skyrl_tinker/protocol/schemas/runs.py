@@ -37,7 +37,10 @@ class Cursor(Message):
 
 
 class Checkpoint(Message):
-    """A checkpoint; its id is `<weights|sampler_weights|external_weights>/<name>`, times have a timezone."""
+    """A checkpoint; its id is `<weights|sampler_weights|external_weights>/<name>`, times have a timezone.
+
+    `base_model` is known to SDKs from 0.39 on, `owner`, the name of its key, to none.
+    """
 
     checkpoint_id: str
     checkpoint_type: Literal["training", "sampler", "external"]
@@ -48,6 +51,7 @@ class Checkpoint(Message):
     user_metadata: Strings | None = None
     expires_at: datetime | None = None
     base_model: str
+    owner: str
 
 
 class TrainingRun(Message):

@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Connection, case, exists, func, or_, select, true
+from sqlalchemy import ColumnElement, Connection, case, exists, func, or_, select, union_all
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, OwnerId, RequestKind
+from skyrl_tinker.protocol.schemas.base import MAX_INT64
 from skyrl_tinker.protocol.schemas.console import ReadableQuery
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.console import run_reports
@@ -59,8 +60,8 @@ def readable_requests(conn: Connection, owner: OwnerId | None, wanted: ReadableQ
     Of a run: its passes, and samples from its weights as far as their versions are recorded. Rows have the
     names of ReadableSummary, `id` and `base_model`; `prompt`: a sample's body, None if it is not stored.
     """
-    newest = conn.scalar(select(func.max(Future.id))) or 0
-    kinds = KINDS if wanted.kind is None else (RequestKind(wanted.kind),)
+    of_kind = Future.kind.in_(KINDS if wanted.kind is None else (RequestKind(wanted.kind),))
+    finished = of_kind, Future.status == FutureStatus.DONE
     query = (
         select(
             Future.id,
@@ -81,8 +82,7 @@ def readable_requests(conn: Connection, owner: OwnerId | None, wanted: ReadableQ
         .outerjoin(Model, Model.key == Future.model_key)
         .outerjoin(SamplingSession, SamplingSession.sampling_session_id == Future.sampling_session_id)
         .outerjoin(AdapterVersion, _FIXED)
-        .where(Future.id > newest - MOST, Future.kind.in_(kinds), Future.status == FutureStatus.DONE)
-        .where(owned_by(owner), true() if wanted.run is None else _of_run(wanted.run))
+        .where(owned_by(owner), *finished, _among(conn, wanted, *finished))
         .order_by(Future.id.desc())
         .limit(wanted.limit)
         .offset(wanted.offset)
@@ -90,14 +90,28 @@ def readable_requests(conn: Connection, owner: OwnerId | None, wanted: ReadableQ
     return conn.execute(query).all()
 
 
-def _of_run(run: str) -> ColumnElement[bool]:
-    of_weights = (
-        select(SamplingSession.sampling_session_id)
+def _among(conn: Connection, wanted: ReadableQuery, *finished: ColumnElement[bool]) -> ColumnElement[bool]:
+    """Return SQL: it is one of the newest of all, or a pass of the run, whose data may be older."""
+    recent = Future.id > (conn.scalar(select(func.max(Future.id))) or 0) - MOST
+    if wanted.run is None:
+        return recent
+    passes = (  # along the unique index
+        select(Future.id)
+        .join(Model, Model.key == Future.model_key)
+        .join(Result, Result.future_id == Future.id)
+        .where(Model.model_id == wanted.run, *finished)
+        .order_by(Future.seq_id.desc())
+        .limit(min(wanted.limit + wanted.offset, MAX_INT64))
+        .subquery()
+    )
+    samples = (
+        select(Future.id)
+        .join(SamplingSession, SamplingSession.sampling_session_id == Future.sampling_session_id)
         .join(AdapterVersion, AdapterVersion.id == SamplingSession.version_id)
         .join(Model, Model.key == AdapterVersion.model_key)
-        .where(Model.model_id == run)
+        .where(Model.model_id == wanted.run, recent)
     )
-    return or_(Model.model_id == run, Future.sampling_session_id.in_(of_weights))
+    return Future.id.in_(union_all(select(passes.c.id), samples))
 
 
 def stored_tokens(conn: Connection, owner: OwnerId | None, request_id: str) -> StoredTokens | None:

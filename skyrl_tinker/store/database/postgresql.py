@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sqlalchemy import URL, Connection, NullPool, create_engine, event
 from sqlalchemy.exc import DataError, DBAPIError, OperationalError, ProgrammingError
 
+from skyrl_tinker.bundled import install
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.store.database.abstract_database import SKEW, Database, LeaseFence, json_text
 
@@ -67,9 +68,7 @@ class PostgresDatabase(Database):
         try:
             import psycopg  # noqa: F401  (an extra)
         except ImportError as error:
-            raise StartupError(
-                f"database_url needs psycopg: pip install 'skyrl-tinker[postgresql]' ({error})"
-            ) from error
+            raise StartupError(f"database_url needs psycopg: {install('postgresql')} ({error})") from error
         self.engine = create_engine(
             url,
             poolclass=NullPool,

@@ -15,10 +15,11 @@ from skyrl_tinker.api import pass_heads
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, SessionId
 from skyrl_tinker.protocol.protobuf import pass_requests, sample_results
+from skyrl_tinker.protocol.schemas.base import MAX_INT64
 from skyrl_tinker.protocol.schemas.console import StepMeasures
 from skyrl_tinker.server.base_models.tiny_model import make_model
 from skyrl_tinker.store import api_keys, model_records, sampling_sessions
-from skyrl_tinker.store.console import step_points
+from skyrl_tinker.store.console import readable_requests, step_points
 from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.database.tables import Request
 from skyrl_tinker.store.futures import finish
@@ -217,6 +218,24 @@ async def test_requests_are_listed_by_run_and_by_kind(world: World) -> None:
     assert await found(kind="sample") == [requests["mine"], requests["base"]]
     assert await found(run="nobody") == []
     assert (await world.http.get("console/requests?kind=steps")).status_code == 400
+
+
+@ON_BOTH
+async def test_the_passes_of_a_run_are_listed_however_many_requests_came_since(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, data = await world.model(), [datum_of([5, 6], [1.0, 1.0])]
+    passes = [await ran(world, run, seq_id, data, [-1.0, -1.0]) for seq_id in (1, 2, 3)]
+    other = await trained(world, [5, 6], [-1.0, -1.0])
+    monkeypatch.setattr(readable_requests, "MOST", 1)
+
+    async def found(**wanted: object) -> list[str]:
+        return [each["request_id"] for each in (await get(world, "console/requests", **wanted))["requests"]]
+
+    assert await found() == [other]
+    assert await found(run=run) == passes[::-1]
+    assert await found(run=run, limit=1, offset=1) == [passes[1]]
+    assert await found(run=run, kind="forward", offset=MAX_INT64) == []
 
 
 @ON_BOTH

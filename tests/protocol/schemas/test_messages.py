@@ -108,6 +108,7 @@ def test_errors_name_every_wrong_field_and_what_was_found() -> None:
 
 CHECKPOINT = Checkpoint(
     base_model="b",
+    owner="o",
     checkpoint_id="weights/a",
     checkpoint_type="training",
     time=NOW,

@@ -15,6 +15,7 @@ NOW = datetime(2026, 1, 2, 3, tzinfo=UTC)
 CURSOR = runs.Cursor(offset=0, limit=1, total_count=2)
 CHECKPOINT = Checkpoint(
     base_model="b",
+    owner="o",
     checkpoint_id="external_weights/a",
     checkpoint_type="external",
     time=NOW,

@@ -93,10 +93,10 @@ def config(**values: float | str) -> Change:
 
 
 def read_by_the_sdk(said: Any) -> Any:
-    """Leave out what only SDKs from 0.39 on read: `base_model` of a checkpoint."""
+    """Leave out of a checkpoint `base_model`, which SDKs read from 0.39 on, and `owner`, which none does."""
     if isinstance(said, list):
         return [read_by_the_sdk(each) for each in said]
     if not isinstance(said, dict):
         return said
-    newer = {"base_model"} if "checkpoint_id" in said else set()
-    return {key: read_by_the_sdk(value) for key, value in said.items() if key not in newer}
+    unread = {"base_model", "owner"} if "checkpoint_id" in said else set()
+    return {key: read_by_the_sdk(value) for key, value in said.items() if key not in unread}

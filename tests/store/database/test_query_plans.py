@@ -19,13 +19,14 @@ from skyrl_tinker.domain.ids import (
     VersionId,
 )
 from skyrl_tinker.domain.values import Failure, Usage
+from skyrl_tinker.protocol.schemas.console import ReadableQuery
 from skyrl_tinker.store import (
     checkpoint_records,
     session_records,
     usage_records,
     weight_versions,
 )
-from skyrl_tinker.store.console import run_reports, step_points
+from skyrl_tinker.store.console import readable_requests, run_reports, step_points
 from skyrl_tinker.store.console.pending import pending_groups
 from skyrl_tinker.store.console.traced_requests import finished_requests, requests_after
 from skyrl_tinker.store.database import sqlite
@@ -126,6 +127,8 @@ SWEEPS: dict[str, Query] = {
     "purge of points": lambda conn: row_purges.purge_points(conn, time.time()),
     "points of a run": lambda conn: step_points.points_after(conn, MODEL, 1, 10),
     "reports of a run": lambda conn: run_reports.reports_after(conn, MODEL, 1, 10),
+    "tokens of a run": lambda conn: readable_requests.readable_requests(conn, OWNER, ReadableQuery(run="r")),
+    "tokens of all": lambda conn: readable_requests.readable_requests(conn, OWNER, ReadableQuery()),
     "runs": lambda conn: training_runs.runs_of(conn, ALL_OWNERS, [MODEL]),
     "last points": lambda conn: step_points.last_points(conn, [MODEL]),
     "purge of checkpoints": lambda conn: row_purges.purge_removed_checkpoints(conn, time.time()),
