@@ -222,7 +222,7 @@ class Publisher(SaveFlow[SamplerSave]):
     async def _need_ranks_no_more(self, save: SamplerSave) -> None:
         if self._borrower(save) is None:
             await self._free(save)
-        self._note_here(save)
+        self._pending.note_here(save.row.id)
 
     async def _free(self, save: SamplerSave) -> None:
         if self._lent.pop(save.row.id, None) is not None and self._samplers is not None:

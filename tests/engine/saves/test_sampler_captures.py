@@ -9,10 +9,9 @@ import pytest
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.engine.outbox import Outbox
-from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave, SamplerSaveRequest
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.engine.unit_commits import UnitCommits
+from skyrl_tinker.engine.unit_commits import PendingWrites, UnitCommits
 from skyrl_tinker.errors import StateLostError, TrainerError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.storage.storage_port import LOCAL_DISK

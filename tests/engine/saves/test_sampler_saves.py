@@ -19,10 +19,9 @@ from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import METRIC, DriftMonitor
 from skyrl_tinker.engine.parity.warning_board import WarningBoard
-from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave, _insert_versions
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
+from skyrl_tinker.engine.unit_commits import PendingWrites, UnitCommits, UnitEnd
 from skyrl_tinker.errors import StorageError
 from skyrl_tinker.protocol.schemas.console import StepMeasures
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
