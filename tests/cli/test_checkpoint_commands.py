@@ -1,8 +1,6 @@
 """`skyrl-tinker checkpoints` and `usage --days`, through a real API process."""
 
-import asyncio
 import csv
-import socket
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,12 +14,11 @@ from skyrl_tinker.cli.commands import app
 from skyrl_tinker.domain.ids import CheckpointKind, RequestKind
 from skyrl_tinker.store import checkpoint_records, server_state
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
-from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.tables import SavedCheckpoint, UsageRecord
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
-from tests.api.support.process import launched
-from tests.api.support.world import settings_for, write_facts
+from tests.api.support.process import launched_on
+from tests.api.support.world import write_facts
 from tests.store.support.rows import create, new_session
 
 NAMES = "old", "new"
@@ -31,23 +28,16 @@ USED = datetime(2026, 3, 1, 12, tzinfo=UTC), datetime(2026, 3, 1, 13, tzinfo=UTC
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     """URL of a server, and two runs, each with a checkpoint of 40 days and one of now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        settings = settings_for(tmp_path / "home", port=listener.getsockname()[1])
-        migrate(settings.store_url)
-        runs = asyncio.run(_fill(settings.store_url))
-        with launched(settings, listener) as api:
-            api.wait_until_up()
-            yield api.url, runs
+    with launched_on(tmp_path / "home", _fill) as (api, runs):
+        yield api.url, runs
 
 
-async def _fill(url: str) -> list[str]:
-    store = Store.open(url)
+async def _fill(store: Store) -> list[str]:
     await write_facts(store)
     await store.write(lambda conn: server_state.put(conn, "engine", {"state": "ready", "detail": ""}))
     runs = [await create(store, await new_session(store)) for _ in range(2)]
     for run in runs:
         await store.write(lambda conn, run=run: _save(conn, run))
-    await store.close()
     return [str(run.model_id) for run in runs]
 
 
