@@ -12,10 +12,9 @@ from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.requests.responses import json_by_parts, json_from_rows
 from skyrl_tinker.api.resources import step_curve
 from skyrl_tinker.api.resources.now_view import NowView, sees_all
-from skyrl_tinker.api.resources.request_list import request_summary
 from skyrl_tinker.api.resources.run_views import listed_summary, run_summary
 from skyrl_tinker.api.resources.server_trace import trace_of
-from skyrl_tinker.api.resources.token_view import items_of, tokens_of
+from skyrl_tinker.api.resources.token_view import items_of, request_summary, tokens_of
 from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached
 from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError
 from skyrl_tinker.domain.ids import ModelId, ModelKey, OwnerId, Reach
