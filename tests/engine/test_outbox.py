@@ -5,6 +5,7 @@ import sqlite3
 import threading
 from collections.abc import Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,6 +33,7 @@ from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal, recorded
+from tests.support.failures import failing_first
 from tests.support.reads import reading
 from tests.support.sqlite_file import new_file
 from tests.support.waiting import until
@@ -284,13 +286,7 @@ async def test_a_result_that_waits_for_its_commit_when_the_store_closes_is_on_di
 
 
 async def test_a_read_waits_for_a_database_that_fails_for_a_moment(store: Store, commits: Commits) -> None:
-    failures: list[Exception] = [UserError("no"), disk_error()]
-
-    def read(conn: Connection) -> object:
-        if failures:
-            raise failures.pop()
-        return server_state.get(conn, "k")
-
+    read = failing_first(partial(server_state.get, key="k"), [UserError("no"), disk_error()])
     with pytest.raises(UserError):
         await outbox.read_persistently(store, read)
     await store.write(put)
@@ -310,13 +306,8 @@ async def test_a_statement_that_fails_each_time_is_named(store: Store, commits: 
 
 
 async def test_what_was_acknowledged_waits_for_room_on_the_disk(commits: Commits) -> None:
-    failures: list[Exception] = [UserError("no"), DiskFullError("full"), DiskFullError("full")]
-
-    async def work() -> str:
-        if failures:
-            raise failures.pop()
-        return "written"
-
+    failures = [UserError("no"), DiskFullError("full"), DiskFullError("full")]
+    work = failing_first(partial(asyncio.sleep, 0, "written"), failures)
     with pytest.raises(UserError):
         await outbox.when_possible(work)
     assert await outbox.when_possible(work) == "written"

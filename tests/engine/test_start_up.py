@@ -10,7 +10,7 @@ from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
-from sqlalchemy import Connection, update
+from sqlalchemy import update
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker import config
@@ -38,6 +38,7 @@ from skyrl_tinker.system.atomic_directory import staging_of
 from skyrl_tinker.training.distributed import MeetingFile
 from tests.engine.support.world import FACTS
 from tests.store.support.rows import create, ephemeral, new_session
+from tests.support.failures import failing_first
 from tests.support.reads import reading
 from tests.support.waiting import PATIENCE_S
 
@@ -154,15 +155,8 @@ async def test_kept_weights_that_cannot_be_read_end_no_start(
 async def test_a_full_disk_delays_a_start(
     store: Store, bell: Doorbell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = parking.sort_models
     failures = [OperationalError("UPDATE", None, OSError("disk full"))] * 2
-
-    def fails(conn: Connection, fingerprints: dict[str, str]) -> int:
-        if failures:
-            raise failures.pop()
-        return write(conn, fingerprints)
-
-    monkeypatch.setattr(parking, "sort_models", fails)
+    monkeypatch.setattr(parking, "sort_models", failing_first(parking.sort_models, failures))
     monkeypatch.setattr(outbox, "RETRY_S", 0.01)
     starting, _ = start_up(store, bell, tmp_path / "home")
     await starting.tidy_up()

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -32,6 +33,7 @@ from tests.inference.support.samplers import (
     sample,
     unique,
 )
+from tests.support.failures import failing_first
 from tests.support.reads import reading
 from tests.support.sampler_clients import opened_fleet, vllm_client, vllm_servers
 from tests.support.waiting import end
@@ -218,12 +220,7 @@ async def test_what_waits_for_weights_of_a_trainer_that_died_is_tried_again_when
 ) -> None:
     monkeypatch.setattr(fleet_module, "RETRY_S", 0.01)
     deaths = [TrainerError("rank 0 died")] * 10
-
-    async def attempt() -> str:
-        if deaths:
-            raise deaths.pop()
-        return "sampled"
-
+    attempt = failing_first(partial(asyncio.sleep, 0, "sampled"), deaths)
     assert await fleet.with_retry(attempt) == "sampled"
 
 

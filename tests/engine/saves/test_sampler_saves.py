@@ -35,6 +35,7 @@ from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 from tests.engine.support.world import FACTS
+from tests.support.failures import failing_first
 from tests.support.reads import reading
 from tests.support.scripted_samplers import ScriptedSamplers
 from tests.support.scripted_trainer import ScriptedTrainer, Trained
@@ -249,15 +250,8 @@ async def test_a_save_that_fails_takes_its_weights_back_from_the_samplers(world:
 async def test_a_database_that_fails_for_a_moment_costs_no_save(
     world: World, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
 ) -> None:
-    statement = getattr(module, name)
     failures = [OperationalError("UPDATE", None, OSError("disk full"))]
-
-    def fails_once(*arguments: Any) -> Any:
-        if failures:
-            raise failures.pop()
-        return statement(*arguments)
-
-    monkeypatch.setattr(module, name, fails_once)
+    monkeypatch.setattr(module, name, failing_first(getattr(module, name), failures))
     monkeypatch.setattr(outbox, "RETRY_S", 0.01)
     _, saved = await world.submit()
     await world.run()

@@ -40,6 +40,7 @@ from skyrl_tinker.store.futures.training_submission import Creation
 from skyrl_tinker.store.model_records import NewModel
 from tests.engine.support import journal
 from tests.engine.support.world import MakeWorld, World
+from tests.support.failures import failing_first
 from tests.support.reads import reading
 
 WEIGHTS = CheckpointKind.WEIGHTS
@@ -442,15 +443,8 @@ def _is_released(row: Any) -> bool:
 
 
 async def test_a_database_that_fails_for_a_moment_costs_no_save(world: World) -> None:
-    add: Callable[..., Any] = checkpoint_records.add
     failures = [OperationalError("INSERT", None, OSError("disk I/O error"))]
-
-    def fails_once(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
-        if failures:
-            raise failures.pop()
-        return int(add(conn, new, replace=replace))
-
-    world.patch.setattr(checkpoint_records, "add", fails_once)
+    world.patch.setattr(checkpoint_records, "add", failing_first(checkpoint_records.add, failures))
     model = await world.model()
     assert (await world.done(await _save(world, model, 1))).status is FutureStatus.DONE
     assert failures == []

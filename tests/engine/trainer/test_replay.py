@@ -44,6 +44,7 @@ from skyrl_tinker.training.trainer_group import PassResult
 from tests.engine.support import journal
 from tests.engine.support.world import MakeWorld, World
 from tests.engine.test_ended_sessions import sizes
+from tests.support.failures import failing_first
 from tests.support.reads import reading
 from tests.support.scripted_trainer import ScriptedTrainer
 
@@ -1136,13 +1137,7 @@ async def test_a_disk_or_memory_that_fails_for_some_seconds_delays_a_model(
     model, _ = await with_snapshot(world)
     following = await train(world, model, 7, more)
     after = world.new_engine()
-    load, errors = after.workers.load_state, [error] * 2
-
-    async def load_in_the_end(key: ModelKey, directory: str, *, optimizer: bool) -> None:
-        if errors:
-            raise errors.pop()
-        await load(key, directory, optimizer=optimizer)
-
+    load_in_the_end = failing_first(after.workers.load_state, [error] * 2)
     world.patch.setattr(after.workers, "load_state", load_in_the_end)
     asked = await journal.submit_pass(world.store, model, following)
     await train(after, await after.model(), 1, 1)

@@ -1,16 +1,15 @@
 """Order, windows and failures, on the real store. Workers are scripted: what they compute does not matter."""
 
 import asyncio
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
-from sqlalchemy import Connection, select
+from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
+from skyrl_tinker.domain.ids import FutureStatus, RequestKind
 from skyrl_tinker.domain.values import AdamParams, Failure
 from skyrl_tinker.engine.colocation.placement import SEPARATE
 from skyrl_tinker.engine.recovery import snapshot_keeper
@@ -20,12 +19,12 @@ from skyrl_tinker.protocol.stored_requests import OptimStepBody, SaveWeightsBody
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.database.tables import Future, Request
 from skyrl_tinker.store.futures import cancellation, queue
-from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.replay import snapshot_records, unit_records
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult
 from tests.engine.support import journal
 from tests.engine.support.world import MakeWorld, World
+from tests.support.failures import failing_first
 from tests.support.reads import reading
 
 
@@ -160,14 +159,8 @@ async def test_step_metrics_are_finite_json(world: World) -> None:
 
 
 async def test_a_database_that_fails_for_a_moment_loses_no_request(world: World) -> None:
-    read, failures = model_records.by_key, [OperationalError("SELECT", None, OSError("disk I/O error"))]
-
-    def by_key(conn: Connection, key: ModelKey) -> ModelRow | None:
-        if failures:
-            raise failures.pop()
-        return read(conn, key)
-
-    world.patch.setattr(model_records, "by_key", by_key)
+    failures = [OperationalError("SELECT", None, OSError("disk I/O error"))]
+    world.patch.setattr(model_records, "by_key", failing_first(model_records.by_key, failures))
     model = await world.model()
     assert failures == []
     assert (await world.done(await journal.submit_step(world.store, model, 1))).status is FutureStatus.DONE
@@ -185,14 +178,8 @@ async def test_a_read_that_fails_delays_a_barrier_and_ends_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch, kind: RequestKind, body: bytes
 ) -> None:
     model = await world.model()
-    read, failures = queue.read_bodies, [OperationalError("SELECT", None, OSError("disk I/O error"))]
-
-    def read_bodies(conn: Connection, ids: Sequence[int]) -> dict[int, bytes]:
-        if failures:
-            raise failures.pop()
-        return read(conn, ids)
-
-    monkeypatch.setattr(queue, "read_bodies", read_bodies)
+    failures = [OperationalError("SELECT", None, OSError("disk I/O error"))]
+    monkeypatch.setattr(queue, "read_bodies", failing_first(queue.read_bodies, failures))
     accepted = await journal.submit(world.store, model, 1, kind, body)
     assert (await world.done(accepted)).status is FutureStatus.DONE
     assert failures == []
