@@ -1,6 +1,8 @@
-"""Work that fails before it succeeds."""
+"""Work that fails before it succeeds, and disks that are full."""
 
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -13,3 +15,14 @@ def failing_first(work: Callable[..., Any], failures: list[Any]) -> Callable[...
         return work(*arguments, **named)
 
     return attempt
+
+
+@contextmanager
+def files_up_to(size: int, pid: int = 0) -> Iterator[None]:
+    """Let this process, or that of `pid`, write no file beyond so many bytes, as on a full disk."""
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
