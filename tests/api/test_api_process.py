@@ -67,10 +67,14 @@ async def store(settings: Settings) -> AsyncIterator[Store]:
     await opened.close()
 
 
-@pytest.fixture
-async def engine(store: Store, api: Api) -> AsyncIterator[Engine]:
+async def until_up(api: Api, store: Store) -> None:
     await write_facts(store)
     await asyncio.to_thread(api.wait_until_up)
+
+
+@pytest.fixture
+async def engine(store: Store, api: Api) -> AsyncIterator[Engine]:
+    await until_up(api, store)
     async with working(store, api.settings.root) as made:
         yield made
 
@@ -109,8 +113,7 @@ async def test_one_of_several_processes_has_its_part_of_the_connections(
 ) -> None:
     changes = {"api_processes": 3, "connections": ConnectionLimits(per_address=7)}
     with launched(settings.model_copy(update=changes), listener) as api, ExitStack() as stack:
-        await write_facts(store)
-        await asyncio.to_thread(api.wait_until_up)
+        await until_up(api, store)
         clients = [stack.enter_context(httpx.Client(base_url=api.url)) for _ in range(5)]
         assert [client.get("/healthz").status_code for client in clients] == [200] * 3 + [503] * 2
 
@@ -122,15 +125,13 @@ async def test_the_sdk_sends_zstd_where_the_setting_asks_for_it(
     """A body of more than a MiB is accepted here only if it is compressed."""
     changes = {"bodies": Bodies(wire_mb=1), "sdk": SdkFlags(proto_compress_fwdbwd=compress)}
     with launched(settings.model_copy(update=changes), listener) as api:
-        await write_facts(store)
-        await asyncio.to_thread(api.wait_until_up)
+        await until_up(api, store)
         async with working(store, settings.root):
             assert (await exit_code(api, "train_on_a_megabyte") == 0) == compress
 
 
 async def test_it_has_sockets_for_thousands_of_long_polls(api: Api, store: Store) -> None:
-    await write_facts(store)
-    await asyncio.to_thread(api.wait_until_up)
+    await until_up(api, store)
     soft, hard = psutil.Process(api.process.pid).rlimit(psutil.RLIMIT_NOFILE)
     assert soft == hard
 
@@ -139,14 +140,12 @@ async def test_it_has_sockets_for_thousands_of_long_polls(api: Api, store: Store
 async def test_it_ends_well_when_it_is_stopped_and_when_it_is_replaced(
     api: Api, store: Store, signum: signal.Signals
 ) -> None:
-    await write_facts(store)
-    await asyncio.to_thread(api.wait_until_up)
+    await until_up(api, store)
     await asyncio.to_thread(api.stop, signum)
 
 
 async def test_a_large_chunked_body_gets_its_413(api: Api, store: Store) -> None:
-    await write_facts(store)
-    await asyncio.to_thread(api.wait_until_up)
+    await until_up(api, store)
 
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(70):

@@ -8,9 +8,9 @@ from skyrl_tinker.domain.ids import CheckpointKind, ModelId, RequestKind
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.schemas.usage import StorageUsage
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody
-from skyrl_tinker.store import model_records
 from skyrl_tinker.store.futures import queue
 from tests.api.support.world import BASE, Json, World, step
+from tests.engine.support import journal
 from tests.support.reads import reading
 
 LORA = {"rank": 8, "seed": 1, "train_unembed": True, "train_mlp": True, "train_attn": True}
@@ -113,9 +113,7 @@ async def test_a_session_and_a_model_bear_what_old_sdks_leave_out(world: World, 
     session = (await world.ok("create_session", opened))["session_id"]
     wanted = {"model_seq_id": 0, "base_model": BASE, "lora_config": {**LORA, "seed": None}, **user_metadata}
     model = (await world.ok("create_model", {"session_id": session, **wanted}))["model_id"]
-    with reading(world.store) as conn:
-        row = model_records.by_id(conn, ModelId(model))
-    assert row is not None
+    row = await journal.model_of(world.store, ModelId(model))
     assert (row.spec.rank, row.user_metadata, dict(row.optimizer_config)) == (8, {}, {"type": "adamw"})
 
 

@@ -34,7 +34,7 @@ from tests.api.support.passes import datum, post_pass, protobuf
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.waiting import Waiting, ready_model, submit, waiting
 from tests.api.support.world import BASE, Json, World, running, sample, step
-from tests.support.reads import reading
+from tests.engine.support import journal
 from tests.support.skew import skew
 from tests.support.waiting import until
 
@@ -212,9 +212,7 @@ async def test_parked_models_are_counted_and_named_with_the_reason(world: World)
     async def park(name: str | None, cause: str) -> str:
         session = await world.ok("create_session", {"sdk_version": "0.38.0", "display_name": name})
         model = await world.model(session["session_id"])
-        with reading(world.store) as conn:
-            row = model_records.by_id(conn, ModelId(model))
-        assert row is not None
+        row = await journal.model_of(world.store, ModelId(model))
         reason = f"model {model} is parked: {cause}; its last checkpoint is tinker://{model}/weights/7"
         state = partial(model_records.set_state, key=row.key, state=ModelState.PARKED, reason=reason)
         await world.store.write(state)
@@ -331,8 +329,7 @@ async def test_without_an_engine_the_rest_is_told(world: World) -> None:
 
 
 async def stepped(world: World, model: str, count: int) -> None:
-    with reading(world.store) as conn:
-        row = model_records.by_id(conn, ModelId(model))
+    row = await journal.model_of(world.store, ModelId(model))
 
     def add(conn: Connection) -> None:
         for number in range(count):
@@ -494,8 +491,7 @@ async def test_a_run_has_the_name_of_its_session_and_the_last_loss_and_function_
 ) -> None:
     named = {"sdk_version": "0.38.0", "display_name": "arithmetic, rank 32", "project_id": "maths"}
     model = await world.model((await world.ok("create_session", named))["session_id"])
-    with reading(world.store) as conn:
-        row = model_records.by_id(conn, ModelId(model))
+    row = await journal.model_of(world.store, ModelId(model))
 
     def add(conn: Connection) -> None:
         for number, loss in enumerate((3.0, 2.0, None)):
