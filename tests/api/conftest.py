@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.server.base_models.tiny_model import make_model
 from tests.api.support.world import World, running, settings_for
 from tests.support.postgres import Postgres
 from tests.support.sqlite_file import new_file
@@ -26,3 +27,10 @@ async def world(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     async with running(settings) as made:
         made.patch = monkeypatch
         yield made
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("served") / "model"
+    make_model(directory)
+    return directory

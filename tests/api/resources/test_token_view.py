@@ -16,7 +16,6 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, SessionId
 from skyrl_tinker.protocol.protobuf import pass_requests, sample_results
 from skyrl_tinker.protocol.schemas.console import StepMeasures
-from skyrl_tinker.server.base_models.tiny_model import make_model
 from skyrl_tinker.store import api_keys, model_records, sampling_sessions
 from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.database.rows import database_time
@@ -34,16 +33,9 @@ TEXT = "2+2=4, né 猫"
 PROTOBUF = "application/x-protobuf"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("served") / "model"
-    make_model(directory)
-    return directory
-
-
 @pytest.fixture
-async def world(settings: Settings, model: Path) -> AsyncIterator[World]:
-    async with running(settings, replace(FACTS, directory=str(model), vocab_size=4096)) as made:
+async def world(settings: Settings, served: Path) -> AsyncIterator[World]:
+    async with running(settings, replace(FACTS, directory=str(served), vocab_size=4096)) as made:
         yield made
 
 
@@ -77,8 +69,8 @@ async def ran(world: World, model: str, seq_id: int, data: list[types.Datum], *l
     return request
 
 
-async def test_a_datum_is_its_targets_with_the_inputs_of_its_loss(world: World, model: Path) -> None:
-    tokens = AutoTokenizer.from_pretrained(model).encode(TEXT)
+async def test_a_datum_is_its_targets_with_the_inputs_of_its_loss(world: World, served: Path) -> None:
+    tokens = AutoTokenizer.from_pretrained(served).encode(TEXT)
     logprobs = [-0.5 * place for place in range(len(tokens))]
     request = await trained(world, tokens, logprobs)
     told = await get(world, f"console/requests/{request}/tokens")
@@ -106,8 +98,8 @@ async def test_a_sample_is_one_of_its_sequences(world: World) -> None:
     assert (answer.status_code, answer.json()["detail"]) == (400, "item: found 2, expected a number below 2")
 
 
-async def test_items_of_one_prompt_are_a_group_with_their_advantages(world: World, model: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model)
+async def test_items_of_one_prompt_are_a_group_with_their_advantages(world: World, served: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(served)
     first, second = tokenizer.encode("2+2="), tokenizer.encode("1+1=")
     answer = tokenizer.encode("4 x")
     silent, after = [0.0] * (len(first) - 1), [0.5, -1.5]
@@ -155,8 +147,8 @@ async def test_only_the_items_of_the_page_are_converted(
 
 
 @ON_BOTH
-async def test_a_sample_has_its_prompt_while_that_is_stored(world: World, model: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model)
+async def test_a_sample_has_its_prompt_while_that_is_stored(world: World, served: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(served)
     session = await world.ok("create_session", {"sdk_version": "0.38.0", "display_name": "letters"})
     sampler, requests = await world.sampler(str(session["session_id"])), []
     for number, text in enumerate(("2+2=", "1+1=", "2+2=")):
@@ -240,8 +232,10 @@ async def test_a_model_without_a_tokenizer_is_told(settings: Settings) -> None:
     assert "no tokenizer.json" in answer.json()["detail"]
 
 
-async def test_tokens_have_text_by_the_tokenizer_of_their_base_model(settings: Settings, model: Path) -> None:
-    ours = replace(FACTS, directory=str(model), vocab_size=4096)
+async def test_tokens_have_text_by_the_tokenizer_of_their_base_model(
+    settings: Settings, served: Path
+) -> None:
+    ours = replace(FACTS, directory=str(served), vocab_size=4096)
     async with running(settings, ours) as world:
         request = await trained(world, [5, 6], [-1.0, -1.0])
         told = await get(world, f"console/requests/{request}/tokens")
@@ -315,9 +309,9 @@ async def test_of_a_published_checkpoint_of_others_nothing_of_its_run_is_told(wo
 
 @ON_BOTH
 async def test_a_pass_in_the_list_says_what_it_was_and_how_it_begins(
-    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, served: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens = AutoTokenizer.from_pretrained(model).encode(TEXT)
+    tokens = AutoTokenizer.from_pretrained(served).encode(TEXT)
     data = [datum_of(tokens, [1.0] * len(tokens)), datum_of([5, 6], [1.0, 1.0])]
     run = await world.model(await named_session(world, "letters"))
     request = await ran(world, run, 1, data, [-1.0] * len(tokens), [-1.0, -1.0])

@@ -85,6 +85,13 @@ def expected(first: int, steps: int) -> list[list[int]]:
     return [[seq_id, seq_id + 1] for seq_id in range(first, first + 3 * steps, 3)]
 
 
+async def goes_on(world: World, model: ModelId) -> None:
+    """Train a model of two steps for one more, on a new engine."""
+    after = world.new_engine()
+    await train(after, model, 7, 1)
+    assert await steps_of(after, model) == expected(1, 3)
+
+
 @pytest.mark.parametrize("refuses", [False, True])
 async def test_what_ran_while_the_ranks_were_lost_runs_on_the_next_ones_or_fails(
     world: World, *, refuses: bool
@@ -680,9 +687,7 @@ async def test_a_snapshot_that_cannot_be_written_costs_nothing(
     assert ("Traceback" in caplog.text) == isinstance(error, ProgrammingError | ValueError)
     assert not list((world.root.parent / "snapshots").glob("*/*"))
     await train(world, model, 4, 1)
-    after = world.new_engine()
-    await train(after, model, 7, 1)
-    assert await steps_of(after, model) == expected(1, 3)
+    await goes_on(world, model)
 
 
 async def test_a_disk_that_cannot_list_snapshots_ends_no_start(world: World) -> None:
@@ -692,9 +697,7 @@ async def test_a_disk_that_cannot_list_snapshots_ends_no_start(world: World) -> 
         raise OSError(errno.EIO, "Input/output error")
 
     world.patch.setattr(snapshot_keeper, "_of_models", fails)
-    after = world.new_engine()
-    await train(after, model, 7, 1)
-    assert await steps_of(after, model) == expected(1, 3)
+    await goes_on(world, model)
 
 
 async def test_a_checkpoint_that_was_loaded_may_be_deleted(world: World) -> None:
@@ -1097,9 +1100,7 @@ async def test_a_snapshot_at_which_the_disk_cannot_even_look_is_tried_with_patie
         return exists(path)
 
     world.patch.setattr(Path, "exists", fails)
-    after = world.new_engine()
-    await train(after, model, 7, 1)
-    assert await steps_of(after, model) == expected(1, 3)
+    await goes_on(world, model)
 
 
 async def test_a_snapshot_stays_whose_root_has_another_name_now(world: World) -> None:
@@ -1110,9 +1111,7 @@ async def test_a_snapshot_stays_whose_root_has_another_name_now(world: World) ->
     key = await journal.key_of(world.store, model)
     row = snapshot_records.SnapshotRow(6, str(root.with_name("disk") / str(key) / snapshot.name), True)
     await world.store.write(lambda conn: snapshot_records.put(conn, key, row))
-    after = world.new_engine()
-    await train(after, model, 7, 1)
-    assert await steps_of(after, model) == expected(1, 3)
+    await goes_on(world, model)
     assert snapshot.is_dir()
 
 
@@ -1290,9 +1289,7 @@ async def test_a_copy_beside_snapshots_is_left_alone(world: World) -> None:
     model, snapshot = await with_snapshot(world)
     copy = snapshot.parent.with_name(f"{snapshot.parent.name}.bak") / snapshot.name
     shutil.copytree(snapshot, copy)
-    after = world.new_engine()
-    await train(after, model, 7, 1)
-    assert await steps_of(after, model) == expected(1, 3)
+    await goes_on(world, model)
     assert copy.is_dir()
 
 
