@@ -34,8 +34,9 @@ PROTOBUF = "application/x-protobuf"
 
 
 @pytest.fixture
-async def world(settings: Settings, served: Path) -> AsyncIterator[World]:
+async def world(settings: Settings, served: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     async with running(settings, replace(FACTS, directory=str(served), vocab_size=4096)) as made:
+        made.patch = monkeypatch
         yield made
 
 
@@ -126,9 +127,7 @@ async def test_items_of_one_prompt_are_a_group_with_their_advantages(world: Worl
     assert (last["earlier"], last["later"]) == (requests[1], None)
 
 
-async def test_only_the_items_of_the_page_are_converted(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_the_items_of_the_page_are_converted(world: World) -> None:
     many = range(8)
     data = [datum_of([5, 6 + number], [1.0, 1.0]) for number in many]
     scores = [[-1.0, -1.0 - number] for number in many]
@@ -137,7 +136,7 @@ async def test_only_the_items_of_the_page_are_converted(
     await world.succeed(sampled, PROTOBUF, sample_output(*([5, 6 + number] for number in many)))
     for module, name in ((pass_requests, "read_datum"), (sample_results, "_sequence_json")):
         convert = Mock(wraps=getattr(module, name))
-        monkeypatch.setattr(module, name, convert)
+        world.patch.setattr(module, name, convert)
         request = trained if module is pass_requests else sampled
         page = await get(world, f"console/requests/{request}/items", limit=2, offset=5)
         assert ([each["item"] for each in page["items"]], page["total"]) == ([5, 6], 8)
@@ -308,9 +307,7 @@ async def test_of_a_published_checkpoint_of_others_nothing_of_its_run_is_told(wo
 
 
 @ON_BOTH
-async def test_a_pass_in_the_list_says_what_it_was_and_how_it_begins(
-    world: World, served: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_pass_in_the_list_says_what_it_was_and_how_it_begins(world: World, served: Path) -> None:
     tokens = AutoTokenizer.from_pretrained(served).encode(TEXT)
     data = [datum_of(tokens, [1.0] * len(tokens)), datum_of([5, 6], [1.0, 1.0])]
     run = await world.model(await named_session(world, "letters"))
@@ -320,7 +317,7 @@ async def test_a_pass_in_the_list_says_what_it_was_and_how_it_begins(
     facts = {"name": "letters", "origin": run, "step": 0, "loss_fn": "importance_sampling", "datums": 2}
     assert {name: listed[name] for name in facts} == facts
     assert (listed["request_id"], listed["begins"], listed["prompt"]) == (request, TEXT, None)
-    monkeypatch.delattr(pass_heads, "body_of")
+    world.patch.delattr(pass_heads, "body_of")
     assert await get(world, "console/requests") == told, "its body is read once"
     await world.store.write(lambda conn: conn.execute(delete(Request)))
     (listed,) = (await get(world, "console/requests"))["requests"]

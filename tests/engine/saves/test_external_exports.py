@@ -69,12 +69,10 @@ async def test_a_model_trains_on_while_its_export_is_written(world: World) -> No
     assert left(world) == [Path(row.directory)]
 
 
-async def test_however_much_is_exported_a_save_is_stored(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_however_much_is_exported_a_save_is_stored(world: World) -> None:
     go_on, exported = threading.Event(), list[Accepted]()
     finish = external_exports.finish_export
-    monkeypatch.setattr(external_exports, "finish_export", lambda *args: go_on.wait() and finish(*args))
+    world.patch.setattr(external_exports, "finish_export", lambda *args: go_on.wait() and finish(*args))
     try:
         exported = [await export(world, await world.model(), 1) for _ in range(TRANSFER_THREADS)]
         assert (await world.done(await save(world, await world.model(), 1))).status is FutureStatus.DONE
@@ -123,18 +121,16 @@ async def test_an_export_that_cannot_be_written_leaves_nothing_and_its_name_free
     assert (await world.done(await export(world, model, 2))).status is FutureStatus.DONE
 
 
-async def test_an_export_that_cannot_be_recorded_leaves_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_export_that_cannot_be_recorded_leaves_nothing(world: World) -> None:
     def broken(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
         raise RuntimeError("a bug")
 
     add: Callable[..., Any] = checkpoint_records.add
-    monkeypatch.setattr(checkpoint_records, "add", broken)
+    world.patch.setattr(checkpoint_records, "add", broken)
     model = await world.model()
     failed = await export(world, model, 1)
     await world.done(failed)
     assert "a bug" in (await journal.error_of(world.store, failed)).message
     assert left(world) == []
-    monkeypatch.setattr(checkpoint_records, "add", add)
+    world.patch.setattr(checkpoint_records, "add", add)
     assert (await world.done(await export(world, model, 2))).status is FutureStatus.DONE

@@ -39,10 +39,8 @@ async def test_requests_arriving_3_2_1_run_as_1_2_3(world: World) -> None:
     assert [item for what, item in world.workers.told if what == "pass"][1][0][1] is False
 
 
-async def test_bodies_of_the_newest_forwards_stay_to_be_read_also_without_snapshots(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(unit_records, "KEPT", 2)
+async def test_bodies_of_the_newest_forwards_stay_to_be_read_also_without_snapshots(world: World) -> None:
+    world.patch.setattr(unit_records, "KEPT", 2)
     model = await world.model()
     for seq_id in range(1, 10):
         await world.done(await journal.submit_pass(world.store, model, seq_id, forward_only=True))
@@ -175,11 +173,11 @@ async def test_a_database_that_fails_for_a_moment_loses_no_request(world: World)
     ],
 )
 async def test_a_read_that_fails_delays_a_barrier_and_ends_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch, kind: RequestKind, body: bytes
+    world: World, kind: RequestKind, body: bytes
 ) -> None:
     model = await world.model()
     failures = [OperationalError("SELECT", None, OSError("disk I/O error"))]
-    monkeypatch.setattr(queue, "read_bodies", failing_first(queue.read_bodies, failures))
+    world.patch.setattr(queue, "read_bodies", failing_first(queue.read_bodies, failures))
     accepted = await journal.submit(world.store, model, 1, kind, body)
     assert (await world.done(accepted)).status is FutureStatus.DONE
     assert failures == []
@@ -332,8 +330,8 @@ async def test_work_ends_once_a_snapshot_of_each_model_was_tried(
     assert tried == {await journal.key_of(world.store, model) for model in models}
 
 
-async def test_a_model_that_is_unloaded_needs_no_ranks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.01)
+async def test_a_model_that_is_unloaded_needs_no_ranks(world: World) -> None:
+    world.patch.setattr(trainer_driver, "IDLE_S", 0.01)
     ended = asyncio.Event()
 
     async def rest() -> None:
