@@ -183,9 +183,7 @@ async def test_files_of_one_base_model_that_cannot_be_read_end_no_start_of_the_o
     shutil.rmtree(tmp_path / "b")
     await starting.tidy_up()
     with reading(store) as conn:
-        row = model_records.by_key(conn, model.key)
-    assert row is not None
-    assert row.state is ModelState.READY
+        assert model_records.by_key(conn, model.key).state is ModelState.READY
     assert "the files of base model b cannot be read" in caplog.text
 
 

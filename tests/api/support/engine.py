@@ -66,9 +66,7 @@ class Engine:
     async def _model(self, row: QueuedRow) -> ModelRow:
         assert row.model_key is not None
         with reading(self._store) as conn:
-            model = model_records.by_key(conn, row.model_key)
-        assert model is not None
-        return model
+            return model_records.by_key(conn, row.model_key)
 
     async def _sampling_session(self, row: QueuedRow, number: int) -> bytes:
         model = await self._model(row)

@@ -184,7 +184,6 @@ async def test_weights_that_are_gone_are_written_again_once_there_is_memory(worl
     with reading(world.store) as conn:
         (row,) = [row for row in queue.queued_after(conn, 0) if row.seq_id == 1]
         model = model_records.by_key(conn, key)
-    assert model is not None
     await world.run()
     (version,) = await world.store.read(weight_versions.list_ephemeral_versions)
     shutil.rmtree(version.directory)

@@ -226,7 +226,6 @@ async def test_a_model_learns_its_spec_from_a_checkpoint(store: Store, model: Mo
     await store.write(lambda conn: model_records.set_spec(conn, model.key, spec, {"beta1": 0.5}))
     with reading(store) as conn:
         row = model_records.by_key(conn, model.key)
-    assert row is not None
     assert (row.spec, row.optimizer_config) == (spec, {"beta1": 0.5})
 
 
