@@ -353,7 +353,7 @@ class SnapshotKeeper:
             _log.warning("older snapshots of model %s may stay until the next one: %s", model, error)
             return
         for path in sorted(found):
-            if _seq_id_of(path) < row.seq_id:  # newer ones may be on their way to being recorded
+            if int(path.name.partition(".")[0]) < row.seq_id:  # newer ones may yet be recorded
                 await self._remove(path)
 
     async def _directories(self, below: Path) -> set[Path]:
@@ -394,10 +394,6 @@ def _name(directory: Path) -> tuple[str, ...]:
 
 def _of_models(root: Path) -> list[Path]:
     return [path for path in root.glob("[0-9]*") if path.name.isdecimal()]  # other directories are not ours
-
-
-def _seq_id_of(directory: Path) -> int:
-    return int(directory.name.partition(".")[0])
 
 
 def _require_written(conn: Connection, model: ModelKey, until: int) -> None:
