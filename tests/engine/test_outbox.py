@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -129,9 +130,7 @@ async def test_the_api_is_rung_when_a_result_is_on_disk(store: Store, tmp_path: 
 
 
 async def test_a_bell_that_cannot_ring_costs_nobody_a_result(store: Store) -> None:
-    def ring(role: str) -> None:
-        raise OSError("no buffer space available")
-
+    ring = Mock(side_effect=OSError("no buffer space available"))
     (row,) = await waiting(store)
     await Outbox(store, cast(Doorbell, SimpleNamespace(ring=ring)), Metrics()).send([(row.id, RESULT)])
     assert outcome(store, row).status is FutureStatus.DONE
@@ -201,12 +200,9 @@ async def test_what_the_store_refuses_is_raised_to_its_own_caller_and_ends_no_la
 async def test_results_and_what_goes_with_them_are_committed_all_or_not_at_all(
     store: Store, sender: Outbox, commits: Commits, rung: list[str]
 ) -> None:
-    def refused(conn: Connection) -> None:
-        raise UserError("no")
-
     (row,) = await waiting(store)
     with pytest.raises(UserError):
-        await sender.send([(row.id, RESULT)], put, refused)
+        await sender.send([(row.id, RESULT)], put, Mock(side_effect=UserError("no")))
     commits.failures = [ValueError("too large")]
     with pytest.raises(ValueError, match="too large"):
         await sender.send([(row.id, RESULT)], put)

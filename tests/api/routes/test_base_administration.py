@@ -4,7 +4,9 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import httpx
 import psutil
@@ -45,18 +47,10 @@ async def engine(world: World) -> AsyncIterator[list[ChangeBaseRequest]]:
         asked.append(each)
         return f"{each.base_model}: {each.action}"
 
-    async def no_replicas() -> bytes:
-        return b""
-
-    class NoRoutes:
-        def routes(self) -> list[Any]:
-            return []
-
     view = QueuesView({}, {}, idle={SMALL: 7.5}, pids={SMALL: (os.getpid(),)})
     socket = Directories(world.settings).engine_socket
-    server = EngineHttpServer(
-        socket, cast(Any, NoRoutes()), Metrics(), no_replicas, lambda: view, change, 1 << 20
-    )
+    openai, replicas = cast(Any, SimpleNamespace(routes=list)), AsyncMock(return_value=b"")
+    server = EngineHttpServer(socket, openai, Metrics(), replicas, lambda: view, change, 1 << 20)
     await server.start()
     yield asked
     await server.close()

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from unittest.mock import AsyncMock
 from urllib.parse import urlsplit
 
 import pytest
@@ -205,11 +206,8 @@ async def test_a_condemned_member_leaves_at_once_and_is_admitted_anew(
 async def test_what_no_loss_explains_is_raised_and_what_cannot_be_served_is_refused(
     fleet: Fleet, servers: dict[str, Served]
 ) -> None:
-    async def broken() -> None:
-        raise SamplerError("a fault of its own")
-
     with pytest.raises(SamplerError, match="a fault of its own"):
-        await fleet.with_retry(broken)
+        await fleet.with_retry(AsyncMock(side_effect=SamplerError("a fault of its own")))
     nobody = vllm_servers(("http://127.0.0.1:9",), startup_s=1.0, hang_s=2.0, max_model_len=2)
     with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9 \(sampler_urls\) gave no answer in 1 s"):
         await nobody.ready()

@@ -3,13 +3,11 @@
 import json
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import orjson
 import pytest
-from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, RequestKind
 from skyrl_tinker.domain.values import Failure
@@ -17,7 +15,7 @@ from skyrl_tinker.engine.saves import external_exports
 from skyrl_tinker.errors import StorageError
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
-from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
+from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.system.off_loop import TRANSFER_THREADS
 from tests.engine.support import journal
@@ -122,15 +120,11 @@ async def test_an_export_that_cannot_be_written_leaves_nothing_and_its_name_free
 
 
 async def test_an_export_that_cannot_be_recorded_leaves_nothing(world: World) -> None:
-    def broken(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
-        raise RuntimeError("a bug")
-
-    add: Callable[..., Any] = checkpoint_records.add
-    world.patch.setattr(checkpoint_records, "add", broken)
     model = await world.model()
-    failed = await export(world, model, 1)
-    await world.done(failed)
+    with world.patch.context() as broken:
+        broken.setattr(checkpoint_records, "add", Mock(side_effect=RuntimeError("a bug")))
+        failed = await export(world, model, 1)
+        await world.done(failed)
     assert "a bug" in (await journal.error_of(world.store, failed)).message
     assert left(world) == []
-    world.patch.setattr(checkpoint_records, "add", add)
     assert (await world.done(await export(world, model, 2))).status is FutureStatus.DONE

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import orjson
 import pytest
@@ -31,7 +32,7 @@ from skyrl_tinker.protocol.stored_requests import (
 )
 from skyrl_tinker.storage.storage_port import Storage
 from skyrl_tinker.store import checkpoint_records
-from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
+from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.database.tables import Model, Session
 from skyrl_tinker.store.futures import training_submission
@@ -456,14 +457,11 @@ async def test_what_cannot_be_recorded_is_logged_and_leaves_no_directory(
     """It is logged before the directory is deleted: that waits for the database, perhaps until the end."""
     is_recorded, logged = checkpoint_records.is_recorded, [False]
 
-    def broken(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
-        raise RuntimeError("a bug")
-
     def look(conn: Connection, model: ModelKey, directory: str) -> bool:
         logged.append("failed unexpectedly" in caplog.text)
         return is_recorded(conn, model, directory)
 
-    monkeypatch.setattr(checkpoint_records, "add", broken)
+    monkeypatch.setattr(checkpoint_records, "add", Mock(side_effect=RuntimeError("a bug")))
     monkeypatch.setattr(checkpoint_records, "is_recorded", look)
     model = await world.model()
     saved = await _save(world, model, 1)

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
 
 import orjson
 import pytest
@@ -99,8 +100,7 @@ async def test_what_ran_while_the_ranks_were_lost_runs_on_the_next_ones_or_fails
     """Where there are other base models, the engine goes on with those."""
     lost, restarted = asyncio.Event(), asyncio.Event()
 
-    async def die() -> None:
-        raise TrainerLostError("rank 0 died; that was the 3rd time")
+    died = TrainerLostError("rank 0 died; that was the 3rd time")
 
     async def restart() -> None:
         lost.set()
@@ -109,7 +109,7 @@ async def test_what_ran_while_the_ranks_were_lost_runs_on_the_next_ones_or_fails
         world.workers.trained.clear()
         world.driver.requests.accept()
 
-    world.patch.setattr(world.workers, "restart", die)
+    world.patch.setattr(world.workers, "restart", AsyncMock(side_effect=died))
     world.lost = restart
     model = await world.model()
     next_seq = await train(world, model, 1, 1)
@@ -284,10 +284,6 @@ async def test_an_engine_ends_at_a_unit_that_cannot_be_committed_and_the_next_on
     world: World,
 ) -> None:
     model = await world.model()
-
-    def fails(*_: object) -> None:
-        raise ValueError("a bug")
-
     requests = [
         await journal.submit_pass(world.store, model, 1),
         await journal.submit_step(world.store, model, 2),
@@ -295,7 +291,7 @@ async def test_an_engine_ends_at_a_unit_that_cannot_be_committed_and_the_next_on
         await journal.submit_step(world.store, model, 4),
     ]
     with pytest.MonkeyPatch.context() as broken:
-        broken.setattr(step_points, "add", fails)
+        broken.setattr(step_points, "add", Mock(side_effect=ValueError("a bug")))
         with pytest.raises(ExceptionGroup) as ended:
             await world.done(requests[2])
     assert ended.group_contains(ValueError, match="a bug")
@@ -642,10 +638,8 @@ async def test_a_replay_waits_for_all_that_is_written_though_one_has_failed(worl
 async def test_a_disk_that_cannot_list_older_snapshots_keeps_the_new_one(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def fails(keeper: SnapshotKeeper, below: Path) -> set[Path]:
-        raise OSError(errno.EIO, "Input/output error")
-
-    world.patch.setattr(SnapshotKeeper, "_directories", fails)
+    error = OSError(errno.EIO, "Input/output error")
+    world.patch.setattr(SnapshotKeeper, "_directories", AsyncMock(side_effect=error))
     model, _ = await with_snapshot(world)
     await world.until(lambda: "may stay until the next one" in caplog.text)
     assert await snapshot_of(world, model)
@@ -692,11 +686,8 @@ async def test_a_snapshot_that_cannot_be_written_costs_nothing(
 
 async def test_a_disk_that_cannot_list_snapshots_ends_no_start(world: World) -> None:
     model, _ = await with_snapshot(world)
-
-    def fails(root: Path) -> list[Path]:
-        raise OSError(errno.EIO, "Input/output error")
-
-    world.patch.setattr(snapshot_keeper, "_of_models", fails)
+    error = OSError(errno.EIO, "Input/output error")
+    world.patch.setattr(snapshot_keeper, "_of_models", Mock(side_effect=error))
     await goes_on(world, model)
 
 
