@@ -290,15 +290,10 @@ async def test_a_read_waits_for_a_database_that_fails_for_a_moment(store: Store,
 
 
 async def test_a_statement_that_fails_each_time_is_named(store: Store, commits: Commits) -> None:
-    tried: list[int] = []
-
-    def read(conn: Connection) -> object:
-        tried.append(1)
-        return conn.execute(text("SELECT * FROM no_such"))
-
+    read = Mock(side_effect=lambda conn: conn.execute(text("SELECT * FROM no_such")))
     with pytest.raises(StatementError, match=r"3 times \(no such table: no_such\): SELECT \* FROM no_such"):
         await outbox.read_persistently(store, read)
-    assert len(tried) == outbox.STATEMENT_TRIES
+    assert read.call_count == outbox.STATEMENT_TRIES
 
 
 async def test_what_was_acknowledged_waits_for_room_on_the_disk(commits: Commits) -> None:

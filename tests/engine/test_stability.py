@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
@@ -95,11 +94,7 @@ async def cancel(running: "asyncio.Task[None]") -> None:
 async def statements(store: Store) -> list[str]:
     """All that is written from now on."""
     seen: list[str] = []
-
-    def watch(conn: Connection) -> None:
-        sqlite.raw(conn).set_trace_callback(seen.append)
-
-    await store.write(watch)
+    await store.write(lambda conn: sqlite.raw(conn).set_trace_callback(seen.append))
     return seen
 
 
