@@ -11,7 +11,6 @@ from skyrl_tinker.protocol.stored_requests import LoadWeightsBody
 from skyrl_tinker.store.futures import queue
 from tests.api.support.world import BASE, Json, World, step
 from tests.engine.support import journal
-from tests.support.reads import reading
 
 LORA = {"rank": 8, "seed": 1, "train_unembed": True, "train_mlp": True, "train_attn": True}
 TARGETS = {"data": [3, 4], "dtype": "int64", "shape": [2]}
@@ -76,8 +75,7 @@ SAMPLES: tuple[Json, ...] = (
 
 async def stored(world: World, request_id: str) -> bytes:
     future_id = await world.id_of(request_id)
-    with reading(world.store) as conn:
-        return queue.read_bodies(conn, [future_id])[future_id]
+    return await world.store.read(lambda conn: queue.read_bodies(conn, [future_id])[future_id])
 
 
 @pytest.mark.parametrize("path", TRAINING)

@@ -74,8 +74,7 @@ async def waiting(store: Store, count: int = 1) -> list[QueuedRow]:
     session = await journal.new_session(store)
     for number in range(count):
         await journal.submit_create(store, session, number)
-    with reading(store) as conn:
-        return list(queue.queued_after(conn, 0))
+    return await store.read(lambda conn: list(queue.queued_after(conn, 0)))
 
 
 def outcome(store: Store, row: QueuedRow) -> Outcome:
@@ -214,8 +213,7 @@ async def test_a_result_that_comes_too_late_changes_nothing(
 ) -> None:
     """Also the sequences that it would record are not there: their request has failed."""
     accepted = await recorded.submit_sample(store, await journal.new_session(store))
-    with reading(store) as conn:
-        (row,) = queue.queued_after(conn, 0)
+    (row,) = await store.read(lambda conn: queue.queued_after(conn, 0))
     metrics.arrived([row])
     await sender.send([(row.id, REFUSED)])
     first = outcome(store, row)

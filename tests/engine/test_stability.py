@@ -99,8 +99,7 @@ async def statements(store: Store) -> list[str]:
 
 
 async def records_of(store: Store, accepted: Accepted) -> dict[stability_records.Key, SequenceRecord]:
-    with reading(store) as conn:
-        return stability_records.find(conn, accepted.sequence_ids)
+    return await store.read(lambda conn: stability_records.find(conn, accepted.sequence_ids))
 
 
 async def test_every_sequence_of_a_recorded_sample_has_its_record(store: Store, drawn: Sampling) -> None:

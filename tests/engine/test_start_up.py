@@ -85,8 +85,7 @@ async def test_weights_in_memory_are_looked_for_where_this_home_has_them(
     version = await ephemeral(store, model.key, "/dev/shm/skyrl-tinker-0/another-home/v1")
     starting, directories = start_up(store, bell, tmp_path / "home")
     await starting.tidy_up()
-    with reading(store) as conn:
-        found = weight_versions.published_version(conn, version)
+    found = await store.read(lambda conn: weight_versions.published_version(conn, version))
     assert found is not None
     assert found.directory == str(directories.ephemeral_dir / found.name)
 

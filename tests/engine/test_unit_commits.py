@@ -153,8 +153,7 @@ async def test_a_unit_is_recorded_with_its_answers_and_the_bodies_that_replay_ne
     assert accepted.model_id is not None
     await journal.submit_pass(store, accepted.model_id, 1)
     await journal.submit_pass(store, accepted.model_id, 2, forward_only=True)
-    with reading(store) as conn:
-        created, backward, forward = queue.queued_after(conn, 0)
+    created, backward, forward = await store.read(lambda conn: queue.queued_after(conn, 0))
     metrics.arrived([created, backward, forward])
     answers = {row.id: json_answer({}) for row in (backward, forward)}
     effects = {created.id: None, backward.id: Effect.GRADIENTS, forward.id: None}

@@ -26,7 +26,6 @@ from tests.api.support.passes import post_pass, protobuf
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import BASE, FACTS, World, pass_output, running, sample, sample_output
 from tests.store.support.rows import ephemeral
-from tests.support.reads import reading
 
 MEASURED = StepMeasures(**dict.fromkeys(step_points.NAMES, 0.5) | {"tokens": 7, "datums": 2})
 TEXT = "2+2=4, né 猫"
@@ -186,8 +185,7 @@ async def test_requests_are_listed_by_run_and_by_kind(world: World) -> None:
     listed = (await get(world, "console/requests"))["requests"]
     runs = {each["request_id"]: each["origin"] for each in listed}
     assert all(each["readable"] for each in listed)
-    with reading(world.store) as conn:
-        key = model_records.by_id(conn, ModelId(runs[passes[0]])).key
+    key = await world.store.read(lambda conn: model_records.by_id(conn, ModelId(runs[passes[0]])).key)
     version = await ephemeral(world.store, key)
     session = runs[passes[0]].partition(":")[0]
     sampler = await world.store.write(
@@ -250,8 +248,7 @@ async def test_tokens_have_text_by_the_tokenizer_of_their_base_model(
 @ON_BOTH
 async def test_a_sample_and_a_pass_have_the_numbers_that_were_reported_of_their_step(world: World) -> None:
     run = await world.model(await named_session(world, "letters"))
-    with reading(world.store) as conn:
-        key = model_records.by_id(conn, ModelId(run)).key
+    key = await world.store.read(lambda conn: model_records.by_id(conn, ModelId(run)).key)
     data = [datum_of([5, 6], [1.0, 1.0])]
     passes = [await ran(world, run, seq_id, data, [-1.0, -1.0]) for seq_id in (1, 4)]
     samples, session = [], SessionId(run.partition(":")[0])

@@ -99,8 +99,7 @@ async def test_however_much_is_copied_a_file_can_be_read(world: World) -> None:
 async def test_copied_sampler_weights_are_a_version_of_their_own(world: World) -> None:
     made = await row(world, await copy(world, await saved(world, SAMPLER)))
     assert made.version_id is not None
-    with reading(world.store) as conn:
-        version = weight_versions.published_version(conn, made.version_id)
+    version = await world.store.read(lambda conn: weight_versions.published_version(conn, made.version_id))
     assert version == WeightVersion(made.version_id, "lora", made.directory)
     await world.sampler(model_path=made.path)
 

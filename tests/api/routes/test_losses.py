@@ -13,7 +13,6 @@ from skyrl_tinker.domain.values import CustomLoss
 from skyrl_tinker.store import custom_losses
 from skyrl_tinker.store.database.migrate import migrate
 from tests.api.support.world import Json, World, running, settings_for
-from tests.support.reads import reading
 
 
 def weighted(logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -35,8 +34,7 @@ def upload(session: str, seq_id: int = 0, **changes: Any) -> Json:
 
 
 async def stored(world: World, session: str, loss_id: str) -> CustomLoss | None:
-    with reading(world.store) as conn:
-        return custom_losses.get(conn, SessionId(session), loss_id)
+    return await world.store.read(lambda conn: custom_losses.get(conn, SessionId(session), loss_id))
 
 
 async def test_a_loss_is_kept_and_its_promise_with_it(world: World) -> None:

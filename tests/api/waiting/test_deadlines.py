@@ -275,8 +275,7 @@ async def test_no_other_number_of_a_session_is_waited_for(made: Waiting) -> None
 async def _tells(made: Waiting) -> bool:
     """Whether the API has told the engine of something, once it was asked to."""
     await made.api.services.arrivals.tell(time.time())
-    with reading(made.store) as conn:
-        return bool(server_state.get(conn, server_state.EXPECTED))
+    return await made.store.read(lambda conn: bool(server_state.get(conn, server_state.EXPECTED)))
 
 
 def _body(model: str, sent: str) -> tuple[bytes, str]:

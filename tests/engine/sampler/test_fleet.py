@@ -35,7 +35,6 @@ from tests.inference.support.samplers import (
     unique,
 )
 from tests.support.failures import failing_first
-from tests.support.reads import reading
 from tests.support.sampler_clients import opened_fleet, vllm_client, vllm_servers
 from tests.support.waiting import end
 
@@ -144,8 +143,7 @@ async def until_size(fleet: Fleet, size: int) -> None:
 
 
 async def detail(store: Store) -> str:
-    with reading(store) as conn:
-        value = server_state.get(conn, "engine")
+    value = await store.read(lambda conn: server_state.get(conn, "engine"))
     assert isinstance(value, dict)
     return f"{value['state']}: {value['detail']}"
 

@@ -75,8 +75,7 @@ class World:
 
     async def run(self) -> None:
         """All that were submitted, in one unit, to the last answer and comparison."""
-        with reading(self.store) as conn:
-            queued = queue.queued_after(conn, 0)
+        queued = await self.store.read(lambda conn: queue.queued_after(conn, 0))
         rows = [row for row in queued if row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER]
         committing = asyncio.create_task(self.commits.run())
         async with asyncio.TaskGroup() as background:

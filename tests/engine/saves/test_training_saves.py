@@ -70,8 +70,7 @@ async def _told(world: World, what: str, times: int = 1) -> None:
 
 
 async def _found(world: World, model: ModelId) -> CheckpointRow | None:
-    with reading(world.store) as conn:
-        return checkpoint_records.find(conn, None, model, WEIGHTS, "a")
+    return await world.store.read(lambda conn: checkpoint_records.find(conn, None, model, WEIGHTS, "a"))
 
 
 async def _status(world: World, accepted: Accepted) -> FutureStatus:

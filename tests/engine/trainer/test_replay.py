@@ -508,8 +508,7 @@ async def test_a_save_that_died_before_it_was_recorded_leaves_no_second_copy(wor
 
 async def snapshot_of(world: World, model: ModelId) -> snapshot_records.SnapshotRow | None:
     key = await journal.key_of(world.store, model)
-    with reading(world.store) as conn:
-        return snapshot_records.find(conn, key)
+    return await world.store.read(lambda conn: snapshot_records.find(conn, key))
 
 
 async def bodies_of(world: World, model: ModelId) -> int:

@@ -279,8 +279,7 @@ async def test_work_ends_once_nothing_waits_and_no_snapshot_would_help(world: Wo
         assert (await world.done(each)).status is FutureStatus.DONE
     await ended.wait()
     await world.driver.settle()
-    with reading(world.store) as conn:
-        snapshot = snapshot_records.find(conn, key)
+    snapshot = await world.store.read(lambda conn: snapshot_records.find(conn, key))
     assert snapshot is not None
     assert snapshot.seq_id == 2
     late = await journal.submit_pass(world.store, model, 3)

@@ -23,7 +23,6 @@ from tests.store.support.rows import (
     step,
     submit_create,
 )
-from tests.support.reads import reading
 
 
 async def test_a_training_request_sent_twice_runs_once(store: Store, model: ModelRow) -> None:
@@ -160,8 +159,7 @@ async def test_a_retried_sampling_session_on_an_overwritten_checkpoint_keeps_its
                 conn, session, 0, base_model="tiny", model_path="tinker://p", version_id=version
             )
         )
-    with reading(store) as conn:
-        row = sampling_sessions.get(conn, sampler)
+    row = await store.read(lambda conn: sampling_sessions.get(conn, sampler))
     assert row is not None
     assert row.version_id == first
 
