@@ -83,11 +83,7 @@ class Sampling:
 async def drawn(store: Store, bell: Doorbell) -> AsyncIterator[Sampling]:
     made = Sampling(store, bell)
     yield made
-    await cancel(made.running)
-
-
-async def cancel(running: "asyncio.Task[None]") -> None:
-    await end(running)
+    await end(made.running)
 
 
 @pytest.fixture
@@ -125,7 +121,7 @@ async def test_router_replay_records_experts_of_recorded_samples_alone(store: St
     )
     for accepted in (recorded, plain):
         await replaying.done(accepted)
-    await cancel(replaying.running)
+    await end(replaying.running)
     found = await records_of(store, recorded)
     assert len(found) == len(SEQUENCES)
     for record in found.values():

@@ -10,7 +10,7 @@ from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import Loss
 from tests.engine.support.simulation import simulated
 from tests.support.sampler_clients import opened_fleet, vllm_client
-from tests.support.waiting import until
+from tests.support.waiting import end, until
 
 OLD, NEW = "http://old", "http://new"
 
@@ -41,8 +41,7 @@ async def test_a_loss_is_noted_at_the_time_of_the_given_clock() -> None:
     supervising = asyncio.create_task(fleet.supervise(AsyncMock(), AsyncMock()))
     fleet.condemn(OLD, "it stands still")
     await until(lambda: fleet.incidents)
-    supervising.cancel()
-    await asyncio.wait((supervising,))
+    await end(supervising)
     assert [incident.at for incident in fleet.incidents] == [5.0]
 
 

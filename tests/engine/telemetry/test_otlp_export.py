@@ -24,7 +24,7 @@ from tests.api.support.waiting import Waiting, ready_model, submit, waiting
 from tests.api.support.world import PROTOBUF, sample, settings_for, step
 from tests.engine.support.rows import queued
 from tests.support.collector import Collector, collecting, values
-from tests.support.waiting import PATIENCE_S, until
+from tests.support.waiting import PATIENCE_S, end, until
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +57,7 @@ async def exporting(world: Waiting, url: str) -> AsyncIterator[SpanExport]:
     try:
         yield export
     finally:
-        running.cancel()
-        await asyncio.wait((running,))
+        await end(running)
         await export.close()
 
 
