@@ -5,6 +5,7 @@ import pytest
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.server.base_models.tiny_model import make_model
+from skyrl_tinker.store.store import Store
 from tests.api.support.world import World, running, settings_for
 from tests.support.postgres import Postgres
 from tests.support.sqlite_file import new_file
@@ -20,6 +21,13 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
     made = settings_for(tmp_path / "home")
     new_file(made.root / "skyrl-tinker.db")
     return made
+
+
+@pytest.fixture
+async def store(settings: Settings) -> AsyncIterator[Store]:
+    opened = Store.open(settings.store_url)
+    yield opened
+    await opened.close()
 
 
 @pytest.fixture

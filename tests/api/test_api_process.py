@@ -60,13 +60,6 @@ def api(settings: Settings, listener: socket.socket) -> Iterator[Api]:
         yield made
 
 
-@pytest.fixture
-async def store(settings: Settings) -> AsyncIterator[Store]:
-    opened = Store.open(settings.store_url)
-    yield opened
-    await opened.close()
-
-
 async def until_up(api: Api, store: Store) -> None:
     await write_facts(store)
     await asyncio.to_thread(api.wait_until_up)
