@@ -131,11 +131,9 @@ async def report_metrics(run: str, request: Request, deps: Deps, owner: Owner) -
     """Accept them at any time, also of a run that is not in training. The dashboard draws each name."""
     await deps.room.require()
     report = await read_model(request, ReportRequest)
-
-    def write(conn: Connection) -> None:
-        run_reports.add(conn, _model(conn, owner, run), report.step, report.values)
-
-    await deps.store.write(write)
+    await deps.store.write(
+        lambda conn: run_reports.add(conn, _model(conn, owner, run), report.step, report.values)
+    )
     return {}
 
 
@@ -148,11 +146,10 @@ async def reported_metrics(
     run: str, query: Annotated[ReportsQuery, Query()], deps: Deps, reach: Reached
 ) -> Response:
     """Go on from `next` to get new ones only."""
-
-    def read(conn: Connection) -> ReportsResponse:
-        return run_reports.reports_after(conn, _model(conn, reach, run), query.after, query.limit)
-
-    return await json_from_rows(deps.store, read)
+    return await json_from_rows(
+        deps.store,
+        lambda conn: run_reports.reports_after(conn, _model(conn, reach, run), query.after, query.limit),
+    )
 
 
 @router.get(
@@ -202,11 +199,9 @@ async def tokens(
     request_id: str, query: Annotated[TokensQuery, Query()], deps: Deps, owner: Owner
 ) -> Response:
     """Decode data that is stored anyway, of the caller's own requests."""
-
-    def read(conn: Connection) -> TokensResponse:
-        return tokens_of(_stored(conn, owner, request_id), query.item, deps.bases)
-
-    return await json_from_rows(deps.store, read)
+    return await json_from_rows(
+        deps.store, lambda conn: tokens_of(_stored(conn, owner, request_id), query.item, deps.bases)
+    )
 
 
 @router.get(
@@ -216,11 +211,9 @@ async def tokens(
 )
 async def items(request_id: str, query: Annotated[Paging, Query()], deps: Deps, owner: Owner) -> Response:
     """Show the caller's own, in their order; those with equal `prompt_id` are a group."""
-
-    def read(conn: Connection) -> ItemsResponse:
-        return items_of(_stored(conn, owner, request_id), query, deps.bases)
-
-    return await json_from_rows(deps.store, read)
+    return await json_from_rows(
+        deps.store, lambda conn: items_of(_stored(conn, owner, request_id), query, deps.bases)
+    )
 
 
 def _stored(conn: Connection, owner: OwnerId | None, request_id: str) -> StoredTokens:

@@ -214,12 +214,10 @@ class Fleet:
                 watch.cancel()
 
     async def _wait_stuck(self, index: int) -> Loss:
-        def excused() -> bool:
-            return self._long_calls > 0 or self.placement.asleep
-
         client = self.client
         watched = self._members[index], client.dialect.core_path, client.control.http
-        return await CoreWatch(*watched, self.step_s, excused).wait_stuck(index)
+        watch = CoreWatch(*watched, self.step_s, lambda: self._long_calls > 0 or self.placement.asleep)
+        return await watch.wait_stuck(index)
 
     def _remove(self, index: int) -> None:
         if index in self._members:
