@@ -1,7 +1,6 @@
 """What a client sees when the whole server is restarted: a longer poll."""
 
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from tinker import types
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from tests.e2e.support.client import Client, datum, prompt, random_tokens
+from tests.support.processes import free_port
 from tests.support.serve import HEAL_S, Serve
 from tests.support.waiting import wait_until
 
@@ -58,9 +58,7 @@ def rounds(
 
 def test_a_restarted_server_goes_on_where_it_stopped(start: Callable[..., Serve]) -> None:
     """The same clients, over SIGTERM and, as after a reboot, with empty memory; and from checkpoints."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     first = start("--port", str(port)).wait_ready()
     with client_of(first) as client:
         expected = rounds([client.new_lora()], 2)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.database.migrate import migrate
+from tests.api.support.users import new_user
 from tests.api.support.world import World, running, settings_for
 
 BODY = b'{"sdk_version": "0.38.0"}'
@@ -79,8 +79,7 @@ async def test_no_secret_is_repeated(world: World) -> None:
 
 
 async def test_keys_take_the_place_of_the_check(world: World) -> None:
-    key = await world.store.write(lambda conn: api_keys.create(conn, "alice"))
-    await world.services.keys.refresh()
+    key = await new_user(world, "alice")
     assert await status(world, Host="tinker.example", X_API_Key=key) == 200
     assert await status(world, Host="tinker.example") == 401
 

@@ -16,7 +16,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, SessionId
 from skyrl_tinker.protocol.protobuf import pass_requests, sample_results
 from skyrl_tinker.protocol.schemas.console import StepMeasures
-from skyrl_tinker.store import api_keys, model_records, sampling_sessions
+from skyrl_tinker.store import model_records, sampling_sessions
 from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.database.tables import Request
@@ -213,7 +213,7 @@ async def test_tokens_are_the_owners_only(world: World) -> None:
     speak_as(world, await new_user(world, "alice"))
     request = await trained(world, [5, 6], [-1.0, -1.0])
     assert (await get(world, f"console/requests/{request}/tokens"))["tokens"] == [5, 6]
-    root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
+    root = await new_user(world, "root", admin=True)
     for key in (await new_user(world, "bob"), root):
         speak_as(world, key)
         for part in ("tokens", "items"):

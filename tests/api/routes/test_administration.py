@@ -23,8 +23,7 @@ ROUTES = (
 async def alice(world: World) -> str:
     """The key with the id 1; from here on the administrator speaks, whose id is 2."""
     key = await new_user(world, "alice")
-    root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
-    await world.services.keys.refresh()
+    root = await new_user(world, "root", admin=True)
     speak_as(world, root)
     return key
 

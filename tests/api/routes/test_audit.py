@@ -7,7 +7,6 @@ from sqlalchemy import update
 
 from skyrl_tinker.api.routes import audit
 from skyrl_tinker.domain.ids import CheckpointKind
-from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.database.tables import AuditEvent
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import World
@@ -56,7 +55,7 @@ async def test_repeating_what_is_done_already_is_no_event(world: World) -> None:
 
 async def test_a_day_of_many_events_is_read_in_pages(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit, "PAGE", 2)
-    key = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
+    key = await new_user(world, "root", admin=True)
     await new_user(world, "alice")
     speak_as(world, key)
     made = [await world.session() for _ in range(7)]

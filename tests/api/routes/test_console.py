@@ -24,7 +24,7 @@ from skyrl_tinker.domain.ids import ModelId, ModelState
 from skyrl_tinker.engine.scheduling import throughput
 from skyrl_tinker.protocol.queue_views import Incident
 from skyrl_tinker.protocol.schemas.console import StepMeasures
-from skyrl_tinker.store import api_keys, model_records, server_state
+from skyrl_tinker.store import model_records, server_state
 from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.console.step_points import LossFunction
 from skyrl_tinker.store.database.tables import Future
@@ -173,8 +173,7 @@ async def test_the_last_hour_of_rates_is_there_when_a_page_opens(
 
 async def test_keys_see_their_own_queue_and_only_admins_the_processes(world: World) -> None:
     keys = {name: await new_user(world, name) for name in ("alice", "bob")}
-    root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
-    await world.services.keys.refresh()
+    root = await new_user(world, "root", admin=True)
     sessions = {}
     for name, key in keys.items():
         speak_as(world, key)
@@ -227,7 +226,7 @@ async def test_parked_models_are_counted_and_named_with_the_reason(world: World)
         await park(name, f"its base, of {name}, is away; it is kept")
     why = "the first of them because its base, of d, is away; it is kept"
     assert await told() == [f"4 models of {BASE} are parked (d, c, b and 1 more), {why}"]
-    root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
+    root = await new_user(world, "root", admin=True)
     speak_as(world, await new_user(world, "alice"))
     assert await told() == []
     model = await park(None, "it is damaged")
@@ -251,7 +250,7 @@ async def test_where_files_lie_is_told_to_who_sees_all(world: World, short: bool
         return [place in each.text for each in asked]
 
     assert await told() == [True, True], "there are no keys"
-    root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
+    root = await new_user(world, "root", admin=True)
     speak_as(world, await new_user(world, "alice"))
     assert await told() == [False, False]
     speak_as(world, root)
@@ -415,8 +414,7 @@ async def test_a_run_tells_which_ones_go_on_from_it(world: World) -> None:
     assert listed == {first: newest, **{run: [] for run in heirs}}
     speak_as(world, await new_user(world, "bob"))
     await heir(world, first, "of a published checkpoint", 9)
-    root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
-    await world.services.keys.refresh()
+    root = await new_user(world, "root", admin=True)
     speak_as(world, root)
     told = (await get(world, f"console/runs/{first}"))["continued_by"]
     assert [each["step"] for each in told] == [9, 6, 5, 4, 3]

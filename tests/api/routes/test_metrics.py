@@ -13,7 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from skyrl_tinker.api.loop_watch import BEAT_S, LoopWatch
 from skyrl_tinker.api.middleware import request_metrics
 from skyrl_tinker.api.waiting import metrics_page
-from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.database.migrate import migrate
 from tests.api.support.engine_socket import engine
 from tests.api.support.users import new_user
@@ -181,8 +180,7 @@ async def test_a_setting_asks_for_an_admin_key(tmp_path: Path, *, metrics_key: b
     migrate(settings.store_url)
     async with running(settings) as world:
         alice = await new_user(world, "alice")
-        root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
-        await world.services.keys.refresh()
+        root = await new_user(world, "root", admin=True)
 
         async def status(**headers: str) -> int:
             return (await world.http.get("http://api/metrics", headers=headers)).status_code
