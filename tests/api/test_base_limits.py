@@ -14,15 +14,7 @@ from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.store import model_records, sampling_sessions
 from tests.api.support.base_facts import VOCABULARY
 from tests.api.support.passes import datum, post_pass, protobuf
-from tests.api.support.world import (
-    BASE,
-    FACTS,
-    PROTOBUF,
-    Json,
-    World,
-    running,
-    sample,
-)
+from tests.api.support.world import BASE, FACTS, PROTOBUF, Json, World, running, sample
 from tests.engine.support import journal
 from tests.support.reads import reading
 

@@ -28,12 +28,7 @@ from skyrl_tinker.storage import checkpoint_storage, owner_mark
 from skyrl_tinker.storage.checkpoint_storage import UNUSED_S, CheckpointStorage
 from skyrl_tinker.storage.owner_mark import LocalPlace
 from skyrl_tinker.store.database.migrate import migrate
-from skyrl_tinker.system.off_loop import (
-    LOAD_THREADS,
-    TRANSFER_THREADS,
-    in_load_thread,
-    in_transfer_thread,
-)
+from skyrl_tinker.system.off_loop import LOAD_THREADS, TRANSFER_THREADS, in_load_thread, in_transfer_thread
 from tests.support.object_storage import BUCKET, ObjectStorage, object_storage
 from tests.support.waiting import PATIENCE_S, until
 

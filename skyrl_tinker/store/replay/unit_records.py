@@ -3,26 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    and_,
-    bindparam,
-    delete,
-    func,
-    literal_column,
-    or_,
-    select,
-)
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, delete, func, literal_column, or_, select
 
-from skyrl_tinker.domain.ids import (
-    SAVES,
-    Effect,
-    FutureStatus,
-    ModelKey,
-    ModelState,
-    RequestKind,
-)
+from skyrl_tinker.domain.ids import SAVES, Effect, FutureStatus, ModelKey, ModelState, RequestKind
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.store.database.rows import AnyRow, as_row
 from skyrl_tinker.store.database.tables import Future, Model, Request, Session, Snapshot
