@@ -55,11 +55,7 @@ LARGE_AT_ONCE = 1
 
 
 def create_app(
-    settings: Settings,
-    store: Store,
-    bases: Bases,
-    bell: Doorbell,
-    clock: Callable[[], float] | None = None,
+    settings: Settings, store: Store, bases: Bases, bell: Doorbell, clock: Callable[[], float] | None = None
 ) -> FastAPI:
     """Build the API on an open store and a bound doorbell, both of which the caller closes.
 
@@ -71,11 +67,7 @@ def create_app(
 
 
 def make_services(
-    settings: Settings,
-    store: Store,
-    bases: Bases,
-    bell: Doorbell,
-    clock: Callable[[], float] | None = None,
+    settings: Settings, store: Store, bases: Bases, bell: Doorbell, clock: Callable[[], float] | None = None
 ) -> Services:
     """Build the services of one run of the app; its lifespan starts and ends them."""
     directories = Directories(settings)

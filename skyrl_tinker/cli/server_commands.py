@@ -135,8 +135,7 @@ def follow(
 @app.command()
 @with_server
 def end(
-    server: RunningServer,
-    session: Annotated[str, typer.Argument(help="Id of a session, or of a run of it")],
+    server: RunningServer, session: Annotated[str, typer.Argument(help="Id of a session, or of a run of it")]
 ) -> None:
     """End a session, as of a script that was stopped: its models leave the trainer, its checkpoints stay."""
     server.end(session.partition(":")[0])

@@ -292,13 +292,7 @@ def _placement(settings: Settings, gpus: Gpus) -> str:
 
 
 def _refusal(
-    settings: Settings,
-    gpus: Gpus,
-    problem: str,
-    place: str,
-    lines: Sequence[MemoryLine],
-    *,
-    further: bool,
+    settings: Settings, gpus: Gpus, problem: str, place: str, lines: Sequence[MemoryLine], *, further: bool
 ) -> str:
     counted = [line for line in lines if line.place == place and line.counted]
     sizes = (f"{line.name} {line.bytes / GB:.1f}" for line in counted if abs(line.bytes) >= GB / 20)

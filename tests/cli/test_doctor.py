@@ -244,10 +244,7 @@ def test_its_limit_counts_from_the_start_of_the_process(
 
 
 def test_an_old_driver_is_found(
-    nvidia_smi: Path,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    nvidia_smi: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvidia_smi.write_text("NVIDIA H100, 9.0, 81559, 81000\n")
     (tmp_path / "torch").mkdir()

@@ -111,11 +111,7 @@ class Serve:
 
 @contextmanager
 def serving(
-    home: Path,
-    *options: str,
-    settings: str = "",
-    python: str = sys.executable,
-    within_s: float = READY_S,
+    home: Path, *options: str, settings: str = "", python: str = sys.executable, within_s: float = READY_S
 ) -> Iterator[Serve]:
     """Ready; ended in good order, unless something failed. `settings`: a file of them, beside the home."""
     if settings:

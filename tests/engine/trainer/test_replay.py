@@ -664,9 +664,7 @@ def test_what_was_waited_for_in_one_replay_does_not_make_all_later_ones_dear() -
     ids=lambda error: type(error).__name__,
 )
 async def test_a_snapshot_that_cannot_be_written_costs_nothing(
-    world: World,
-    caplog: pytest.LogCaptureFixture,
-    error: Exception,
+    world: World, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     """The log names the fault, and has the traceback of one that nobody foresaw."""
     world.patch.setattr(trainer_driver, "IDLE_S", 0.02)
@@ -902,9 +900,7 @@ async def test_models_that_are_to_be_saved_come_back_several_at_once(world: Worl
 
 @pytest.mark.parametrize(("asleep", "before"), [(True, [0, 0, 2, 3]), (False, [0, 0, 2, 3, 3])])
 async def test_samplers_on_the_same_devices_may_have_them_before_all_models_are_back(
-    world: World,
-    asleep: bool,
-    before: list[int],
+    world: World, asleep: bool, before: list[int]
 ) -> None:
     """Of a unit, or those that must be back before any unit, whose work since then is replayed after that."""
     models = [(await with_snapshot(world))[0] for _ in range(3)]
@@ -1117,10 +1113,7 @@ WHEN = pytest.mark.parametrize("more", [0, 1], ids=["asleep", "with more to repl
 @pytest.mark.parametrize("error", [UNREADABLE, ExhaustedError("no memory")], ids=["disk", "memory"])
 @WHEN
 async def test_a_disk_or_memory_that_fails_for_some_seconds_delays_a_model(
-    world: World,
-    soon_again: None,
-    more: int,
-    error: Exception,
+    world: World, soon_again: None, more: int, error: Exception
 ) -> None:
     """One that sleeps delays no other."""
     model, _ = await with_snapshot(world)
@@ -1142,10 +1135,7 @@ NO_MEMORY = ExhaustedError(f"a trainer rank ran out of memory: {SEND_AGAIN}start
 )
 @pytest.mark.parametrize("what", ["create", "pass", "step"])
 async def test_a_replay_waits_for_memory_for_a_while(
-    world: World,
-    soon_again: None,
-    what: str,
-    lasts: int,
+    world: World, soon_again: None, what: str, lasts: int
 ) -> None:
     """Then the model is parked, and is not told to send the request again."""
     model = await world.model()
@@ -1179,10 +1169,7 @@ async def test_a_replay_waits_for_memory_for_a_while(
 
 @pytest.mark.parametrize("what", ["create", "pass"])
 async def test_a_shortage_that_lasts_is_waited_for_once_and_not_for_each_model(
-    world: World,
-    caplog: pytest.LogCaptureFixture,
-    soon_again: None,
-    what: str,
+    world: World, caplog: pytest.LogCaptureFixture, soon_again: None, what: str
 ) -> None:
     """Until there is memory again, as the last model finds."""
     models = [await world.model() for _ in range(4)]
