@@ -79,9 +79,7 @@ def make_services(
     keys = KeyRing(store, signing, settings.keys, clock)
     room = DiskRoom((settings.root, settings.checkpoint_root), settings.min_free_gb)
     metrics.watch(
-        "disk_free_bytes",
-        "Free bytes under home or for checkpoints, the fewer",
-        lambda: room.free_bytes,
+        "disk_free_bytes", "Free bytes under home or for checkpoints, the fewer", lambda: room.free_bytes
     )
     metrics.watch(
         "disk_least_bytes",

@@ -313,10 +313,7 @@ def _named(gpus: Gpus) -> str:
 def _run(task: str, *arguments: str) -> str:
     """Run Python in a process of its own, since it takes torch; return the last line that it prints."""
     ended = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        preexec_fn=processes.die_with_parent,
+        [sys.executable, *arguments], capture_output=True, text=True, preexec_fn=processes.die_with_parent
     )
     if ended.returncode:
         said = last_line(ended.stderr or f"exit code {ended.returncode}")

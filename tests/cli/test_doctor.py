@@ -263,11 +263,7 @@ def test_an_old_driver_is_found(
 
 def test_it_names_what_serve_would_refuse(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = _doctor(
-        capsys,
-        home=tmp_path,
-        base_model=str(tmp_path),
-        prefill_urls=("http://a:1",),
-        min_free_gb=1e9,
+        capsys, home=tmp_path, base_model=str(tmp_path), prefill_urls=("http://a:1",), min_free_gb=1e9
     )
     assert found["settings"].startswith("FAIL  prefill_urls and decode_urls: found one of them")
     assert found["base model"] == f"FAIL  --base-model {tmp_path}: no config.json in that directory"

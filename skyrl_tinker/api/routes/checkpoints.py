@@ -96,8 +96,7 @@ async def unpublish(run: str, kind: str, name: str, deps: Deps, owner: Owner) ->
 
 
 @router.put(
-    _OF_RUN + "/{kind}/{name}/ttl",
-    **takes("Set when a checkpoint expires, counted from now", SetTtlRequest),
+    _OF_RUN + "/{kind}/{name}/ttl", **takes("Set when a checkpoint expires, counted from now", SetTtlRequest)
 )
 async def set_ttl(
     run: str, kind: str, name: str, request: Request, deps: Deps, owner: Owner

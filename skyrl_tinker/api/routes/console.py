@@ -138,9 +138,7 @@ async def report_metrics(run: str, request: Request, deps: Deps, owner: Owner) -
 
 
 @router.get(
-    "/runs/{run}/metrics",
-    summary="Numbers that the script of a run reported",
-    response_model=ReportsResponse,
+    "/runs/{run}/metrics", summary="Numbers that the script of a run reported", response_model=ReportsResponse
 )
 async def reported_metrics(
     run: str, query: Annotated[ReportsQuery, Query()], deps: Deps, reach: Reached

@@ -123,13 +123,7 @@ class FakeTrainer:
         with planning(self.training.device), self._mode:
             fake = _map_tensors(row, self._mode.from_tensor)
             return measure_row(
-                self.network,
-                self._models,
-                batch,
-                fake,
-                self._ranks,
-                recompute=recompute,
-                backward=backward,
+                self.network, self._models, batch, fake, self._ranks, recompute=recompute, backward=backward
             )
 
 

@@ -182,12 +182,7 @@ async def test_what_the_samplers_lack_is_refused_without_asking_the_engine(
     settings: Settings, route: str, fields: dict[str, Any], param: str, message: str
 ) -> None:
     lacking = SamplerAbilities(
-        "Plain",
-        0.01,
-        seed=False,
-        tool_parser=False,
-        reasoning_parser=False,
-        streamed_chat_logprobs=False,
+        "Plain", 0.01, seed=False, tool_parser=False, reasoning_parser=False, streamed_chat_logprobs=False
     )
     async with running(settings, replace(FACTS, sampler=lacking)) as world:
         answer = await world.http.post(f"http://api/oai/api/v1/{route}", json={"model": BASE, **fields})

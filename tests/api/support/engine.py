@@ -72,12 +72,7 @@ class Engine:
         model = await self._model(row)
         made = await self._store.write(
             lambda conn: sampling_sessions.create(
-                conn,
-                model.session_id,
-                number,
-                base_model=model.base_model,
-                model_path=None,
-                version_id=None,
+                conn, model.session_id, number, base_model=model.base_model, model_path=None, version_id=None
             )
         )
         return json.dumps({"sampling_session_id": made}).encode()

@@ -256,9 +256,7 @@ class _NoStream:
 
 def _no_streams() -> AbstractContextManager[Any]:
     return patch.multiple(
-        packed_tensor,
-        _get_streams=lambda device, count: (_NoStream(),) * count,
-        torch=_TorchWithoutGpu(),
+        packed_tensor, _get_streams=lambda device, count: (_NoStream(),) * count, torch=_TorchWithoutGpu()
     )
 
 

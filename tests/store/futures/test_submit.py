@@ -73,9 +73,7 @@ async def test_a_seq_id_reused_for_another_kind_is_refused(store: Store, model: 
     with pytest.raises(SeqIdReusedError, match="used for optim_step, now for forward_backward"):
         await store.write(
             lambda conn: training_submission.submit_training(
-                conn,
-                Submission(RequestKind.FORWARD_BACKWARD, model.model_id, 1, b"digest", b""),
-                owner=None,
+                conn, Submission(RequestKind.FORWARD_BACKWARD, model.model_id, 1, b"digest", b""), owner=None
             )
         )
 
