@@ -186,12 +186,7 @@ async def test_sigterm_answers_long_polls(settings: Settings, listener: socket.s
         httpx.AsyncClient(base_url=url, timeout=None) as http,
     ):
         session = (await http.post("create_session", json={})).json()["session_id"]
-        body = {
-            "session_id": session,
-            "model_seq_id": 0,
-            "base_model": BASE,
-            "lora_config": {"rank": 8},
-        }
+        body = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 8}}
         request = {"request_id": (await http.post("create_model", json=body)).json()["request_id"]}
         polls = [asyncio.create_task(http.post("retrieve_future", json=request)) for _ in range(50)]
         await until(lambda: made.services.waiter.waiting == len(polls))

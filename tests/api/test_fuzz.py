@@ -77,10 +77,7 @@ VARIANTS = {
                 "stop_kb": 0.1,
                 "stored_gb": 0.001,
             },
-            "sdk": {
-                "fwdbwd_max_chunk_bytes_count": 1,
-                "proto_compress_fwdbwd": True,
-            },
+            "sdk": {"fwdbwd_max_chunk_bytes_count": 1, "proto_compress_fwdbwd": True},
         },
     ),
     "with a certificate and another name": Variant(

@@ -137,12 +137,7 @@ async def test_duplicates_racing_at_two_processes_of_which_one_is_killed_run_onc
     births: list[tuple[str, Json | bytes]] = [
         (
             "create_model",
-            {
-                "session_id": session,
-                "model_seq_id": number,
-                "base_model": BASE,
-                "lora_config": {"rank": 8},
-            },
+            {"session_id": session, "model_seq_id": number, "base_model": BASE, "lora_config": {"rank": 8}},
         )
         for number in range(MODELS)
     ]

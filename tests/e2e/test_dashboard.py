@@ -300,11 +300,7 @@ def test_a_part_that_was_chosen_stays_while_points_come_and_empty_charts_say_why
     shown = "document.querySelector('section[aria-label=\"{}\"]').offsetParent !== null"
     assert [
         page.run(shown.format(name)) for name in ("Policy shift", "Reward", "Reported by the script")
-    ] == [
-        True,
-        False,
-        False,
-    ], "nothing was reported"
+    ] == [True, False, False], "nothing was reported"
     page.run("plots[0].setScale('x', {min: 2, max: 3})")
     train(training, random_tokens(6, seed=1))
     page.wait("plots[1].data[0].length === 5 && plots[1].scales.x.max === 5")

@@ -29,12 +29,7 @@ async def test_what_is_done_to_sessions_and_checkpoints_is_on_record(world: Worl
     of_checkpoints = [
         f"checkpoint_{action}" for action in ("create", "publish", "set_ttl", "unpublish", "delete")
     ]
-    assert await events(world) == [
-        "session_create",
-        *of_checkpoints,
-        "project_session_add",
-        "session_finish",
-    ]
+    assert await events(world) == ["session_create", *of_checkpoints, "project_session_add", "session_finish"]
     assert await events(world, event_type="checkpoints") == of_checkpoints
     assert await events(world, event_type="projects") == ["project_session_add"]
     assert await events(world, event_type="teams") == []

@@ -214,14 +214,8 @@ LISTS: dict[tuple[str, str], Json | None] = {
 
 ELSEWHERE = {
     ("GET", "/api/v1/console/requests"): "test_tokens_are_the_owners_only",
-    (
-        "GET",
-        "/api/v1/console/requests/{request_id}/tokens",
-    ): "test_tokens_are_the_owners_only",
-    (
-        "GET",
-        "/api/v1/console/requests/{request_id}/items",
-    ): "test_tokens_are_the_owners_only",
+    ("GET", "/api/v1/console/requests/{request_id}/tokens"): "test_tokens_are_the_owners_only",
+    ("GET", "/api/v1/console/requests/{request_id}/items"): "test_tokens_are_the_owners_only",
     ("GET", "/api/v1/console/trace"): "test_a_trace_has_the_callers_requests_only",
     ("GET", "/api/v1/console/admin"): "test_only_an_admin_key_administers",
     ("POST", "/api/v1/console/admin/keys"): "test_only_an_admin_key_administers",

@@ -151,10 +151,7 @@ _KERNELS = "model_executor.layers.fused_moe"
 _RELOAD = "model_executor.model_loader.reload.layerwise:finalize_layerwise_processing"
 _ADAPTERS = "where max_lora_rank is above 0"
 _ADAPTED_EXPERTS = "for mixtures of experts where max_lora_rank is above 0"
-_LOGITS = (
-    "lora.punica_wrapper.punica_base:PunicaWrapperBase._update_base_metadata",
-    f"{_HEAD}._get_logits",
-)
+_LOGITS = ("lora.punica_wrapper.punica_base:PunicaWrapperBase._update_base_metadata", f"{_HEAD}._get_logits")
 
 PATCHES = (
     Patch(
@@ -226,10 +223,7 @@ ON_CPU = (
     Patch(cpu_patches.draw_for_whole_prompts_only, (f"{_RUNNER}.sample_tokens",)),
     Patch(
         cpu_patches.zero_reused_blocks,
-        (
-            "v1.kv_cache_interface:KVCacheConfig.needs_kv_cache_zeroing",
-            f"{_RUNNER}._init_kv_zero_meta",
-        ),
+        ("v1.kv_cache_interface:KVCacheConfig.needs_kv_cache_zeroing", f"{_RUNNER}._init_kv_zero_meta"),
     ),
     Patch(cpu_patches.repack_tied_heads, (_RELOAD,)),
 )
