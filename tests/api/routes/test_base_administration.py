@@ -138,9 +138,7 @@ async def test_memory_is_that_of_the_processes_of_a_base_model_and_not_for_every
     assert [each["rss_bytes"] for each in hidden["server"]["base_models"]] == [None] * 3
 
 
-async def test_it_is_listed_how_each_starts_since_when_and_how_long_it_is_idle(
-    world: World,
-) -> None:
+async def test_it_is_listed_how_each_starts_since_when_and_how_long_it_is_idle(world: World) -> None:
     status = EngineStatus(world.store, world.bell)
     await status.report("ready", "", {BASE: ("ready", ""), SMALL: ("stopped", ""), ALWAYS: ("ready", "")})
     async with engine(world):
