@@ -6,9 +6,8 @@ import pytest
 from skyrl_tinker.config import Settings
 from skyrl_tinker.server.base_models.tiny_model import make_model
 from skyrl_tinker.store.store import Store
-from tests.api.support.world import World, running, settings_for
+from tests.api.support.world import World, new_home, running, settings_for
 from tests.support.postgres import Postgres
-from tests.support.sqlite_file import new_file
 
 
 @pytest.fixture
@@ -18,9 +17,7 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
         (tmp_path / "home").mkdir()
         server: Postgres = request.getfixturevalue("postgres")
         return settings_for(tmp_path / "home", database_url=server.new_database())
-    made = settings_for(tmp_path / "home")
-    new_file(made.root / "skyrl-tinker.db")
-    return made
+    return new_home(tmp_path / "home")
 
 
 @pytest.fixture

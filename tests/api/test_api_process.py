@@ -26,13 +26,12 @@ from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.protocol.schemas.session import SdkFlags
-from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.tables import Session
 from skyrl_tinker.store.doorbell import SocketBell
 from skyrl_tinker.store.store import Store
 from tests.api.support.engine import Engine, working
 from tests.api.support.process import Api, launched
-from tests.api.support.world import BASE, FACTS, settings_for, write_facts
+from tests.api.support.world import BASE, FACTS, new_home, write_facts
 from tests.support.loop_time import skip
 from tests.support.reads import reading
 from tests.support.waiting import PATIENCE_S, until
@@ -49,9 +48,7 @@ def listener() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def settings(tmp_path: Path, listener: socket.socket) -> Settings:
-    made = settings_for(tmp_path / "home", timeouts={"long_poll_s": 20.0}, port=listener.getsockname()[1])
-    migrate(made.store_url)
-    return made
+    return new_home(tmp_path / "home", timeouts={"long_poll_s": 20.0}, port=listener.getsockname()[1])
 
 
 @pytest.fixture

@@ -15,11 +15,10 @@ from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.store import checkpoint_records, weight_versions
 from skyrl_tinker.store.database.group_commit import Op, T
-from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.off_loop import LOAD_THREADS, TRANSFER_THREADS, in_transfer_thread
 from tests.api.support.users import get, new_user, speak_as
-from tests.api.support.world import BASE, Json, World, running, settings_for, step
+from tests.api.support.world import BASE, Json, World, new_home, running, step
 from tests.support.reads import reading
 from tests.support.waiting import PATIENCE_S, until
 
@@ -154,9 +153,7 @@ async def test_a_copy_may_expire(world: World) -> None:
 
 
 async def test_a_copy_without_a_time_to_live_has_that_of_the_server(tmp_path: Path) -> None:
-    settings = settings_for(tmp_path, retention={"checkpoints_s": 3600})
-    migrate(settings.store_url)
-    async with running(settings) as world:
+    async with running(new_home(tmp_path, retention={"checkpoints_s": 3600})) as world:
         made = await row(world, await copy(world, await saved(world)))
     assert made.expires_at == pytest.approx(made.created_at + 3600, abs=1)
 

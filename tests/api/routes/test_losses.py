@@ -11,8 +11,7 @@ from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.values import CustomLoss
 from skyrl_tinker.store import custom_losses
-from skyrl_tinker.store.database.migrate import migrate
-from tests.api.support.world import Json, World, running, settings_for
+from tests.api.support.world import Json, World, new_home, running
 
 
 def weighted(logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -95,9 +94,7 @@ async def test_the_engine_gets_nothing_to_do(world: World) -> None:
 
 async def test_the_setting_decides_where_custom_losses_run(world: World, tmp_path: Path) -> None:
     assert (await world.ok("client/config", {}))["custom_loss_server_side"] is True
-    settings = settings_for(tmp_path / "other", sdk={"custom_loss_server_side": False})
-    migrate(settings.store_url)
-    async with running(settings) as other:
+    async with running(new_home(tmp_path / "other", sdk={"custom_loss_server_side": False})) as other:
         assert (await other.ok("client/config", {}))["custom_loss_server_side"] is False
         answer = await other.post("create_custom_loss", upload(await other.session()))
         assert answer.status_code == 400

@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 import httpx
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
-from tests.api.support.world import settings_for
+from tests.api.support.world import new_home
 from tests.support.waiting import PATIENCE_S, wait_until
 
 T = TypeVar("T")
@@ -78,8 +77,7 @@ def launched_on(
         return found
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        settings = settings_for(home, port=listener.getsockname()[1], **changes)
-        migrate(settings.store_url)
+        settings = new_home(home, port=listener.getsockname()[1], **changes)
         found = asyncio.run(written(settings.store_url))
         with launched(settings, listener, log) as api:
             api.wait_until_up()

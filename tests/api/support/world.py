@@ -29,6 +29,7 @@ from skyrl_tinker.store.store import Store
 from tests.api.support.base_facts import BASE, FACTS
 from tests.engine.support import journal
 from tests.support.reads import reading
+from tests.support.sqlite_file import new_file
 
 PROTOBUF = {"Accept": "application/x-protobuf"}
 STEP = {"metrics": {"grad_norm": 1.0}}
@@ -151,6 +152,13 @@ class World:
 def settings_for(home: Path, **changes: Any) -> Settings:
     short: Json = {"timeouts": {"long_poll_s": 0.3}, "parity": {"probe_tokens": 0}, "allowed_hosts": ("api",)}
     return Settings(home=home, **{**short, **changes})
+
+
+def new_home(home: Path, **changes: Any) -> Settings:
+    """Settings of a home that has a database without rows."""
+    made = settings_for(home, **changes)
+    new_file(made.root / "skyrl-tinker.db")
+    return made
 
 
 @asynccontextmanager
