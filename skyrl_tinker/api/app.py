@@ -55,11 +55,7 @@ LARGE_AT_ONCE = 1
 
 
 def create_app(
-    settings: Settings,
-    store: Store,
-    bases: Bases,
-    bell: Doorbell,
-    clock: Callable[[], float] | None = None,
+    settings: Settings, store: Store, bases: Bases, bell: Doorbell, clock: Callable[[], float] | None = None
 ) -> FastAPI:
     """Build the API on an open store and a bound doorbell, both of which the caller closes.
 
@@ -71,11 +67,7 @@ def create_app(
 
 
 def make_services(
-    settings: Settings,
-    store: Store,
-    bases: Bases,
-    bell: Doorbell,
-    clock: Callable[[], float] | None = None,
+    settings: Settings, store: Store, bases: Bases, bell: Doorbell, clock: Callable[[], float] | None = None
 ) -> Services:
     """Build the services of one run of the app; its lifespan starts and ends them."""
     directories = Directories(settings)
@@ -87,9 +79,7 @@ def make_services(
     keys = KeyRing(store, signing, settings.keys, clock)
     room = DiskRoom((settings.root, settings.checkpoint_root), settings.min_free_gb)
     metrics.watch(
-        "disk_free_bytes",
-        "Free bytes under home or for checkpoints, the fewer",
-        lambda: room.free_bytes,
+        "disk_free_bytes", "Free bytes under home or for checkpoints, the fewer", lambda: room.free_bytes
     )
     metrics.watch(
         "disk_least_bytes",

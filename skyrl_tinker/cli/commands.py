@@ -73,15 +73,7 @@ def serve(
 
 @app.command()
 @with_settings(
-    "host",
-    "port",
-    "allowed_hosts",
-    "tls_cert",
-    "tls_key",
-    "insecure",
-    "home",
-    "database_url",
-    "checkpoints",
+    "host", "port", "allowed_hosts", "tls_cert", "tls_key", "insecure", "home", "database_url", "checkpoints"
 )
 def api(settings: Settings) -> None:
     """Answer clients on another host than the engine's, until Ctrl-C. Needs PostgreSQL, no torch, no vLLM.

@@ -33,17 +33,7 @@ def background_server(home: Path, *options: str) -> Iterator[str]:
     then says why.
     """
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "skyrl_tinker",
-            "serve",
-            "--home",
-            str(home),
-            "--port",
-            "0",
-            *options,
-        ],
+        [sys.executable, "-m", "skyrl_tinker", "serve", "--home", str(home), "--port", "0", *options],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,

@@ -71,7 +71,7 @@ def report(settings: Settings, age_s: float = 0.0) -> bool:
     elsewhere = settings.checkpoint_url or settings.snapshot_url
     checks: dict[str, Callable[[], str]] = {
         "settings": lambda: _settings(settings),
-        "python": _python,
+        "python": lambda: _need(sys.version_info >= (3, 11), f"{platform.python_version()} (3.11 or newer)"),
         "processor": _processor,
         "packages": lambda: _packages(settings.device, _engines(settings)),
         "libraries": lambda: _libraries(settings.device),
@@ -167,10 +167,6 @@ def _settings(settings: Settings) -> str:
         preflight.check_placement(settings)
     given = ", ".join(sorted(settings.model_fields_set))
     return f"given: {given}" if given else "defaults"
-
-
-def _python() -> str:
-    return _need(sys.version_info >= (3, 11), f"{platform.python_version()} (3.11 or newer)")
 
 
 def _processor() -> str:

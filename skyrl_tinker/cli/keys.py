@@ -196,10 +196,7 @@ def rotate_secrets(settings: Settings) -> None:
 
     _run(settings, lambda conn: audit_log.record_key(conn, "secrets_rotate", None))
     fresh = signing_secrets.rotate(settings.root)
-    _run(
-        settings,
-        lambda conn: server_state.put(conn, server_state.SECRETS, fresh.fingerprint),
-    )
+    _run(settings, lambda conn: server_state.put(conn, server_state.SECRETS, fresh.fingerprint))
     print("rotated: tokens and download URLs from before are refused")
 
 

@@ -2,16 +2,19 @@
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
+from inspect import Signature, signature
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from skyrl_tinker import config
 from skyrl_tinker.cli import metrics_file, running_server, server_logs, server_tables
-from skyrl_tinker.cli.options import Config, Home, one_line_errors, path, seconds
+from skyrl_tinker.cli.options import Config, Home, one_line_errors, path, seconds, with_added
 from skyrl_tinker.cli.running_server import RunningServer, understood
 from skyrl_tinker.cli.terminal import printable, show, width
 from skyrl_tinker.domain import tinker_path
@@ -41,31 +44,42 @@ OlderThan = Annotated[
 ]
 
 
+def with_server(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that tell a running server to a command, whose first parameter is that server."""
+
+    @wraps(command)
+    def run(url: str | None, home: Path | None, config_file: Path | None, **values: Any) -> None:
+        with one_line_errors(), understood():
+            command(_running(url, home, config_file), **values)
+
+    _, *own = signature(command).parameters.values()
+    run.__signature__ = Signature(own)  # type: ignore[attr-defined]
+    return with_added({"url": Url, "home": Home, "config_file": Config})(run)
+
+
 @app.command()
-def status(url: Url = None, home: Home = None, config_file: Config = None, as_json: AsJson = False) -> None:
+@with_server
+def status(server: RunningServer, as_json: AsJson = False) -> None:
     """Show a running server: problems first, then trainer, samplers and queue. TINKER_API_KEY says whose."""
-    with one_line_errors(), understood():
-        now = _running(url, home, config_file).now()
-        show([json.dumps(now)] if as_json else server_tables.status_lines(now))
-        ready = now["ready"]
-    if not ready:
+    now = server.now()
+    show([json.dumps(now)] if as_json else server_tables.status_lines(now))
+    if not now["ready"]:
         raise typer.Exit(1)
 
 
 @app.command()
-def ps(url: Url = None, home: Home = None, config_file: Config = None, as_json: AsJson = False) -> None:
+@with_server
+def ps(server: RunningServer, as_json: AsJson = False) -> None:
     """Show the processes and replicas of a running server."""
-    with one_line_errors(), understood():
-        now = _running(url, home, config_file).now()
-        shown = {name: now[name] for name in ("processes", "replicas")}
-        show([json.dumps(shown)] if as_json else server_tables.process_lines(now))
+    now = server.now()
+    shown = {name: now[name] for name in ("processes", "replicas")}
+    show([json.dumps(shown)] if as_json else server_tables.process_lines(now))
 
 
 @app.command()
+@with_server
 def top(
-    url: Url = None,
-    home: Home = None,
-    config_file: Config = None,
+    server: RunningServer,
     interval: Annotated[float, typer.Option(help="Seconds", min=0.2)] = 2.0,
     times: Annotated[
         int | None, typer.Option(help="Times to show them [default: until Ctrl-C]", min=1)
@@ -73,16 +87,14 @@ def top(
     as_json: AsJson = False,
 ) -> None:
     """Show `status` and `ps` again and again."""
-    with one_line_errors(), understood(), suppress(KeyboardInterrupt):
-        server = _running(url, home, config_file)
+    with suppress(KeyboardInterrupt):
         server_tables.watch(server, interval, times, as_json=as_json)
 
 
 @app.command()
+@with_server
 def runs(
-    url: Url = None,
-    home: Home = None,
-    config_file: Config = None,
+    server: RunningServer,
     most: Annotated[
         int, typer.Option("--lines", "-n", help="Runs, the first in their order", min=1, max=1000)
     ] = 20,
@@ -94,13 +106,14 @@ def runs(
     as_json: AsJson = False,
 ) -> None:
     """Show training runs, and why some failed: one's own, with an admin key those of all."""
-    with one_line_errors(), understood():
-        found = _running(url, home, config_file).runs(most, search, sort)
-        show([json.dumps(found)] if as_json else server_tables.run_lines(found, width()))
+    found = server.runs(most, search, sort)
+    show([json.dumps(found)] if as_json else server_tables.run_lines(found, width()))
 
 
 @app.command()
+@with_server
 def follow(
+    server: RunningServer,
     log_path: Annotated[
         Path, typer.Argument(help="Directory that a script logs to, or its metrics.jsonl", parser=path)
     ],
@@ -109,13 +122,10 @@ def follow(
         typer.Option(help="Id of the run [default: that of its last checkpoint, else the one used last]"),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="End at the end of the file")] = False,
-    url: Url = None,
-    home: Home = None,
-    config_file: Config = None,
 ) -> None:
     """Report the numbers of a script's metrics.jsonl, as the cookbook writes it, to its run, until Ctrl-C."""
-    with one_line_errors(), suppress(KeyboardInterrupt):
-        server, on = _running(url, home, config_file), not once
+    on = not once
+    with suppress(KeyboardInterrupt):
         file = metrics_file.metrics_file(log_path, on=on)
         chosen, seen = run or metrics_file.run_of(file, server) or server.newest_run(), 0.0
         show([f"{file}: reported to run {chosen}"])
@@ -129,22 +139,18 @@ def follow(
 
 
 @app.command()
+@with_server
 def end(
-    session: Annotated[str, typer.Argument(help="Id of a session, or of a run of it")],
-    url: Url = None,
-    home: Home = None,
-    config_file: Config = None,
+    server: RunningServer, session: Annotated[str, typer.Argument(help="Id of a session, or of a run of it")]
 ) -> None:
     """End a session, as of a script that was stopped: its models leave the trainer, its checkpoints stay."""
-    with one_line_errors():
-        _running(url, home, config_file).end(session.partition(":")[0])
+    server.end(session.partition(":")[0])
 
 
 @app.command()
+@with_server
 def usage(
-    url: Url = None,
-    home: Home = None,
-    config_file: Config = None,
+    server: RunningServer,
     hours: Annotated[int, typer.Option(help="Up to now", min=1, max=336)] = 24,
     days: Annotated[
         int | None,
@@ -153,41 +159,36 @@ def usage(
     as_json: AsJson = False,
 ) -> None:
     """Show tokens, checkpoints and storage by owner: one's own, with an admin key those of all."""
-    with one_line_errors(), understood():
-        server = _running(url, home, config_file)
-        if days is not None:
-            show(server_tables.usage_by_day(server.usage_of_days(days)))
-            return
-        used = server.usage(hours)
-        show([json.dumps(used)] if as_json else server_tables.usage_lines(used))
+    if days is not None:
+        show(server_tables.usage_by_day(server.usage_of_days(days)))
+        return
+    used = server.usage(hours)
+    show([json.dumps(used)] if as_json else server_tables.usage_lines(used))
 
 
 @checkpoints.command(name="list")
+@with_server
 def list_checkpoints(
+    server: RunningServer,
     run: OfRun = None,
     owner: OfOwner = None,
     older_than: OlderThan = None,
-    url: Url = None,
-    home: Home = None,
-    config_file: Config = None,
     as_json: AsJson = False,
 ) -> None:
     """Show checkpoints, the oldest first: one's own, with an admin key those of all."""
-    with one_line_errors(), understood():
-        found = _running(url, home, config_file).checkpoints(run, older_than or 0, owner)
-        show([json.dumps(found)] if as_json else server_tables.checkpoint_lines(found))
+    found = server.checkpoints(run, older_than or 0, owner)
+    show([json.dumps(found)] if as_json else server_tables.checkpoint_lines(found))
 
 
 @checkpoints.command(name="delete")
+@with_server
 def delete_checkpoints(
+    server: RunningServer,
     paths: Annotated[list[str] | None, typer.Argument(metavar="PATH", help="tinker:// paths")] = None,
     run: OfRun = None,
     owner: OfOwner = None,
     older_than: OlderThan = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,
-    url: Url = None,
-    home: Home = None,
-    config_file: Config = None,
 ) -> None:
     """Delete checkpoints, by their paths, or all of a run, of a key or of an age. This is final.
 
@@ -199,18 +200,16 @@ def delete_checkpoints(
     """
     if bool(paths) == any(each is not None for each in (run, owner, older_than)):
         raise typer.BadParameter("expected either paths, or one or more of --run, --owner and --older-than")
-    with one_line_errors(), understood():
-        server, chosen = _running(url, home, config_file), [tinker_path.parse(path) for path in paths or ()]
-        whose = ""
-        if not paths:
-            found = server.checkpoints(run, older_than or 0, owner)
-            show(server_tables.checkpoint_lines(found))
-            chosen = [tinker_path.parse(each["tinker_path"]) for each in found]
-            whose = f" of {', '.join(sorted({printable(each['owner']) for each in found}))}"
-        if chosen and not yes:
-            typer.confirm(f"delete {counted(len(chosen), 'checkpoint')}{whose}?", abort=True)
-        deleted = sum(map(server.delete_checkpoint, chosen))
-        show([f"deleted: {deleted}"])
+    chosen, whose = [tinker_path.parse(path) for path in paths or ()], ""
+    if not paths:
+        found = server.checkpoints(run, older_than or 0, owner)
+        show(server_tables.checkpoint_lines(found))
+        chosen = [tinker_path.parse(each["tinker_path"]) for each in found]
+        whose = f" of {', '.join(sorted({printable(each['owner']) for each in found}))}"
+    if chosen and not yes:
+        typer.confirm(f"delete {counted(len(chosen), 'checkpoint')}{whose}?", abort=True)
+    deleted = sum(map(server.delete_checkpoint, chosen))
+    show([f"deleted: {deleted}"])
 
 
 @bases.callback(invoke_without_command=True)
@@ -237,22 +236,17 @@ def list_bases(
 
 
 @bases.command()
-def start(name: BaseModel, url: Url = None, home: Home = None, config_file: Config = None) -> None:
+@with_server
+def start(server: RunningServer, name: BaseModel) -> None:
     """Start a base model on demand, before it is asked for. It stops once it has been idle, as always."""
-    _change_base("start", name, url, home, config_file)
+    show([server.change_base(name, "start")["detail"]])
 
 
 @bases.command()
-def stop(name: BaseModel, url: Url = None, home: Home = None, config_file: Config = None) -> None:
+@with_server
+def stop(server: RunningServer, name: BaseModel) -> None:
     """Stop a base model on demand, once no request waits or runs; the next one starts it again."""
-    _change_base("stop", name, url, home, config_file)
-
-
-def _change_base(
-    action: str, name: str, url: str | None, home: Path | None, config_file: Path | None
-) -> None:
-    with one_line_errors(), understood():
-        show([_running(url, home, config_file).change_base(name, action)["detail"]])
+    show([server.change_base(name, "stop")["detail"]])
 
 
 @app.command()

@@ -66,89 +66,77 @@ def status_lines(now: Facts) -> Iterator[str]:
     for kind, rate in (now["rates"] or {}).items():
         yield f"{kind:<9} {rate['over_10_s']:.0f} tokens/s, {rate['over_60_s']:.0f} over a minute"
     yield from _table(
-        ("name", "owner", "session", "kind", "waiting", "oldest", "reason"),
-        [
-            (
-                each["name"] or "",
-                each["owner"],
-                each["session_id"],
-                each["kind"],
-                each["waiting"],
-                "" if each["oldest_age_s"] is None else f"{each['oldest_age_s']:.1f} s",
-                each["reason"] or "",
-            )
-            for each in now["queue"]
-        ],
+        {
+            "name": each["name"] or "",
+            "owner": each["owner"],
+            "session": each["session_id"],
+            "kind": each["kind"],
+            "waiting": each["waiting"],
+            "oldest": "" if each["oldest_age_s"] is None else f"{each['oldest_age_s']:.1f} s",
+            "reason": each["reason"] or "",
+        }
+        for each in now["queue"]
     )
 
 
 def base_lines(bases: Sequence[Facts]) -> Iterator[str]:
     """Yield base models with their uses, how each starts, its state, ranks and replicas, and their memory."""
-    sizes = _sizes(bases)
-    rows = [
-        (
-            each["base_model"],
-            ",".join(role for role, can in (("train", "trainable"), ("sample", "sampleable")) if each[can]),
-            each["start"],
-            each["state"],
-            "" if each["since"] is None else _since(each["since"]),
-            "" if each["idle_s"] is None else duration(each["idle_s"]),
-            each["trainer_ranks"],
-            each["replicas"] if each["sampleable"] else 0,
-            *(_mib(each[size]) for size in sizes),
-            each["detail"],
-        )
+    roles = (("train", "trainable"), ("sample", "sampleable"))
+    yield from _table(
+        {
+            "base model": each["base_model"],
+            "roles": ",".join(role for role, can in roles if each[can]),
+            "start": each["start"],
+            "state": each["state"],
+            "for": "" if each["since"] is None else _since(each["since"]),
+            "idle for": "" if each["idle_s"] is None else duration(each["idle_s"]),
+            "ranks": each["trainer_ranks"],
+            "replicas": each["replicas"] if each["sampleable"] else 0,
+            **_sizes(each, bases),
+            "detail": each["detail"],
+        }
         for each in bases
-    ]
-    states = ("base model", "roles", "start", "state", "for", "idle for", "ranks", "replicas")
-    yield from _table((*states, *sizes.values(), "detail"), rows)
+    )
 
 
-def _sizes(rows: Sequence[Facts]) -> dict[str, str]:
-    """Return the keys of sizes of memory that `rows` have, and their heads."""
-    on_gpus = any(each["gpu_bytes"] for each in rows)
-    return {"rss_bytes": "memory"} | ({"gpu_bytes": "GPU memory"} if on_gpus else {})
-
-
-def _mib(size: int | None) -> str:
-    return f"{size / MiB:.0f} MiB" if size else ""
+def _sizes(row: Facts, rows: Sequence[Facts]) -> dict[str, str]:
+    """Return the memory of one of `rows`, as text."""
+    heads = {"rss_bytes": "memory"}
+    if any(each["gpu_bytes"] for each in rows):
+        heads["gpu_bytes"] = "GPU memory"
+    return {head: f"{row[key] / MiB:.0f} MiB" if row[key] else "" for key, head in heads.items()}
 
 
 def process_lines(now: Facts) -> Iterator[str]:
     """Yield processes, for those who may see them, and replicas."""
     found = now["processes"] or ()
-    sizes = _sizes(found)
-    processes = [
-        (
-            each["name"],
-            each["pid"],
-            *(_mib(each[size]) for size in sizes),
-            f"{each['cpu_percent']:.0f} %",
-            f"{each['age_s']:.0f} s",
-        )
+    yield from _table(
+        {
+            "process": each["name"],
+            "pid": each["pid"],
+            **_sizes(each, found),
+            "CPU": f"{each['cpu_percent']:.0f} %",
+            "age": f"{each['age_s']:.0f} s",
+        }
         for each in found
-    ]
-    yield from _table(("process", "pid", *sizes.values(), "CPU", "age"), processes)
+    )
     if memory := now["memory"]:
         free, total = (memory[name] / GB for name in ("available_bytes", "total_bytes"))
         yield f"{free:.1f} of {total:.1f} GB of its host's memory are available"
         for place, gpu in enumerate(memory["gpus"]):
             used, total = (gpu[name] / GB for name in ("used_bytes", "total_bytes"))
             yield f"{used:.1f} of {total:.1f} GB of GPU {place} are in use"
-    replicas = [
-        (
-            each["base_model"],
-            each["address"] or "",
-            each["host"] or "",
-            each["state"],
-            _weights(each["weights"]),
-            each["weights_by"] or "",
-            each["adapters_by"] or "",
-        )
-        for each in now["replicas"]
-    ]
     yield from _table(
-        ("base model", "replica", "host", "state", "weights", "weights by", "adapters by"), replicas
+        {
+            "base model": each["base_model"],
+            "replica": each["address"] or "",
+            "host": each["host"] or "",
+            "state": each["state"],
+            "weights": _weights(each["weights"]),
+            "weights by": each["weights_by"] or "",
+            "adapters by": each["adapters_by"] or "",
+        }
+        for each in now["replicas"]
     )
 
 
@@ -164,33 +152,21 @@ def run_lines(runs: Facts, columns: int | None = None) -> Iterator[str]:
     """
     shown = [run for run in runs["runs"] if not _of_command(run)]
     rows = [
-        (
-            run["name"] or "",
-            _state(run),
-            run["steps_before"] + run["steps"],
-            "" if run["reward"] is None else f"{run['reward']:.4g}",
-            "" if run["loss"] is None else f"{run['loss']:.4g}",
-            f"{_since(run['last_request_at'])} ago",
-            run["owner"],
-            run["run_id"],
-            _hyperparameters(run),
-            _metadata(run["user_metadata"]),
-        )
+        {
+            "name": run["name"] or "",
+            "state": _state(run),
+            "steps": run["steps_before"] + run["steps"],
+            "reward": "" if run["reward"] is None else f"{run['reward']:.4g}",
+            "loss": "" if run["loss"] is None else f"{run['loss']:.4g}",
+            "last request": f"{_since(run['last_request_at'])} ago",
+            "owner": run["owner"],
+            "run": run["run_id"],
+            "hyperparameters": _hyperparameters(run),
+            "metadata": _metadata(run["user_metadata"]),
+        }
         for run in shown
     ]
-    heads = (
-        "name",
-        "state",
-        "steps",
-        "reward",
-        "loss",
-        "last request",
-        "owner",
-        "run",
-        "hyperparameters",
-        "metadata",
-    )
-    yield from _table(heads, rows, columns) if rows else ("there are no runs",)
+    yield from _table(rows, columns) if rows else ("there are no runs",)
     if hidden := len(runs["runs"]) - len(shown):
         yield f"and {hidden} of the tinker command without steps, which --json has"
     if more := runs["total"] - len(runs["runs"]):
@@ -206,20 +182,19 @@ def run_lines(runs: Facts, columns: int | None = None) -> Iterator[str]:
 
 def checkpoint_lines(found: Sequence[Facts]) -> Iterator[str]:
     """Yield checkpoints and their sum."""
-    rows = [
-        (
-            each["tinker_path"],
-            each["owner"],
-            f"{each['size_bytes'] / GB:,.3f} GB",
-            each["time"][:19],
-            (each["expires_at"] or "never")[:19],
-            "yes" if each["public"] else "",
-        )
+    yield from _table(
+        {
+            "checkpoint": each["tinker_path"],
+            "owner": each["owner"],
+            "size": f"{each['size_bytes'] / GB:,.3f} GB",
+            "saved (UTC)": each["time"][:19],
+            "expires (UTC)": (each["expires_at"] or "never")[:19],
+            "public": "yes" if each["public"] else "",
+        }
         for each in found
-    ]
-    yield from _table(("checkpoint", "owner", "size", "saved (UTC)", "expires (UTC)", "public"), rows)
+    )
     size = sum(each["size_bytes"] for each in found) / GB
-    yield f"{counted(len(rows), 'checkpoint')}, {size:,.3f} GB"
+    yield f"{counted(len(found), 'checkpoint')}, {size:,.3f} GB"
 
 
 def usage_by_day(parts: Iterable[Facts]) -> Iterator[str]:
@@ -242,8 +217,11 @@ def usage_lines(usage: Facts) -> Iterator[str]:
     for event in usage["data"]:
         kind, amount = _amount(event["event_info"])
         totals[event["user_name"], kind] += amount
-    rows = [(owner, kind, _number(amount)) for (owner, kind), amount in sorted(totals.items())]
-    yield from _table(("owner", "kind", "amount"), rows) if rows else ("nothing was used",)
+    rows = [
+        {"owner": owner, "kind": kind, "amount": _number(amount)}
+        for (owner, kind), amount in sorted(totals.items())
+    ]
+    yield from _table(rows) if rows else ("nothing was used",)
 
 
 def _number(amount: float) -> str:
@@ -316,12 +294,13 @@ def _unit(unit: Facts | None) -> str | None:
     return f"{unit['kind']} of {counted(models, 'model')}{whose}{since}"
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], columns: int | None = None) -> Iterator[str]:
-    """Yield a table with its heads, nothing without rows, fitted into so many `columns` of a terminal."""
-    if not rows:
+def _table(rows: Iterable[Mapping[str, Any]], columns: int | None = None) -> Iterator[str]:
+    """Yield a table of cells by heads, fitted into so many `columns` of a terminal; without rows none."""
+    if not (found := list(rows)):
         return
-    cells = [list(map(printable, row)) for row in (heads, *rows)]
-    whole = [max(len(row[column]) for row in cells) for column in range(len(heads))]
+    heads = list(found[0])
+    cells = [list(map(printable, row)) for row in (heads, *(list(row.values()) for row in found))]
+    whole = [max(map(len, column)) for column in zip(*cells, strict=True)]
     widths = whole if columns is None else _fitting(whole, columns)
     yield ""
     for row in cells:

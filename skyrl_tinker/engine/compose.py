@@ -261,10 +261,7 @@ def trainer_spec(settings: Settings, directories: Directories, facts: BaseModelF
 
 
 def sampler_spec(
-    settings: Settings,
-    directories: Directories,
-    facts: BaseModelFacts,
-    base: int,
+    settings: Settings, directories: Directories, facts: BaseModelFacts, base: int
 ) -> SamplerSpec:
     """Specify the samplers of a base model; `base`: its number."""
     return SamplerSpec(

@@ -180,10 +180,7 @@ def finish_all(
 
 
 def _succeed(
-    conn: Connection,
-    results: Mapping[int, FutureResult],
-    replayed: Collection[int],
-    ran: Mapping[int, Ran],
+    conn: Connection, results: Mapping[int, FutureResult], replayed: Collection[int], ran: Mapping[int, Ran]
 ) -> None:
     stored = {id_: (result.content_type, result.body, result.usage) for id_, result in results.items()}
     kept = {*replayed, *(id_ for id_, result in results.items() if result.keep_body)}

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from sqlalchemy import Connection
-
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
@@ -37,9 +35,5 @@ class EngineStatus:
                 self._since[name] = own, now
         since = {name: at for name, (_, at) in self._since.items()}
         value = {"state": phase, "detail": detail, "since": now, "base_models": dict(bases), SINCE: since}
-
-        def op(conn: Connection) -> None:
-            server_state.put(conn, KEY, value)
-
-        await self._store.write(op)
+        await self._store.write(lambda conn: server_state.put(conn, KEY, value))
         self._bell.ring("api")

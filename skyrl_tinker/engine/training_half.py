@@ -13,7 +13,6 @@ from skyrl_tinker.engine.parity.warning_board import WarningBoard
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.sampler.ephemeral_versions import EphemeralVersions
 from skyrl_tinker.engine.saves.external_exports import Exporter
-from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.saves.sampler_saves import Publisher
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.scheduling.lanes import Lanes
@@ -31,7 +30,7 @@ from skyrl_tinker.engine.trainer.sleeping_models import SleepingModels
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
 from skyrl_tinker.engine.trainer.training_requests import TrainingRequests
 from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
-from skyrl_tinker.engine.unit_commits import UnitCommits
+from skyrl_tinker.engine.unit_commits import PendingWrites, UnitCommits
 from skyrl_tinker.storage.checkpoint_storage import open_storage
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
@@ -113,9 +112,7 @@ def _register_gauges(
     watch("snapshots", "Snapshots of models taken", lambda: float(snapshots.taken))
     watch("snapshot_seconds", "Trainer time taken by snapshots", lambda: snapshots.spent_s)
     watch(
-        "replay_seconds",
-        "Time that a replay would take now, as estimated",
-        lambda: snapshots.replay_seconds,
+        "replay_seconds", "Time that a replay would take now, as estimated", lambda: snapshots.replay_seconds
     )
     watch("replayed_units", "Units of work replayed after a crash", lambda: float(replay.units))
     watch("replay_differences", "Replayed passes whose logprobs differ", lambda: float(replay.differences))

@@ -1,4 +1,4 @@
-"""Commits of the effects of units of work, in the order in which they ran.
+"""Commits of the effects of units of work, in the order in which they ran, and their writes to disk.
 
 A unit that was not committed runs again after a crash, and nobody has seen its results. So a unit must never
 be in the database before those that ran before it. If one cannot be committed at all, the ranks are ahead of
@@ -129,6 +129,42 @@ class UnitCommits:
         replayed = set[int]().union(*(end.replayed for end in ends))
         ran = {future_id: ran for end in ends for future_id, ran in end.ran.items()}
         await self._outbox.send(outcomes, *ops, replayed=replayed, ran=ran)
+
+
+class PendingWrites:
+    """Writes in progress: those that need the ranks, for which a recovery waits, and those with files here."""
+
+    def __init__(self) -> None:
+        self._on_ranks: set[int] = set()  # by the id of its future, or a number of its own
+        self._here: set[int] = set()  # to be stored, answered or loaded by samplers
+        self._changed = asyncio.Event()
+
+    def follow(self, number: int, write: "asyncio.Task[Any]") -> None:
+        """Record that a write needs the ranks, until that is noted otherwise or it has ended."""
+        self._on_ranks.add(number)
+        write.add_done_callback(lambda _: self._end(number))
+
+    def note_here(self, number: int) -> None:
+        """Record that a write needs the ranks no more: its files are on this host."""
+        if number in self._on_ranks:
+            self._on_ranks.discard(number)
+            self._here.add(number)
+            self._changed.set()
+
+    def _end(self, number: int) -> None:
+        self._on_ranks.discard(number)
+        self._here.discard(number)
+        self._changed.set()
+
+    def is_here(self, number: int) -> bool:
+        """Return whether a save goes on without the ranks: a replay need not repeat it."""
+        return number in self._here
+
+    async def settle(self) -> None:
+        """Wait until no write needs the ranks."""
+        while self._on_ranks:
+            self._changed.clear()
+            await self._changed.wait()
 
 
 def _log_failure(committed: "asyncio.Future[None]") -> None:

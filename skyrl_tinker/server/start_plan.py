@@ -292,13 +292,7 @@ def _placement(settings: Settings, gpus: Gpus) -> str:
 
 
 def _refusal(
-    settings: Settings,
-    gpus: Gpus,
-    problem: str,
-    place: str,
-    lines: Sequence[MemoryLine],
-    *,
-    further: bool,
+    settings: Settings, gpus: Gpus, problem: str, place: str, lines: Sequence[MemoryLine], *, further: bool
 ) -> str:
     counted = [line for line in lines if line.place == place and line.counted]
     sizes = (f"{line.name} {line.bytes / GB:.1f}" for line in counted if abs(line.bytes) >= GB / 20)
@@ -319,10 +313,7 @@ def _named(gpus: Gpus) -> str:
 def _run(task: str, *arguments: str) -> str:
     """Run Python in a process of its own, since it takes torch; return the last line that it prints."""
     ended = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        preexec_fn=processes.die_with_parent,
+        [sys.executable, *arguments], capture_output=True, text=True, preexec_fn=processes.die_with_parent
     )
     if ended.returncode:
         said = last_line(ended.stderr or f"exit code {ended.returncode}")

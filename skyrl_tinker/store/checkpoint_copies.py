@@ -4,15 +4,7 @@ from dataclasses import dataclass, fields
 
 from sqlalchemy import Connection, select
 
-from skyrl_tinker.domain.ids import (
-    ModelId,
-    ModelKey,
-    ModelState,
-    OwnerId,
-    RequestKind,
-    SessionId,
-    VersionId,
-)
+from skyrl_tinker.domain.ids import ModelId, ModelKey, ModelState, OwnerId, RequestKind, SessionId, VersionId
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.store import (
     audit_log,

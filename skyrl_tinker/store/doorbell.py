@@ -16,9 +16,18 @@ Role = Literal["engine", "api"]
 class Doorbell(ABC):
     """Bell of one process, which also rings those of others. Rings are kept until the first `wait`."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._rung = asyncio.Event()
+
     async def wait(self, timeout: float) -> bool:  # noqa: ASYNC109  (a timeout is an answer here)
         """Wait for a ring since the last `wait`. Returns False after `timeout` seconds."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._rung.wait()
+        except TimeoutError:
+            return False
+        self._rung.clear()
+        return True
 
     @abstractmethod
     def ring(self, role: Role) -> None:
@@ -33,9 +42,9 @@ class SocketBell(Doorbell):
 
     def __init__(self, directory: Path, role: Role) -> None:
         """Use `SocketBell.bind`."""
+        super().__init__()
         self._directory = directory
         self._path = directory / ("engine.sock" if role == "engine" else f"api-{os.getpid()}.sock")
-        self._rung = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
@@ -56,13 +65,7 @@ class SocketBell(Doorbell):
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._socket, self._drain)
-        try:
-            async with asyncio.timeout(timeout):
-                await self._rung.wait()
-        except TimeoutError:
-            return False
-        self._rung.clear()
-        return True
+        return await super().wait(timeout)
 
     def ring(self, role: Role) -> None:
         for path in self._receivers(role):

@@ -78,9 +78,10 @@ def by_id(conn: Connection, model_id: ModelId) -> ModelRow | None:
     return None if row is None else _model(row)
 
 
-def by_key(conn: Connection, key: ModelKey) -> ModelRow | None:
+def by_key(conn: Connection, key: ModelKey) -> ModelRow:
     row = _BY_KEY.row(conn, {"of": key})
-    return None if row is None else _model(row)
+    assert row is not None, "futures refer to models"
+    return _model(row)
 
 
 def list_in_states(conn: Connection, *states: ModelState) -> list[ModelRow]:

@@ -47,8 +47,7 @@ _COLUMNS = [
 ]
 _OWNER = select(*(bindparam(column.name, type_=column.type) for column in _COLUMNS), Future.session_id)
 _ADD = insert(StabilityRecord).from_select(
-    [*(column.name for column in _COLUMNS), "session_id"],
-    _OWNER.where(Future.id == bindparam("future_id")),
+    [*(column.name for column in _COLUMNS), "session_id"], _OWNER.where(Future.id == bindparam("future_id"))
 )
 _NAMED = StabilityRecord.sequence_id.in_(bindparam("ids", expanding=True))
 _FIND = select(StabilityRecord.__table__).where(_NAMED)

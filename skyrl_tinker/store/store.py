@@ -88,11 +88,7 @@ class ReadPool:
 
 def write_once(url: str, op: Op[T], home: Path | None = None) -> T:
     """Commit one write to a migrated database, which a server may have open, and return its value."""
-    with (
-        closing(open_database(url, home)) as database,
-        database.connect() as conn,
-        database.writing(conn),
-    ):
+    with closing(open_database(url, home)) as database, database.connect() as conn, database.writing(conn):
         return op(conn)
 
 

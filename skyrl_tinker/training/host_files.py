@@ -41,10 +41,7 @@ class HostFiles:
         """
         if not any(Path(path).is_relative_to(root) for root in self._unshared):
             return Path(path)
-        for directory in (
-            self._scratch.parent.parent,
-            self._scratch.parent,
-        ):  # which the system may remove
+        for directory in (self._scratch.parent.parent, self._scratch.parent):  # which the system may remove
             make_private(directory)
         return self._scratch / Path(path).relative_to("/")
 

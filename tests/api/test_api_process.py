@@ -26,13 +26,12 @@ from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.protocol.schemas.session import SdkFlags
-from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.tables import Session
 from skyrl_tinker.store.doorbell import SocketBell
 from skyrl_tinker.store.store import Store
 from tests.api.support.engine import Engine, working
 from tests.api.support.process import Api, launched
-from tests.api.support.world import BASE, FACTS, settings_for, write_facts
+from tests.api.support.world import BASE, FACTS, new_home, write_facts
 from tests.support.loop_time import skip
 from tests.support.reads import reading
 from tests.support.waiting import PATIENCE_S, until
@@ -49,9 +48,7 @@ def listener() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def settings(tmp_path: Path, listener: socket.socket) -> Settings:
-    made = settings_for(tmp_path / "home", timeouts={"long_poll_s": 20.0}, port=listener.getsockname()[1])
-    migrate(made.store_url)
-    return made
+    return new_home(tmp_path / "home", timeouts={"long_poll_s": 20.0}, port=listener.getsockname()[1])
 
 
 @pytest.fixture
@@ -60,17 +57,14 @@ def api(settings: Settings, listener: socket.socket) -> Iterator[Api]:
         yield made
 
 
-@pytest.fixture
-async def store(settings: Settings) -> AsyncIterator[Store]:
-    opened = Store.open(settings.store_url)
-    yield opened
-    await opened.close()
+async def until_up(api: Api, store: Store) -> None:
+    await write_facts(store)
+    await asyncio.to_thread(api.wait_until_up)
 
 
 @pytest.fixture
 async def engine(store: Store, api: Api) -> AsyncIterator[Engine]:
-    await write_facts(store)
-    await asyncio.to_thread(api.wait_until_up)
+    await until_up(api, store)
     async with working(store, api.settings.root) as made:
         yield made
 
@@ -109,8 +103,7 @@ async def test_one_of_several_processes_has_its_part_of_the_connections(
 ) -> None:
     changes = {"api_processes": 3, "connections": ConnectionLimits(per_address=7)}
     with launched(settings.model_copy(update=changes), listener) as api, ExitStack() as stack:
-        await write_facts(store)
-        await asyncio.to_thread(api.wait_until_up)
+        await until_up(api, store)
         clients = [stack.enter_context(httpx.Client(base_url=api.url)) for _ in range(5)]
         assert [client.get("/healthz").status_code for client in clients] == [200] * 3 + [503] * 2
 
@@ -122,15 +115,13 @@ async def test_the_sdk_sends_zstd_where_the_setting_asks_for_it(
     """A body of more than a MiB is accepted here only if it is compressed."""
     changes = {"bodies": Bodies(wire_mb=1), "sdk": SdkFlags(proto_compress_fwdbwd=compress)}
     with launched(settings.model_copy(update=changes), listener) as api:
-        await write_facts(store)
-        await asyncio.to_thread(api.wait_until_up)
+        await until_up(api, store)
         async with working(store, settings.root):
             assert (await exit_code(api, "train_on_a_megabyte") == 0) == compress
 
 
 async def test_it_has_sockets_for_thousands_of_long_polls(api: Api, store: Store) -> None:
-    await write_facts(store)
-    await asyncio.to_thread(api.wait_until_up)
+    await until_up(api, store)
     soft, hard = psutil.Process(api.process.pid).rlimit(psutil.RLIMIT_NOFILE)
     assert soft == hard
 
@@ -139,14 +130,12 @@ async def test_it_has_sockets_for_thousands_of_long_polls(api: Api, store: Store
 async def test_it_ends_well_when_it_is_stopped_and_when_it_is_replaced(
     api: Api, store: Store, signum: signal.Signals
 ) -> None:
-    await write_facts(store)
-    await asyncio.to_thread(api.wait_until_up)
+    await until_up(api, store)
     await asyncio.to_thread(api.stop, signum)
 
 
 async def test_a_large_chunked_body_gets_its_413(api: Api, store: Store) -> None:
-    await write_facts(store)
-    await asyncio.to_thread(api.wait_until_up)
+    await until_up(api, store)
 
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(70):
@@ -194,12 +183,7 @@ async def test_sigterm_answers_long_polls(settings: Settings, listener: socket.s
         httpx.AsyncClient(base_url=url, timeout=None) as http,
     ):
         session = (await http.post("create_session", json={})).json()["session_id"]
-        body = {
-            "session_id": session,
-            "model_seq_id": 0,
-            "base_model": BASE,
-            "lora_config": {"rank": 8},
-        }
+        body = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 8}}
         request = {"request_id": (await http.post("create_model", json=body)).json()["request_id"]}
         polls = [asyncio.create_task(http.post("retrieve_future", json=request)) for _ in range(50)]
         await until(lambda: made.services.waiter.waiting == len(polls))

@@ -14,15 +14,8 @@ from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.store import model_records, sampling_sessions
 from tests.api.support.base_facts import VOCABULARY
 from tests.api.support.passes import datum, post_pass, protobuf
-from tests.api.support.world import (
-    BASE,
-    FACTS,
-    PROTOBUF,
-    Json,
-    World,
-    running,
-    sample,
-)
+from tests.api.support.world import BASE, FACTS, PROTOBUF, Json, World, running, sample
+from tests.engine.support import journal
 from tests.support.reads import reading
 
 SMALL, ALIAS = "org/small", "/models/small"
@@ -174,9 +167,7 @@ async def test_requests_of_a_base_model_that_is_not_served_say_so(world: World, 
     """In place of a complaint about tokens or lengths that another base model has not."""
     model, sampler = await world.model(base_model=SMALL), await world.sampler(base_model=SMALL)
     await post_pass(world, protobuf(model, 1, datum([1])))
-    with reading(world.store) as conn:
-        row = model_records.by_id(conn, ModelId(model))
-    assert row is not None
+    row = await journal.model_of(world.store, ModelId(model))
     async with running(settings, FACTS) as alone:
         starting = await trained(alone, model, 2, [11])
         assert (await alone.queued())[-1].request_id == starting, "until the engine has parked its model"
@@ -194,9 +185,7 @@ async def test_a_base_model_that_is_sampled_only_takes_no_model(world: World, se
     model = await world.model(base_model=SMALL)
     saved = await world.checkpoint(model, CheckpointKind.WEIGHTS, "a")
     sampled = await world.checkpoint(model, CheckpointKind.SAMPLER_WEIGHTS, "a")
-    with reading(world.store) as conn:
-        row = model_records.by_id(conn, ModelId(model))
-    assert row is not None
+    row = await journal.model_of(world.store, ModelId(model))
     own = {SMALL: BaseOverrides(roles=("sample",), replicas=2, start="on_demand")}
     async with running(settings.model_copy(update={"bases": own}), FACTS, ONLY_SAMPLED) as now:
         models = (await now.http.get("get_server_capabilities")).json()["supported_models"]

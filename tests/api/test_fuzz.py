@@ -1,12 +1,11 @@
 """Whatever comes, the API answers it, and never with a fault of its own. A real process on a real store."""
 
-import asyncio
 import re
-import socket
 import ssl
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
@@ -18,11 +17,10 @@ from hypothesis import HealthCheck, Phase
 from schemathesis import Case, GenerationMode
 
 from skyrl_tinker.store import api_keys, server_state
-from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
 from tests.api.support import fuzzing
-from tests.api.support.process import Api, launched
-from tests.api.support.world import BASE, Json, settings_for, write_facts
+from tests.api.support.process import Api, launched_on
+from tests.api.support.world import BASE, Json, write_facts
 from tests.support.certificates import write_certificate
 
 SEED = 20260
@@ -79,10 +77,7 @@ VARIANTS = {
                 "stop_kb": 0.1,
                 "stored_gb": 0.001,
             },
-            "sdk": {
-                "fwdbwd_max_chunk_bytes_count": 1,
-                "proto_compress_fwdbwd": True,
-            },
+            "sdk": {"fwdbwd_max_chunk_bytes_count": 1, "proto_compress_fwdbwd": True},
         },
     ),
     "with a certificate and another name": Variant(
@@ -119,39 +114,24 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     variant = VARIANTS[request.param]
     directory = tmp_path_factory.mktemp("fuzz")
     cert, cert_key = write_certificate(directory) if variant.tls else (None, None)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        settings = settings_for(
-            directory / "home",
-            port=listener.getsockname()[1],
-            timeouts={"long_poll_s": 0.01},
-            tls_cert=cert,
-            tls_key=cert_key,
-            **variant.settings,
-        )
-        migrate(settings.store_url)
-        key = asyncio.run(_ready(settings.store_url, variant))
-        with launched(settings, listener) as api:
-            api.wait_until_up()
-            headers = {**({"X-API-Key": key} if key else {}), **({"Host": HOST} if variant.tls else {})}
-            verify = ssl.create_default_context(cafile=cert)
-            with httpx.Client(
-                base_url=f"{api.url}/api/v1", timeout=60, headers=headers, verify=verify
-            ) as http:
-                options = {"headers": headers, "verify": str(cert) if cert else True}
-                yield Target(api, http, options, _made(http))
+    changes = {"timeouts": {"long_poll_s": 0.01}, "tls_cert": cert, "tls_key": cert_key, **variant.settings}
+    with launched_on(directory / "home", partial(_ready, variant=variant), **changes) as (api, key):
+        headers = {**({"X-API-Key": key} if key else {}), **({"Host": HOST} if variant.tls else {})}
+        verify = ssl.create_default_context(cafile=cert)
+        with httpx.Client(base_url=f"{api.url}/api/v1", timeout=60, headers=headers, verify=verify) as http:
+            options = {"headers": headers, "verify": str(cert) if cert else True}
+            yield Target(api, http, options, _made(http))
 
 
-async def _ready(url: str, variant: Variant) -> str:
+async def _ready(store: Store, variant: Variant) -> str:
     """Write what an engine would; return a key, or "" for a server without keys."""
-    store = Store.open(url)
     await write_facts(store)
     engine = {"state": "ready", "detail": "", "since": 0.0}
     await store.write(lambda conn: server_state.put(conn, "engine", engine))
     if variant.locked:
         await store.write(lambda conn: api_keys.create(conn, "fuzz", admin=variant.admin))
-        key = await store.write(lambda conn: api_keys.rotate(conn, "fuzz", 0))
-    await store.close()
-    return key if variant.locked else ""
+        return await store.write(lambda conn: api_keys.rotate(conn, "fuzz", 0))
+    return ""
 
 
 def _made(http: httpx.Client) -> Json:

@@ -21,12 +21,11 @@ from hypothesis import given, settings
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelId, RequestId
 from skyrl_tinker.store import model_records
-from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.futures import outcomes as future_outcomes
 from tests.api.support.clients import Clients, Key
 from tests.api.support.plans import APIS, SESSIONS, Event, Plan, computed, drawn, plain, plans, rounds
 from tests.api.support.whole import Whole, whole
-from tests.api.support.world import PROTOBUF, settings_for
+from tests.api.support.world import PROTOBUF, new_home
 from tests.support.reads import reading
 from tests.support.scripted_trainer import Ran
 from tests.support.waiting import end, until
@@ -51,8 +50,7 @@ class Runs:
     def __init__(self, home: Path) -> None:
         self._runner = asyncio.Runner()
         self._stack = AsyncExitStack()
-        self._settings = settings_for(home)
-        migrate(self._settings.store_url)
+        self._settings = new_home(home)
         self._runner.run(self._open())
 
     async def _open(self) -> None:

@@ -8,10 +8,9 @@ from skyrl_tinker.domain.ids import CheckpointKind, ModelId, RequestKind
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.schemas.usage import StorageUsage
 from skyrl_tinker.protocol.stored_requests import LoadWeightsBody
-from skyrl_tinker.store import model_records
 from skyrl_tinker.store.futures import queue
 from tests.api.support.world import BASE, Json, World, step
-from tests.support.reads import reading
+from tests.engine.support import journal
 
 LORA = {"rank": 8, "seed": 1, "train_unembed": True, "train_mlp": True, "train_attn": True}
 TARGETS = {"data": [3, 4], "dtype": "int64", "shape": [2]}
@@ -76,8 +75,7 @@ SAMPLES: tuple[Json, ...] = (
 
 async def stored(world: World, request_id: str) -> bytes:
     future_id = await world.id_of(request_id)
-    with reading(world.store) as conn:
-        return queue.read_bodies(conn, [future_id])[future_id]
+    return await world.store.read(lambda conn: queue.read_bodies(conn, [future_id])[future_id])
 
 
 @pytest.mark.parametrize("path", TRAINING)
@@ -113,9 +111,7 @@ async def test_a_session_and_a_model_bear_what_old_sdks_leave_out(world: World, 
     session = (await world.ok("create_session", opened))["session_id"]
     wanted = {"model_seq_id": 0, "base_model": BASE, "lora_config": {**LORA, "seed": None}, **user_metadata}
     model = (await world.ok("create_model", {"session_id": session, **wanted}))["model_id"]
-    with reading(world.store) as conn:
-        row = model_records.by_id(conn, ModelId(model))
-    assert row is not None
+    row = await journal.model_of(world.store, ModelId(model))
     assert (row.spec.rank, row.user_metadata, dict(row.optimizer_config)) == (8, {}, {"type": "adamw"})
 
 

@@ -7,11 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
 from tests.api.support.engine import working
 from tests.api.support.process import launched
-from tests.api.support.world import settings_for, write_facts
+from tests.api.support.world import new_home, write_facts
 from tests.support.pages import block
 
 ROOT = Path(__file__).parents[2]
@@ -29,8 +28,7 @@ async def test_the_sdk_trains_and_samples_over_tls(tmp_path: Path) -> None:
     cert, key = certificate_of_the_page(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        settings = settings_for(tmp_path / "home", port=port, tls_cert=cert, tls_key=key)
-        migrate(settings.store_url)
+        settings = new_home(tmp_path / "home", port=port, tls_cert=cert, tls_key=key)
         store = Store.open(settings.store_url)
         await write_facts(store)
         with launched(settings, listener) as api:

@@ -15,11 +15,10 @@ import pytest
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import ModelId
-from skyrl_tinker.store import model_records
 from tests.api.support.passes import datum, protobuf
 from tests.api.support.whole import Whole, whole
 from tests.api.support.world import BASE, Json, sample, step, write_facts
-from tests.support.reads import reading
+from tests.engine.support import journal
 from tests.support.scripted_trainer import Ran
 from tests.support.waiting import until
 
@@ -113,10 +112,7 @@ def expected(seq_id: int) -> Ran:
 
 
 async def ran(server: Whole, model: str) -> list[Ran]:
-    with reading(server.engine.store) as conn:
-        row = model_records.by_id(conn, ModelId(model))
-    assert row is not None
-    return server.engine.trainer.ran[row.key]
+    return server.engine.trainer.ran[await journal.key_of(server.engine.store, ModelId(model))]
 
 
 async def done(http: httpx.AsyncClient, url: str, request: str) -> bytes:
@@ -141,12 +137,7 @@ async def test_duplicates_racing_at_two_processes_of_which_one_is_killed_run_onc
     births: list[tuple[str, Json | bytes]] = [
         (
             "create_model",
-            {
-                "session_id": session,
-                "model_seq_id": number,
-                "base_model": BASE,
-                "lora_config": {"rank": 8},
-            },
+            {"session_id": session, "model_seq_id": number, "base_model": BASE, "lora_config": {"rank": 8}},
         )
         for number in range(MODELS)
     ]

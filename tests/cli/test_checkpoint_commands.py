@@ -1,11 +1,10 @@
 """`skyrl-tinker checkpoints` and `usage --days`, through a real API process."""
 
-import asyncio
 import csv
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,11 @@ from skyrl_tinker.cli.commands import app
 from skyrl_tinker.domain.ids import CheckpointKind, RequestKind
 from skyrl_tinker.store import api_keys, checkpoint_records, server_state
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
-from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.tables import SavedCheckpoint, UsageRecord
 from skyrl_tinker.store.model_records import ModelRow
-from skyrl_tinker.store.store import Store, write_once
-from tests.api.support.process import launched
-from tests.api.support.world import settings_for, write_facts
+from skyrl_tinker.store.store import Store
+from tests.api.support.process import launched_on
+from tests.api.support.world import write_facts
 from tests.store.support.rows import create, new_session
 
 NAMES = "old", "new"
@@ -41,20 +39,11 @@ def serving(home: Path, *owners: str) -> Iterator[tuple[str, list[str], str]]:
 
     They are of these two owners, if any; then there is an admin key.
     """
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        settings = settings_for(home, port=listener.getsockname()[1])
-        migrate(settings.store_url)
-        runs = asyncio.run(_fill(settings.store_url, owners))
-        root = ""
-        if owners:
-            root = write_once(settings.store_url, lambda conn: api_keys.create(conn, "root", admin=True))
-        with launched(settings, listener) as api:
-            api.wait_until_up()
-            yield api.url, runs, root
+    with launched_on(home, partial(_fill, owners)) as (api, (runs, root)):
+        yield api.url, runs, root
 
 
-async def _fill(url: str, owners: Sequence[str]) -> list[str]:
-    store = Store.open(url)
+async def _fill(owners: Sequence[str], store: Store) -> tuple[list[str], str]:
     await write_facts(store)
     await store.write(lambda conn: server_state.put(conn, "engine", {"state": "ready", "detail": ""}))
     runs = []
@@ -65,8 +54,8 @@ async def _fill(url: str, owners: Sequence[str]) -> list[str]:
             await store.write(lambda conn, owner=owner: api_keys.adopt(conn, owner, api_keys.NO_KEY))
     for run in runs:
         await store.write(lambda conn, run=run: _save(conn, run))
-    await store.close()
-    return [str(run.model_id) for run in runs]
+    root = await store.write(lambda conn: api_keys.create(conn, "root", admin=True)) if owners else ""
+    return [str(run.model_id) for run in runs], root
 
 
 def _save(conn: Connection, run: ModelRow) -> None:

@@ -1,6 +1,5 @@
 """Output of the command line: help, and errors of mistyped settings."""
 
-import resource
 import sqlite3
 import stat
 from pathlib import Path
@@ -14,6 +13,7 @@ from skyrl_tinker import __version__, config
 from skyrl_tinker.cli.commands import app
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.opening import file_of
+from tests.support.failures import files_up_to
 
 
 def test_help_names_the_defaults() -> None:
@@ -260,12 +260,8 @@ def test_a_damaged_database_is_named(tmp_path: Path, command: tuple[str, ...], d
 
 def test_a_disk_that_is_full_under_the_database_is_told(tmp_path: Path) -> None:
     migrate(config.load(home=tmp_path).store_url)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    try:
+    with files_up_to(100):
         told = one_line("keys", "create", "--name", "a", "--home", tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert told.startswith("skyrl-tinker: ")
 
 
@@ -341,12 +337,8 @@ def test_a_name_with_bytes_beyond_utf_8_is_no_bug(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told_where_a_write_names_no_file(tmp_path: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
-    try:
+    with files_up_to(1):
         told = one_line("keys", "create", "--name", "a", "--home", tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert told == "skyrl-tinker: home, /tmp or /dev/shm: File too large\n"
 
 

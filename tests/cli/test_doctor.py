@@ -257,10 +257,7 @@ def test_its_limit_counts_from_the_start_of_the_process(
 
 
 def test_an_old_driver_is_found(
-    nvidia_smi: Path,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    nvidia_smi: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvidia_smi.write_text("NVIDIA H100, 9.0, 81559, 81000\n")
     (tmp_path / "torch").mkdir()
@@ -279,11 +276,7 @@ def test_an_old_driver_is_found(
 
 def test_it_names_what_serve_would_refuse(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = _doctor(
-        capsys,
-        home=tmp_path,
-        base_model=str(tmp_path),
-        prefill_urls=("http://a:1",),
-        min_free_gb=1e9,
+        capsys, home=tmp_path, base_model=str(tmp_path), prefill_urls=("http://a:1",), min_free_gb=1e9
     )
     assert found["settings"].startswith("FAIL  prefill_urls and decode_urls: found one of them")
     assert found["base model"] == f"FAIL  --base-model {tmp_path}: no config.json in that directory"

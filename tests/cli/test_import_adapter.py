@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +25,7 @@ from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store, write_once
+from tests.support.failures import files_up_to
 from tests.support.peft_adapters import save_adapter
 from tests.support.reads import reading
 
@@ -166,12 +166,8 @@ def test_a_full_disk_leaves_nothing(settings: Settings, base: str, tmp_path: Pat
     for name, rank in (("small", 4), ("large", 256)):
         save_adapter(base, tmp_path / name, r=rank, target_modules=["q_proj", "v_proj"])
     kept = look_up(settings, run(settings, str(tmp_path / "small"), "--base-model", base).strip())[0]
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    try:
+    with files_up_to(100_000):
         line = fail(settings, str(tmp_path / "large"), "--base-model", base)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "could not be written: File too large" in line
     assert list(settings.checkpoint_root.glob("*/*/*")) == [Path(kept.directory)]
 

@@ -1,9 +1,7 @@
 """`skyrl-tinker follow`: numbers of a script's metrics.jsonl reach its run, through a real API process."""
 
-import asyncio
 import json
 import os
-import socket
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,10 +16,9 @@ from skyrl_tinker.cli import metrics_file, running_server
 from skyrl_tinker.cli.commands import app
 from skyrl_tinker.cli.metrics_file import Record, records
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
-from tests.api.support.process import launched
-from tests.api.support.world import settings_for, write_facts
+from tests.api.support.process import launched_on
+from tests.api.support.world import write_facts
 from tests.store.support.rows import create, new_session
 
 NAN, HUGE = float("nan"), 10**400
@@ -30,21 +27,13 @@ NAN, HUGE = float("nan"), 10**400
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     """URL of a server, and its runs: the one that was used last is the last."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        settings = settings_for(tmp_path / "home", port=listener.getsockname()[1])
-        migrate(settings.store_url)
-        runs = asyncio.run(_two_runs(settings.store_url))
-        with launched(settings, listener) as api:
-            api.wait_until_up()
-            yield api.url, runs
+    with launched_on(tmp_path / "home", _two_runs) as (api, runs):
+        yield api.url, runs
 
 
-async def _two_runs(url: str) -> list[str]:
-    store = Store.open(url)
+async def _two_runs(store: Store) -> list[str]:
     await write_facts(store)
-    made = [(await create(store, await new_session(store))).model_id for _ in range(2)]
-    await store.close()
-    return [str(each) for each in made]
+    return [str((await create(store, await new_session(store))).model_id) for _ in range(2)]
 
 
 def log_of(directory: Path, *lines: Any) -> Path:

@@ -27,11 +27,8 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Serve]:
-    directory = tmp_path_factory.mktemp("shared")
-    (config := directory / "config.toml").write_text(
-        f'otlp_endpoint = "{collector.url}"\n[vllm_args]\ndisable-log-stats = false\n'
-    )
-    with serving(directory / "home", "--config", str(config)) as shared:
+    settings = f'otlp_endpoint = "{collector.url}"\n[vllm_args]\ndisable-log-stats = false\n'
+    with serving(tmp_path_factory.mktemp("shared") / "home", settings=settings) as shared:
         yield shared
 
 

@@ -31,8 +31,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
 @pytest.fixture(scope="module")
 def samplers(small: Serve) -> Iterator[dict[tinker.SamplingClient, Array]]:
     """12 clients, and what the trainer said of TOKENS when each was made."""
-    with tinker.ServiceClient(base_url=small.url) as service:
-        client = Client(small.url, service)
+    with Client.of(small.url) as client:
         made: dict[tinker.SamplingClient, Array] = {}
         for tenant in range(TENANTS):
             training = client.new_lora(rank=(8, 16)[tenant % 2], seed=tenant)

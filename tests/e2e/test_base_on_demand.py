@@ -36,10 +36,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.fixture(scope="module")
 def server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     home = tmp_path_factory.mktemp("on-demand") / "home"
-    settings = home.parent / "settings.toml"
     second = f'[bases."{models[1]}"]\nroles = ["train", "sample"]\nstart = "on_demand"\n'
-    settings.write_text(f"timeouts.base_idle_s = {IDLE_S}\n{second}")
-    with served(home, "--base-model", models[0], "--config", str(settings)) as found:
+    settings = f"timeouts.base_idle_s = {IDLE_S}\n{second}"
+    with served(home, "--base-model", models[0], settings=settings) as found:
         yield found
 
 

@@ -39,10 +39,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def server(models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     student, teacher = models
     home = tmp_path_factory.mktemp("bases") / "home"
-    settings = home.parent / "settings.toml"
-    settings.write_text(f'[bases."{teacher}"]\nroles = ["sample"]\ncontext_length = {CONTEXT}\n')
-    options = ["--base-model", student, "--context-length", "64", "--config", str(settings)]
-    with serving(home, *options) as served:
+    settings = f'[bases."{teacher}"]\nroles = ["sample"]\ncontext_length = {CONTEXT}\n'
+    with serving(home, "--base-model", student, "--context-length", "64", settings=settings) as served:
         yield served
 
 

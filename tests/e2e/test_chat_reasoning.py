@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-import tinker
 import torch
 from tinker import types
 from tokenizers import Tokenizer
@@ -63,10 +62,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     home = tmp_path_factory.mktemp("thinking") / "home"
-    settings = home.parent / "settings.toml"
-    settings.write_text('reasoning_parser = "qwen3"\nsampled_logprobs = "processed"\n')
-    options = ["--base-model", str(directory), "--model-name", MODEL, "--config", str(settings)]
-    with serving(home, *options) as server:
+    settings = 'reasoning_parser = "qwen3"\nsampled_logprobs = "processed"\n'
+    with serving(home, "--base-model", str(directory), "--model-name", MODEL, settings=settings) as server:
         yield server.url
 
 
@@ -154,8 +151,8 @@ def test_reasoning_cannot_be_put_back_into_the_text(oai: openai.OpenAI) -> None:
 
 @pytest.fixture(scope="module")
 def thinker(url: str) -> Iterator[Client]:
-    with tinker.ServiceClient(base_url=url) as service:
-        yield Client(url, service, MODEL)
+    with Client.of(url, MODEL) as client:
+        yield client
 
 
 def draw(thinker: Client, directory: Path) -> tuple[types.SampledSequence, np.ndarray]:

@@ -27,9 +27,8 @@ SYNCS = "weight_sync_seconds_count"
 
 @contextmanager
 def colocating(root: Path, settings: str = "") -> Iterator[Serve]:
-    file = root / "settings.toml"
-    file.write_text(f"phases = {{max_s = 0.6, min_s = 0.1}}\n{settings}")
-    with serving(root / "home", "--placement", "colocated", "--config", str(file)) as server:
+    settings = f"phases = {{max_s = 0.6, min_s = 0.1}}\n{settings}"
+    with serving(root / "home", "--placement", "colocated", settings=settings) as server:
         yield server
 
 
@@ -41,8 +40,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
 
 @pytest.fixture(scope="module")
 def colocated(running: Serve) -> Iterator[Client]:
-    with tinker.ServiceClient(base_url=running.url) as service:
-        yield Client(running.url, service)
+    with Client.of(running.url) as client:
+        yield client
 
 
 def metrics(server: Serve, prefix: str) -> dict[str, float]:

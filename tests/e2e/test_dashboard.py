@@ -1,10 +1,8 @@
 """The dashboard in a real browser, while a real loop trains."""
 
-import asyncio
 import json
 import os
 import re
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +16,10 @@ from tinker import types
 
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.store import api_keys, server_state
-from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.processes import identities, write_pid_file
-from tests.api.support.process import launched
+from tests.api.support.process import launched_on
 from tests.api.support.world import settings_for, write_facts
 from tests.e2e.support.client import Client, datum, prompt, random_tokens, train
 from tests.store.support.rows import create, new_session
@@ -343,11 +340,7 @@ def test_a_part_that_was_chosen_stays_while_points_come_and_empty_charts_say_why
     shown = "document.querySelector('section[aria-label=\"{}\"]').offsetParent !== null"
     assert [
         page.run(shown.format(name)) for name in ("Policy shift", "Reward", "Reported by the script")
-    ] == [
-        True,
-        False,
-        False,
-    ], "nothing was reported"
+    ] == [True, False, False], "nothing was reported"
     assert page.run("[plots[1].data[1][3], plots[1].scales.y.max]") == [1e-6, 1e-3], "rounding is no gap"
     page.run("plots[0].setScale('x', {min: 2, max: 3})")
     train(training, random_tokens(6, seed=1))
@@ -643,13 +636,8 @@ def test_a_hidden_page_asks_for_nothing(server: Serve, page: Page) -> None:
 @contextmanager
 def api_with_keys(home: Path, **changes: str) -> Iterator[tuple[str, dict[str, str], dict[str, str]]]:
     """An API's URL, and of two owners the runs and keys; root has an admin key."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        settings = settings_for(home, port=listener.getsockname()[1], **changes)
-        migrate(settings.store_url)
-        runs, keys = asyncio.run(_two_owners(settings.store_url))
-        with launched(settings, listener) as api:
-            api.wait_until_up()
-            yield api.url, runs, keys
+    with launched_on(home, _two_owners, **changes) as (api, (runs, keys)):
+        yield api.url, runs, keys
 
 
 def test_on_gpus_their_memory_stands_beside_the_hosts_and_that_of_processes(
@@ -731,8 +719,7 @@ def test_a_key_is_asked_for_once_and_shows_its_own_runs_only(chromium: Browser, 
         assert refused == []
 
 
-async def _two_owners(url: str) -> tuple[dict[str, str], dict[str, str]]:
-    store = Store.open(url)
+async def _two_owners(store: Store) -> tuple[dict[str, str], dict[str, str]]:
     await write_facts(store)
     await store.write(lambda conn: server_state.put(conn, "engine", {"state": "ready", "detail": ""}))
     runs, keys = {}, {}
@@ -743,5 +730,4 @@ async def _two_owners(url: str) -> tuple[dict[str, str], dict[str, str]]:
     keys["root"] = await store.write(lambda conn: api_keys.create(conn, "root", admin=True))
     earlier, rows = store.now() - 3 * 3600, await store.fetch(api_keys.list_keys)
     await store.write(lambda conn: api_keys.note_use(conn, {rows[0].id: earlier}))
-    await store.close()
     return runs, keys

@@ -132,8 +132,8 @@ def test_a_taken_name_and_a_malformed_recipient_are_the_users_errors(client: Cli
 
 
 def test_a_sessions_trace_is_exported(server: Serve, client: Client, tmp_path: Path) -> None:
-    with tinker.ServiceClient(base_url=client.url) as service:
-        training = Client(client.url, service).new_lora()
+    with Client.of(client.url) as own:
+        training = own.new_lora()
         train(training, TOKENS)
     session = training.model_id.partition(":train:")[0]
     target = tmp_path / "session.pftrace"

@@ -77,15 +77,14 @@ class Port:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """One with everything that has ports: ranks, replicas and their workers two each, a router, gloo."""
     directory = tmp_path_factory.mktemp("doors")
-    config = directory / "settings.toml"
-    config.write_text('weight_transport = "gloo"\ntensor_parallel_size = 2\n')
+    settings = 'weight_transport = "gloo"\ntensor_parallel_size = 2\n'
     model = directory / "model"
     make_model(model, hidden=128)  # two workers cannot share three key-value heads
     models = ["--base-model", str(model), "--model-name", "tiny"]
-    options = ["--replicas", "2", "--trainer-ranks", "2", "--config", str(config), *models]
-    with serving(directory / "home", *options) as running:
-        with tinker.ServiceClient(base_url=running.url) as service:
-            full = Client(running.url, service).new_lora(rank=0)
+    options = ["--replicas", "2", "--trainer-ranks", "2", *models]
+    with serving(directory / "home", *options, settings=settings) as running:
+        with Client.of(running.url) as client:
+            full = client.new_lora(rank=0)
             full.save_weights_and_get_sampling_client().result()  # the members of the weight group have met
         yield running
 
@@ -137,8 +136,7 @@ def test_a_knock_without_the_token_is_refused_at_every_port_and_the_server_works
         list(threads.map(lambda port: _throw(port, canary), open_ports))
     assert not complaints, "\n".join(complaints)
     assert not canary.exists()
-    with tinker.ServiceClient(base_url=server.url) as service:
-        client = Client(server.url, service)
+    with Client.of(server.url) as client:
         train(client.new_lora(), random_tokens(20, seed=1))
         sampler = client.base_sampler()
         prompt = tinker.ModelInput.from_ints(random_tokens(5, seed=1))

@@ -14,7 +14,7 @@ import tinker
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from tests.e2e.support.client import Client, prompt, random_tokens
-from tests.faults.test_engine_death import client_of, rounds
+from tests.faults.test_engine_death import rounds
 from tests.support.object_storage import BUCKET, ObjectStorage, object_storage
 from tests.support.serve import HEAL_S, Serve, serving
 from tests.support.waiting import wait_until
@@ -39,7 +39,7 @@ def test_models_and_checkpoints_outlive_the_disk_of_the_server(s3: ObjectStorage
     home = tmp_path / "home"
     with ExitStack() as outliving:
         with started(home) as server:
-            client = outliving.enter_context(client_of(server))
+            client = outliving.enter_context(Client.of(server.url))
             expected = rounds([client.new_lora()], 3)
             training = client.new_lora()
             assert rounds([training], 2) == expected[:2]

@@ -39,11 +39,10 @@ def directory(home: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def replaying(home: Path, directory: Path) -> Iterator[Client]:
-    settings = home.parent / "settings.toml"
-    settings.write_text("router_replay = true\n")
-    options = ["--base-model", str(directory), "--model-name", MODEL, "--config", str(settings)]
-    with serving(home, *options) as server, tinker.ServiceClient(base_url=server.url) as service:
-        yield Client(server.url, service, MODEL)
+    options = ["--base-model", str(directory), "--model-name", MODEL]
+    settings = "router_replay = true\n"
+    with serving(home, *options, settings=settings) as server, Client.of(server.url, MODEL) as client:
+        yield client
 
 
 def _named(sequence: types.SampledSequence) -> types.Datum:

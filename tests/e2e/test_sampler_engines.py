@@ -34,13 +34,12 @@ pytestmark = pytest.mark.long
 @pytest.fixture(scope="module")
 def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:  # noqa: F811
     home = tmp_path_factory.mktemp("engines") / "home"
-    settings = home.parent / "settings.toml"
-    settings.write_text(
+    settings = (
         "vllm_args = { disable-log-stats = false }\n"
         f'[bases."{directory}"]\nroles = ["train", "sample"]\nmodel_name = "{MODEL}"\n'
         f'sampler_engine = "sglang"\nsampler_python = "{interpreter()}"\ntool_parser = "hermes"\n'
     )
-    with serving(home, "--config", str(settings), within_s=START_S) as served:
+    with serving(home, settings=settings, within_s=START_S) as served:
         yield served
 
 

@@ -47,18 +47,16 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def running(client: Client, untied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """`client` is asked for so that both servers run at the same time."""
-    directory = tmp_path_factory.mktemp("second")
-    config = directory / "settings.toml"
-    config.write_text(SETTINGS)
+    home = tmp_path_factory.mktemp("second") / "home"
     options = ["--base-model", str(untied_model), "--model-name", "mine", "--trainer-ranks", "2"]
-    with serving(directory / "home", "--config", str(config), *options) as server:
+    with serving(home, *options, settings=SETTINGS) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def second(running: Serve) -> Iterator[Client]:
-    with tinker.ServiceClient(base_url=running.url) as service:
-        yield Client(running.url, service, "mine")
+    with Client.of(running.url, "mine") as client:
+        yield client
 
 
 def test_a_gap_beyond_the_bound_is_a_warning_that_users_see(
@@ -71,8 +69,8 @@ def test_a_gap_beyond_the_bound_is_a_warning_that_users_see(
     gap = gap_of_next_step(training, TOKENS)
     assert not math.isnan(gap)
     assert "differ from the trainer's" not in caplog.text
-    with tinker.ServiceClient(base_url=running.url) as service:
-        Client(running.url, service, "mine").base_sampler()  # needs a session
+    with Client.of(running.url, "mine") as client:
+        client.base_sampler()  # needs a session
     assert "differ from the trainer's" in caplog.text, "create_session said nothing"
     log = (running.home / "logs" / "engine.log").read_text()
     assert f"differ from the trainer's by {gap:.1e}" in log

@@ -81,8 +81,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
 
 @pytest.fixture(scope="module")
 def client(server: Serve) -> Iterator[Client]:
-    with tinker.ServiceClient(base_url=server.url) as service:
-        yield Client(server.url, service)
+    with Client.of(server.url) as client:
+        yield client
 
 
 def test_each_snapshot_of_an_adapter_is_sampled_with_the_trainers_logprobs(client: Client) -> None:

@@ -36,8 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
 @pytest.fixture(scope="module")
 def samplers(server: Serve) -> Iterator[dict[tinker.SamplingClient, Array]]:
     """Adapters with two snapshots each, and the trainer's logprobs of TOKENS when each was made."""
-    with tinker.ServiceClient(base_url=server.url) as service:
-        client = Client(server.url, service)
+    with Client.of(server.url) as client:
         made: dict[tinker.SamplingClient, Array] = {}
         for seed, rank in enumerate((8, 16)):
             training = client.new_lora(rank=rank, seed=seed)
@@ -69,8 +68,8 @@ def assert_each_its_own(samplers: dict[tinker.SamplingClient, Array]) -> None:
 
 def published(server: Serve, rank: int) -> tuple[str, list[Array]]:
     """Train; return the path of the weights, and the trainer's logprobs of PROMPTS."""
-    with tinker.ServiceClient(base_url=server.url) as service:
-        training = Client(server.url, service).new_lora(rank=rank, seed=3)
+    with Client.of(server.url) as client:
+        training = client.new_lora(rank=rank, seed=3)
         step(training)
         path = training.save_weights_for_sampler("oai").result().path
         return path, [logprobs_of(training, tokens) for tokens in PROMPTS]

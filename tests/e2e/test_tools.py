@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import tinker
 from tinker import types
 from transformers import AutoTokenizer
 
@@ -54,12 +53,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    home = tmp_path_factory.mktemp("tools") / "home"
-    settings = home.parent / "settings.toml"
-    settings.write_text('tool_parser = "hermes"\n')
-    options = ["--base-model", str(directory), "--model-name", MODEL, "--config", str(settings)]
-    with serving(home, *options) as server, tinker.ServiceClient(base_url=server.url) as service:
-        yield Client(server.url, service, MODEL)
+    home, settings = tmp_path_factory.mktemp("tools") / "home", 'tool_parser = "hermes"\n'
+    options = ["--base-model", str(directory), "--model-name", MODEL]
+    with serving(home, *options, settings=settings) as server, Client.of(server.url, MODEL) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")

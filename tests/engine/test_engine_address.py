@@ -2,7 +2,9 @@
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
@@ -19,22 +21,13 @@ from skyrl_tinker.store.cluster.signing_secrets import ENGINE_HEADER, SigningSec
 from skyrl_tinker.store.store import Store
 
 
-class NoRoutes:
-    def routes(self) -> list[Any]:
-        return []
-
-
-async def no_replicas() -> bytes:
-    return b""
-
-
 def make(home: Path, address: OpenAddress | None) -> EngineHttpServer:
     directories = Directories(Settings(home=home))
     directories.make()
     queues = cast(QueuesView, None)
-    openai = cast(Any, NoRoutes())
+    openai, replicas = cast(Any, SimpleNamespace(routes=list)), AsyncMock(return_value=b"")
     socket = directories.engine_socket
-    return EngineHttpServer(socket, openai, Metrics(), no_replicas, lambda: queues, str, 1 << 20, address)
+    return EngineHttpServer(socket, openai, Metrics(), replicas, lambda: queues, str, 1 << 20, address)
 
 
 def token_of(home: Path) -> str:

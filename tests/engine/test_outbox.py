@@ -5,9 +5,11 @@ import sqlite3
 import threading
 from collections.abc import Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -32,6 +34,7 @@ from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal, recorded
+from tests.support.failures import failing_first
 from tests.support.reads import reading
 from tests.support.sqlite_file import new_file
 from tests.support.waiting import until
@@ -71,8 +74,7 @@ async def waiting(store: Store, count: int = 1) -> list[QueuedRow]:
     session = await journal.new_session(store)
     for number in range(count):
         await journal.submit_create(store, session, number)
-    with reading(store) as conn:
-        return list(queue.queued_after(conn, 0))
+    return await store.read(lambda conn: list(queue.queued_after(conn, 0)))
 
 
 def outcome(store: Store, row: QueuedRow) -> Outcome:
@@ -127,9 +129,7 @@ async def test_the_api_is_rung_when_a_result_is_on_disk(store: Store, tmp_path: 
 
 
 async def test_a_bell_that_cannot_ring_costs_nobody_a_result(store: Store) -> None:
-    def ring(role: str) -> None:
-        raise OSError("no buffer space available")
-
+    ring = Mock(side_effect=OSError("no buffer space available"))
     (row,) = await waiting(store)
     await Outbox(store, cast(Doorbell, SimpleNamespace(ring=ring)), Metrics()).send([(row.id, RESULT)])
     assert outcome(store, row).status is FutureStatus.DONE
@@ -199,12 +199,9 @@ async def test_what_the_store_refuses_is_raised_to_its_own_caller_and_ends_no_la
 async def test_results_and_what_goes_with_them_are_committed_all_or_not_at_all(
     store: Store, sender: Outbox, commits: Commits, rung: list[str]
 ) -> None:
-    def refused(conn: Connection) -> None:
-        raise UserError("no")
-
     (row,) = await waiting(store)
     with pytest.raises(UserError):
-        await sender.send([(row.id, RESULT)], put, refused)
+        await sender.send([(row.id, RESULT)], put, Mock(side_effect=UserError("no")))
     commits.failures = [ValueError("too large")]
     with pytest.raises(ValueError, match="too large"):
         await sender.send([(row.id, RESULT)], put)
@@ -216,8 +213,7 @@ async def test_a_result_that_comes_too_late_changes_nothing(
 ) -> None:
     """Also the sequences that it would record are not there: their request has failed."""
     accepted = await recorded.submit_sample(store, await journal.new_session(store))
-    with reading(store) as conn:
-        (row,) = queue.queued_after(conn, 0)
+    (row,) = await store.read(lambda conn: queue.queued_after(conn, 0))
     metrics.arrived([row])
     await sender.send([(row.id, REFUSED)])
     first = outcome(store, row)
@@ -284,13 +280,7 @@ async def test_a_result_that_waits_for_its_commit_when_the_store_closes_is_on_di
 
 
 async def test_a_read_waits_for_a_database_that_fails_for_a_moment(store: Store, commits: Commits) -> None:
-    failures: list[Exception] = [UserError("no"), disk_error()]
-
-    def read(conn: Connection) -> object:
-        if failures:
-            raise failures.pop()
-        return server_state.get(conn, "k")
-
+    read = failing_first(partial(server_state.get, key="k"), [UserError("no"), disk_error()])
     with pytest.raises(UserError):
         await outbox.read_persistently(store, read)
     await store.write(put)
@@ -298,25 +288,15 @@ async def test_a_read_waits_for_a_database_that_fails_for_a_moment(store: Store,
 
 
 async def test_a_statement_that_fails_each_time_is_named(store: Store, commits: Commits) -> None:
-    tried: list[int] = []
-
-    def read(conn: Connection) -> object:
-        tried.append(1)
-        return conn.execute(text("SELECT * FROM no_such"))
-
+    read = Mock(side_effect=lambda conn: conn.execute(text("SELECT * FROM no_such")))
     with pytest.raises(StatementError, match=r"3 times \(no such table: no_such\): SELECT \* FROM no_such"):
         await outbox.read_persistently(store, read)
-    assert len(tried) == outbox.STATEMENT_TRIES
+    assert read.call_count == outbox.STATEMENT_TRIES
 
 
 async def test_what_was_acknowledged_waits_for_room_on_the_disk(commits: Commits) -> None:
-    failures: list[Exception] = [UserError("no"), DiskFullError("full"), DiskFullError("full")]
-
-    async def work() -> str:
-        if failures:
-            raise failures.pop()
-        return "written"
-
+    failures = [UserError("no"), DiskFullError("full"), DiskFullError("full")]
+    work = failing_first(partial(asyncio.sleep, 0, "written"), failures)
     with pytest.raises(UserError):
         await outbox.when_possible(work)
     assert await outbox.when_possible(work) == "written"

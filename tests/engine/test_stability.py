@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
@@ -84,28 +83,19 @@ class Sampling:
 async def drawn(store: Store, bell: Doorbell) -> AsyncIterator[Sampling]:
     made = Sampling(store, bell)
     yield made
-    await cancel(made.running)
-
-
-async def cancel(running: "asyncio.Task[None]") -> None:
-    await end(running)
+    await end(made.running)
 
 
 @pytest.fixture
 async def statements(store: Store) -> list[str]:
     """All that is written from now on."""
     seen: list[str] = []
-
-    def watch(conn: Connection) -> None:
-        sqlite.raw(conn).set_trace_callback(seen.append)
-
-    await store.write(watch)
+    await store.write(lambda conn: sqlite.raw(conn).set_trace_callback(seen.append))
     return seen
 
 
 async def records_of(store: Store, accepted: Accepted) -> dict[stability_records.Key, SequenceRecord]:
-    with reading(store) as conn:
-        return stability_records.find(conn, accepted.sequence_ids)
+    return await store.read(lambda conn: stability_records.find(conn, accepted.sequence_ids))
 
 
 async def test_every_sequence_of_a_recorded_sample_has_its_record(store: Store, drawn: Sampling) -> None:
@@ -131,7 +121,7 @@ async def test_router_replay_records_experts_of_recorded_samples_alone(store: St
     )
     for accepted in (recorded, plain):
         await replaying.done(accepted)
-    await cancel(replaying.running)
+    await end(replaying.running)
     found = await records_of(store, recorded)
     assert len(found) == len(SEQUENCES)
     for record in found.values():

@@ -10,7 +10,7 @@ from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
-from sqlalchemy import Connection, update
+from sqlalchemy import update
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker import config
@@ -23,7 +23,6 @@ from skyrl_tinker.engine import start_up as start_up_module
 from skyrl_tinker.engine.compose import Environment, _openai_server, make_tmpfs_spill
 from skyrl_tinker.engine.ray_cluster import RayCluster
 from skyrl_tinker.engine.recovery import parking
-from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.sampler.version_files import has_files
 from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
@@ -38,6 +37,7 @@ from skyrl_tinker.system.atomic_directory import staging_of
 from skyrl_tinker.training.distributed import MeetingFile
 from tests.engine.support.world import FACTS
 from tests.store.support.rows import create, ephemeral, new_session
+from tests.support.failures import failing_first
 from tests.support.reads import reading
 from tests.support.waiting import PATIENCE_S
 
@@ -84,16 +84,20 @@ async def test_weights_in_memory_are_looked_for_where_this_home_has_them(
     version = await ephemeral(store, model.key, "/dev/shm/skyrl-tinker-0/another-home/v1")
     starting, directories = start_up(store, bell, tmp_path / "home")
     await starting.tidy_up()
-    with reading(store) as conn:
-        found = weight_versions.published_version(conn, version)
+    found = await store.read(lambda conn: weight_versions.published_version(conn, version))
     assert found is not None
     assert found.directory == str(directories.ephemeral_dir / found.name)
 
 
-def _keep(spill: TmpfsSpill, version: WeightVersion) -> None:
-    Path(version.directory).mkdir(parents=True)
-    (Path(version.directory) / "adapter_config.json").write_text("{}")
-    spill.keep(version)
+async def _kept(store: Store, starting: StartUp, directories: Directories, count: int) -> list[WeightVersion]:
+    model, spill = await create(store, await new_session(store)), make_tmpfs_spill(starting._env.settings)
+    ids = [await ephemeral(store, model.key) for _ in range(count)]
+    kept = [WeightVersion(each, "lora", str(directories.ephemeral_dir / f"v{each}")) for each in ids]
+    for version in kept:
+        Path(version.directory).mkdir(parents=True)
+        (Path(version.directory) / "adapter_config.json").write_text("{}")
+        spill.keep(version)
+    return kept
 
 
 async def test_kept_weights_come_back_several_at_once_and_damaged_ones_end_no_start(
@@ -105,12 +109,7 @@ async def test_kept_weights_come_back_several_at_once_and_damaged_ones_end_no_st
 ) -> None:
     """As on a host that takes over."""
     starting, directories = start_up(store, bell, tmp_path / "home", f"file://{tmp_path}/stored")
-    model = await create(store, await new_session(store))
-    ids = [await ephemeral(store, model.key) for _ in range(4)]
-    kept = [WeightVersion(each, "lora", str(directories.ephemeral_dir / f"v{each}")) for each in ids]
-    spill = make_tmpfs_spill(starting._env.settings)
-    for version in kept:
-        _keep(spill, version)
+    kept = await _kept(store, starting, directories, 4)
     for directory in (directories.ephemeral_dir, directories.overflow_dir):
         shutil.rmtree(directory)
     (tmp_path / "stored" / "unnamed" / kept[1].name / "adapter_config.json").write_text("other")
@@ -134,12 +133,7 @@ async def test_kept_weights_that_cannot_be_read_end_no_start(
 ) -> None:
     """As on a network file system that lost its server: ESTALE; here a file is in the directory's place."""
     starting, directories = start_up(store, bell, tmp_path / "home", None)
-    model = await create(store, await new_session(store))
-    ids = [await ephemeral(store, model.key) for _ in range(2)]
-    kept = [WeightVersion(each, "lora", str(directories.ephemeral_dir / f"v{each}")) for each in ids]
-    spill = make_tmpfs_spill(starting._env.settings)
-    for version in kept:
-        _keep(spill, version)
+    kept = await _kept(store, starting, directories, 2)
     shutil.rmtree(directories.ephemeral_dir)
     shutil.rmtree(directories.overflow_dir / kept[0].name)
     (directories.overflow_dir / kept[0].name).touch()
@@ -154,15 +148,8 @@ async def test_kept_weights_that_cannot_be_read_end_no_start(
 async def test_a_full_disk_delays_a_start(
     store: Store, bell: Doorbell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = parking.sort_models
     failures = [OperationalError("UPDATE", None, OSError("disk full"))] * 2
-
-    def fails(conn: Connection, fingerprints: dict[str, str]) -> int:
-        if failures:
-            raise failures.pop()
-        return write(conn, fingerprints)
-
-    monkeypatch.setattr(parking, "sort_models", fails)
+    monkeypatch.setattr(parking, "sort_models", failing_first(parking.sort_models, failures))
     monkeypatch.setattr(outbox, "RETRY_S", 0.01)
     starting, _ = start_up(store, bell, tmp_path / "home")
     await starting.tidy_up()
@@ -189,9 +176,7 @@ async def test_files_of_one_base_model_that_cannot_be_read_end_no_start_of_the_o
     shutil.rmtree(tmp_path / "b")
     await starting.tidy_up()
     with reading(store) as conn:
-        row = model_records.by_key(conn, model.key)
-    assert row is not None
-    assert row.state is ModelState.READY
+        assert model_records.by_key(conn, model.key).state is ModelState.READY
     assert "the files of base model b cannot be read" in caplog.text
 
 

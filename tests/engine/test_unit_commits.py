@@ -24,6 +24,7 @@ from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
+from tests.support.failures import failing_first
 from tests.support.reads import reading
 from tests.support.waiting import end
 
@@ -81,11 +82,7 @@ async def test_a_database_that_fails_for_a_moment_changes_no_order(
     store: Store, commits: UnitCommits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures = [OperationalError("UPDATE", None, OSError("disk I/O error"))]
-
-    def op(conn: Connection) -> None:
-        if failures:
-            raise failures.pop()
-
+    op = failing_first(lambda _: None, failures)
     monkeypatch.setattr(outbox, "RETRY_S", 0.0)
     for each in (ended(0), UnitEnd({}, (op,)), ended(1)):
         committed = commits.add(each)
@@ -156,8 +153,7 @@ async def test_a_unit_is_recorded_with_its_answers_and_the_bodies_that_replay_ne
     assert accepted.model_id is not None
     await journal.submit_pass(store, accepted.model_id, 1)
     await journal.submit_pass(store, accepted.model_id, 2, forward_only=True)
-    with reading(store) as conn:
-        created, backward, forward = queue.queued_after(conn, 0)
+    created, backward, forward = await store.read(lambda conn: queue.queued_after(conn, 0))
     metrics.arrived([created, backward, forward])
     answers = {row.id: json_answer({}) for row in (backward, forward)}
     effects = {created.id: None, backward.id: Effect.GRADIENTS, forward.id: None}

@@ -2,7 +2,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import tinker
 
 from tests.e2e.support.client import Client
 from tests.support.serve import Serve, serving
@@ -24,8 +23,8 @@ def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def client(server: Serve) -> Iterator[Client]:
-    with tinker.ServiceClient(base_url=server.url) as service:
-        yield Client(server.url, service)
+    with Client.of(server.url) as client:
+        yield client
 
 
 @pytest.fixture

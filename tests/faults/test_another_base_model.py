@@ -1,7 +1,6 @@
 """Models wait, parked, while another base model is served, and train on as if it had not been."""
 
 import re
-import socket
 from pathlib import Path
 
 import httpx
@@ -11,6 +10,7 @@ from tinker import types
 
 from skyrl_tinker.server.base_models import tiny_model
 from tests.e2e.support.client import Client, datum, prompt, random_tokens
+from tests.support.processes import free_port
 from tests.support.serve import HEAL_S, serving
 
 pytestmark = pytest.mark.long
@@ -33,9 +33,7 @@ def test_models_come_back_with_their_base_model(tmp_path: Path) -> None:
     first, second = (str(tmp_path / name) for name in ("first", "second"))
     for seed, directory in enumerate((first, second)):
         tiny_model.make_model(Path(directory), seed=seed)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     home = tmp_path / "home"
     tokens = prompt(random_tokens(40, seed=9))
     with serving(home, "--port", port, "--base-model", first) as server:

@@ -23,7 +23,7 @@ from tinker import types
 
 from tests.api.support.world import step
 from tests.e2e.support.client import Client, prompt, random_tokens, train
-from tests.faults.test_engine_death import TOKENS, client_of, rounds
+from tests.faults.test_engine_death import TOKENS, rounds
 from tests.support.certificates import write_certificate
 from tests.support.postgres import Postgres
 from tests.support.processes import title
@@ -226,7 +226,7 @@ def wait_until_replaced(server: Serve, before: set[psutil.Process]) -> None:
 
 def work_during(server: Serve, disturb: Callable[[], None]) -> None:
     """Train, sample and stream while it is disturbed; all that comes back is as without."""
-    with client_of(server) as client, ThreadPoolExecutor() as threads:
+    with Client.of(server.url) as client, ThreadPoolExecutor() as threads:
         expected = rounds([client.new_lora()], ROUNDS)
         kept = client.new_lora()
         train(kept, TOKENS)

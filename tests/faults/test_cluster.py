@@ -8,14 +8,13 @@ the database. Tests are in this order, on one server.
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
-import tinker
 from tinker import types
 
 from skyrl_tinker.store.cluster.signing_secrets import FILE
@@ -84,12 +83,6 @@ def cluster() -> Iterator[Cluster]:
         yield Cluster(head, worker, third, server, api, kitchen, shared)
 
 
-@contextmanager
-def client_of(server: HostServer) -> Iterator[Client]:
-    with tinker.ServiceClient(base_url=server.url) as service:
-        yield Client(server.url, service, MODEL)
-
-
 def test_each_host_has_a_rank_and_a_replica(cluster: Cluster) -> None:
     for host in (cluster.head, cluster.worker):
         titles = host.run("ps", "-eo", "args")
@@ -99,7 +92,7 @@ def test_each_host_has_a_rank_and_a_replica(cluster: Cluster) -> None:
 
 def test_adapters_and_full_weights_reach_the_samplers_of_both_hosts(cluster: Cluster) -> None:
     """Whatever host samples, and whatever host answers, logprobs are the trainer's."""
-    with client_of(cluster.server) as near, client_of(cluster.api) as far:
+    with Client.of(cluster.server.url, MODEL) as near, Client.of(cluster.api.url, MODEL) as far:
         for training in (near.new_lora(), far.new_full()):
             for _ in range(2):
                 train(training, TOKENS)
@@ -119,7 +112,7 @@ def test_adapters_and_full_weights_reach_the_samplers_of_both_hosts(cluster: Clu
 
 
 def test_a_host_that_shares_no_directory_writes_and_reads_its_part_of_checkpoints(cluster: Cluster) -> None:
-    with client_of(cluster.server) as client:
+    with Client.of(cluster.server.url, MODEL) as client:
         for training in (client.new_lora(), client.new_full()):
             train(training, TOKENS)
             path = training.save_state("apart").result().path
@@ -148,7 +141,7 @@ def test_the_cookbook_learns_on_both_hosts(cluster: Cluster) -> None:
 
 def test_training_goes_on_when_a_host_is_lost(cluster: Cluster) -> None:
     """The server says what it waits for; another host joins, and all comes back to 1e-5."""
-    with client_of(cluster.server) as client:
+    with Client.of(cluster.server.url, MODEL) as client:
         expected = rounds([client.new_lora(), client.new_full()], 4)
         models = [client.new_lora(), client.new_full()]
         before = rounds(models, 2)
@@ -167,7 +160,7 @@ def test_training_goes_on_when_a_host_is_lost(cluster: Cluster) -> None:
 
 def test_a_standby_goes_on_when_the_head_is_lost(cluster: Cluster) -> None:
     """It has a rank and a replica of its own, and what the two ranks before it trained."""
-    with client_of(cluster.api) as client:
+    with Client.of(cluster.api.url, MODEL) as client:
         expected = rounds([client.new_lora()], 4)
         models = [client.new_lora()]
         before = rounds(models, 2)

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from tinker import types
 
-from tests.e2e.support.client import prompt, random_tokens
-from tests.faults.test_engine_death import client_of, kill_engine, rounds
+from tests.e2e.support.client import Client, prompt, random_tokens
+from tests.faults.test_engine_death import kill_engine, rounds
 from tests.support.postgres import Postgres, postgres_server
 from tests.support.serve import HEAL_S, Serve, serving
 from tests.support.waiting import wait_until
@@ -27,7 +27,7 @@ def test_work_goes_on_to_the_bit_after_the_database_was_away_and_the_engine_died
         postgres_server(durable=True) as postgres,
         postgres.copy() as copy,
         serving(tmp_path / "home", "--database-url", url(postgres, copy)) as server,
-        client_of(server) as client,
+        Client.of(server.url) as client,
         ThreadPoolExecutor() as threads,
     ):
         assert not list(server.home.glob("*.db*")), "nothing is in SQLite"

@@ -6,7 +6,6 @@ two at once. Deaths of Ray's daemons and of `serve` come last, in scripts/proofs
 """
 
 import re
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,7 +26,7 @@ from tests.e2e.support.policies import ATOL, TOKENS, policy, roll, scores, step
 from tests.faults.test_api_processes import apis, replace, work_during
 from tests.faults.test_engine_death import read_round, rounds, submit_round
 from tests.support.kills import assert_healed, find
-from tests.support.processes import vllm_servers
+from tests.support.processes import free_port, vllm_servers
 from tests.support.serve import CORE, HEAL_S, Serve
 from tests.support.waiting import wait_until
 
@@ -95,9 +94,7 @@ def servers() -> Iterator[ExitStack]:
 
 @pytest.fixture(scope="module")
 def server(servers: ExitStack, tmp_path_factory: pytest.TempPathFactory) -> Serve:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     started = Serve(tmp_path_factory.mktemp("deaths") / "home", "--port", str(port))
     servers.callback(started.close)
     return started.wait_ready()

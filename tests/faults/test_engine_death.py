@@ -1,9 +1,7 @@
 """What a client sees when the whole server is restarted: a longer poll."""
 
 import shutil
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,19 +11,13 @@ from tinker import types
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from tests.e2e.support.client import Client, datum, prompt, random_tokens
+from tests.support.processes import free_port
 from tests.support.serve import HEAL_S, Serve
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.long
 
 TOKENS = random_tokens(30, seed=1)
-
-
-@contextmanager
-def client_of(server: Serve) -> Iterator[Client]:
-    """Closed at the end, or its heartbeats go on complaining."""
-    with tinker.ServiceClient(base_url=server.url) as service:
-        yield Client(server.url, service)
 
 
 def kill_engine(server: Serve) -> None:
@@ -58,11 +50,9 @@ def rounds(
 
 def test_a_restarted_server_goes_on_where_it_stopped(start: Callable[..., Serve]) -> None:
     """The same clients, over SIGTERM and, as after a reboot, with empty memory; and from checkpoints."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     first = start("--port", str(port)).wait_ready()
-    with client_of(first) as client:
+    with Client.of(first.url) as client:
         expected = rounds([client.new_lora()], 2)
         training = client.new_lora()
         assert rounds([training], 1) == expected[:1]

@@ -1,7 +1,6 @@
 """A home under another path, and a backup taken while clients trained, have what was acknowledged."""
 
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import tinker
 from tinker import types
 
 from tests.e2e.support.client import Client, datum, prompt, random_tokens
+from tests.support.processes import free_port
 from tests.support.serve import HEAL_S, Serve, serving
 from tests.support.waiting import wait_until
 
@@ -35,9 +35,7 @@ def scores(sampler: tinker.SamplingClient) -> list[float]:
 
 
 def test_a_moved_home_is_complete(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     before, after = tmp_path / "before", tmp_path / "elsewhere" / "after"
     with serving(before, "--port", port) as first:
         service = tinker.ServiceClient(base_url=first.url)

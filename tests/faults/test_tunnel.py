@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tinker
 
 from skyrl_tinker.store.cluster.signing_secrets import FILE
 from tests.cookbook.support.kitchen import MODEL, Kitchen
@@ -62,8 +61,7 @@ def test_without_the_tunnel_each_part_of_it_is_seen() -> None:
 def trained_and_sampled(head: Host, worker: Host) -> Captured:
     with captured(head, "eth0") as wire, server_on(head, worker) as urls:
         for url in urls:
-            with tinker.ServiceClient(base_url=url) as service:
-                client = Client(url, service, MODEL)
+            with Client.of(url, MODEL) as client:
                 for training in (client.new_lora(), client.new_full()):
                     train(training, TOKENS)
                     expected = logprobs_of(training, TOKENS)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -67,9 +68,7 @@ def test_several_trained_ones_need_not_say_their_gpus_as_they_are_planned() -> N
 
 
 def test_one_that_is_only_trained_needs_no_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(_: object) -> None:
-        raise StartupError("vLLM is not installed")
-
+    missing = Mock(side_effect=StartupError("vLLM is not installed"))
     monkeypatch.setattr(VllmProcess, "check", missing)
     preflight.check_settings(config.load(replicas=0, bases=["A:train"]))
     preflight.check_settings(config.load(replicas=0, device="cuda", trainer_dtype="float32"))

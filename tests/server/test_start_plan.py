@@ -306,11 +306,7 @@ def test_a_server_without_samplers_trains_on_all_gpus(model: Path) -> None:
 @pytest.mark.parametrize("given", [{}, {"device": "cuda", "sampler_urls": ["http://a:9"]}])
 def test_without_gpus_or_samplers_of_our_own_nothing_is_planned(given: dict[str, Any]) -> None:
     settings = config.load(**given)
-
-    def probe() -> Gpus:
-        raise AssertionError("no GPU is looked for")
-
-    placed = start_plan.place(settings, print, probe, _no_costs)
+    placed = start_plan.place(settings, print, lambda: pytest.fail("no GPU is looked for"), _no_costs)
     assert placed == settings.model_copy(update={"placement": "separate"})
 
 

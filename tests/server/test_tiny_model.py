@@ -59,8 +59,7 @@ def test_the_chat_template_is_chatml(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "value"),
-    [("hidden", 96), ("hidden", 0), ("layers", 0), ("vocab", 258), ("arch", "bert")],
+    ("argument", "value"), [("hidden", 96), ("hidden", 0), ("layers", 0), ("vocab", 258), ("arch", "bert")]
 )
 def test_impossible_shapes_are_refused_by_name(tmp_path: Path, argument: str, value: Any) -> None:
     with pytest.raises(StartupError, match=f"--{argument} .*{value}"):

@@ -62,28 +62,22 @@ NO_CLOCKS: Mapping[str, float] = MappingProxyType({})
 Life = Callable[[Store], Awaitable[None]]
 
 
-class Bell:
+class Bell(Doorbell):
     """Doorbell of a process, where `bells` hang by the processes' names. A ring is lost now and then."""
 
     def __init__(self, bells: dict[str, "Bell"], name: str, role: Role) -> None:
+        super().__init__()
         self._bells = bells
         self._role = role
-        self._rung = asyncio.Event()
         bells[name] = self
-
-    async def wait(self, timeout: float) -> bool:  # noqa: ASYNC109 (as the real one)
-        try:
-            async with asyncio.timeout(timeout):
-                await self._rung.wait()
-        except TimeoutError:
-            return False
-        self._rung.clear()
-        return True
 
     def ring(self, role: Role) -> None:
         for bell in self._bells.values():
             if bell._role == role and not fault("a ring is lost"):
                 bell._rung.set()
+
+    def close(self) -> None:
+        """Hang on."""
 
 
 class Host:
@@ -304,7 +298,7 @@ class Server:
         process = PROCESS.get()
         assert process is not None
         name = next(name for name, each in self.apis.items() if each is app)
-        bell = cast(Doorbell, Bell(self._bells, name, "api"))
+        bell = Bell(self._bells, name, "api")
         app.state.services = make_services(self._host.settings, store, Bases(self.bases), bell)
         async with app.router.lifespan_context(app):
             process.ready = True
@@ -313,7 +307,7 @@ class Server:
     async def _run_engine(self, store: Store) -> None:
         process, host = PROCESS.get(), self._host
         assert process is not None
-        bell = cast(Doorbell, Bell(self._bells, "engine", "engine"))
+        bell = Bell(self._bells, "engine", "engine")
         if fault("the directories have another path"):
             host.use(host.settings.model_copy(update=self._by_another_path))
         settings, directories = host.settings, host.directories

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -27,12 +28,7 @@ from skyrl_tinker.storage import checkpoint_storage, owner_mark
 from skyrl_tinker.storage.checkpoint_storage import UNUSED_S, CheckpointStorage
 from skyrl_tinker.storage.owner_mark import LocalPlace
 from skyrl_tinker.store.database.migrate import migrate
-from skyrl_tinker.system.off_loop import (
-    LOAD_THREADS,
-    TRANSFER_THREADS,
-    in_load_thread,
-    in_transfer_thread,
-)
+from skyrl_tinker.system.off_loop import LOAD_THREADS, TRANSFER_THREADS, in_load_thread, in_transfer_thread
 from tests.support.object_storage import BUCKET, ObjectStorage, object_storage
 from tests.support.waiting import PATIENCE_S, until
 
@@ -235,10 +231,7 @@ def test_a_mark_that_is_being_written_is_waited_for(tmp_path: Path, monkeypatch:
 def test_a_place_is_claimed_where_the_file_system_knows_no_locks(
     kind: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: Any) -> None:
-        raise OSError(kind, os.strerror(kind))
-
-    monkeypatch.setattr(fcntl, "flock", fails)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(kind, os.strerror(kind))))
     if kind == errno.EIO:
         with pytest.raises(StorageError, match="Input/output error"):
             owner_mark.claim(LocalPlace(tmp_path), "first", lambda: False)

@@ -76,8 +76,7 @@ async def test_a_name_is_free_again_once_its_key_is_revoked(store: Store) -> Non
     await store.write(lambda conn: api_keys.revoke(conn, "alice@example.com"))
     assert await live_names(store) == []
     await made(store, "alice@example.com")
-    with reading(store) as conn:
-        first, second = api_keys.list_keys(conn)
+    first, second = await store.read(api_keys.list_keys)
     assert (first.revoked_at is None, second.revoked_at is None) == (False, True)
 
 
@@ -128,8 +127,7 @@ async def test_noting_a_use_is_no_change_and_never_goes_back(store: Store) -> No
 
 
 async def secrets(store: Store) -> dict[bytes, Secret]:
-    with reading(store) as conn:
-        return api_keys.secrets_by_digest(conn)
+    return await store.read(api_keys.secrets_by_digest)
 
 
 async def test_rotation_keeps_the_owner_and_for_a_time_one_old_secret(store: Store) -> None:

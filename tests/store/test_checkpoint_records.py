@@ -28,8 +28,7 @@ async def add(store: Store, checkpoint: NewCheckpoint, *, replace: bool = False)
 
 
 async def find(store: Store, model: ModelRow, name: str = "a") -> CheckpointRow | None:
-    with reading(store) as conn:
-        return checkpoint_records.find(conn, None, model.model_id, WEIGHTS, name)
+    return await store.read(lambda conn: checkpoint_records.find(conn, None, model.model_id, WEIGHTS, name))
 
 
 async def delete(store: Store, model: ModelRow, name: str = "a") -> None:

@@ -33,8 +33,7 @@ async def upload(
 
 
 async def found(store: Store, session: SessionId, seq_id: int = 0) -> CustomLoss | None:
-    with reading(store) as conn:
-        return custom_losses.get(conn, session, f"{session}:loss:{seq_id}")
+    return await store.read(lambda conn: custom_losses.get(conn, session, f"{session}:loss:{seq_id}"))
 
 
 async def test_a_loss_comes_back_as_it_was(store: Store, session: SessionId) -> None:

@@ -190,8 +190,7 @@ async def test_a_finished_session_expires_at_once(store: Store, session: Session
 
 async def test_a_version_is_known_from_publishing_to_dropping(store: Store, model: ModelRow) -> None:
     async def get(version_id: VersionId) -> WeightVersion | None:
-        with reading(store) as conn:
-            return weight_versions.published_version(conn, version_id)
+        return await store.read(lambda conn: weight_versions.published_version(conn, version_id))
 
     version = await store.write(
         lambda conn: weight_versions.insert_version(conn, model.key, "full", durable=True)

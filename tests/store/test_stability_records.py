@@ -30,8 +30,7 @@ async def add(store: Store, accepted: Accepted, *records: SequenceRecord) -> Non
 
 
 async def found_ids(store: Store, ids: tuple[str, ...]) -> set[str]:
-    with reading(store) as conn:
-        return {name for _, name in stability_records.find(conn, ids)}
+    return await store.read(lambda conn: {name for _, name in stability_records.find(conn, ids)})
 
 
 @pytest.fixture
@@ -48,8 +47,7 @@ async def test_a_record_comes_back_bit_by_bit_under_its_session(
     accepted = await sample(store, sampler, 1)
     first, second = (record_of(name, 7, index) for index, name in enumerate(accepted.sequence_ids))
     await add(store, accepted, first, second)
-    with reading(store) as conn:
-        found = stability_records.find(conn, accepted.sequence_ids)
+    found = await store.read(lambda conn: stability_records.find(conn, accepted.sequence_ids))
     assert set(found) == {(session, name) for name in accepted.sequence_ids}
     for record in (first, second):
         again = found[session, record.sequence_id]
@@ -67,8 +65,7 @@ async def test_a_record_of_experts_comes_back_with_its_shape_and_type(
     routing = RoutingRecord(np.array([500_000, 7, 9], np.int32), experts)
     with_experts, without = (record_of(name, 7, 8, prompt_length=3) for name in accepted.sequence_ids)
     await add(store, accepted, replace(with_experts, routing=routing), without)
-    with reading(store) as conn:
-        found = stability_records.find(conn, accepted.sequence_ids)
+    found = await store.read(lambda conn: stability_records.find(conn, accepted.sequence_ids))
     again = found[session, with_experts.sequence_id].routing
     assert again is not None
     np.testing.assert_array_equal(again.prompt, routing.prompt, strict=True)

@@ -16,11 +16,7 @@ from tests.support.reads import reading
 
 
 async def run_pass(
-    store: Store,
-    model: ModelRow,
-    seq_id: int,
-    size: int,
-    kind: RequestKind = RequestKind.FORWARD_BACKWARD,
+    store: Store, model: ModelRow, seq_id: int, size: int, kind: RequestKind = RequestKind.FORWARD_BACKWARD
 ) -> None:
     submission = Submission(kind, model.model_id, seq_id, b"digest", bytes(size))
     await store.write(lambda conn: training_submission.submit_training(conn, submission, owner=None))

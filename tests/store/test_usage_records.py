@@ -23,8 +23,7 @@ async def sampled(
     store: Store, sampler: SamplingSessionId, number: int, used: Usage, hour: int = HOUR
 ) -> None:
     request = await sample(store, sampler, number)
-    with reading(store) as conn:
-        found = outcomes.find(conn, request.request_id)
+    found = await store.read(lambda conn: outcomes.find(conn, request.request_id))
     assert found is not None
     future = found.future_id
     await store.write(lambda conn: finish.succeed(conn, future, "t", b"r", used))
@@ -82,8 +81,7 @@ async def test_a_purged_result_stays_counted(store: Store, sampler: SamplingSess
 
 async def test_what_failed_is_not_counted(store: Store, sampler: SamplingSessionId, model: ModelRow) -> None:
     request = await sample(store, sampler, 0)
-    with reading(store) as conn:
-        found = outcomes.find(conn, request.request_id)
+    found = await store.read(lambda conn: outcomes.find(conn, request.request_id))
     assert found is not None
     await store.write(lambda conn: finish.fail(conn, found.future_id, Failure("no", "user")))
     assert await between(store) == []

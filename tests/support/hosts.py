@@ -78,9 +78,6 @@ class Host:
         """Take it from the network."""
         self._network.run("ip", "link", "set", self._link, "down")
 
-    def reconnect(self) -> None:
-        self._network.run("ip", "link", "set", self._link, "up")
-
     @property
     def _link(self) -> str:
         return f"host{self.number}"

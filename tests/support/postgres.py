@@ -3,7 +3,6 @@
 import os
 import pwd
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import pytest
 
 from skyrl_tinker.store.database.migrate import migrate
 from tests.support.hosts import Host
-from tests.support.processes import title
+from tests.support.processes import free_port, title
 
 PASSWORD = "secret"
 _MIGRATED = "migrated"
@@ -36,7 +35,7 @@ class Postgres:
         self._durable = durable
         self._host = host
         self._address = host.address if host else "127.0.0.1"
-        self.port = 5432 if host else _free_port()
+        self.port = 5432 if host else free_port()
         listening = f"-c port={self.port} -c listen_addresses={self._address}"
         self._options = f"{listening} -c unix_socket_directories={root}"
         self._options += "" if durable else " -c fsync=off"
@@ -165,8 +164,3 @@ def programs() -> Path | None:
         return Path(found).resolve().parent
     versions = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name))
     return versions[-1] if versions else None
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

@@ -1,6 +1,7 @@
 """The processes below one that a test started. Any of them may end while it is looked at."""
 
 import signal
+import socket
 
 import httpx
 import psutil
@@ -69,3 +70,8 @@ def client_of(server: psutil.Process) -> httpx.Client:
 def heed_ctrl_c() -> None:
     """Also where the tests run in the background of a shell, which has its children ignore it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

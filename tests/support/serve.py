@@ -111,9 +111,12 @@ class Serve:
 
 @contextmanager
 def serving(
-    home: Path, *options: str, python: str = sys.executable, within_s: float = READY_S
+    home: Path, *options: str, settings: str = "", python: str = sys.executable, within_s: float = READY_S
 ) -> Iterator[Serve]:
-    """Ready; ended in good order, unless something failed."""
+    """Ready; ended in good order, unless something failed. `settings`: a file of them, beside the home."""
+    if settings:
+        (file := home.parent / "settings.toml").write_text(settings)
+        options = (*options, "--config", str(file))
     served = Serve(home, *options, python=python)
     try:
         yield served.wait_ready(within_s)

@@ -71,6 +71,12 @@ def whole_mixture_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return _write_model(tmp_path_factory.mktemp("whole-mixture"), "gpt_oss", **shape)
 
 
+@pytest.fixture(params=["tied", "untied", "mixture"])
+def any_directory(request: pytest.FixtureRequest) -> str:
+    directory: str = request.getfixturevalue(f"{request.param}_model")
+    return directory
+
+
 @pytest.fixture(params=["tied", "untied"])
 def model_directory(request: pytest.FixtureRequest) -> str:
     directory: str = request.getfixturevalue(f"{request.param}_model")

@@ -508,11 +508,7 @@ async def test_a_trainer_that_was_restarted_meets_the_samplers_anew(
 
 @pytest.mark.long
 async def test_a_replica_killed_between_chunks_is_named_and_the_others_keep_the_old_weights(
-    trainer: TrainerGroup,
-    partner: ServerGroup,
-    both: tuple[str, str],
-    facts: BaseModelFacts,
-    other: Path,
+    trainer: TrainerGroup, partner: ServerGroup, both: tuple[str, str], facts: BaseModelFacts, other: Path
 ) -> None:
     (pid,) = partner.pids()
     everything = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]

@@ -91,12 +91,7 @@ EXAMPLES: Mapping[type[Message], Json] = {
         "base_model": "tiny",
         "lora_config": {"rank": 32, "train_mlp": True, "train_attn": True, "train_unembed": True},
     },
-    CreateViaLoadRequest: {
-        "session_id": _SESSION,
-        "model_seq_id": 0,
-        "path": _WEIGHTS,
-        "optimizer": True,
-    },
+    CreateViaLoadRequest: {"session_id": _SESSION, "model_seq_id": 0, "path": _WEIGHTS, "optimizer": True},
     LoadWeightsRequest: {**_LANE, "path": _WEIGHTS, "optimizer": True},
     UnloadModelRequest: {"model_id": _MODEL},
     GetInfoRequest: {"model_id": _MODEL},
@@ -145,11 +140,7 @@ EXAMPLES: Mapping[type[Message], Json] = {
     },
     RetrieveFutureRequest: {"request_id": _REQUEST},
     RetrieveFuturesRequest: {
-        "target": {
-            "type": "sampling_session",
-            "sampling_session_id": _SAMPLER,
-            "cloned_sampler_id": 0,
-        },
+        "target": {"type": "sampling_session", "sampling_session_id": _SAMPLER, "cloned_sampler_id": 0},
         "prev_cursor": 0,
         "timeout": 0.0,
     },

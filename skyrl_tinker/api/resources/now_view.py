@@ -11,13 +11,7 @@ from skyrl_tinker.api.waiting.server_snapshot import ServerSnapshot
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.domain.units import counted, duration
 from skyrl_tinker.domain.values import BaseModelFacts
-from skyrl_tinker.protocol.queue_views import (
-    ASLEEP,
-    Incident,
-    QueuesView,
-    SamplingView,
-    TrainingView,
-)
+from skyrl_tinker.protocol.queue_views import ASLEEP, Incident, QueuesView, SamplingView, TrainingView
 from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.now import (
     GpuNow,

@@ -132,10 +132,7 @@ def _slice(
     common: Mapping[str, Any], began_at: float, ended_at: float, args: Mapping[str, Any]
 ) -> list[Event]:
     begin, end = microseconds(began_at), microseconds(ended_at)
-    return [
-        {**common, "ph": "b", "ts": begin, "args": args},
-        {**common, "ph": "e", "ts": max(begin, end)},
-    ]
+    return [{**common, "ph": "b", "ts": begin, "args": args}, {**common, "ph": "e", "ts": max(begin, end)}]
 
 
 def _counters(requests: Iterable[TracedRequest]) -> Iterator[Event]:

@@ -1,37 +1,51 @@
-"""Tokens of datums and sampled sequences, with their values, and with their prompts."""
-
-from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from skyrl_tinker.errors import NotFoundError
-
-if TYPE_CHECKING:  # few requests need its import, which takes time at each start
-    from tokenizers import Tokenizer
+"""Tokens of finished passes and samples, with their values and prompts, and the texts of each in a list."""
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+from sqlalchemy import Connection
 
+from skyrl_tinker.api.pass_heads import PassHeads
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import Datum, Float32, Number
-from skyrl_tinker.errors import GoneError, UserError
+from skyrl_tinker.errors import GoneError, NotFoundError, UserError
 from skyrl_tinker.protocol.protobuf import pass_requests, pass_results, sample_results
-from skyrl_tinker.protocol.schemas.console import ItemsResponse, ItemSummary, TokensResponse
+from skyrl_tinker.protocol.schemas.console import ItemsResponse, ItemSummary, ReadableSummary, TokensResponse
 from skyrl_tinker.protocol.schemas.runs import Paging
 from skyrl_tinker.protocol.stored_requests import sample_from_body
 from skyrl_tinker.store.console.readable_requests import StoredTokens
+from skyrl_tinker.store.database.rows import AnyRow
+
+if TYPE_CHECKING:  # few requests need its import, which takes time at each start
+    from tokenizers import Tokenizer
 
 Values = Sequence[float | None]
 _SHOWN = 40
 """Tokens of a summary's texts."""
 FILE = "tokenizer.json"
+
+
+def request_summary(conn: Connection, row: AnyRow, bases: Bases, heads: PassHeads) -> ReadableSummary:
+    """Return a request as one of a list. Tokens without text, as their base model is gone, are null."""
+    told: dict[str, object] = dict.fromkeys(("prompt_id", "prompt", "loss_fn", "datums", "begins"))
+    if row.readable and row.kind is not RequestKind.SAMPLE:
+        told["loss_fn"], told["datums"], tokens = heads.of(conn, row)
+        with suppress(NotFoundError, UserError):
+            told["begins"] = "".join(split_tokens(tokens, directory_of(row.base_model, bases)))
+    if row.prompt is not None:
+        tokens = sample_from_body(row.prompt).prompt
+        with suppress(NotFoundError, UserError):
+            told["prompt_id"], told["prompt"] = prompt_of(tokens, directory_of(row.base_model, bases))
+    return ReadableSummary(**{**row._mapping, **told})
 
 
 def tokens_of(stored: StoredTokens, item: int, bases: Bases) -> TokensResponse:

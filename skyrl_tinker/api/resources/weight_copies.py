@@ -81,16 +81,12 @@ async def _add(services: Services, owner: OwnerId | None, root: Path, new: NewCo
     Where nobody knows whether the rows were added, the files stay: an engine removes them if they were not.
     """
     kept = False
-
-    def op(conn: Connection) -> bool:
-        return checkpoint_copies.add(conn, owner, new)
-
     try:
         await in_load_thread(services.storage.fetch, Path(new.source.directory))
         await in_load_thread(_copy_files, new.source, root)
         await in_load_thread(services.storage.store, Path(new.directory))
         kept = True  # a write that is cancelled, or that breaks off, may be committed all the same
-        kept = await services.store.write(op)
+        kept = await services.store.write(lambda conn: checkpoint_copies.add(conn, owner, new))
     except SkyrlTinkerError as error:
         kept = kept and error.category != "user"
         raise

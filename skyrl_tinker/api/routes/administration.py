@@ -1,5 +1,7 @@
 """Keys of all owners, and base models on demand, for administrators. Each change is in the audit log."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
@@ -9,6 +11,7 @@ from skyrl_tinker.api.openapi.documents import takes
 from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.requests.responses import json_from_rows
 from skyrl_tinker.api.resources.key_administration import overview, require_admin, require_other
+from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.api.services import CallerDep, Deps, Services
 from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError
 from skyrl_tinker.config import Settings
@@ -63,15 +66,8 @@ async def list_keys(deps: Deps, caller: CallerDep) -> Response:
 async def create_key(request: Request, deps: Deps, caller: CallerDep) -> JSONResponse:
     require_admin(caller)
     new = await read_model(request, CreateKeyRequest)
-    expires_at = _from_now(deps, new.expires_in_s)
-    return _secret(
-        await _change(
-            deps,
-            lambda conn: api_keys.create(
-                conn, new.name, expires_at=expires_at, admin=new.admin, by=caller.name
-            ),
-        )
-    )
+    make = partial(api_keys.create, name=new.name, admin=new.admin)
+    return await _new_secret(deps, caller, new.expires_in_s, make)
 
 
 @router.post(
@@ -83,15 +79,8 @@ async def rotate_key(key: KeyId, request: Request, deps: Deps, caller: CallerDep
     require_admin(caller)
     require_other(caller, key)
     new = await read_model(request, RotateKeyRequest)
-    expires_at = _from_now(deps, new.expires_in_s)
-    return _secret(
-        await _change(
-            deps,
-            lambda conn: api_keys.rotate(
-                conn, str(key), new.overlap_s, expires_at=expires_at, by=caller.name
-            ),
-        )
-    )
+    make = partial(api_keys.rotate, id_or_name=str(key), overlap_s=new.overlap_s)
+    return await _new_secret(deps, caller, new.expires_in_s, make)
 
 
 @router.put("/keys/{key}/limits", **takes("Change the limits of a key", LimitKeyRequest))
@@ -147,10 +136,6 @@ async def change_base(request: Request, deps: Deps, caller: CallerDep) -> JSONRe
     return JSONResponse(ChangeBaseResponse(base_model=name, detail=told.decode()).model_dump())
 
 
-def _from_now(deps: Services, seconds: float | None) -> float | None:
-    return None if seconds is None else deps.store.now() + seconds
-
-
 async def _change(deps: Services, op: Op[T]) -> T:
     """Commit a change, which holds in this process at once and in others within a second."""
     value = await deps.store.write(op)
@@ -158,5 +143,9 @@ async def _change(deps: Services, op: Op[T]) -> T:
     return value
 
 
-def _secret(key: str) -> JSONResponse:
+async def _new_secret(
+    deps: Services, caller: Caller, expires_in_s: float | None, make: Callable[..., str]
+) -> JSONResponse:
+    expires_at = None if expires_in_s is None else deps.store.now() + expires_in_s
+    key = await _change(deps, partial(make, expires_at=expires_at, by=caller.name))
     return JSONResponse(NewSecretResponse(key=key).model_dump(), headers={"Cache-Control": "no-store"})

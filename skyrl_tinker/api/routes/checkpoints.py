@@ -1,7 +1,8 @@
 """Checkpoints: lists, publication, time to live, deletion, copies."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request
@@ -14,8 +15,8 @@ from skyrl_tinker.api.requests.request_body import read_as, read_model
 from skyrl_tinker.api.requests.responses import json_by_parts
 from skyrl_tinker.api.resources import weight_copies
 from skyrl_tinker.api.resources.run_views import checkpoint
-from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached
-from skyrl_tinker.domain.ids import CheckpointKind, ModelId, OwnerId, RequestKind
+from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached, Services
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, Reach, RequestKind
 from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.runs import (
     CheckpointsResponse,
@@ -28,6 +29,7 @@ from skyrl_tinker.protocol.schemas.runs import (
 from skyrl_tinker.protocol.stored_requests import payload_digest
 from skyrl_tinker.protocol.validation.steps import validate_ttl
 from skyrl_tinker.store import audit_log, checkpoint_records
+from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.reports import training_runs
 
 _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})", re.ASCII)
@@ -83,54 +85,46 @@ def _kinds(request: Request) -> list[CheckpointKind]:
 @router.post(_OF_RUN + "/{kind}/{name}/publish", summary="Let every owner load and sample a checkpoint")
 async def publish(run: str, kind: str, name: str, deps: Deps, owner: Owner) -> dict[str, str]:
     """Idempotent: a 409 would make the SDK repeat the request for minutes."""
-    await _set_public(deps, owner, run, f"{kind}/{name}", True)
-    return {}
+    return await _change(deps, owner, run, f"{kind}/{name}", partial(checkpoint_records.publish, public=True))
 
 
 @router.delete(_OF_RUN + "/{kind}/{name}/publish", summary="Make a checkpoint private again")
 async def unpublish(run: str, kind: str, name: str, deps: Deps, owner: Owner) -> dict[str, str]:
     """Idempotent. Sampling sessions that use the checkpoint go on."""
-    await _set_public(deps, owner, run, f"{kind}/{name}", False)
-    return {}
+    return await _change(
+        deps, owner, run, f"{kind}/{name}", partial(checkpoint_records.publish, public=False)
+    )
 
 
 @router.put(
-    _OF_RUN + "/{kind}/{name}/ttl",
-    **takes("Set when a checkpoint expires, counted from now", SetTtlRequest),
+    _OF_RUN + "/{kind}/{name}/ttl", **takes("Set when a checkpoint expires, counted from now", SetTtlRequest)
 )
 async def set_ttl(
     run: str, kind: str, name: str, request: Request, deps: Deps, owner: Owner
 ) -> dict[str, str]:
     ttl_seconds = validate_ttl((await read_model(request, SetTtlRequest)).ttl_seconds)
-
-    def change(conn: Connection) -> None:
-        row = find_own_checkpoint(conn, owner, run, f"{kind}/{name}")
-        checkpoint_records.set_ttl(conn, row, ttl_seconds)
-
-    await deps.store.write(change)
-    return {}
+    change = partial(checkpoint_records.set_ttl, ttl_seconds=ttl_seconds)
+    return await _change(deps, owner, run, f"{kind}/{name}", change)
 
 
 @router.delete(_OF_RUN + "/{checkpoint_id:path}", summary="Delete a checkpoint")
 async def delete_checkpoint(
     run: str, checkpoint_id: str, deps: Deps, reach: Reached, owner: Owner
 ) -> dict[str, str]:
-    def delete(conn: Connection) -> None:
-        row = find_own_checkpoint(conn, reach, run, checkpoint_id)
+    def delete(conn: Connection, row: CheckpointRow) -> None:
         checkpoint_records.delete(conn, row)
         audit_log.record_admin(conn, reach, owner, "delete", tinker_path=row.path)
 
-    await deps.store.write(delete)
+    await _change(deps, reach, run, checkpoint_id, delete)
     deps.bell.ring("engine")  # which removes the directory
     return {}
 
 
-async def _set_public(deps: Deps, owner: OwnerId | None, run: str, checkpoint_id: str, public: bool) -> None:
-    def change(conn: Connection) -> None:
-        row = find_own_checkpoint(conn, owner, run, checkpoint_id)
-        checkpoint_records.publish(conn, row, public)
-
-    await deps.store.write(change)
+async def _change(
+    deps: Services, reach: Reach, run: str, checkpoint_id: str, change: Callable[..., None]
+) -> dict[str, str]:
+    await deps.store.write(lambda conn: change(conn, find_own_checkpoint(conn, reach, run, checkpoint_id)))
+    return {}
 
 
 @router.post(

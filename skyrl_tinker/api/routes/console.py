@@ -12,10 +12,9 @@ from skyrl_tinker.api.requests.request_body import read_model
 from skyrl_tinker.api.requests.responses import json_by_parts, json_from_rows
 from skyrl_tinker.api.resources import step_curve
 from skyrl_tinker.api.resources.now_view import NowView, sees_all
-from skyrl_tinker.api.resources.request_list import request_summary
 from skyrl_tinker.api.resources.run_views import listed_summary, run_summary
 from skyrl_tinker.api.resources.server_trace import trace_of
-from skyrl_tinker.api.resources.token_view import items_of, tokens_of
+from skyrl_tinker.api.resources.token_view import items_of, request_summary, tokens_of
 from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached
 from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError
 from skyrl_tinker.domain.ids import ModelId, ModelKey, OwnerId, Reach
@@ -133,28 +132,24 @@ async def report_metrics(run: str, request: Request, deps: Deps, owner: Owner) -
     """Accept them at any time, also of a run that is not in training. The dashboard draws each name."""
     await deps.room.require()
     report = await read_model(request, ReportRequest)
-
-    def write(conn: Connection) -> None:
-        run_reports.add(conn, _model(conn, owner, run), report.step, report.values)
-
-    await deps.store.write(write)
+    await deps.store.write(
+        lambda conn: run_reports.add(conn, _model(conn, owner, run), report.step, report.values)
+    )
     return {}
 
 
 @router.get(
-    "/runs/{run}/metrics",
-    summary="Numbers that the script of a run reported",
-    response_model=ReportsResponse,
+    "/runs/{run}/metrics", summary="Numbers that the script of a run reported", response_model=ReportsResponse
 )
 async def reported_metrics(
     run: str, query: Annotated[ReportsQuery, Query()], deps: Deps, reach: Reached
 ) -> Response:
     """Go on from `next` to get new ones only."""
-
-    def read(conn: Connection) -> ReportsResponse:
-        return run_reports.reports_after(conn, _model(conn, reach, run), query.after, query.limit)
-
-    return await json_from_rows(deps.store, reach, read)
+    return await json_from_rows(
+        deps.store,
+        reach,
+        lambda conn: run_reports.reports_after(conn, _model(conn, reach, run), query.after, query.limit),
+    )
 
 
 @router.get(
@@ -205,11 +200,9 @@ async def tokens(
     request_id: str, query: Annotated[TokensQuery, Query()], deps: Deps, owner: Owner
 ) -> Response:
     """Decode data that is stored anyway, of the caller's own requests."""
-
-    def read(conn: Connection) -> TokensResponse:
-        return tokens_of(_stored(conn, owner, request_id), query.item, deps.bases)
-
-    return await json_from_rows(deps.store, owner, read)
+    return await json_from_rows(
+        deps.store, owner, lambda conn: tokens_of(_stored(conn, owner, request_id), query.item, deps.bases)
+    )
 
 
 @router.get(
@@ -219,11 +212,9 @@ async def tokens(
 )
 async def items(request_id: str, query: Annotated[Paging, Query()], deps: Deps, owner: Owner) -> Response:
     """Show the caller's own, in their order; those with equal `prompt_id` are a group."""
-
-    def read(conn: Connection) -> ItemsResponse:
-        return items_of(_stored(conn, owner, request_id), query, deps.bases)
-
-    return await json_from_rows(deps.store, owner, read)
+    return await json_from_rows(
+        deps.store, owner, lambda conn: items_of(_stored(conn, owner, request_id), query, deps.bases)
+    )
 
 
 def _stored(conn: Connection, owner: OwnerId | None, request_id: str) -> StoredTokens:

@@ -142,9 +142,7 @@ def _completed(completion: Completion) -> CompletedFuture:
     if completion.status is FutureStatus.FAILED:
         return CompletedFuture(state="failed", request_id=completion.request_id)
     return CompletedFuture(
-        state="finished",
-        request_id=completion.request_id,
-        response_payload_uncompressed_size=completion.size,
+        state="finished", request_id=completion.request_id, response_payload_uncompressed_size=completion.size
     )
 
 

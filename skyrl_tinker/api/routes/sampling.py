@@ -52,12 +52,7 @@ async def create_sampling_session(
         facts, version_id = _target(conn, owner, message, deps.bases)
         deps.bases.require_sampleable(facts)
         return sampling_sessions.create(
-            conn,
-            session_id,
-            number,
-            base_model=facts.name,
-            model_path=path,
-            version_id=version_id,
+            conn, session_id, number, base_model=facts.name, model_path=path, version_id=version_id
         )
 
     return CreateSamplingSessionResponse(sampling_session_id=await deps.store.write(create))

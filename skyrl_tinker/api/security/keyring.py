@@ -32,10 +32,7 @@ _MOST_TOKENS = 10_000
 _EXPECTED = "expected a live API key of this server, made by `skyrl-tinker keys create`"
 _UNKNOWN = "unknown or revoked"
 _NOBODYS = "unknown keys or invalid JWTs"
-_ENDED: Mapping[End, str] = {
-    "expired": "expired at",
-    "replaced": "was rotated away, and ended at",
-}
+_ENDED: Mapping[End, str] = {"expired": "expired at", "replaced": "was rotated away, and ended at"}
 
 
 MOST_ADDRESSES = 32

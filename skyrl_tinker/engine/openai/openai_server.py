@@ -33,13 +33,7 @@ from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.priorities import share_of
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics, OutcomeLabel
-from skyrl_tinker.errors import (
-    NotFoundError,
-    RequestGivenUpError,
-    SamplerError,
-    SkyrlTinkerError,
-    UserError,
-)
+from skyrl_tinker.errors import NotFoundError, RequestGivenUpError, SamplerError, SkyrlTinkerError, UserError
 from skyrl_tinker.inference.client.sampling_port import AnswerReader
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.protocol.schemas.chats import ChatCompletionRequest

@@ -1,6 +1,6 @@
 """Standing warning of models whose samplers drift from their trainer: one, while there are such models."""
 
-from sqlalchemy import Connection
+from functools import partial
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.engine.outbox import persistently
@@ -37,7 +37,5 @@ class WarningBoard:
             await self._put(first)
 
     async def _put(self, warning: str | None) -> None:
-        def op(conn: Connection) -> None:
-            server_state.put(conn, server_state.WARNING, warning)
-
-        await persistently(lambda: self._store.write(op))
+        put = partial(server_state.put, key=server_state.WARNING, value=warning)
+        await persistently(lambda: self._store.write(put))

@@ -23,9 +23,8 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.config import Recovery
 from skyrl_tinker.domain.ids import Effect, ModelKey, ModelState, RequestKind
 from skyrl_tinker.engine.outbox import persistently, read_persistently
-from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.scheduling.row_work import model_of
-from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
+from skyrl_tinker.engine.unit_commits import PendingWrites, UnitCommits, UnitEnd
 from skyrl_tinker.errors import SkyrlTinkerError, TrainerError
 from skyrl_tinker.storage.storage_port import LOCAL_DISK, Storage
 from skyrl_tinker.store import model_records
@@ -207,15 +206,14 @@ class SnapshotKeeper:
         self._looked = now
         if self.replay_seconds > self._recovery.replay_s / 2 and self._room_s > 0:
             spent_s = self.spent_s
-            await self._take_largest()
+            await self.take_largest()
             self._room_s -= self.spent_s - spent_s
 
-    async def take_idle(self) -> None:
-        """Take a snapshot while the trainer is idle. Raises TrainerError: the ranks are broken."""
-        await self._take_largest()
+    async def take_largest(self) -> None:
+        """Take snapshots of the models with the longest replay, unless one is being written.
 
-    async def _take_largest(self) -> None:
-        """Take snapshots of the models with the longest replay, unless one is being written."""
+        Raises TrainerError: the ranks are broken.
+        """
         if not self.would_help:
             return
         ready = self._ready()
@@ -242,13 +240,8 @@ class SnapshotKeeper:
             since = _Unkept(clean_at=ready[model].clean_at)
             if model in self._progress:
                 self._begin(model, since)
-            self._pending.begin(id(state))
-            task = asyncio.create_task(self._write(model, state, ready[model], since))
-            task.add_done_callback(partial(self._end_write, id(state)))
-            self._writing[model] = task
-
-    def _end_write(self, state: int, _: asyncio.Task[None]) -> None:
-        self._pending.end(state)
+            task = self._writing[model] = asyncio.create_task(self._write(model, state, ready[model], since))
+            self._pending.follow(id(state), task)
 
     async def _write(
         self, model: ModelKey, captured: CapturedState, covered: _Unkept, since: _Unkept
@@ -387,7 +380,7 @@ class SnapshotKeeper:
             _log.warning("older snapshots of model %s may stay until the next one: %s", model, error)
             return
         for path in sorted(found):
-            if _seq_id_of(path) < row.seq_id:  # newer ones may be on their way to being recorded
+            if int(path.name.partition(".")[0]) < row.seq_id:  # newer ones may yet be recorded
                 await self._remove(path)
 
     async def _directories(self, below: Path) -> set[Path]:
@@ -433,10 +426,6 @@ def _name(directory: Path) -> tuple[str, ...]:
 
 def _of_models(root: Path) -> list[Path]:
     return [path for path in root.glob("[0-9]*") if path.name.isdecimal()]  # other directories are not ours
-
-
-def _seq_id_of(directory: Path) -> int:
-    return int(directory.name.partition(".")[0])
 
 
 def _require_written(conn: Connection, model: ModelKey, until: int) -> None:

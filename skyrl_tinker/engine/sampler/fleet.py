@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -217,7 +218,7 @@ class Fleet:
             await self._end(loss)
             self._leaving.discard(loss.url)
             self._note_change()
-            await self._replace(index, equip)
+            await _insist(f"sampler {index} could not be replaced", partial(self._replace, index, equip))
             await report()
 
     async def _wait_lost(self, index: int) -> Loss:
@@ -235,12 +236,10 @@ class Fleet:
                 watch.cancel()
 
     async def _wait_stuck(self, index: int) -> Loss:
-        def excused() -> bool:
-            return self._long_calls > 0 or self.placement.asleep
-
         client = self.client
         watched = self._members[index], client.dialect.core_path, client.control.http
-        return await CoreWatch(*watched, self.step_s, excused).wait_stuck(index)
+        watch = CoreWatch(*watched, self.step_s, lambda: self._long_calls > 0 or self.placement.asleep)
+        return await watch.wait_stuck(index)
 
     def _remove(self, index: int) -> None:
         if index in self._members:
@@ -264,17 +263,9 @@ class Fleet:
                     attempt.reschedule(now)
 
     async def _replace(self, index: int, equip: Equip) -> None:
-        while True:
-            try:
-                async with self.placement.awake():  # it needs memory that the trainer has in its phases
-                    url = await self._servers.replace(index)
-                    await self._admit(index, url, equip)
-                break
-            except SamplerError as error:
-                _log.error(
-                    "sampler %d could not be replaced, trying again in %.0f s: %s", index, RETRY_S, error
-                )
-                await asyncio.sleep(RETRY_S)
+        async with self.placement.awake():  # it needs memory that the trainer has in its phases
+            url = await self._servers.replace(index)
+            await self._admit(index, url, equip)
         _log.info("sampler %d serves again at %s", index, url)
 
     async def _admit(self, index: int, url: str, equip: Equip) -> None:
@@ -339,18 +330,9 @@ class Fleet:
             self._losses += 1
             self._proxy_url = None  # one member serves all requests meanwhile
             self._retarget()
-            await self._restart_router(router)
+            await _insist("the router could not be started again", router.start)
             self._proxy_url = router.url
             self._retarget()
-
-    async def _restart_router(self, router: Router) -> None:
-        while True:
-            try:
-                await router.start()
-                return
-            except SamplerError as error:
-                _log.error("trying again in %.0f s: %s", RETRY_S, error)
-                await asyncio.sleep(RETRY_S)
 
     # Requests that wait
 
@@ -391,6 +373,16 @@ def _address(url: str) -> str:
     """Return a URL without its path."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}"
+
+
+async def _insist(failure: str, work: Callable[[], Awaitable[None]]) -> None:
+    """Do work until it succeeds."""
+    while True:
+        try:
+            return await work()
+        except SamplerError as error:
+            _log.error("%s, trying again in %.0f s: %s", failure, RETRY_S, error)
+            await asyncio.sleep(RETRY_S)
 
 
 def _view(url: str, ways: tuple[Way, Way]) -> ReplicaView:

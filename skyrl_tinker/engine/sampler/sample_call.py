@@ -100,12 +100,7 @@ class SampleCall:
             await asyncio.sleep(ABORT_PAUSE_S)
 
     async def _resume(
-        self,
-        request: SampleRequest,
-        priority: int,
-        index: int,
-        sequence: GeneratedSequence,
-        switched: bool,
+        self, request: SampleRequest, priority: int, index: int, sequence: GeneratedSequence, switched: bool
     ) -> GeneratedSequence:
         known = 0
         while sequence.finish == "abort":

@@ -14,12 +14,7 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.manifest import FILE_NAME, Manifest, entry_of, read_manifest, write_manifest
-from skyrl_tinker.domain.peft_config import (
-    ADAPTER_CONFIG_FILE,
-    MERGING_FILE,
-    MERGING_NOTE,
-    merges_wrongly,
-)
+from skyrl_tinker.domain.peft_config import ADAPTER_CONFIG_FILE, MERGING_FILE, MERGING_NOTE, merges_wrongly
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow

@@ -222,7 +222,7 @@ class Publisher(SaveFlow[SamplerSave]):
     async def _need_ranks_no_more(self, save: SamplerSave) -> None:
         if self._borrower(save) is None:
             await self._free(save)
-        self._note_here(save)
+        self._pending.note_here(save.row.id)
 
     async def _free(self, save: SamplerSave) -> None:
         if self._lent.pop(save.row.id, None) is not None and self._samplers is not None:
@@ -271,13 +271,13 @@ async def _announce(samplers: Samplers, save: SamplerSave) -> None:
 def _requests(conn: Connection, rows: Sequence[QueuedRow]) -> list[SamplerSaveRequest]:
     """Read the requests, without those that expired before their turn."""
     bodies = queue.read_bodies(conn, [row.id for row in rows])
-    return [_request(conn, row, bodies[row.id]) for row in rows if row.id in bodies]
-
-
-def _request(conn: Connection, row: QueuedRow, body: bytes) -> SamplerSaveRequest:
-    model = model_records.by_key(conn, model_of(row))
-    assert model is not None, "futures refer to models"
-    return SamplerSaveRequest(row, model, SaveSamplerBody.from_bytes(body))
+    return [
+        SamplerSaveRequest(
+            row, model_records.by_key(conn, model_of(row)), SaveSamplerBody.from_bytes(bodies[row.id])
+        )
+        for row in rows
+        if row.id in bodies
+    ]
 
 
 def _insert_versions(conn: Connection, saves: Sequence[SamplerSaveRequest]) -> list[VersionId]:

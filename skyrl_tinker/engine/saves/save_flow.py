@@ -32,8 +32,7 @@ from skyrl_tinker.engine.outbox import (
     read_persistently,
     when_possible,
 )
-from skyrl_tinker.engine.saves.pending_writes import PendingWrites
-from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
+from skyrl_tinker.engine.unit_commits import PendingWrites, UnitCommits, UnitEnd
 from skyrl_tinker.errors import DiskFullError, TrainerError, UserError
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
 from skyrl_tinker.storage.storage_port import Storage
@@ -121,7 +120,7 @@ class SaveFlow(ABC, Generic[S]):
     async def _answer(self, save: S) -> bool:
         try:
             size = await self._write_with_room(save)
-            self._note_here(save)
+            self._pending.note_here(save.row.id)
             if save.path is not None:
                 await when_possible(partial(in_transfer_thread, self._storage.store, save.directory))
             await self._commit(save, size)
@@ -185,10 +184,6 @@ class SaveFlow(ABC, Generic[S]):
             return await self._write(save)
         with storage_errors("the weights could not be made durable"):  # the files are renamed already
             return await in_disk_thread(make_durable, save.directory)
-
-    def _note_here(self, save: S) -> None:
-        """Let a recovery of the ranks begin: this save has its files on this host."""
-        self._pending.note_here(save.row.id)
 
     async def _free(self, save: S) -> None:
         """Free the capture in the ranks' memory."""

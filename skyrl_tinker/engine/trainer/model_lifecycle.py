@@ -69,7 +69,7 @@ class ModelLifecycle:
         return {model: next_seq for model, (next_seq, _) in states.items()}
 
     async def row(self, model: ModelKey) -> ModelRow:
-        return await read_persistently(self._store, lambda conn: _row(conn, model))
+        return await read_persistently(self._store, lambda conn: model_records.by_key(conn, model))
 
     async def closed(self, models: Collection[ModelKey]) -> dict[ModelKey, Failure]:
         """Return the failures of the models that have ended; open lanes for those new to this engine."""
@@ -157,7 +157,7 @@ class ModelLifecycle:
         await self._trainer.release(model)
         self._snapshots.pause(model)
         reason = await read_persistently(
-            self._store, lambda conn: parking.why_parked(conn, _row(conn, model), cause)
+            self._store, lambda conn: parking.why_parked(conn, model_records.by_key(conn, model), cause)
         )
         failure = Failure(reason, "server")
         self._close(model, failure)
@@ -206,13 +206,7 @@ def _resumed(conn: Connection, names: Collection[str]) -> dict[ModelKey, tuple[i
 
 
 def _rows(conn: Connection, models: Sequence[ModelKey]) -> list[ModelRow]:
-    return [_row(conn, model) for model in models]
-
-
-def _row(conn: Connection, model: ModelKey) -> ModelRow:
-    row = model_records.by_key(conn, model)
-    assert row is not None, "futures refer to models"
-    return row
+    return [model_records.by_key(conn, model) for model in models]
 
 
 def _failure_of(model: ModelRow) -> Failure:

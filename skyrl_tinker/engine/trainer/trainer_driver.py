@@ -204,7 +204,7 @@ class TrainerDriver:
             return woke
         kept, self._taken = self._snapshots.taken > self._taken, self._snapshots.taken
         async with self._placement.training():
-            await self._keep(self._snapshots.take_idle)
+            await self._keep(self._snapshots.take_largest)
         return kept
 
     async def _tell_awake(self, report: Report) -> None:

@@ -13,7 +13,6 @@ from skyrl_tinker.domain.ids import SAVES, Effect, FutureStatus, ModelKey, Reque
 from skyrl_tinker.domain.values import Failure, PassOutput
 from skyrl_tinker.engine.outbox import AWAY_S, FutureOutcome, read_persistently
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
-from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave
 from skyrl_tinker.engine.scheduling.lanes import Lanes
 from skyrl_tinker.engine.scheduling.planner import Barriers, Pass, Unit
@@ -24,7 +23,7 @@ from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
 from skyrl_tinker.engine.trainer.optim_steps import OptimSteps
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator, ReadyPass, encode
 from skyrl_tinker.engine.trainer.step_curves import EndedWindows, StepCurves
-from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
+from skyrl_tinker.engine.unit_commits import PendingWrites, UnitCommits, UnitEnd
 from skyrl_tinker.errors import StorageAwayError, TrainerError
 from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.store.futures.queue import QueuedRow, window_failure
@@ -309,9 +308,8 @@ class UnitExecution:
         self._lanes.invalidate_window(model_of(row), why)
 
     def _start_write(self, row: QueuedRow, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        self._pending.begin(row.id)
         task = self._background.create_task(work)
-        task.add_done_callback(lambda _: self._pending.end(row.id))
+        self._pending.follow(row.id, task)
         return task
 
     async def _finish_write(self, model: ModelKey, write: Work) -> None:

@@ -80,9 +80,7 @@ class Purge:
             pass
 
     async def _each(
-        self,
-        sessions: Callable[[Connection], list[SessionId]],
-        take: Callable[..., bool],
+        self, sessions: Callable[[Connection], list[SessionId]], take: Callable[..., bool]
     ) -> None:
         for session in await self._store.fetch(sessions):
             await self._all(partial(take, session=session))

@@ -31,8 +31,7 @@ class VllmControl(FanOut):
         params = {"mode": mode, "clear_cache": "true"} if clear_cache else {"mode": mode, "level": "0"}
         route = "/pause" if clear_cache else "/sleep"  # the same, without 20 ms for answers in progress
         await self._all_or_none(
-            lambda url: self._call(url, "POST", route, params=params, long=mode == "wait"),
-            undo=self._resume,
+            lambda url: self._call(url, "POST", route, params=params, long=mode == "wait"), undo=self._resume
         )
 
     async def resume(self) -> None:

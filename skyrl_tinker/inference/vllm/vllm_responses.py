@@ -172,8 +172,7 @@ def _prompt_scores(matrix: str | npt.NDArray[Any], request: SampleRequest) -> Pr
     whole = np.zeros((len(table), width), np.float32)
     whole[len(table) - len(scores) :] = scores[:, :width]
     return PromptScores(
-        target_scores(request, whole),
-        _alt_tokens(scores[:, width:], draws) if draws else None,
+        target_scores(request, whole), _alt_tokens(scores[:, width:], draws) if draws else None
     )
 
 

@@ -20,13 +20,7 @@ from pydantic import (
 
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
 from skyrl_tinker.protocol.schemas.base import MOST_PROBLEMS, Items, Message, StrictInt, describe
-from skyrl_tinker.protocol.schemas.sampling import (
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-    check_stops,
-)
+from skyrl_tinker.protocol.schemas.sampling import Seed, Temperature, TopK, TopP, check_stops
 
 MAX_CHOICES = 128
 MAX_TEXTS = 1024

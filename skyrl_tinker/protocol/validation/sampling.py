@@ -88,10 +88,7 @@ def check_abilities(request: SampleRequest, sampler: SamplerAbilities, context: 
     if refusal := sampler.refusal(params.temperature, params.stop or ()):
         raise UserError(f"sampling_params.{refusal}")
     _check_target_scores(request, sampler, context)
-    asked = {
-        "seed": params.seed is not None,
-        "prompt_alt_tokens_k": request.prompt_alt_tokens_k > 0,
-    }
+    asked = {"seed": params.seed is not None, "prompt_alt_tokens_k": request.prompt_alt_tokens_k > 0}
     sampler.require(name for name, given in asked.items() if given)
 
 

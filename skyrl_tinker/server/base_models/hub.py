@@ -46,12 +46,7 @@ def _size_to_fetch(name: str, wanted: dict[str, Any]) -> int | None:
 
 def _fetch(name: str, report: Callable[[int], None] = lambda done: None, **wanted: Any) -> Any:
     from huggingface_hub import snapshot_download  # only a hub name needs it
-    from huggingface_hub.errors import (
-        DryRunError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-    )
+    from huggingface_hub.errors import DryRunError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return snapshot_download(

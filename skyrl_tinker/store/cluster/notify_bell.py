@@ -33,11 +33,11 @@ class NotifyBell(Doorbell):
 
     def __init__(self, url: str, role: Role) -> None:
         """Listen soon. Raises StartupError without psycopg."""
+        super().__init__()
         self._database = PostgresDatabase(make_url(url))
         self._role = role
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._rung = asyncio.Event()
         self._to_ring: set[Role] = set()
         self._closed = threading.Event()
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -47,13 +47,7 @@ class NotifyBell(Doorbell):
     async def wait(self, timeout: float) -> bool:  # noqa: ASYNC109
         with self._lock:
             self._loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(timeout):
-                await self._rung.wait()
-        except TimeoutError:
-            return False
-        self._rung.clear()
-        return True
+        return await super().wait(timeout)
 
     def ring(self, role: Role) -> None:
         with self._lock:

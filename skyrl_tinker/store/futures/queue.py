@@ -53,9 +53,7 @@ class QueuedRow:
 _WAITING = or_(
     Future.status == literal_column("'pending'"),
     and_(
-        Future.status == literal_column("'failed'"),
-        Future.model_key.is_not(None),
-        Future.seq_id.is_not(None),
+        Future.status == literal_column("'failed'"), Future.model_key.is_not(None), Future.seq_id.is_not(None)
     ),
 )
 # Training requests may wait for hours, and the read of a unit's bodies also finds those that ended meanwhile.

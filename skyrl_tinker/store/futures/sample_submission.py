@@ -4,13 +4,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, and_, bindparam, literal, select
 
-from skyrl_tinker.domain.ids import (
-    FutureStatus,
-    OwnerId,
-    RequestKind,
-    SamplingSessionId,
-    sequence_ids,
-)
+from skyrl_tinker.domain.ids import FutureStatus, OwnerId, RequestKind, SamplingSessionId, sequence_ids
 from skyrl_tinker.errors import NotFoundError, OverloadedError
 from skyrl_tinker.store import session_records
 from skyrl_tinker.store.database.group_commit import Later

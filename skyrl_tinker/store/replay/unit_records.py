@@ -17,14 +17,7 @@ from sqlalchemy import (
     select,
 )
 
-from skyrl_tinker.domain.ids import (
-    SAVES,
-    Effect,
-    FutureStatus,
-    ModelKey,
-    ModelState,
-    RequestKind,
-)
+from skyrl_tinker.domain.ids import SAVES, Effect, FutureStatus, ModelKey, ModelState, RequestKind
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import as_row

@@ -37,10 +37,7 @@ def shard_name(stem: str, index: int, count: int) -> str:
 
 
 def write_tensors(
-    path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
-    tensors: Iterable[torch.Tensor],
+    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, tensors: Iterable[torch.Tensor]
 ) -> None:
     """Write `tensors` in host memory, of `dtype` and in the order of `shapes`. Durable."""
     with path.open("wb") as file:

@@ -56,11 +56,7 @@ class _Known(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logprobs: torch.Tensor,
-        values: torch.Tensor,
-        gradients: torch.Tensor,
-        owners: torch.Tensor,
+        ctx: Any, logprobs: torch.Tensor, values: torch.Tensor, gradients: torch.Tensor, owners: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(gradients, owners)
         return values.clone()

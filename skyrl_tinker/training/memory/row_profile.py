@@ -28,12 +28,7 @@ from skyrl_tinker.training.memory.offload import storages
 from skyrl_tinker.training.models import attention
 from skyrl_tinker.training.models.full_parameter import FullModel
 from skyrl_tinker.training.models.lora import LoraModel
-from skyrl_tinker.training.models.network import (
-    Network,
-    freeze,
-    make_trainable,
-    network_tensors,
-)
+from skyrl_tinker.training.models.network import Network, freeze, make_trainable, network_tensors
 from skyrl_tinker.training.models.planned_device import planning
 from skyrl_tinker.training.models.trainable_model import TrainableModel
 
@@ -128,13 +123,7 @@ class FakeTrainer:
         with planning(self.training.device), self._mode:
             fake = _map_tensors(row, self._mode.from_tensor)
             return measure_row(
-                self.network,
-                self._models,
-                batch,
-                fake,
-                self._ranks,
-                recompute=recompute,
-                backward=backward,
+                self.network, self._models, batch, fake, self._ranks, recompute=recompute, backward=backward
             )
 
 

@@ -4,6 +4,7 @@ import errno
 import shutil
 import threading
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 
@@ -61,14 +62,11 @@ async def test_a_file_system_that_is_away_stops_nobody(world: World, free: list[
 
 
 async def test_a_file_system_that_answers_with_an_error_stops_nobody(world: World, free: list[int]) -> None:
-    def stale(_: object) -> None:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
     free[0] = 250_000_000
     assert (await world.post("create_session", {"sdk_version": "0.38.0"})).status_code == 503
     free[0] = 10**12
     await world.session()
-    world.patch.setattr(shutil, "disk_usage", stale)
+    world.patch.setattr(shutil, "disk_usage", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
     await world.session()
     assert (await world.http.get("http://api/readyz")).status_code == 200
 

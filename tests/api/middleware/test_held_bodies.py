@@ -3,7 +3,6 @@
 import asyncio
 import http.client
 import re
-import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -12,10 +11,8 @@ import pytest
 import zstandard
 
 from skyrl_tinker.domain.units import MiB
-from skyrl_tinker.store.database.migrate import migrate
-from skyrl_tinker.store.store import Store
-from tests.api.support.process import Api, launched
-from tests.api.support.world import settings_for, write_facts
+from tests.api.support.process import Api, launched_on
+from tests.api.support.world import write_facts
 
 WIRE, EXPANDED, HELD = 4, 16, 16
 AT_ONCE = 60
@@ -24,23 +21,9 @@ PROTOBUF = {"Content-Type": "application/x-protobuf"}
 
 @pytest.fixture
 def api(tmp_path: Path) -> Iterator[Api]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        settings = settings_for(
-            tmp_path / "home",
-            port=listener.getsockname()[1],
-            bodies={"wire_mb": WIRE, "expanded_mb": EXPANDED, "held_mb": HELD},
-        )
-        migrate(settings.store_url)
-        asyncio.run(_write_facts(settings.store_url))
-        with launched(settings, listener) as made:
-            made.wait_until_up()
-            yield made
-
-
-async def _write_facts(url: str) -> None:
-    store = Store.open(url)
-    await write_facts(store)
-    await store.close()
+    bodies = {"wire_mb": WIRE, "expanded_mb": EXPANDED, "held_mb": HELD}
+    with launched_on(tmp_path / "home", write_facts, bodies=bodies) as (made, _):
+        yield made
 
 
 def most_memory_mb(api: Api) -> float:

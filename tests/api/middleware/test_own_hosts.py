@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tinker.store import api_keys
-from skyrl_tinker.store.database.migrate import migrate
-from tests.api.support.world import World, running, settings_for
+from tests.api.support.users import new_user
+from tests.api.support.world import World, new_home, running
 
 BODY = b'{"sdk_version": "0.38.0"}'
 
@@ -79,23 +78,18 @@ async def test_no_secret_is_repeated(world: World) -> None:
 
 
 async def test_keys_take_the_place_of_the_check(world: World) -> None:
-    key = await world.store.write(lambda conn: api_keys.create(conn, "alice"))
-    await world.services.keys.refresh()
+    key = await new_user(world, "alice")
     assert await status(world, Host="tinker.example", X_API_Key=key) == 200
     assert await status(world, Host="tinker.example") == 401
 
 
 async def test_an_allowed_host_may_look_like_a_key(tmp_path: Path) -> None:
     host = "TML-gpu-cluster-node-17.lab"
-    settings = settings_for(tmp_path / "home", allowed_hosts=(host.lower(),))
-    migrate(settings.store_url)
-    async with running(settings) as world:
+    async with running(new_home(tmp_path / "home", allowed_hosts=(host.lower(),))) as world:
         assert await status(world, Host=host, Origin=f"https://{host}") == 200
         assert await status(world, Host=host.lower(), Origin=f"https://{host.lower()}") == 200
 
 
 async def test_any_host_can_be_allowed(tmp_path: Path) -> None:
-    settings = settings_for(tmp_path / "home", allowed_hosts=("*",))
-    migrate(settings.store_url)
-    async with running(settings) as world:
+    async with running(new_home(tmp_path / "home", allowed_hosts=("*",))) as world:
         assert await status(world, Host="tinker.example", Origin="https://page.example") == 200

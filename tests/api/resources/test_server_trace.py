@@ -14,7 +14,6 @@ from skyrl_tinker.domain.ids import FutureStatus, RequestKind
 from skyrl_tinker.engine.telemetry import activity_log
 from skyrl_tinker.engine.telemetry.activity_log import ActivityLog
 from skyrl_tinker.protocol.activity import Activity, RankSpan, SampleSpan, SyncSpan, UnitSpan
-from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.console.traced_requests import TracedRequest
 from skyrl_tinker.training.actors import RankReply
 from tests.api.support.users import get, new_user, speak_as
@@ -71,7 +70,7 @@ async def test_a_trace_has_the_callers_requests_only(world: World) -> None:
 
 
 async def test_addresses_of_replicas_are_told_to_who_sees_all(world: World) -> None:
-    root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
+    root = await new_user(world, "root", admin=True)
     alice = await new_user(world, "alice")
     speak_as(world, alice)
     request = (await world.ok("asample", sample(await world.sampler(), 0)))["request_id"]

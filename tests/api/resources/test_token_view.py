@@ -17,7 +17,6 @@ from skyrl_tinker.domain.ids import CheckpointKind, ModelId, SessionId
 from skyrl_tinker.protocol.protobuf import pass_requests, sample_results
 from skyrl_tinker.protocol.schemas.base import MAX_INT64
 from skyrl_tinker.protocol.schemas.console import StepMeasures
-from skyrl_tinker.server.base_models.tiny_model import make_model
 from skyrl_tinker.store import api_keys, model_records, sampling_sessions
 from skyrl_tinker.store.console import readable_requests, step_points
 from skyrl_tinker.store.database.rows import database_time
@@ -28,23 +27,16 @@ from tests.api.support.passes import post_pass, protobuf
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import BASE, FACTS, World, pass_output, running, sample, sample_output
 from tests.store.support.rows import ephemeral
-from tests.support.reads import reading
 
 MEASURED = StepMeasures(**dict.fromkeys(step_points.NAMES, 0.5) | {"tokens": 7, "datums": 2})
 TEXT = "2+2=4, né 猫"
 PROTOBUF = "application/x-protobuf"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("served") / "model"
-    make_model(directory)
-    return directory
-
-
 @pytest.fixture
-async def world(settings: Settings, model: Path) -> AsyncIterator[World]:
-    async with running(settings, replace(FACTS, directory=str(model), vocab_size=4096)) as made:
+async def world(settings: Settings, served: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    async with running(settings, replace(FACTS, directory=str(served), vocab_size=4096)) as made:
+        made.patch = monkeypatch
         yield made
 
 
@@ -78,8 +70,8 @@ async def ran(world: World, model: str, seq_id: int, data: list[types.Datum], *l
     return request
 
 
-async def test_a_datum_is_its_targets_with_the_inputs_of_its_loss(world: World, model: Path) -> None:
-    tokens = AutoTokenizer.from_pretrained(model).encode(TEXT)
+async def test_a_datum_is_its_targets_with_the_inputs_of_its_loss(world: World, served: Path) -> None:
+    tokens = AutoTokenizer.from_pretrained(served).encode(TEXT)
     logprobs = [-0.5 * place for place in range(len(tokens))]
     request = await trained(world, tokens, logprobs)
     told = await get(world, f"console/requests/{request}/tokens")
@@ -107,8 +99,8 @@ async def test_a_sample_is_one_of_its_sequences(world: World) -> None:
     assert (answer.status_code, answer.json()["detail"]) == (400, "item: found 2, expected a number below 2")
 
 
-async def test_items_of_one_prompt_are_a_group_with_their_advantages(world: World, model: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model)
+async def test_items_of_one_prompt_are_a_group_with_their_advantages(world: World, served: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(served)
     first, second = tokenizer.encode("2+2="), tokenizer.encode("1+1=")
     answer = tokenizer.encode("4 x")
     silent, after = [0.0] * (len(first) - 1), [0.5, -1.5]
@@ -135,9 +127,7 @@ async def test_items_of_one_prompt_are_a_group_with_their_advantages(world: Worl
     assert (last["earlier"], last["later"]) == (requests[1], None)
 
 
-async def test_only_the_items_of_the_page_are_converted(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_the_items_of_the_page_are_converted(world: World) -> None:
     many = range(8)
     data = [datum_of([5, 6 + number], [1.0, 1.0]) for number in many]
     scores = [[-1.0, -1.0 - number] for number in many]
@@ -146,7 +136,7 @@ async def test_only_the_items_of_the_page_are_converted(
     await world.succeed(sampled, PROTOBUF, sample_output(*([5, 6 + number] for number in many)))
     for module, name in ((pass_requests, "read_datum"), (sample_results, "_sequence_json")):
         convert = Mock(wraps=getattr(module, name))
-        monkeypatch.setattr(module, name, convert)
+        world.patch.setattr(module, name, convert)
         request = trained if module is pass_requests else sampled
         page = await get(world, f"console/requests/{request}/items", limit=2, offset=5)
         assert ([each["item"] for each in page["items"]], page["total"]) == ([5, 6], 8)
@@ -156,8 +146,8 @@ async def test_only_the_items_of_the_page_are_converted(
 
 
 @ON_BOTH
-async def test_a_sample_has_its_prompt_while_that_is_stored(world: World, model: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model)
+async def test_a_sample_has_its_prompt_while_that_is_stored(world: World, served: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(served)
     session = await world.ok("create_session", {"sdk_version": "0.38.0", "display_name": "letters"})
     sampler, requests = await world.sampler(str(session["session_id"])), []
     for number, text in enumerate(("2+2=", "1+1=", "2+2=")):
@@ -196,8 +186,7 @@ async def test_requests_are_listed_by_run_and_by_kind(world: World) -> None:
     listed = (await get(world, "console/requests"))["requests"]
     runs = {each["request_id"]: each["origin"] for each in listed}
     assert all(each["readable"] for each in listed)
-    with reading(world.store) as conn:
-        key = model_records.by_id(conn, ModelId(runs[passes[0]])).key
+    key = await world.store.read(lambda conn: model_records.by_id(conn, ModelId(runs[passes[0]])).key)
     version = await ephemeral(world.store, key)
     session = runs[passes[0]].partition(":")[0]
     sampler = await world.store.write(
@@ -243,7 +232,7 @@ async def test_tokens_are_the_owners_only(world: World) -> None:
     speak_as(world, await new_user(world, "alice"))
     request = await trained(world, [5, 6], [-1.0, -1.0])
     assert (await get(world, f"console/requests/{request}/tokens"))["tokens"] == [5, 6]
-    root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
+    root = await new_user(world, "root", admin=True)
     for key in (await new_user(world, "bob"), root):
         speak_as(world, key)
         for part in ("tokens", "items"):
@@ -259,8 +248,10 @@ async def test_a_model_without_a_tokenizer_is_told(settings: Settings) -> None:
     assert "no tokenizer.json" in answer.json()["detail"]
 
 
-async def test_tokens_have_text_by_the_tokenizer_of_their_base_model(settings: Settings, model: Path) -> None:
-    ours = replace(FACTS, directory=str(model), vocab_size=4096)
+async def test_tokens_have_text_by_the_tokenizer_of_their_base_model(
+    settings: Settings, served: Path
+) -> None:
+    ours = replace(FACTS, directory=str(served), vocab_size=4096)
     async with running(settings, ours) as world:
         request = await trained(world, [5, 6], [-1.0, -1.0])
         told = await get(world, f"console/requests/{request}/tokens")
@@ -276,8 +267,7 @@ async def test_tokens_have_text_by_the_tokenizer_of_their_base_model(settings: S
 @ON_BOTH
 async def test_a_sample_and_a_pass_have_the_numbers_that_were_reported_of_their_step(world: World) -> None:
     run = await world.model(await named_session(world, "letters"))
-    with reading(world.store) as conn:
-        key = model_records.by_id(conn, ModelId(run)).key
+    key = await world.store.read(lambda conn: model_records.by_id(conn, ModelId(run)).key)
     data = [datum_of([5, 6], [1.0, 1.0])]
     passes = [await ran(world, run, seq_id, data, [-1.0, -1.0]) for seq_id in (1, 4)]
     samples, session = [], SessionId(run.partition(":")[0])
@@ -333,10 +323,8 @@ async def test_of_a_published_checkpoint_of_others_nothing_of_its_run_is_told(wo
 
 
 @ON_BOTH
-async def test_a_pass_in_the_list_says_what_it_was_and_how_it_begins(
-    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens = AutoTokenizer.from_pretrained(model).encode(TEXT)
+async def test_a_pass_in_the_list_says_what_it_was_and_how_it_begins(world: World, served: Path) -> None:
+    tokens = AutoTokenizer.from_pretrained(served).encode(TEXT)
     data = [datum_of(tokens, [1.0] * len(tokens)), datum_of([5, 6], [1.0, 1.0])]
     run = await world.model(await named_session(world, "letters"))
     request = await ran(world, run, 1, data, [-1.0] * len(tokens), [-1.0, -1.0])
@@ -345,7 +333,7 @@ async def test_a_pass_in_the_list_says_what_it_was_and_how_it_begins(
     facts = {"name": "letters", "origin": run, "step": 0, "loss_fn": "importance_sampling", "datums": 2}
     assert {name: listed[name] for name in facts} == facts
     assert (listed["request_id"], listed["begins"], listed["prompt"]) == (request, TEXT, None)
-    monkeypatch.delattr(pass_heads, "body_of")
+    world.patch.delattr(pass_heads, "body_of")
     assert await get(world, "console/requests") == told, "its body is read once"
     await world.store.write(lambda conn: conn.execute(delete(Request)))
     (listed,) = (await get(world, "console/requests"))["requests"]

@@ -143,8 +143,7 @@ async def test_removed_files_stay_on_the_bill(world: World) -> None:
     run = await world.model()
     await kept(world, run, 10**9, created_at=-2, deleted_at=-1)
     before = await bill(world)
-    with reading(world.store) as conn:
-        (gone,) = checkpoint_records.list_garbage(conn, NOW.timestamp())
+    (gone,) = await world.store.read(lambda conn: checkpoint_records.list_garbage(conn, NOW.timestamp()))
     await world.store.write(lambda conn: checkpoint_records.mark_removed(conn, gone.id))
     with reading(world.store) as conn:
         assert checkpoint_records.list_garbage(conn, NOW.timestamp()) == []

@@ -15,11 +15,10 @@ from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.store import checkpoint_records, weight_versions
 from skyrl_tinker.store.database.group_commit import Op, T
-from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.off_loop import LOAD_THREADS, TRANSFER_THREADS, in_transfer_thread
 from tests.api.support.users import get, new_user, speak_as
-from tests.api.support.world import BASE, Json, World, running, settings_for, step
+from tests.api.support.world import BASE, Json, World, new_home, running, step
 from tests.support.reads import reading
 from tests.support.waiting import PATIENCE_S, until
 
@@ -99,8 +98,7 @@ async def test_however_much_is_copied_a_file_can_be_read(world: World) -> None:
 async def test_copied_sampler_weights_are_a_version_of_their_own(world: World) -> None:
     made = await row(world, await copy(world, await saved(world, SAMPLER)))
     assert made.version_id is not None
-    with reading(world.store) as conn:
-        version = weight_versions.published_version(conn, made.version_id)
+    version = await world.store.read(lambda conn: weight_versions.published_version(conn, made.version_id))
     assert version == WeightVersion(made.version_id, "lora", made.directory)
     await world.sampler(model_path=made.path)
 
@@ -155,9 +153,7 @@ async def test_a_copy_may_expire(world: World) -> None:
 
 
 async def test_a_copy_without_a_time_to_live_has_that_of_the_server(tmp_path: Path) -> None:
-    settings = settings_for(tmp_path, retention={"checkpoints_s": 3600})
-    migrate(settings.store_url)
-    async with running(settings) as world:
+    async with running(new_home(tmp_path, retention={"checkpoints_s": 3600})) as world:
         made = await row(world, await copy(world, await saved(world)))
     assert made.expires_at == pytest.approx(made.created_at + 3600, abs=1)
 

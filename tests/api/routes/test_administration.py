@@ -8,7 +8,6 @@ from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.store import api_keys
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import Json, World
-from tests.support.reads import reading
 
 ROUTES = (
     ("GET", "console/admin", None),
@@ -24,8 +23,7 @@ ROUTES = (
 async def alice(world: World) -> str:
     """The key with the id 1; from here on the administrator speaks, whose id is 2."""
     key = await new_user(world, "alice")
-    root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
-    await world.services.keys.refresh()
+    root = await new_user(world, "root", admin=True)
     speak_as(world, root)
     return key
 
@@ -55,8 +53,7 @@ async def test_only_an_admin_key_administers(world: World, method: str, path: st
         refusal = await ask(world, method, path, body, status=403)
         assert "expected an admin key" in refusal["detail"]
         speak_as(world, await new_user(world, f"user-{_[-4:].strip()}"))
-    with reading(world.store) as conn:
-        found = api_keys.list_keys(conn)
+    found = await world.store.read(api_keys.list_keys)
     assert not [key for key in found if key.name == "mallory" or key.limits or key.revoked_at]
 
 

@@ -7,7 +7,6 @@ from sqlalchemy import update
 
 from skyrl_tinker.api.routes import audit
 from skyrl_tinker.domain.ids import CheckpointKind
-from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.database.tables import AuditEvent
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import World
@@ -30,12 +29,7 @@ async def test_what_is_done_to_sessions_and_checkpoints_is_on_record(world: Worl
     of_checkpoints = [
         f"checkpoint_{action}" for action in ("create", "publish", "set_ttl", "unpublish", "delete")
     ]
-    assert await events(world) == [
-        "session_create",
-        *of_checkpoints,
-        "project_session_add",
-        "session_finish",
-    ]
+    assert await events(world) == ["session_create", *of_checkpoints, "project_session_add", "session_finish"]
     assert await events(world, event_type="checkpoints") == of_checkpoints
     assert await events(world, event_type="projects") == ["project_session_add"]
     assert await events(world, event_type="teams") == []
@@ -56,7 +50,7 @@ async def test_repeating_what_is_done_already_is_no_event(world: World) -> None:
 
 async def test_a_day_of_many_events_is_read_in_pages(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit, "PAGE", 2)
-    key = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
+    key = await new_user(world, "root", admin=True)
     await new_user(world, "alice")
     speak_as(world, key)
     made = [await world.session() for _ in range(7)]

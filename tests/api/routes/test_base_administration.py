@@ -4,7 +4,9 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import httpx
 import psutil
@@ -18,7 +20,6 @@ from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.protocol.schemas.administration import ChangeBaseRequest
-from skyrl_tinker.store import api_keys
 from skyrl_tinker.system.processes import identities, write_pid_file
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import BASE, FACTS, World, running
@@ -45,18 +46,10 @@ async def engine(world: World) -> AsyncIterator[list[ChangeBaseRequest]]:
         asked.append(each)
         return f"{each.base_model}: {each.action}"
 
-    async def no_replicas() -> bytes:
-        return b""
-
-    class NoRoutes:
-        def routes(self) -> list[Any]:
-            return []
-
     view = QueuesView({}, {}, idle={SMALL: 7.5}, pids={SMALL: (os.getpid(),)})
     socket = Directories(world.settings).engine_socket
-    server = EngineHttpServer(
-        socket, cast(Any, NoRoutes()), Metrics(), no_replicas, lambda: view, change, 1 << 20
-    )
+    openai, replicas = cast(Any, SimpleNamespace(routes=list)), AsyncMock(return_value=b"")
+    server = EngineHttpServer(socket, openai, Metrics(), replicas, lambda: view, change, 1 << 20)
     await server.start()
     yield asked
     await server.close()
@@ -76,8 +69,7 @@ async def test_a_start_and_a_stop_reach_the_engine_and_are_on_record(world: Worl
                 {"base_model": SMALL, "detail": f"{SMALL}: {action}"},
             )
     assert [(each.base_model, each.action) for each in asked] == [(SMALL, "start"), (SMALL, "stop")]
-    speak_as(world, await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True)))
-    await world.services.keys.refresh()
+    speak_as(world, await new_user(world, "root", admin=True))
     found = [entry for entry in (await get(world, "audit"))["entries"] if entry["event"].startswith("base_")]
     assert [(each["event"], each["event_details"]["base_model"]) for each in found] == [
         ("base_start", SMALL),
@@ -91,8 +83,7 @@ async def test_only_an_admin_starts_and_stops_where_there_are_keys(world: World)
         answer = await change(world, SMALL)
         assert (answer.status_code, asked) == (403, [])
         assert "expected an admin key" in answer.text
-        speak_as(world, await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True)))
-        await world.services.keys.refresh()
+        speak_as(world, await new_user(world, "root", admin=True))
         assert (await change(world, SMALL)).status_code == 200
     details = [each["event_details"] for each in (await get(world, "audit"))["entries"]]
     assert {"key_id": None, "key": None, "by": "root", "base_model": SMALL} in details
@@ -125,8 +116,7 @@ async def test_an_engine_that_is_away_is_told(world: World) -> None:
     answer = await change(world, SMALL)
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
     assert answer.json()["detail"] == "the engine is restarting: rank 0 died; try again"
-    speak_as(world, await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True)))
-    await world.services.keys.refresh()
+    speak_as(world, await new_user(world, "root", admin=True))
     (entry,) = [each for each in (await get(world, "audit"))["entries"] if each["event"].startswith("base_")]
     assert (entry["event"], entry["event_details"]["error"]) == (
         "base_stop",
@@ -148,9 +138,7 @@ async def test_memory_is_that_of_the_processes_of_a_base_model_and_not_for_every
     assert [each["rss_bytes"] for each in hidden["server"]["base_models"]] == [None] * 3
 
 
-async def test_it_is_listed_how_each_starts_since_when_and_how_long_it_is_idle(
-    world: World,
-) -> None:
+async def test_it_is_listed_how_each_starts_since_when_and_how_long_it_is_idle(world: World) -> None:
     status = EngineStatus(world.store, world.bell)
     await status.report("ready", "", {BASE: ("ready", ""), SMALL: ("stopped", ""), ALWAYS: ("ready", "")})
     async with engine(world):

@@ -24,7 +24,7 @@ from skyrl_tinker.domain.ids import ModelId, ModelState
 from skyrl_tinker.engine.scheduling import throughput
 from skyrl_tinker.protocol.queue_views import Incident
 from skyrl_tinker.protocol.schemas.console import StepMeasures
-from skyrl_tinker.store import api_keys, model_records, server_state
+from skyrl_tinker.store import model_records, server_state
 from skyrl_tinker.store.console import step_points
 from skyrl_tinker.store.console.step_points import LossFunction
 from skyrl_tinker.store.database.tables import Future
@@ -34,7 +34,7 @@ from tests.api.support.passes import datum, post_pass, protobuf
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.waiting import Waiting, ready_model, submit, waiting
 from tests.api.support.world import BASE, Json, World, running, sample, step
-from tests.support.reads import reading
+from tests.engine.support import journal
 from tests.support.skew import skew
 from tests.support.waiting import until
 
@@ -173,8 +173,7 @@ async def test_the_last_hour_of_rates_is_there_when_a_page_opens(
 
 async def test_keys_see_their_own_queue_and_only_admins_the_processes(world: World) -> None:
     keys = {name: await new_user(world, name) for name in ("alice", "bob")}
-    root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
-    await world.services.keys.refresh()
+    root = await new_user(world, "root", admin=True)
     sessions = {}
     for name, key in keys.items():
         speak_as(world, key)
@@ -212,9 +211,7 @@ async def test_parked_models_are_counted_and_named_with_the_reason(world: World)
     async def park(name: str | None, cause: str) -> str:
         session = await world.ok("create_session", {"sdk_version": "0.38.0", "display_name": name})
         model = await world.model(session["session_id"])
-        with reading(world.store) as conn:
-            row = model_records.by_id(conn, ModelId(model))
-        assert row is not None
+        row = await journal.model_of(world.store, ModelId(model))
         reason = f"model {model} is parked: {cause}; its last checkpoint is tinker://{model}/weights/7"
         state = partial(model_records.set_state, key=row.key, state=ModelState.PARKED, reason=reason)
         await world.store.write(state)
@@ -229,7 +226,7 @@ async def test_parked_models_are_counted_and_named_with_the_reason(world: World)
         await park(name, f"its base, of {name}, is away; it is kept")
     why = "the first of them because its base, of d, is away; it is kept"
     assert await told() == [f"4 models of {BASE} are parked (d, c, b and 1 more), {why}"]
-    root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
+    root = await new_user(world, "root", admin=True)
     speak_as(world, await new_user(world, "alice"))
     assert await told() == []
     model = await park(None, "it is damaged")
@@ -253,7 +250,7 @@ async def test_where_files_lie_is_told_to_who_sees_all(world: World, short: bool
         return [place in each.text for each in asked]
 
     assert await told() == [True, True], "there are no keys"
-    root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
+    root = await new_user(world, "root", admin=True)
     speak_as(world, await new_user(world, "alice"))
     assert await told() == [False, False]
     speak_as(world, root)
@@ -331,8 +328,7 @@ async def test_without_an_engine_the_rest_is_told(world: World) -> None:
 
 
 async def stepped(world: World, model: str, count: int) -> None:
-    with reading(world.store) as conn:
-        row = model_records.by_id(conn, ModelId(model))
+    row = await journal.model_of(world.store, ModelId(model))
 
     def add(conn: Connection) -> None:
         for number in range(count):
@@ -418,8 +414,7 @@ async def test_a_run_tells_which_ones_go_on_from_it(world: World) -> None:
     assert listed == {first: newest, **{run: [] for run in heirs}}
     speak_as(world, await new_user(world, "bob"))
     await heir(world, first, "of a published checkpoint", 9)
-    root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
-    await world.services.keys.refresh()
+    root = await new_user(world, "root", admin=True)
     speak_as(world, root)
     told = (await get(world, f"console/runs/{first}"))["continued_by"]
     assert [each["step"] for each in told] == [9, 6, 5, 4, 3]
@@ -494,8 +489,7 @@ async def test_a_run_has_the_name_of_its_session_and_the_last_loss_and_function_
 ) -> None:
     named = {"sdk_version": "0.38.0", "display_name": "arithmetic, rank 32", "project_id": "maths"}
     model = await world.model((await world.ok("create_session", named))["session_id"])
-    with reading(world.store) as conn:
-        row = model_records.by_id(conn, ModelId(model))
+    row = await journal.model_of(world.store, ModelId(model))
 
     def add(conn: Connection) -> None:
         for number, loss in enumerate((3.0, 2.0, None)):

@@ -11,9 +11,7 @@ from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.domain.values import CustomLoss
 from skyrl_tinker.store import custom_losses
-from skyrl_tinker.store.database.migrate import migrate
-from tests.api.support.world import Json, World, running, settings_for
-from tests.support.reads import reading
+from tests.api.support.world import Json, World, new_home, running
 
 
 def weighted(logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -35,8 +33,7 @@ def upload(session: str, seq_id: int = 0, **changes: Any) -> Json:
 
 
 async def stored(world: World, session: str, loss_id: str) -> CustomLoss | None:
-    with reading(world.store) as conn:
-        return custom_losses.get(conn, SessionId(session), loss_id)
+    return await world.store.read(lambda conn: custom_losses.get(conn, SessionId(session), loss_id))
 
 
 async def test_a_loss_is_kept_and_its_promise_with_it(world: World) -> None:
@@ -97,9 +94,7 @@ async def test_the_engine_gets_nothing_to_do(world: World) -> None:
 
 async def test_the_setting_decides_where_custom_losses_run(world: World, tmp_path: Path) -> None:
     assert (await world.ok("client/config", {}))["custom_loss_server_side"] is True
-    settings = settings_for(tmp_path / "other", sdk={"custom_loss_server_side": False})
-    migrate(settings.store_url)
-    async with running(settings) as other:
+    async with running(new_home(tmp_path / "other", sdk={"custom_loss_server_side": False})) as other:
         assert (await other.ok("client/config", {}))["custom_loss_server_side"] is False
         answer = await other.post("create_custom_loss", upload(await other.session()))
         assert answer.status_code == 400

@@ -13,11 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from skyrl_tinker.api.loop_watch import BEAT_S, LoopWatch
 from skyrl_tinker.api.middleware import request_metrics
 from skyrl_tinker.api.waiting import metrics_page
-from skyrl_tinker.store import api_keys
-from skyrl_tinker.store.database.migrate import migrate
 from tests.api.support.engine_socket import engine
 from tests.api.support.users import new_user
-from tests.api.support.world import World, running, sample, settings_for
+from tests.api.support.world import World, new_home, running, sample
 from tests.support.waiting import until
 
 Samples = dict[tuple[str, ...], float]
@@ -177,12 +175,9 @@ async def test_metrics_say_whether_the_engine_is_up(world: World, http: httpx.As
 
 @pytest.mark.parametrize("metrics_key", [False, True])
 async def test_a_setting_asks_for_an_admin_key(tmp_path: Path, *, metrics_key: bool) -> None:
-    settings = settings_for(tmp_path / "home", metrics_key=metrics_key)
-    migrate(settings.store_url)
-    async with running(settings) as world:
+    async with running(new_home(tmp_path / "home", metrics_key=metrics_key)) as world:
         alice = await new_user(world, "alice")
-        root = await world.store.write(lambda conn: api_keys.create(conn, "root", admin=True))
-        await world.services.keys.refresh()
+        root = await new_user(world, "root", admin=True)
 
         async def status(**headers: str) -> int:
             return (await world.http.get("http://api/metrics", headers=headers)).status_code

@@ -6,6 +6,7 @@ import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import openai
@@ -94,17 +95,12 @@ async def test_every_refusal_has_the_form_of_openai(world: World, oai: openai.As
     assert method.value.status_code == 405
     assert method.value.response.headers["Allow"] == "GET"
 
-    async def away(*_: object) -> None:
-        raise OperationalError("SELECT", {}, Exception("the database is locked"))
-
-    world.patch.setattr(world.services.backlogs, "full", away)
+    away = OperationalError("SELECT", {}, Exception("the database is locked"))
+    world.patch.setattr(world.services.backlogs, "full", AsyncMock(side_effect=away))
     busy = await refused(openai.InternalServerError, "the database failed, send this again")
     assert (busy.status_code, busy.response.headers["Retry-After"]) == (503, "2")
 
-    async def broken(*_: object) -> None:
-        raise ZeroDivisionError
-
-    world.patch.setattr(world.services.backlogs, "full", broken)
+    world.patch.setattr(world.services.backlogs, "full", AsyncMock(side_effect=ZeroDivisionError))
     transport = httpx.ASGITransport(world.app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport) as quiet:
         oai = oai.with_options(http_client=quiet)
@@ -186,12 +182,7 @@ async def test_what_the_samplers_lack_is_refused_without_asking_the_engine(
     settings: Settings, route: str, fields: dict[str, Any], param: str, message: str
 ) -> None:
     lacking = SamplerAbilities(
-        "Plain",
-        0.01,
-        seed=False,
-        tool_parser=False,
-        reasoning_parser=False,
-        streamed_chat_logprobs=False,
+        "Plain", 0.01, seed=False, tool_parser=False, reasoning_parser=False, streamed_chat_logprobs=False
     )
     async with running(settings, replace(FACTS, sampler=lacking)) as world:
         answer = await world.http.post(f"http://api/oai/api/v1/{route}", json={"model": BASE, **fields})

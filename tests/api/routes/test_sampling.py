@@ -9,7 +9,6 @@ from skyrl_tinker.protocol.stored_requests import sample_from_body
 from skyrl_tinker.store.futures import queue
 from tests.api.support.base_facts import CONTEXT
 from tests.api.support.world import BASE, World, sample
-from tests.support.reads import reading
 
 
 async def test_a_session_of_the_base_model_says_what_it_samples(world: World) -> None:
@@ -105,8 +104,7 @@ async def test_a_sample_of_an_old_sdk_needs_no_types_and_no_defaults(world: Worl
     }
     await world.ok("asample", body)
     row = (await world.queued())[0]
-    with reading(world.store) as conn:
-        stored = sample_from_body(queue.read_bodies(conn, [row.id])[row.id])
+    stored = await world.store.read(lambda conn: sample_from_body(queue.read_bodies(conn, [row.id])[row.id]))
     assert (stored.prompt, stored.num_samples) == ((1, 2, 3), 1)
     assert stored.params.stop is None
     assert stored.params.max_tokens is None

@@ -12,15 +12,7 @@ from transformers import AutoTokenizer
 from skyrl_tinker.api.routes.tokenizer import TOKENIZER_FILES, tokenizer_tar
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.values import BaseModelFacts
-from skyrl_tinker.server.base_models.tiny_model import make_model
 from tests.api.support.world import BASE, FACTS, World, running
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("served") / "model"
-    make_model(directory)
-    return directory
 
 
 def facts_of(model: Path) -> BaseModelFacts:
@@ -28,16 +20,16 @@ def facts_of(model: Path) -> BaseModelFacts:
 
 
 async def test_a_client_elsewhere_unpacks_it_and_loads_the_same(
-    settings: Settings, model: Path, tmp_path: Path
+    settings: Settings, served: Path, tmp_path: Path
 ) -> None:
-    async with running(settings, facts_of(model)) as world:
+    async with running(settings, facts_of(served)) as world:
         answer = await world.http.get("tokenizer")
     assert (answer.status_code, answer.headers["content-type"]) == (200, "application/x-tar")
     with tarfile.open(fileobj=io.BytesIO(answer.content)) as tar:
         assert set(tar.getnames()) <= set(TOKENIZER_FILES)
         assert not any(name.endswith(".safetensors") for name in tar.getnames())
         tar.extractall(tmp_path / "copy", filter="data")
-    ours, theirs = (AutoTokenizer.from_pretrained(directory) for directory in (model, tmp_path / "copy"))
+    ours, theirs = (AutoTokenizer.from_pretrained(directory) for directory in (served, tmp_path / "copy"))
     chat = [{"role": "user", "content": "Wie geht's?"}]
     assert ours.encode("Hello 42") == theirs.encode("Hello 42")
     assert ours.apply_chat_template(chat) == theirs.apply_chat_template(chat)
@@ -52,12 +44,12 @@ async def test_a_model_without_one_is_404(settings: Settings, tmp_path: Path) ->
     )
 
 
-async def test_each_base_model_has_its_own(settings: Settings, model: Path, tmp_path: Path) -> None:
-    named = replace(facts_of(model), names=("org/other",))
+async def test_each_base_model_has_its_own(settings: Settings, served: Path, tmp_path: Path) -> None:
+    named = replace(facts_of(served), names=("org/other",))
     async with running(settings, facts_of(tmp_path), named) as world:
         assert (await world.http.get("tokenizer")).status_code == 404
         answer = await world.http.get("tokenizer", params={"base_model": "org/other"})
-        assert answer.content == tokenizer_tar(model)
+        assert answer.content == tokenizer_tar(served)
 
 
 async def test_the_tokenizer_s_id_is_the_hub_s_name_where_there_is_one(settings: Settings) -> None:
@@ -94,5 +86,5 @@ async def _warning(world: World, address: str) -> str | None:
         return warning
 
 
-def test_all_answers_share_one_tar(model: Path) -> None:
-    assert tokenizer_tar(model) is tokenizer_tar(model)
+def test_all_answers_share_one_tar(served: Path) -> None:
+    assert tokenizer_tar(served) is tokenizer_tar(served)

@@ -14,7 +14,6 @@ from skyrl_tinker.store.futures import queue
 from tests.api.support.base_facts import VOCABULARY
 from tests.api.support.passes import datum, old_json, post_pass, protobuf
 from tests.api.support.world import World, step
-from tests.support.reads import reading
 
 
 async def test_chunks_arriving_2_3_1_are_all_accepted_at_once(world: World) -> None:
@@ -52,8 +51,7 @@ async def test_a_pass_is_stored_as_the_engine_reads_it(world: World) -> None:
     model = await world.model()
     await post_pass(world, protobuf(model, 1, datum([4, 5], [0.5, -1.0]), forward_only=True))
     row = (await world.queued())[-1]
-    with reading(world.store) as conn:
-        body = queue.read_bodies(conn, [row.id])[row.id]
+    body = await world.store.read(lambda conn: queue.read_bodies(conn, [row.id])[row.id])
     assert row.kind is RequestKind.FORWARD
     value = pass_requests.from_canonical(body)
     assert value.data[0].tokens.tolist() == [4, 5]

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus
-from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.futures import queue
-from tests.api.support.world import World, running, settings_for
+from tests.api.support.world import World, new_home, running
 
 WEIGHTS, SAMPLER = CheckpointKind.WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS
 YEAR = 365 * 86400
@@ -25,9 +24,7 @@ async def test_a_save_of_an_old_sdk_with_nulls_is_accepted(world: World) -> None
 
 
 async def test_a_save_without_a_time_to_live_has_that_of_the_server(tmp_path: Path) -> None:
-    settings = settings_for(tmp_path, retention={"checkpoints_s": 7200})
-    migrate(settings.store_url)
-    async with running(settings) as world:
+    async with running(new_home(tmp_path, retention={"checkpoints_s": 7200})) as world:
         save = {"model_id": await world.model(), "path": "one"}
         ephemeral = {**save, "path": None, "sampling_session_seq_id": 1}
         for number, (route, body) in enumerate(

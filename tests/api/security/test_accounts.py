@@ -1,11 +1,9 @@
 """Keys from where people meet them: our command line, and the unmodified SDK and its own."""
 
-import asyncio
 import json
 import os
-import socket
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -19,26 +17,18 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import OwnerId, SessionId
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import api_keys, owners, session_records
-from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.store.database.opening import file_of
-from skyrl_tinker.store.store import Store, write_once
-from tests.api.support.process import Api, launched
+from skyrl_tinker.store.store import write_once
+from tests.api.support.process import Api, launched_on
 from tests.api.support.world import settings_for, write_facts
 from tests.support.sdk_command import run_tinker
 from tests.support.waiting import wait_until
 
 
 @pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[Api]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        settings = settings_for(tmp_path / "home", port=listener.getsockname()[1])
-        migrate(settings.store_url)
-        with launched(settings, listener) as made:
-            store = Store.open(settings.store_url)
-            await write_facts(store)
-            await store.close()
-            await asyncio.to_thread(made.wait_until_up)
-            yield made
+def api(tmp_path: Path) -> Iterator[Api]:
+    with launched_on(tmp_path / "home", write_facts) as (made, _):
+        yield made
 
 
 def ours(settings: Settings, *arguments: str, expected: int = 0) -> Result:

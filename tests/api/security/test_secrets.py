@@ -1,8 +1,6 @@
 """No key, token or signature stands in a log, an error or the database, wherever a client puts it."""
 
-import asyncio
 import json
-import socket
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,24 +14,16 @@ import pytest
 from skyrl_tinker.config import Settings
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.cluster import signing_secrets
-from skyrl_tinker.store.database.migrate import migrate
-from skyrl_tinker.store.store import Store, write_once
+from skyrl_tinker.store.store import write_once
 from tests.api.security.test_tenancy import CASES, Things, create
-from tests.api.support.process import Api, launched
-from tests.api.support.world import settings_for, write_facts
+from tests.api.support.process import Api, launched_on
+from tests.api.support.world import write_facts
 
 
 @pytest.fixture
-async def api(tmp_path: Path) -> Iterator[Api]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        settings = settings_for(tmp_path / "home", port=listener.getsockname()[1])
-        migrate(settings.store_url)
-        with launched(settings, listener, tmp_path / "api.log") as made:
-            store = Store.open(settings.store_url)
-            await write_facts(store)
-            await store.close()
-            await asyncio.to_thread(made.wait_until_up)
-            yield made
+def api(tmp_path: Path) -> Iterator[Api]:
+    with launched_on(tmp_path / "home", write_facts, tmp_path / "api.log") as (made, _):
+        yield made
 
 
 class Client:

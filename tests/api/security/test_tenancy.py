@@ -26,6 +26,7 @@ from skyrl_tinker.store.database.tables import ApiKey
 from tests.api.routes.test_losses import upload
 from tests.api.routes.test_openai import engine
 from tests.api.support.passes import datum, protobuf
+from tests.api.support.users import new_user
 from tests.api.support.world import BASE, Json, World, sample, step
 
 PASS = {"Content-Type": "application/x-protobuf"}
@@ -213,14 +214,8 @@ LISTS: dict[tuple[str, str], Json | None] = {
 
 ELSEWHERE = {
     ("GET", "/api/v1/console/requests"): "test_tokens_are_the_owners_only",
-    (
-        "GET",
-        "/api/v1/console/requests/{request_id}/tokens",
-    ): "test_tokens_are_the_owners_only",
-    (
-        "GET",
-        "/api/v1/console/requests/{request_id}/items",
-    ): "test_tokens_are_the_owners_only",
+    ("GET", "/api/v1/console/requests/{request_id}/tokens"): "test_tokens_are_the_owners_only",
+    ("GET", "/api/v1/console/requests/{request_id}/items"): "test_tokens_are_the_owners_only",
     ("GET", "/api/v1/console/trace"): "test_a_trace_has_the_callers_requests_only",
     ("GET", "/api/v1/console/admin"): "test_only_an_admin_key_administers",
     ("POST", "/api/v1/console/admin/keys"): "test_only_an_admin_key_administers",
@@ -283,8 +278,7 @@ class Tenant:
 
 
 async def tenant(world: World, name: str, **rights: Any) -> Tenant:
-    key = await world.store.write(lambda conn: api_keys.create(conn, name, **rights))
-    await world.services.keys.refresh()
+    key = await new_user(world, name, **rights)
     with as_key(world, key):
         session = await world.session()
         model = await world.model(session)
@@ -526,8 +520,7 @@ async def state_of(one: Tenant) -> list[str]:
 
 async def test_lists_tell_of_ones_own_only(world: World, alice: Tenant) -> None:
     """Somebody who has made nothing sees what somebody sees where nobody has made anything."""
-    carol_key = await world.store.write(lambda conn: api_keys.create(conn, "carol"))
-    await world.services.keys.refresh()
+    carol_key = await new_user(world, "carol")
     carol = Tenant(world, carol_key, alice.things)
     for (method, path), body in LISTS.items():
         answer = await carol.send(method, Ask(path, body))
@@ -552,8 +545,7 @@ async def test_what_was_made_before_there_were_keys_is_nobodys(world: World) -> 
 
 
 async def test_another_of_ones_own_keys_is_another_owner(world: World, alice: Tenant) -> None:
-    second = await world.store.write(lambda conn: api_keys.create(conn, "alice-2"))
-    await world.services.keys.refresh()
+    second = await new_user(world, "alice-2")
     answer = await replace(alice, key=second).send("GET", Ask(f"/api/v1/training_runs/{alice.things.model}"))
     assert answer.status_code == 404
 

@@ -66,20 +66,13 @@ class Engine:
     async def _model(self, row: QueuedRow) -> ModelRow:
         assert row.model_key is not None
         with reading(self._store) as conn:
-            model = model_records.by_key(conn, row.model_key)
-        assert model is not None
-        return model
+            return model_records.by_key(conn, row.model_key)
 
     async def _sampling_session(self, row: QueuedRow, number: int) -> bytes:
         model = await self._model(row)
         made = await self._store.write(
             lambda conn: sampling_sessions.create(
-                conn,
-                model.session_id,
-                number,
-                base_model=model.base_model,
-                model_path=None,
-                version_id=None,
+                conn, model.session_id, number, base_model=model.base_model, model_path=None, version_id=None
             )
         )
         return json.dumps({"sampling_session_id": made}).encode()

@@ -1,18 +1,24 @@
 """The API as a process of its own."""
 
+import asyncio
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import httpx
 
 from skyrl_tinker.config import Settings
+from skyrl_tinker.store.store import Store
+from tests.api.support.world import new_home
 from tests.support.waiting import PATIENCE_S, wait_until
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,3 +62,23 @@ def launched(settings: Settings, listener: socket.socket, log: Path | None = Non
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def launched_on(
+    home: Path, fill: Callable[[Store], Awaitable[T]], log: Path | None = None, **changes: Any
+) -> Iterator[tuple[Api, T]]:
+    """On a new home, which `fill` gives its rows, facts among them; yields what it returned, too."""
+
+    async def written(url: str) -> T:
+        store = Store.open(url)
+        found = await fill(store)
+        await store.close()
+        return found
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        settings = new_home(home, port=listener.getsockname()[1], **changes)
+        found = asyncio.run(written(settings.store_url))
+        with launched(settings, listener, log) as api:
+            api.wait_until_up()
+            yield api, found

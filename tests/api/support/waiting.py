@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -51,10 +52,6 @@ def slow_samplers() -> ScriptedSamplers:
     made.go_on.clear()
     made.replicas = (REPLICA,)
     return made
-
-
-async def _no_replicas() -> bytes:
-    return b""
 
 
 @dataclass
@@ -110,7 +107,7 @@ class Waiting:
             Directories(self.settings).engine_socket,
             routes,
             metrics,
-            _no_replicas,
+            AsyncMock(return_value=b""),
             self._view,
             lambda asked: f"{asked.base_model}: {asked.action}",
             MiB,
@@ -130,11 +127,8 @@ class Waiting:
         )
 
     async def run(self) -> None:
-        async def report(detail: str, *, done: bool = False) -> None:
-            """Nobody reads it."""
-
         cursor = await self.training.resume()
-        parts = [self.driver.run(report), self.sampler.run(), self._intake.run(cursor)]
+        parts = [self.driver.run(AsyncMock()), self.sampler.run(), self._intake.run(cursor)]
         async with self.driver.background:
             await asyncio.gather(*parts, *([self.deadlines.run()] if self.enforced else []))
 

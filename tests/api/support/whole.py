@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
@@ -52,12 +53,9 @@ class Engine:
         self.intake = Intake(store, bell, self.training, samples, metrics)
 
     async def run(self) -> None:
-        async def report(detail: str, *, done: bool = False) -> None:
-            """Nobody reads it."""
-
         cursor = await self.training.resume()
         async with self.driver.background:
-            await asyncio.gather(self.driver.run(report), self.sampler.run(), self.intake.run(cursor))
+            await asyncio.gather(self.driver.run(AsyncMock()), self.sampler.run(), self.intake.run(cursor))
 
 
 class Whole:

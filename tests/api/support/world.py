@@ -20,14 +20,16 @@ from skyrl_tinker.domain.ids import CheckpointKind, ModelId, RequestId, VersionI
 from skyrl_tinker.domain.samples import SampledSequence, SampleOutput
 from skyrl_tinker.domain.values import BaseModelFacts, Failure, PassOutput
 from skyrl_tinker.protocol.protobuf import pass_results, sample_results
-from skyrl_tinker.store import checkpoint_records, model_records, server_state, weight_versions
+from skyrl_tinker.store import checkpoint_records, server_state, weight_versions
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.doorbell import Doorbell, SocketBell
 from skyrl_tinker.store.futures import finish, outcomes, queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 from tests.api.support.base_facts import BASE, FACTS
+from tests.engine.support import journal
 from tests.support.reads import reading
+from tests.support.sqlite_file import new_file
 
 PROTOBUF = {"Accept": "application/x-protobuf"}
 STEP = {"metrics": {"grad_norm": 1.0}}
@@ -127,9 +129,7 @@ class World:
 
     async def checkpoint(self, model_id: str, kind: CheckpointKind, name: str, **changes: Any) -> str:
         """A saved checkpoint; sampler weights come with a version, as the engine publishes them."""
-        with reading(self.store) as conn:
-            model = model_records.by_id(conn, ModelId(model_id))
-        assert model is not None
+        model = await journal.model_of(self.store, ModelId(model_id))
         key = model.key
         if kind is CheckpointKind.SAMPLER_WEIGHTS:
 
@@ -152,6 +152,13 @@ class World:
 def settings_for(home: Path, **changes: Any) -> Settings:
     short: Json = {"timeouts": {"long_poll_s": 0.3}, "parity": {"probe_tokens": 0}, "allowed_hosts": ("api",)}
     return Settings(home=home, **{**short, **changes})
+
+
+def new_home(home: Path, **changes: Any) -> Settings:
+    """Settings of a home that has a database without rows."""
+    made = settings_for(home, **changes)
+    new_file(made.root / "skyrl-tinker.db")
+    return made
 
 
 @asynccontextmanager

@@ -126,7 +126,6 @@ async def test_a_gap_too_large_for_any_client_ends_its_model_alone(made: Waiting
     await until(lambda: "release" in made.trainer.names())
     assert "did not arrive" in await made.api.failure(await submit(made.api, "optim_step", step(stuck, 1)))
     row = await made.store.read(lambda conn: model_records.by_key(conn, ModelKey(1)))
-    assert row is not None
     assert row.state is ModelState.FAILED, "no later engine takes it up again"
     fine = await submit(made.api, "optim_step", step(other, 1))
     assert (await made.api.result(fine)).json()["metrics"] == STEP["metrics"]
@@ -276,8 +275,7 @@ async def test_no_other_number_of_a_session_is_waited_for(made: Waiting) -> None
 async def _tells(made: Waiting) -> bool:
     """Whether the API has told the engine of something, once it was asked to."""
     await made.api.services.arrivals.tell(time.time())
-    with reading(made.store) as conn:
-        return bool(server_state.get(conn, server_state.EXPECTED))
+    return await made.store.read(lambda conn: bool(server_state.get(conn, server_state.EXPECTED)))
 
 
 def _body(model: str, sent: str) -> tuple[bytes, str]:

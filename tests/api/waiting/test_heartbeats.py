@@ -1,7 +1,6 @@
 """Heartbeats that are written together, and what each client is told."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -9,20 +8,12 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.api.waiting import heartbeats
 from skyrl_tinker.api.waiting.heartbeats import Heartbeats
-from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.errors import NotFoundError
 from skyrl_tinker.store import session_records
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 from tests.support.waiting import end
-
-
-@pytest.fixture
-async def store(settings: Settings) -> AsyncIterator[Store]:
-    opened = Store.open(settings.store_url)
-    yield opened
-    await opened.close()
 
 
 async def test_a_write_that_fails_is_the_answer_to_each_and_later_ones_are_written(

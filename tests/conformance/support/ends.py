@@ -20,10 +20,7 @@ from torch.distributed import Backend, ProcessGroupGloo, destroy_process_group
 from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper, _world
 from torch.distributed.rendezvous import rendezvous
 from vllm.distributed.weight_transfer import packed_tensor
-from vllm.distributed.weight_transfer.ipc_engine import (
-    IPCWeightTransferInitInfo,
-    IPCWeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferInitInfo, IPCWeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferInitInfo,
     NCCLWeightTransferUpdateInfo,
@@ -259,9 +256,7 @@ class _NoStream:
 
 def _no_streams() -> AbstractContextManager[Any]:
     return patch.multiple(
-        packed_tensor,
-        _get_streams=lambda device, count: (_NoStream(),) * count,
-        torch=_TorchWithoutGpu(),
+        packed_tensor, _get_streams=lambda device, count: (_NoStream(),) * count, torch=_TorchWithoutGpu()
     )
 
 

@@ -1,7 +1,8 @@
 """Short words for what the tests say to the real SDK."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,13 @@ class Client:
     url: str
     service: tinker.ServiceClient
     model: str = "tiny"
+
+    @classmethod
+    @contextmanager
+    def of(cls, url: str, model: str = "tiny") -> Iterator["Client"]:
+        """Closed at the end, or its heartbeats go on complaining."""
+        with tinker.ServiceClient(base_url=url) as service:
+            yield cls(url, service, model)
 
     def new_lora(self, *, rank: int = 8, seed: int = 1, **options: Any) -> tinker.TrainingClient:
         pending = self.service.create_lora_training_client(

@@ -22,9 +22,9 @@ def write_models(directory: Path, vocab: int = 1024) -> Models:
 
 
 @contextmanager
-def served(home: Path, *options: str) -> Iterator[Served]:
+def served(home: Path, *options: str, settings: str = "") -> Iterator[Served]:
     with (
-        serving(home, "--context-length", "64", *options) as server,
+        serving(home, "--context-length", "64", *options, settings=settings) as server,
         tinker.ServiceClient(base_url=server.url, api_key="tml-local") as service,
     ):
         yield server, service

@@ -1,5 +1,6 @@
 """The status of the engine while replicas of one of several base models are lost."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,13 @@ from skyrl_tinker.store.store import Store
 from tests.support.reads import reading
 
 GONE = "no sampler is running: they are being restarted; models are unaffected"
+
+
+def stored(store: Store) -> Any:
+    with reading(store) as conn:
+        value = server_state.get(conn, "engine")
+    assert value is not None
+    return value
 
 
 @pytest.mark.parametrize(
@@ -36,19 +44,13 @@ async def test_the_engine_takes_work_while_any_base_model_has_a_replica(
         name: SimpleNamespace(size=size, replicas=replicas) for name, (size, replicas) in serving.items()
     }
     await BaseStatuses(EngineStatus(store, bell), fleets).report()
-    with reading(store) as conn:
-        told = server_state.get(conn, "engine")
-    assert told is not None
+    told = stored(store)
     assert (told["state"], told["detail"]) == (state, detail)
 
 
 async def test_a_base_model_that_is_only_trained_needs_no_replica(store: Store, bell: Doorbell) -> None:
     statuses = BaseStatuses(EngineStatus(store, bell), {"a": None}, ["a"], {"a": {"trainer"}})
-
-    def told() -> Any:
-        with reading(store) as conn:
-            return server_state.get(conn, "engine")
-
+    told = partial(stored, store)
     await statuses.started(CLEAN_UP)
     await statuses.starting("a", ["trainer"])
     assert (told()["state"], told()["detail"]) == ("starting", "waiting for trainer")
@@ -66,9 +68,7 @@ async def test_the_engine_is_ready_once_all_trainers_are_and_takes_work_while_on
     statuses = BaseStatuses(EngineStatus(store, bell), fleets, ["a", "b"])
 
     def told() -> tuple[str, str]:
-        with reading(store) as conn:
-            value = server_state.get(conn, "engine")
-        assert value is not None
+        value = stored(store)
         return value["state"], value["detail"]
 
     await statuses.rebuild("a", "", done=True)
@@ -98,13 +98,7 @@ async def test_the_engine_is_ready_once_each_base_model_serves_or_does_not_start
     fleets: dict[str, Any] = {"a": serving, "b": serving, "c": serving}
     parts = {name: {f"trainer of {name}", f"sampler of {name}"} for name in fleets}
     statuses = BaseStatuses(EngineStatus(store, bell), fleets, ["a", "b"], parts)
-
-    def told() -> Any:
-        with reading(store) as conn:
-            value = server_state.get(conn, "engine")
-        assert value is not None
-        return value
-
+    told = partial(stored, store)
     await statuses.started("a")
     await statuses.starting("c", ())
     assert told()["detail"] == (
@@ -140,9 +134,7 @@ async def test_one_on_demand_is_stopped_and_nobody_waits_for_it(store: Store, be
     statuses = BaseStatuses(EngineStatus(store, bell), fleets, ["a", "b"], parts, ["b"])
 
     def told() -> tuple[tuple[str, str], list[str]]:
-        with reading(store) as conn:
-            value = server_state.get(conn, "engine")
-        assert value is not None
+        value = stored(store)
         return (value["state"], value["detail"]), value["base_models"]["b"]
 
     stopped = ["stopped", "it starts when it is asked for"]
@@ -185,16 +177,9 @@ async def test_nobody_waits_for_samplers_of_one_on_demand_where_no_other_has_any
     fleets: dict[str, Any] = {"a": None, "b": SimpleNamespace(size=0, replicas=1)}
     parts = {"a": {"trainer of a"}, "b": {"sampler of b"}}
     statuses = BaseStatuses(EngineStatus(store, bell), fleets, ["a"], parts, ["b"])
-
-    def state() -> str:
-        with reading(store) as conn:
-            value = server_state.get(conn, "engine")
-        assert value is not None
-        return str(value["state"])
-
     await statuses.started(CLEAN_UP)
     await statuses.started("a")
     await statuses.rebuild("a", "", done=True)
-    assert state() == "ready"
+    assert stored(store)["state"] == "ready"
     await statuses.starting("b", ["sampler of b"])
-    assert state() == "ready"
+    assert stored(store)["state"] == "ready"

@@ -170,6 +170,11 @@ async def running(case: Case) -> AsyncIterator["asyncio.Task[None]"]:
     await asyncio.wait((task,))
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.01,))
+
+
 async def test_the_only_base_model_ends_the_engine(store: Store, bell: Doorbell) -> None:
     case = Case(store, bell, SamplerError(LOG), others=())
     case.processes.go_on.release()
@@ -181,9 +186,8 @@ async def test_the_only_base_model_ends_the_engine(store: Store, bell: Doorbell)
 
 @pytest.mark.parametrize("again", [TrainerError("ValueError: damaged"), StartupError("ValueError: damaged")])
 async def test_one_that_does_not_start_fails_its_requests_alone_and_is_tried_again(
-    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch, again: Exception
+    store: Store, bell: Doorbell, again: Exception
 ) -> None:
-    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.01,))
     case = Case(store, bell, SamplerError(LOG), again, others=("a",))
     processes, gate = case.processes, case.samplers.gate
     async with running(case) as task:
@@ -213,10 +217,7 @@ async def test_one_that_does_not_start_fails_its_requests_alone_and_is_tried_aga
     assert processes.ends == 2
 
 
-async def test_one_that_does_not_start_releases_models_that_are_due(
-    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.01,))
+async def test_one_that_does_not_start_releases_models_that_are_due(store: Store, bell: Doorbell) -> None:
     case = Case(store, bell, *[SamplerError(LOG)] * 2, others=("a",))
     async with running(case):
         for number in (1, 2):
@@ -233,11 +234,8 @@ async def test_requests_are_told_how_far_a_rebuild_is(store: Store, bell: Doorbe
     assert case.driver.paused is None
 
 
-async def test_requests_wait_for_one_whose_weights_are_on_their_way(
-    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_requests_wait_for_one_whose_weights_are_on_their_way(store: Store, bell: Doorbell) -> None:
     """As those that a server accepted, which starts again without its cache of the hub."""
-    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.01,))
     case = Case(store, bell, *(WeightsAwayError("its weights come") for _ in range(3)), others=("a",))
     processes, gate = case.processes, case.samplers.gate
     async with running(case):
@@ -252,10 +250,7 @@ async def test_requests_wait_for_one_whose_weights_are_on_their_way(
         await sample
 
 
-async def test_requests_are_not_told_where_the_servers_files_lie(
-    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.01,))
+async def test_requests_are_not_told_where_the_servers_files_lie(store: Store, bell: Doorbell) -> None:
     damaged = StartupError("'/srv/weights/b.safetensors' is not a whole safetensors file")
     case = Case(store, bell, damaged, damaged, others=("a",))
     for _ in range(2):
@@ -278,11 +273,8 @@ async def test_lost_ranks_end_the_only_base_model(store: Store, bell: Doorbell) 
             await task
 
 
-async def test_one_whose_ranks_are_lost_is_started_again_by_itself(
-    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_whose_ranks_are_lost_is_started_again_by_itself(store: Store, bell: Doorbell) -> None:
     """Its requests wait for the first new start, and fail once its ranks are lost again."""
-    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.01,))
     case = Case(store, bell, others=("a",))
     processes, driver, gate = case.processes, case.driver, case.samplers.gate
     for _ in range(2):
@@ -336,8 +328,7 @@ async def test_one_on_demand_starts_with_a_request_and_stops_once_it_is_idle(
         driver.untrained_s, gate._left_at = 61.0, gate._left_at - 61.0
         async with gate.passage():
             driver.asked = False
-            for _ in range(20):
-                await asyncio.sleep(0)
+            await _let_run()
             assert (processes.ends, gate.reason) == (0, None), "a sample is under way"
         gate._left_at -= 61.0
         await until(lambda: driver.retired > 2)
@@ -372,6 +363,11 @@ async def _sample(gate: SampleGate) -> None:
         pass
 
 
+async def _let_run() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 async def test_a_request_that_comes_while_it_stops_waits_for_the_next_start(
     store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,8 +387,7 @@ async def test_a_request_that_comes_while_it_stops_waits_for_the_next_start(
         driver.asked = False
         await ending.wait()
         sample = asyncio.create_task(_sample(gate))
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await _let_run()
         assert not sample.done()
         ended.set()
         processes.go_on.release()
@@ -401,9 +396,8 @@ async def test_a_request_that_comes_while_it_stops_waits_for_the_next_start(
 
 
 async def test_one_on_demand_that_does_not_start_is_tried_again_and_rests_once_it_was_up(
-    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
+    store: Store, bell: Doorbell
 ) -> None:
-    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.01,))
     case = Case(store, bell, SamplerError(LOG), others=("a",), idle_s=0.001, trained=False)
     processes, gate = case.processes, case.samplers.gate
     async with running(case):
@@ -427,9 +421,8 @@ async def test_one_on_demand_that_does_not_start_is_tried_again_and_rests_once_i
 
 
 async def test_one_on_demand_that_does_not_start_is_not_tried_again_without_demand(
-    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
+    store: Store, bell: Doorbell
 ) -> None:
-    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.01,))
     case = Case(store, bell, *[SamplerError(LOG)] * 3, others=("a",), idle_s=60.0)
     processes, driver, gate = case.processes, case.driver, case.samplers.gate
     for _ in range(4):
@@ -441,8 +434,7 @@ async def test_one_on_demand_that_does_not_start_is_not_tried_again_without_dema
         driver.asked = False  # as refused requests do not wait
         await until(lambda: gate.reason == driver.paused == STOPPED)
         assert (driver.refused, state(case)) == (None, ("failed", WHY))
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await _let_run()
         assert processes.starts == 2
         with pytest.raises(SamplerError, match=WHY):  # it starts it, waits, and fails with it
             await _sample(gate)
@@ -469,8 +461,7 @@ async def test_it_starts_and_stops_as_an_administrator_asks_and_no_request_is_cu
             assert (state(case)[0], base.ask_start()) == ("ready", "base model b runs")
             async with gate.passage():
                 assert base.ask_stop() == "base model b stops once no request waits or runs"
-                for _ in range(20):
-                    await asyncio.sleep(0)
+                await _let_run()
                 assert (gate.reason, processes.ends, base.idle_s) == (None, number - 1, 0.0)
             await until(lambda: state(case)[0] == "stopped")
             assert (processes.ends, gate.reason) == (number, STOPPED)
@@ -478,8 +469,7 @@ async def test_it_starts_and_stops_as_an_administrator_asks_and_no_request_is_cu
         processes.go_on.release()
         await until(lambda: gate.reason is None)
         driver.asked = False
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await _let_run()
         assert processes.ends == 2, "what was asked before is done"
         assert not task.done()
 
@@ -494,8 +484,7 @@ async def test_a_start_takes_back_that_it_was_to_stop(store: Store, bell: Doorbe
         async with gate.passage():
             base.ask_stop()
             base.ask_start()
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await _let_run()
         assert (processes.ends, gate.reason) == (0, None)
 
 
@@ -513,9 +502,8 @@ async def test_a_start_that_an_administrator_asked_for_is_tried_once(
 
 
 async def test_a_stop_that_was_asked_for_after_a_failed_start_ends_no_later_run(
-    store: Store, bell: Doorbell, monkeypatch: pytest.MonkeyPatch
+    store: Store, bell: Doorbell
 ) -> None:
-    monkeypatch.setattr(base_supervisor, "PAUSES_S", (0.01,))
     case = Case(store, bell, SamplerError(LOG), others=("a",), idle_s=60.0)
     async with running(case):
         case.driver.ask()
@@ -525,8 +513,7 @@ async def test_a_stop_that_was_asked_for_after_a_failed_start_ends_no_later_run(
         case.processes.go_on.release()
         await until(lambda: case.samplers.gate.reason is None)
         case.driver.asked = False
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await _let_run()
         assert (case.processes.ends, state(case)[0]) == (1, "ready")
 
 
@@ -577,8 +564,7 @@ async def test_one_that_lacks_gpus_waits_until_another_has_been_idle_and_stopped
         assert told[0] == "it waits for 1 GPU of b"
         driver.untrained_s, gate._left_at = 59.0, gate._left_at - 61.0
         driver.asked = False
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await _let_run()
         assert (processes.ends, waiting.done()) == (0, False), "it was used a moment ago"
         driver.untrained_s = 61.0
         await waiting

@@ -26,7 +26,6 @@ from skyrl_tinker.store.futures.outcomes import Outcome
 from skyrl_tinker.store.store import Store
 from tests.engine.sampler.test_sampler_driver import submit_sample
 from tests.engine.support import journal
-from tests.support.reads import reading
 from tests.support.scripted_samplers import ScriptedSamplers
 from tests.support.waiting import until
 
@@ -48,8 +47,7 @@ class Two:
 
     async def take_in(self) -> list[queue.QueuedRow]:
         """Submit what is new."""
-        with reading(self.store) as conn:
-            rows = queue.queued_after(conn, self.cursor)
+        rows = await self.store.read(lambda conn: queue.queued_after(conn, self.cursor))
         self.cursor = rows[-1].id
         self.metrics.arrived(rows)
         await self.samples.submit([row for row in rows if row.kind is RequestKind.SAMPLE])

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -93,9 +94,6 @@ class World:
     """OpenAI's server of a base model before such replicas."""
 
     def __init__(self, urls: tuple[str, ...] = (ROUTED,), workers: int = 1) -> None:
-        async def nothing(*_: object) -> None:
-            """Do nothing."""
-
         async def once(attempt: Any, *_: object) -> Any:
             return await attempt()
 
@@ -109,7 +107,7 @@ class World:
         leases = SimpleNamespace(open=lease, cache_fields=dict)
         self.samplers: Any = SimpleNamespace(
             gate=SampleGate(),
-            fetch=nothing,
+            fetch=AsyncMock(),
             leases=leases,
             affinity=Affinity(lambda: 1),
             priorities=Priorities(),
@@ -124,7 +122,7 @@ class World:
             self.turns.append(owner)
             return nullcontext()
 
-        store: Any = SimpleNamespace(write=nothing)
+        store: Any = SimpleNamespace(write=AsyncMock())
         driver: Any = SimpleNamespace(turn=turn, arriving=nullcontext)
         none: Any = None
         self.server = OpenAIServer(store, self.samplers, self.fleet, FACTS, none, driver, Metrics())
@@ -289,12 +287,6 @@ async def test_the_memory_of_grammars_is_bounded_and_keeps_those_in_use() -> Non
 async def test_a_sampler_that_dies_frees_the_turn() -> None:
     turns = GrammarTurns()
 
-    async def die() -> bool:
-        raise SamplerError("it died")
-
-    async def live() -> bool:
-        return True
-
     with pytest.raises(SamplerError):
-        await turns.compiled(ANN, "a", die)
-    await turns.compiled(ANN, "b", live)
+        await turns.compiled(ANN, "a", AsyncMock(side_effect=SamplerError("it died")))
+    await turns.compiled(ANN, "b", AsyncMock(return_value=True))

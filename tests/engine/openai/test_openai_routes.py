@@ -4,12 +4,12 @@ import asyncio
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from skyrl_tinker.domain.ids import CheckpointKind, OwnerId
-from skyrl_tinker.domain.values import LoraSpec
+from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.engine.openai.openai_requests import LONGEST_TOKEN
 from skyrl_tinker.engine.openai.openai_routes import OpenAIRoutes
@@ -31,12 +31,21 @@ from tests.support.waiting import end, until
 STUDENT = replace(FACTS, names=("student", "S"))
 TEACHER = replace(FACTS, names=("teacher",))
 REQUEST = CompletionRequest(model="student", prompt="a")
+ARRIVING, TURNS = SimpleNamespace(arriving=nullcontext), SimpleNamespace(turn=lambda *_: nullcontext())
+NONE: Any = None
+
+
+def server_of(
+    store: Store, samplers: Any = None, driver: Any = None, facts: BaseModelFacts = STUDENT
+) -> OpenAIServer:
+    server = OpenAIServer(store, samplers, NONE, facts, NONE, driver, Metrics())
+    server._abilities = ChatAbilities(frozenset())
+    return server
 
 
 @pytest.fixture
 def routes(store: Store) -> OpenAIRoutes:
-    none = cast(Any, None)
-    servers = [OpenAIServer(store, none, none, facts, none, none, Metrics()) for facts in (STUDENT, TEACHER)]
+    servers = [server_of(store, facts=facts) for facts in (STUDENT, TEACHER)]
     return OpenAIRoutes(store, servers, Metrics())
 
 
@@ -87,10 +96,8 @@ async def test_a_wrong_path_is_named_as_the_model(routes: OpenAIRoutes, store: S
 async def test_a_request_waits_for_the_samplers_and_uses_them_until_its_end(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    none, samplers = cast(Any, None), ScriptedSamplers()
-    driver: Any = SimpleNamespace(arriving=nullcontext)
-    server = OpenAIServer(store, cast(Any, samplers), none, STUDENT, none, driver, Metrics())
-    server._abilities = ChatAbilities(frozenset())
+    samplers = ScriptedSamplers()
+    server = server_of(store, samplers, ARRIVING)
     gate, prepared, go_on = samplers.gate, asyncio.Event(), asyncio.Event()
 
     async def prepare(*_: object) -> None:
@@ -100,7 +107,7 @@ async def test_a_request_waits_for_the_samplers_and_uses_them_until_its_end(
 
     monkeypatch.setattr(server, "_prepare", prepare)
     gate.close("they are being started")
-    answering = asyncio.create_task(server.answer(none, REQUEST, 1, None, None))
+    answering = asyncio.create_task(server.answer(NONE, REQUEST, 1, None, None))
     await gate.asked.wait()
     assert (gate.in_use, prepared.is_set()) == (True, False)
     gate.open()
@@ -115,17 +122,16 @@ async def test_a_request_waits_for_the_samplers_and_uses_them_until_its_end(
 async def test_a_request_that_waits_for_samplers_is_seen_in_the_queue_once(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    none, samplers = cast(Any, None), cast(Any, ScriptedSamplers())
-    driver = SamplerDriver(store, samplers, none, Concurrency(1, 1), Metrics())
-    server = OpenAIServer(store, samplers, none, STUDENT, none, driver, Metrics())
-    server._abilities = ChatAbilities(frozenset())
+    samplers: Any = ScriptedSamplers()
+    driver = SamplerDriver(store, samplers, NONE, Concurrency(1, 1), Metrics())
+    server = server_of(store, samplers, driver)
 
     async def prepare(*_: object) -> _OpenAICall:
-        return _OpenAICall(REQUEST, None, None, [1], {"max_tokens": 1}, none)
+        return _OpenAICall(REQUEST, None, None, [1], {"max_tokens": 1}, NONE)
 
     monkeypatch.setattr(server, "_prepare", prepare)
     samplers.gate.close("they are being started")
-    answering = [asyncio.create_task(server.answer(none, REQUEST, 1, None, None)) for _ in range(2)]
+    answering = [asyncio.create_task(server.answer(NONE, REQUEST, 1, None, None)) for _ in range(2)]
     await samplers.gate.asked.wait()
     assert (driver.view().waiting, driver.queued()) == (2, 0)
     answering[0].cancel()
@@ -139,26 +145,20 @@ async def test_a_request_that_waits_for_samplers_is_seen_in_the_queue_once(
 
 
 async def test_a_text_that_no_context_holds_is_refused_also_before_the_samplers_run(store: Store) -> None:
-    none, samplers = cast(Any, None), ScriptedSamplers()
-    driver: Any = SimpleNamespace(arriving=nullcontext)
-    server = OpenAIServer(store, cast(Any, samplers), none, STUDENT, none, driver, Metrics())
-    server._abilities = ChatAbilities(frozenset())
+    samplers = ScriptedSamplers()
+    server = server_of(store, samplers, ARRIVING)
     samplers.gate.close("they are being started")
     huge = CompletionRequest(model="student", prompt="a" * (LONGEST_TOKEN * STUDENT.context_length + 1))
     with pytest.raises(FieldError, match=r"prompt: \d+ characters, expected at most"):
-        await server.answer(none, huge, 1, None, None)
+        await server.answer(NONE, huge, 1, None, None)
     assert not samplers.gate.in_use
 
 
 async def test_a_request_counts_for_its_owner_in_the_sampler(store: Store) -> None:
     """As a sample does: beside a large request, another owner's comes before the next of the first."""
-    none: Any = None
-    samplers: Any = SimpleNamespace(priorities=Priorities())
-    driver: Any = SimpleNamespace(turn=lambda *_: nullcontext())
-    server = OpenAIServer(store, samplers, none, STUDENT, none, driver, Metrics())
-    request = CompletionRequest(model="student", prompt="a")
+    server = server_of(store, SimpleNamespace(priorities=Priorities()), TURNS)
     first, other = (
-        _OpenAICall(request, owner, None, [1000], {"max_tokens": 3000}, none)
+        _OpenAICall(REQUEST, owner, None, [1000], {"max_tokens": 3000}, NONE)
         for owner in map(OwnerId, (1, 2))
     )
     async with server._turn(first) as earliest, server._turn(first) as next_one, server._turn(other) as small:
@@ -167,13 +167,9 @@ async def test_a_request_counts_for_its_owner_in_the_sampler(store: Store) -> No
 
 async def test_all_sequences_of_a_request_are_behind_small_requests_of_others(store: Store) -> None:
     """The sampler gets one priority for all of them."""
-    none: Any = None
-    samplers: Any = SimpleNamespace(priorities=Priorities())
-    driver: Any = SimpleNamespace(turn=lambda *_: nullcontext())
-    server = OpenAIServer(store, samplers, none, STUDENT, none, driver, Metrics())
+    server = server_of(store, SimpleNamespace(priorities=Priorities()), TURNS)
     many = CompletionRequest(model="student", prompt=["a", "a"], n=4)
-    one = CompletionRequest(model="student", prompt="a")
-    wide = _OpenAICall(many, OwnerId(1), None, [1000, 1000], {"max_tokens": 3000}, none)
-    small = _OpenAICall(one, OwnerId(2), None, [3], {"max_tokens": 3}, none)
+    wide = _OpenAICall(many, OwnerId(1), None, [1000, 1000], {"max_tokens": 3000}, NONE)
+    small = _OpenAICall(REQUEST, OwnerId(2), None, [3], {"max_tokens": 3}, NONE)
     async with server._turn(wide) as last, server._turn(small) as first, server._turn(small) as second:
         assert (last, first, second) == (26_000 - 26_000 // 8, 0, 6)

@@ -16,7 +16,6 @@ from skyrl_tinker.errors import SamplerError, StateLostError, UserError
 from skyrl_tinker.store import server_state
 from skyrl_tinker.store.store import Store
 from tests.engine.support.world import FACTS
-from tests.support.reads import reading
 from tests.support.scripted_samplers import ScriptedSamplers
 from tests.support.scripted_trainer import ScriptedTrainer, Trained
 from tests.support.waiting import until
@@ -118,8 +117,7 @@ async def test_a_model_that_is_released_while_it_is_compared_leaves_no_warning(s
 
 
 async def warning(store: Store) -> object:
-    with reading(store) as conn:
-        return server_state.get(conn, server_state.WARNING)
+    return await store.read(lambda conn: server_state.get(conn, server_state.WARNING))
 
 
 async def test_a_probe_that_the_trainer_cannot_score_leaves_the_save_alone(store: Store) -> None:

@@ -1,6 +1,7 @@
 """A newcomer is a member only with all that the others have. The servers are scripted."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -9,7 +10,7 @@ from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import Loss
 from tests.engine.support.simulation import simulated
 from tests.support.sampler_clients import opened_fleet, vllm_client
-from tests.support.waiting import until
+from tests.support.waiting import end, until
 
 OLD, NEW = "http://old", "http://new"
 
@@ -37,18 +38,10 @@ class Servers:
 async def test_a_loss_is_noted_at_the_time_of_the_given_clock() -> None:
     """The database's, as the age of an incident is told by it."""
     fleet = opened_fleet(vllm_client(OLD, (OLD,)), Servers(), clock=lambda: 5.0)
-
-    async def equip(newcomer: RemoteInferenceClient) -> None:
-        """The newcomer needs nothing."""
-
-    async def report() -> None:
-        """Nobody reads it."""
-
-    supervising = asyncio.create_task(fleet.supervise(report, equip))
+    supervising = asyncio.create_task(fleet.supervise(AsyncMock(), AsyncMock()))
     fleet.condemn(OLD, "it stands still")
     await until(lambda: fleet.incidents)
-    supervising.cancel()
-    await asyncio.wait((supervising,))
+    await end(supervising)
     assert [incident.at for incident in fleet.incidents] == [5.0]
 
 

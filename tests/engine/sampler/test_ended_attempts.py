@@ -3,6 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -72,8 +73,5 @@ async def test_a_sample_that_is_cancelled_meanwhile_is_not_made_again(fleet: Fle
 
 
 async def test_an_attempt_s_own_timeout_is_its_error(fleet: Fleet) -> None:
-    async def attempt() -> None:
-        raise TimeoutError("its own")
-
     with pytest.raises(TimeoutError, match="its own"):
-        await fleet.with_retry(attempt)
+        await fleet.with_retry(AsyncMock(side_effect=TimeoutError("its own")))

@@ -3,7 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
+from unittest.mock import AsyncMock
 from urllib.parse import urlsplit
 
 import pytest
@@ -32,7 +34,7 @@ from tests.inference.support.samplers import (
     sample,
     unique,
 )
-from tests.support.reads import reading
+from tests.support.failures import failing_first
 from tests.support.sampler_clients import opened_fleet, vllm_client, vllm_servers
 from tests.support.waiting import end
 
@@ -141,8 +143,7 @@ async def until_size(fleet: Fleet, size: int) -> None:
 
 
 async def detail(store: Store) -> str:
-    with reading(store) as conn:
-        value = server_state.get(conn, "engine")
+    value = await store.read(lambda conn: server_state.get(conn, "engine"))
     assert isinstance(value, dict)
     return f"{value['state']}: {value['detail']}"
 
@@ -203,11 +204,8 @@ async def test_a_condemned_member_leaves_at_once_and_is_admitted_anew(
 async def test_what_no_loss_explains_is_raised_and_what_cannot_be_served_is_refused(
     fleet: Fleet, servers: dict[str, Served]
 ) -> None:
-    async def broken() -> None:
-        raise SamplerError("a fault of its own")
-
     with pytest.raises(SamplerError, match="a fault of its own"):
-        await fleet.with_retry(broken)
+        await fleet.with_retry(AsyncMock(side_effect=SamplerError("a fault of its own")))
     nobody = vllm_servers(("http://127.0.0.1:9",), startup_s=1.0, hang_s=2.0, max_model_len=2)
     with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9 \(sampler_urls\) gave no answer in 1 s"):
         await nobody.ready()
@@ -218,12 +216,7 @@ async def test_what_waits_for_weights_of_a_trainer_that_died_is_tried_again_when
 ) -> None:
     monkeypatch.setattr(fleet_module, "RETRY_S", 0.01)
     deaths = [TrainerError("rank 0 died")] * 10
-
-    async def attempt() -> str:
-        if deaths:
-            raise deaths.pop()
-        return "sampled"
-
+    attempt = failing_first(partial(asyncio.sleep, 0, "sampled"), deaths)
     assert await fleet.with_retry(attempt) == "sampled"
 
 

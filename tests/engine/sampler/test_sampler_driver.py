@@ -86,8 +86,7 @@ async def test_requests_that_the_store_does_not_know_take_their_turns_among_samp
         leaving = asyncio.create_task(taken(driver))
         await asyncio.sleep(0)
         assert driver.queued() == 2
-        leaving.cancel()
-        await asyncio.wait([leaving])
+        await end(leaving)
         assert driver.queued() == 1
     await waiting
     assert driver.in_flight() == driver.queued() == 0

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from unittest.mock import AsyncMock
 
 import pytest
 from aiohttp import web
@@ -10,7 +11,6 @@ from aiohttp.test_utils import TestServer
 
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.sleep import SleepControl
-from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.health_checks import Loss
 from tests.support.sampler_clients import opened_fleet, vllm_client
 
@@ -56,10 +56,6 @@ class Processes:
         return await asyncio.Future()
 
 
-async def nothing(newcomer: RemoteInferenceClient) -> None:
-    pass
-
-
 @asynccontextmanager
 async def fleet_of(*replicas: Replica) -> AsyncIterator[tuple[Fleet, Processes]]:
     for replica in replicas:
@@ -67,11 +63,7 @@ async def fleet_of(*replicas: Replica) -> AsyncIterator[tuple[Fleet, Processes]]
     processes = Processes()
     client = vllm_client(replicas[0].url, tuple(replica.url for replica in replicas))
     fleet = opened_fleet(client, processes)
-
-    async def report() -> None:
-        """Nobody reads it."""
-
-    supervision = asyncio.create_task(fleet.supervise(report, nothing))
+    supervision = asyncio.create_task(fleet.supervise(AsyncMock(), AsyncMock()))
     await asyncio.sleep(0)
     yield fleet, processes
     supervision.cancel()

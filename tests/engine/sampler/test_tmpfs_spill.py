@@ -1,7 +1,6 @@
 """Ephemeral weights move to disk when memory runs low, and are found where they were."""
 
 import asyncio
-import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.errors import StorageError
 from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
+from tests.support.failures import files_up_to
 
 FILE = "adapter_model.safetensors"
 
@@ -78,13 +78,8 @@ def test_a_disk_is_never_low(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_version_where_it_is(memory: Path, tmp_path: Path) -> None:
     overflow = TmpfsSpill(memory, tmp_path / "disk", spare=1.0)
     version = published(memory, 1)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            overflow.move(version)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with files_up_to(500), pytest.raises(OSError, match="File too large"):
+        overflow.move(version)
     assert content(version) == bytes([1]) * 1000
     assert not (tmp_path / "disk" / "v1" / FILE).exists()
 

@@ -5,13 +5,12 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import orjson
 import pytest
-from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, RequestKind
 from skyrl_tinker.domain.values import Failure
@@ -19,7 +18,7 @@ from skyrl_tinker.engine.saves import external_exports, save_flow
 from skyrl_tinker.errors import StorageError, TrainerError
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
-from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
+from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.system.off_loop import TRANSFER_THREADS
 from tests.engine.support import journal
@@ -71,12 +70,10 @@ async def test_a_model_trains_on_while_its_export_is_written(world: World) -> No
     assert left(world) == [Path(row.directory)]
 
 
-async def test_however_much_is_exported_a_save_is_stored(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_however_much_is_exported_a_save_is_stored(world: World) -> None:
     go_on, exported = threading.Event(), list[Accepted]()
     finish = external_exports.finish_export
-    monkeypatch.setattr(external_exports, "finish_export", lambda *args: go_on.wait() and finish(*args))
+    world.patch.setattr(external_exports, "finish_export", lambda *args: go_on.wait() and finish(*args))
     try:
         exported = [await export(world, await world.model(), 1) for _ in range(TRANSFER_THREADS)]
         assert (await world.done(await save(world, await world.model(), 1))).status is FutureStatus.DONE
@@ -180,18 +177,12 @@ async def test_an_export_is_answered_though_a_disk_is_full_and_then_the_ranks_di
     assert left(world) == []
 
 
-async def test_an_export_that_cannot_be_recorded_leaves_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
-        raise RuntimeError("a bug")
-
-    add: Callable[..., Any] = checkpoint_records.add
-    monkeypatch.setattr(checkpoint_records, "add", broken)
+async def test_an_export_that_cannot_be_recorded_leaves_nothing(world: World) -> None:
     model = await world.model()
-    failed = await export(world, model, 1)
-    await world.done(failed)
+    with world.patch.context() as broken:
+        broken.setattr(checkpoint_records, "add", Mock(side_effect=RuntimeError("a bug")))
+        failed = await export(world, model, 1)
+        await world.done(failed)
     assert "a bug" in (await journal.error_of(world.store, failed)).message
     assert left(world) == []
-    monkeypatch.setattr(checkpoint_records, "add", add)
     assert (await world.done(await export(world, model, 2))).status is FutureStatus.DONE

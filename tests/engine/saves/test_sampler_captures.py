@@ -9,10 +9,9 @@ import pytest
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.engine.outbox import Outbox
-from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave, SamplerSaveRequest
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.engine.unit_commits import UnitCommits
+from skyrl_tinker.engine.unit_commits import PendingWrites, UnitCommits
 from skyrl_tinker.errors import StateLostError, TrainerError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.storage.storage_port import LOCAL_DISK
@@ -21,7 +20,6 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
-from tests.support.reads import reading
 from tests.support.scripted_samplers import ScriptedSamplers
 from tests.support.scripted_trainer import ScriptedTrainer, Trained
 
@@ -51,8 +49,7 @@ async def save(store: Store, spec: LoraSpec | None = None, name: str | None = No
     body = SaveSamplerBody(name=name, sampling_session_seq_id=None if name else 0)
     kind = RequestKind.SAVE_WEIGHTS_FOR_SAMPLER
     await journal.submit(store, accepted.model_id, 1, kind, body.to_bytes())
-    with reading(store) as conn:
-        row = queue.queued_after(conn, 0)[-1]
+    row = await store.read(lambda conn: queue.queued_after(conn, 0)[-1])
     return SamplerSaveRequest(row, await journal.model_of(store, accepted.model_id), body)
 
 

@@ -19,10 +19,9 @@ from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.parity.drift_monitor import METRIC, DriftMonitor
 from skyrl_tinker.engine.parity.warning_board import WarningBoard
-from skyrl_tinker.engine.saves.pending_writes import PendingWrites
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave, _insert_versions
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
+from skyrl_tinker.engine.unit_commits import PendingWrites, UnitCommits, UnitEnd
 from skyrl_tinker.errors import StorageError
 from skyrl_tinker.protocol.schemas.console import StepMeasures
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
@@ -36,6 +35,7 @@ from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
 from tests.engine.support.world import FACTS
+from tests.support.failures import failing_first
 from tests.support.reads import reading
 from tests.support.scripted_samplers import ScriptedSamplers
 from tests.support.scripted_trainer import ScriptedTrainer, Trained
@@ -75,8 +75,7 @@ class World:
 
     async def run(self) -> None:
         """All that were submitted, in one unit, to the last answer and comparison."""
-        with reading(self.store) as conn:
-            queued = queue.queued_after(conn, 0)
+        queued = await self.store.read(lambda conn: queue.queued_after(conn, 0))
         rows = [row for row in queued if row.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER]
         committing = asyncio.create_task(self.commits.run())
         async with asyncio.TaskGroup() as background:
@@ -184,7 +183,6 @@ async def test_weights_that_are_gone_are_written_again_once_there_is_memory(worl
     with reading(world.store) as conn:
         (row,) = [row for row in queue.queued_after(conn, 0) if row.seq_id == 1]
         model = model_records.by_key(conn, key)
-    assert model is not None
     await world.run()
     (version,) = await world.store.read(weight_versions.list_ephemeral_versions)
     shutil.rmtree(version.directory)
@@ -250,15 +248,8 @@ async def test_a_save_that_fails_takes_its_weights_back_from_the_samplers(world:
 async def test_a_database_that_fails_for_a_moment_costs_no_save(
     world: World, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
 ) -> None:
-    statement = getattr(module, name)
     failures = [OperationalError("UPDATE", None, OSError("disk full"))]
-
-    def fails_once(*arguments: Any) -> Any:
-        if failures:
-            raise failures.pop()
-        return statement(*arguments)
-
-    monkeypatch.setattr(module, name, fails_once)
+    monkeypatch.setattr(module, name, failing_first(getattr(module, name), failures))
     monkeypatch.setattr(outbox, "RETRY_S", 0.01)
     _, saved = await world.submit()
     await world.run()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import orjson
 import pytest
@@ -31,7 +32,7 @@ from skyrl_tinker.protocol.stored_requests import (
 )
 from skyrl_tinker.storage.storage_port import Storage
 from skyrl_tinker.store import checkpoint_records
-from skyrl_tinker.store.checkpoint_records import CheckpointRow, NewCheckpoint
+from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.database.tables import Model, Session
 from skyrl_tinker.store.futures import training_submission
@@ -40,6 +41,7 @@ from skyrl_tinker.store.futures.training_submission import Creation
 from skyrl_tinker.store.model_records import NewModel
 from tests.engine.support import journal
 from tests.engine.support.world import MakeWorld, World
+from tests.support.failures import failing_first
 from tests.support.reads import reading
 
 WEIGHTS = CheckpointKind.WEIGHTS
@@ -68,8 +70,7 @@ async def _told(world: World, what: str, times: int = 1) -> None:
 
 
 async def _found(world: World, model: ModelId) -> CheckpointRow | None:
-    with reading(world.store) as conn:
-        return checkpoint_records.find(conn, None, model, WEIGHTS, "a")
+    return await world.store.read(lambda conn: checkpoint_records.find(conn, None, model, WEIGHTS, "a"))
 
 
 async def _status(world: World, accepted: Accepted) -> FutureStatus:
@@ -442,15 +443,8 @@ def _is_released(row: Any) -> bool:
 
 
 async def test_a_database_that_fails_for_a_moment_costs_no_save(world: World) -> None:
-    add: Callable[..., Any] = checkpoint_records.add
     failures = [OperationalError("INSERT", None, OSError("disk I/O error"))]
-
-    def fails_once(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
-        if failures:
-            raise failures.pop()
-        return int(add(conn, new, replace=replace))
-
-    world.patch.setattr(checkpoint_records, "add", fails_once)
+    world.patch.setattr(checkpoint_records, "add", failing_first(checkpoint_records.add, failures))
     model = await world.model()
     assert (await world.done(await _save(world, model, 1))).status is FutureStatus.DONE
     assert failures == []
@@ -462,14 +456,11 @@ async def test_what_cannot_be_recorded_is_logged_and_leaves_no_directory(
     """It is logged before the directory is deleted: that waits for the database, perhaps until the end."""
     is_recorded, logged = checkpoint_records.is_recorded, [False]
 
-    def broken(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
-        raise RuntimeError("a bug")
-
     def look(conn: Connection, model: ModelKey, directory: str) -> bool:
         logged.append("failed unexpectedly" in caplog.text)
         return is_recorded(conn, model, directory)
 
-    monkeypatch.setattr(checkpoint_records, "add", broken)
+    monkeypatch.setattr(checkpoint_records, "add", Mock(side_effect=RuntimeError("a bug")))
     monkeypatch.setattr(checkpoint_records, "is_recorded", look)
     model = await world.model()
     saved = await _save(world, model, 1)

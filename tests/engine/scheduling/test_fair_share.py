@@ -50,12 +50,7 @@ class Engine:
     used: Counter[str] = field(default_factory=Counter)  # seconds by session
 
     def send(
-        self,
-        session: str,
-        model: ModelKey,
-        kind: RequestKind,
-        tokens: int = 10,
-        owner: OwnerId | None = None,
+        self, session: str, model: ModelKey, kind: RequestKind, tokens: int = 10, owner: OwnerId | None = None
     ) -> "asyncio.Future[int]":
         """Its answer is the number of units that had begun before its own one."""
         if not self.lanes.knows(model):

@@ -148,10 +148,7 @@ class World:
             return not queue.queued_after(conn, self.intake.cursor, 1)
 
     async def until(
-        self,
-        look: Callable[[], Any],
-        wanted: Callable[[Any], object] = bool,
-        within_s: float = PATIENCE_S,
+        self, look: Callable[[], Any], wanted: Callable[[Any], object] = bool, within_s: float = PATIENCE_S
     ) -> Any:
         """Return the first look that is wanted. Raises what the engine dies of meanwhile."""
         self.bell.ring("engine")

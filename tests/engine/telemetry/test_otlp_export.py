@@ -16,15 +16,14 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from skyrl_tinker import __version__
 from skyrl_tinker.engine.telemetry import otlp_export
 from skyrl_tinker.engine.telemetry.otlp_export import SpanExport
-from skyrl_tinker.store.database.migrate import migrate
 from skyrl_tinker.training.actors import RankReply
 from tests.api.support.passes import old_json
 from tests.api.support.users import new_user, speak_as
 from tests.api.support.waiting import Waiting, ready_model, submit, waiting
-from tests.api.support.world import PROTOBUF, sample, settings_for, step
+from tests.api.support.world import PROTOBUF, new_home, sample, step
 from tests.engine.support.rows import queued
 from tests.support.collector import Collector, collecting, values
-from tests.support.waiting import PATIENCE_S, until
+from tests.support.waiting import PATIENCE_S, end, until
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +36,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def busy(tmp_path: Path) -> AsyncIterator[Waiting]:
-    settings = settings_for(tmp_path / "home")
-    migrate(settings.store_url)
-    async with waiting(settings) as made:
+    async with waiting(new_home(tmp_path / "home")) as made:
         made.samplers.go_on.set()
         yield made
 
@@ -57,8 +54,7 @@ async def exporting(world: Waiting, url: str) -> AsyncIterator[SpanExport]:
     try:
         yield export
     finally:
-        running.cancel()
-        await asyncio.wait((running,))
+        await end(running)
         await export.close()
 
 

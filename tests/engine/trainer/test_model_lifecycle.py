@@ -21,19 +21,12 @@ from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.model_records import ModelRow
 from tests.engine.support import journal
 from tests.engine.support.world import World
+from tests.support.failures import failing_first
 
 
 async def test_a_full_disk_under_the_database_delays_creations_and_releases(world: World) -> None:
-    write, failures = model_records.set_state, [OperationalError("UPDATE", None, OSError("disk full"))] * 2
-
-    def set_state(
-        conn: Connection, key: ModelKey, state: ModelState, reason: str | None = None, **was: Any
-    ) -> bool:
-        if failures:
-            raise failures.pop()
-        return write(conn, key, state, reason, **was)
-
-    world.patch.setattr(model_records, "set_state", set_state)
+    failures = [OperationalError("UPDATE", None, OSError("disk full"))] * 2
+    world.patch.setattr(model_records, "set_state", failing_first(model_records.set_state, failures))
     world.patch.setattr(outbox, "RETRY_S", 0.01)
     model = await world.model()
     assert failures == []

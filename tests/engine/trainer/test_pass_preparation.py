@@ -22,7 +22,6 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult, PreparedPass, TrainerGroup, TrainerSpec
 from tests.engine.support import journal, recorded
 from tests.engine.support.recorded import Example
-from tests.support.reads import reading
 from tests.training.losses.support.uploads import upload
 
 SAMPLED = (10, 11, 12, 13)
@@ -307,8 +306,7 @@ async def test_a_pass_without_a_row_that_can_run_runs_nothing(world: World) -> N
 
 async def _last_used(store: Store, sequence_id: str) -> float:
     query = select(StabilityRecord.last_used_at).where(StabilityRecord.sequence_id == sequence_id)
-    with reading(store) as conn:
-        return float(conn.scalar(query))
+    return await store.read(lambda conn: float(conn.scalar(query)))
 
 
 async def test_only_records_that_trained_are_renewed(world: World) -> None:

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
 
 import orjson
 import pytest
@@ -44,6 +45,7 @@ from skyrl_tinker.training.trainer_group import PassResult
 from tests.engine.support import journal
 from tests.engine.support.world import MakeWorld, World
 from tests.engine.test_ended_sessions import sizes
+from tests.support.failures import failing_first
 from tests.support.reads import reading
 from tests.support.scripted_trainer import ScriptedTrainer
 
@@ -84,6 +86,13 @@ def expected(first: int, steps: int) -> list[list[int]]:
     return [[seq_id, seq_id + 1] for seq_id in range(first, first + 3 * steps, 3)]
 
 
+async def goes_on(world: World, model: ModelId) -> None:
+    """Train a model of two steps for one more, on a new engine."""
+    after = world.new_engine()
+    await train(after, model, 7, 1)
+    assert await steps_of(after, model) == expected(1, 3)
+
+
 @pytest.mark.parametrize("refuses", [False, True])
 async def test_what_ran_while_the_ranks_were_lost_runs_on_the_next_ones_or_fails(
     world: World, *, refuses: bool
@@ -91,8 +100,7 @@ async def test_what_ran_while_the_ranks_were_lost_runs_on_the_next_ones_or_fails
     """Where there are other base models, the engine goes on with those."""
     lost, restarted = asyncio.Event(), asyncio.Event()
 
-    async def die() -> None:
-        raise TrainerLostError("rank 0 died; that was the 3rd time")
+    died = TrainerLostError("rank 0 died; that was the 3rd time")
 
     async def restart() -> None:
         lost.set()
@@ -101,7 +109,7 @@ async def test_what_ran_while_the_ranks_were_lost_runs_on_the_next_ones_or_fails
         world.workers.trained.clear()
         world.driver.requests.accept()
 
-    world.patch.setattr(world.workers, "restart", die)
+    world.patch.setattr(world.workers, "restart", AsyncMock(side_effect=died))
     world.lost = restart
     model = await world.model()
     next_seq = await train(world, model, 1, 1)
@@ -276,10 +284,6 @@ async def test_an_engine_ends_at_a_unit_that_cannot_be_committed_and_the_next_on
     world: World,
 ) -> None:
     model = await world.model()
-
-    def fails(*_: object) -> None:
-        raise ValueError("a bug")
-
     requests = [
         await journal.submit_pass(world.store, model, 1),
         await journal.submit_step(world.store, model, 2),
@@ -287,7 +291,7 @@ async def test_an_engine_ends_at_a_unit_that_cannot_be_committed_and_the_next_on
         await journal.submit_step(world.store, model, 4),
     ]
     with pytest.MonkeyPatch.context() as broken:
-        broken.setattr(step_points, "add", fails)
+        broken.setattr(step_points, "add", Mock(side_effect=ValueError("a bug")))
         with pytest.raises(ExceptionGroup) as ended:
             await world.done(requests[2])
     assert ended.group_contains(ValueError, match="a bug")
@@ -504,8 +508,7 @@ async def test_a_save_that_died_before_it_was_recorded_leaves_no_second_copy(wor
 
 async def snapshot_of(world: World, model: ModelId) -> snapshot_records.SnapshotRow | None:
     key = await journal.key_of(world.store, model)
-    with reading(world.store) as conn:
-        return snapshot_records.find(conn, key)
+    return await world.store.read(lambda conn: snapshot_records.find(conn, key))
 
 
 async def bodies_of(world: World, model: ModelId) -> int:
@@ -634,10 +637,8 @@ async def test_a_replay_waits_for_all_that_is_written_though_one_has_failed(worl
 async def test_a_disk_that_cannot_list_older_snapshots_keeps_the_new_one(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def fails(keeper: SnapshotKeeper, below: Path) -> set[Path]:
-        raise OSError(errno.EIO, "Input/output error")
-
-    world.patch.setattr(SnapshotKeeper, "_directories", fails)
+    error = OSError(errno.EIO, "Input/output error")
+    world.patch.setattr(SnapshotKeeper, "_directories", AsyncMock(side_effect=error))
     model, _ = await with_snapshot(world)
     await world.until(lambda: "may stay until the next one" in caplog.text)
     assert await snapshot_of(world, model)
@@ -663,9 +664,7 @@ def test_what_was_waited_for_in_one_replay_does_not_make_all_later_ones_dear() -
     ids=lambda error: type(error).__name__,
 )
 async def test_a_snapshot_that_cannot_be_written_costs_nothing(
-    world: World,
-    caplog: pytest.LogCaptureFixture,
-    error: Exception,
+    world: World, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     """The log names the fault, and has the traceback of one that nobody foresaw."""
     world.patch.setattr(trainer_driver, "IDLE_S", 0.02)
@@ -679,21 +678,14 @@ async def test_a_snapshot_that_cannot_be_written_costs_nothing(
     assert ("Traceback" in caplog.text) == isinstance(error, ProgrammingError | ValueError)
     assert not list((world.root.parent / "snapshots").glob("*/*"))
     await train(world, model, 4, 1)
-    after = world.new_engine()
-    await train(after, model, 7, 1)
-    assert await steps_of(after, model) == expected(1, 3)
+    await goes_on(world, model)
 
 
 async def test_a_disk_that_cannot_list_snapshots_ends_no_start(world: World) -> None:
     model, _ = await with_snapshot(world)
-
-    def fails(root: Path) -> list[Path]:
-        raise OSError(errno.EIO, "Input/output error")
-
-    world.patch.setattr(snapshot_keeper, "_of_models", fails)
-    after = world.new_engine()
-    await train(after, model, 7, 1)
-    assert await steps_of(after, model) == expected(1, 3)
+    error = OSError(errno.EIO, "Input/output error")
+    world.patch.setattr(snapshot_keeper, "_of_models", Mock(side_effect=error))
+    await goes_on(world, model)
 
 
 async def test_a_checkpoint_that_was_loaded_may_be_deleted(world: World) -> None:
@@ -908,9 +900,7 @@ async def test_models_that_are_to_be_saved_come_back_several_at_once(world: Worl
 
 @pytest.mark.parametrize(("asleep", "before"), [(True, [0, 0, 2, 3]), (False, [0, 0, 2, 3, 3])])
 async def test_samplers_on_the_same_devices_may_have_them_before_all_models_are_back(
-    world: World,
-    asleep: bool,
-    before: list[int],
+    world: World, asleep: bool, before: list[int]
 ) -> None:
     """Of a unit, or those that must be back before any unit, whose work since then is replayed after that."""
     models = [(await with_snapshot(world))[0] for _ in range(3)]
@@ -1096,9 +1086,7 @@ async def test_a_snapshot_at_which_the_disk_cannot_even_look_is_tried_with_patie
         return exists(path)
 
     world.patch.setattr(Path, "exists", fails)
-    after = world.new_engine()
-    await train(after, model, 7, 1)
-    assert await steps_of(after, model) == expected(1, 3)
+    await goes_on(world, model)
 
 
 async def test_a_snapshot_stays_whose_root_has_another_name_now(world: World) -> None:
@@ -1109,9 +1097,7 @@ async def test_a_snapshot_stays_whose_root_has_another_name_now(world: World) ->
     key = await journal.key_of(world.store, model)
     row = snapshot_records.SnapshotRow(6, str(root.with_name("disk") / str(key) / snapshot.name), True)
     await world.store.write(lambda conn: snapshot_records.put(conn, key, row))
-    after = world.new_engine()
-    await train(after, model, 7, 1)
-    assert await steps_of(after, model) == expected(1, 3)
+    await goes_on(world, model)
     assert snapshot.is_dir()
 
 
@@ -1127,22 +1113,13 @@ WHEN = pytest.mark.parametrize("more", [0, 1], ids=["asleep", "with more to repl
 @pytest.mark.parametrize("error", [UNREADABLE, ExhaustedError("no memory")], ids=["disk", "memory"])
 @WHEN
 async def test_a_disk_or_memory_that_fails_for_some_seconds_delays_a_model(
-    world: World,
-    soon_again: None,
-    more: int,
-    error: Exception,
+    world: World, soon_again: None, more: int, error: Exception
 ) -> None:
     """One that sleeps delays no other."""
     model, _ = await with_snapshot(world)
     following = await train(world, model, 7, more)
     after = world.new_engine()
-    load, errors = after.workers.load_state, [error] * 2
-
-    async def load_in_the_end(key: ModelKey, directory: str, *, optimizer: bool) -> None:
-        if errors:
-            raise errors.pop()
-        await load(key, directory, optimizer=optimizer)
-
+    load_in_the_end = failing_first(after.workers.load_state, [error] * 2)
     world.patch.setattr(after.workers, "load_state", load_in_the_end)
     asked = await journal.submit_pass(world.store, model, following)
     await train(after, await after.model(), 1, 1)
@@ -1158,10 +1135,7 @@ NO_MEMORY = ExhaustedError(f"a trainer rank ran out of memory: {SEND_AGAIN}start
 )
 @pytest.mark.parametrize("what", ["create", "pass", "step"])
 async def test_a_replay_waits_for_memory_for_a_while(
-    world: World,
-    soon_again: None,
-    what: str,
-    lasts: int,
+    world: World, soon_again: None, what: str, lasts: int
 ) -> None:
     """Then the model is parked, and is not told to send the request again."""
     model = await world.model()
@@ -1195,10 +1169,7 @@ async def test_a_replay_waits_for_memory_for_a_while(
 
 @pytest.mark.parametrize("what", ["create", "pass"])
 async def test_a_shortage_that_lasts_is_waited_for_once_and_not_for_each_model(
-    world: World,
-    caplog: pytest.LogCaptureFixture,
-    soon_again: None,
-    what: str,
+    world: World, caplog: pytest.LogCaptureFixture, soon_again: None, what: str
 ) -> None:
     """Until there is memory again, as the last model finds."""
     models = [await world.model() for _ in range(4)]
@@ -1295,9 +1266,7 @@ async def test_a_copy_beside_snapshots_is_left_alone(world: World) -> None:
     model, snapshot = await with_snapshot(world)
     copy = snapshot.parent.with_name(f"{snapshot.parent.name}.bak") / snapshot.name
     shutil.copytree(snapshot, copy)
-    after = world.new_engine()
-    await train(after, model, 7, 1)
-    assert await steps_of(after, model) == expected(1, 3)
+    await goes_on(world, model)
     assert copy.is_dir()
 
 

@@ -70,8 +70,7 @@ def test_inputs_of_another_shape_count_as_none() -> None:
 
 
 async def points(store: Store) -> list[Point]:
-    with reading(store) as conn:
-        return step_points.points_after(conn, ModelKey(1), 0, 10)
+    return await store.read(lambda conn: step_points.points_after(conn, ModelKey(1), 0, 10))
 
 
 async def store_step(store: Store, curves: StepCurves, seq_id: int, **metrics: float) -> None:

@@ -1,16 +1,15 @@
 """Order, windows and failures, on the real store. Workers are scripted: what they compute does not matter."""
 
 import asyncio
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
-from sqlalchemy import Connection, select
+from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
+from skyrl_tinker.domain.ids import FutureStatus, RequestKind
 from skyrl_tinker.domain.values import AdamParams, Failure
 from skyrl_tinker.engine.colocation.placement import SEPARATE
 from skyrl_tinker.engine.recovery import snapshot_keeper
@@ -20,12 +19,12 @@ from skyrl_tinker.protocol.stored_requests import OptimStepBody, SaveWeightsBody
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.database.tables import Future, Request
 from skyrl_tinker.store.futures import cancellation, queue
-from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.replay import snapshot_records, unit_records
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import PassResult
 from tests.engine.support import journal
 from tests.engine.support.world import MakeWorld, World
+from tests.support.failures import failing_first
 from tests.support.reads import reading
 
 
@@ -40,10 +39,8 @@ async def test_requests_arriving_3_2_1_run_as_1_2_3(world: World) -> None:
     assert [item for what, item in world.workers.told if what == "pass"][1][0][1] is False
 
 
-async def test_bodies_of_the_newest_forwards_stay_to_be_read_also_without_snapshots(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(unit_records, "KEPT", 2)
+async def test_bodies_of_the_newest_forwards_stay_to_be_read_also_without_snapshots(world: World) -> None:
+    world.patch.setattr(unit_records, "KEPT", 2)
     model = await world.model()
     for seq_id in range(1, 10):
         await world.done(await journal.submit_pass(world.store, model, seq_id, forward_only=True))
@@ -160,14 +157,8 @@ async def test_step_metrics_are_finite_json(world: World) -> None:
 
 
 async def test_a_database_that_fails_for_a_moment_loses_no_request(world: World) -> None:
-    read, failures = model_records.by_key, [OperationalError("SELECT", None, OSError("disk I/O error"))]
-
-    def by_key(conn: Connection, key: ModelKey) -> ModelRow | None:
-        if failures:
-            raise failures.pop()
-        return read(conn, key)
-
-    world.patch.setattr(model_records, "by_key", by_key)
+    failures = [OperationalError("SELECT", None, OSError("disk I/O error"))]
+    world.patch.setattr(model_records, "by_key", failing_first(model_records.by_key, failures))
     model = await world.model()
     assert failures == []
     assert (await world.done(await journal.submit_step(world.store, model, 1))).status is FutureStatus.DONE
@@ -182,17 +173,11 @@ async def test_a_database_that_fails_for_a_moment_loses_no_request(world: World)
     ],
 )
 async def test_a_read_that_fails_delays_a_barrier_and_ends_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch, kind: RequestKind, body: bytes
+    world: World, kind: RequestKind, body: bytes
 ) -> None:
     model = await world.model()
-    read, failures = queue.read_bodies, [OperationalError("SELECT", None, OSError("disk I/O error"))]
-
-    def read_bodies(conn: Connection, ids: Sequence[int]) -> dict[int, bytes]:
-        if failures:
-            raise failures.pop()
-        return read(conn, ids)
-
-    monkeypatch.setattr(queue, "read_bodies", read_bodies)
+    failures = [OperationalError("SELECT", None, OSError("disk I/O error"))]
+    world.patch.setattr(queue, "read_bodies", failing_first(queue.read_bodies, failures))
     accepted = await journal.submit(world.store, model, 1, kind, body)
     assert (await world.done(accepted)).status is FutureStatus.DONE
     assert failures == []
@@ -294,8 +279,7 @@ async def test_work_ends_once_nothing_waits_and_no_snapshot_would_help(world: Wo
         assert (await world.done(each)).status is FutureStatus.DONE
     await ended.wait()
     await world.driver.settle()
-    with reading(world.store) as conn:
-        snapshot = snapshot_records.find(conn, key)
+    snapshot = await world.store.read(lambda conn: snapshot_records.find(conn, key))
     assert snapshot is not None
     assert snapshot.seq_id == 2
     late = await journal.submit_pass(world.store, model, 3)
@@ -345,8 +329,8 @@ async def test_work_ends_once_a_snapshot_of_each_model_was_tried(
     assert tried == {await journal.key_of(world.store, model) for model in models}
 
 
-async def test_a_model_that_is_unloaded_needs_no_ranks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer_driver, "IDLE_S", 0.01)
+async def test_a_model_that_is_unloaded_needs_no_ranks(world: World) -> None:
+    world.patch.setattr(trainer_driver, "IDLE_S", 0.01)
     ended = asyncio.Event()
 
     async def rest() -> None:

@@ -190,8 +190,7 @@ async def test_samples_of_sessions_that_are_finished_are_stopped_and_no_others(
         session: await submit_sample(store, session, "tiny", 1, (number, 1))
         for number, session in enumerate((silent, ended, later, live))
     }
-    with reading(store) as conn:
-        rows = queue.queued_after(conn, 0)
+    rows = await store.read(lambda conn: queue.queued_after(conn, 0))
     metrics.arrived(rows)
     driver.submit(rows)
     running = asyncio.create_task(driver.run())

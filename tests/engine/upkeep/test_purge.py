@@ -49,8 +49,7 @@ async def forward(store: Store, model: ModelRow, seq_id: int) -> Accepted:
 async def seq_ids_after(store: Store, days: float) -> list[int | None]:
     """Numbers that are left of what is there now, once so many days have gone."""
     await Purge(store, Settings()).run(time.time() + days * DAY_S)
-    with reading(store) as conn:
-        return list(conn.scalars(select(Future.seq_id).order_by(Future.seq_id)))
+    return await store.read(lambda conn: list(conn.scalars(select(Future.seq_id).order_by(Future.seq_id))))
 
 
 async def test_what_a_model_ran_before_its_snapshot_goes_and_is_not_accepted_again(store: Store) -> None:

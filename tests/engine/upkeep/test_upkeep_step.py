@@ -2,12 +2,11 @@
 
 import asyncio
 import math
+from unittest.mock import Mock
 
 import pytest
-from sqlalchemy import Connection
 
 from skyrl_tinker.config import Settings
-from skyrl_tinker.domain.ids import SessionId
 from skyrl_tinker.engine.upkeep import upkeep_step as steps
 from skyrl_tinker.engine.upkeep.purge import Purge
 from skyrl_tinker.engine.upkeep.upkeep_step import Step
@@ -41,38 +40,24 @@ async def test_a_step_that_failed_is_tried_again_with_the_next_sweep_and_not_aft
 async def test_a_rule_that_fails_stops_none_behind_it(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shrunk = []
-
-    def fail(conn: Connection, before: float) -> bool:
-        raise ValueError("an event that nobody can read")
-
-    def shrink(conn: Connection) -> bool:
-        shrunk.append(conn)
-        return False
-
-    monkeypatch.setattr(row_purges, "purge_audit", fail)
+    shrink = Mock(return_value=False)
+    error = ValueError("an event that nobody can read")
+    monkeypatch.setattr(row_purges, "purge_audit", Mock(side_effect=error))
     monkeypatch.setattr(slices, "shrink", shrink)
     assert not await Purge(store, Settings()).run_now()
-    assert shrunk
+    assert shrink.called
     assert "clean-up of the audit log failed" in caplog.text
     monkeypatch.undo()
     assert await Purge(store, Settings()).run_now()
 
 
 async def test_nothing_goes_that_is_not_counted_yet(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    purged = []
-
-    def fail(conn: Connection, most: int) -> bool:
-        raise ValueError("a result that nobody can read")
-
-    def note(conn: Connection, finished_before: float) -> list[SessionId]:
-        purged.append(finished_before)
-        return []
-
-    monkeypatch.setattr(session_purges, "ended_sessions", note)
+    purge = Mock(return_value=[])
+    monkeypatch.setattr(session_purges, "ended_sessions", purge)
     with pytest.MonkeyPatch.context() as failing:
-        failing.setattr(usage_records, "roll_up", fail)
+        error = ValueError("a result that nobody can read")
+        failing.setattr(usage_records, "roll_up", Mock(side_effect=error))
         assert not await Purge(store, Settings()).run_now()
-    assert purged == []
+    assert not purge.called
     assert await Purge(store, Settings()).run_now()
-    assert len(purged) == 1
+    assert purge.call_count == 1

@@ -11,7 +11,7 @@ from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
 from tests.inference.support.samplers import CONTEXT, Served, ask, prompt_of, sample
 from tests.support.sampler_clients import vllm_client
-from tests.support.waiting import until
+from tests.support.waiting import end, until
 
 MANY = 512
 STARTED_S, WHOLE_S = 0.2, 2.0
@@ -65,8 +65,7 @@ async def test_a_cancelled_call_stops_in_vllm(client: RemoteInferenceClient) -> 
     await until(lambda: cpu_s() >= began + STARTED_S)
     assert not asking.done()
     given_up = cpu_s()
-    asking.cancel()
-    await asyncio.wait((asking,))
+    await end(asking)
     await client.control.pause("wait")  # until all that they have is sampled to its end, or aborted
     await client.control.resume()
     assert cpu_s() - given_up < WHOLE_S

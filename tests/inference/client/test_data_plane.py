@@ -17,11 +17,7 @@ from tests.support.sampler_clients import vllm_client
 
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 COMPLETION = {"model": "base", "prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0}
-GENERATE = {
-    "model": "base",
-    "token_ids": [5, 6, 7],
-    "sampling_params": {"max_tokens": 3, "temperature": 0},
-}
+GENERATE = {"model": "base", "token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3, "temperature": 0}}
 
 
 async def test_text_and_tokens_turn_into_each_other(sampler: Sampler) -> None:

@@ -8,14 +8,7 @@ import pytest
 
 from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
-from tests.inference.support.samplers import (
-    CONTEXT,
-    Sampler,
-    ask,
-    assert_same_logprobs,
-    prompt_of,
-    reference,
-)
+from tests.inference.support.samplers import CONTEXT, Sampler, ask, assert_same_logprobs, prompt_of, reference
 from tests.support.sampler_clients import vllm_client
 
 GREEDY = {"temperature": 0.0, "max_tokens": 12}

@@ -126,7 +126,6 @@ async def test_the_core_is_asked_over_one_connection(monkeypatch: pytest.MonkeyP
             ).wait_stuck(0)
         )
         await until(lambda: len(connections) > 2)
-        watching.cancel()
-        await asyncio.wait((watching,))
+        await end(watching)
         await http.close()
     assert len(set(connections)) == 1

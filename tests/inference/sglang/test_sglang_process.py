@@ -132,10 +132,7 @@ PYTHON = Path("/env/python")
         ({}, {"A": {"sampler_engine": "sglang", "sampler_python": PYTHON}}),
         ({"sampler_python": PYTHON}, {"A": {"sampler_engine": "sglang"}}),
         ({"sampler_engine": "sglang", "sampler_python": PYTHON}, {"A": {"sampler_engine": "vllm"}}),
-        (
-            {"sampler_engine": "sglang", "sampler_python": PYTHON},
-            {"A": {"sampler_urls": ["http://a:1"]}},
-        ),
+        ({"sampler_engine": "sglang", "sampler_python": PYTHON}, {"A": {"sampler_urls": ["http://a:1"]}}),
     ],
 )
 def test_one_interpreter_is_for_all_base_models_that_it_samples(

@@ -53,12 +53,7 @@ CASES: dict[str, Case] = {
         },
     ),
     "llama3: one": ("llama3", LLAMA % A1, "", [A1]),
-    "llama3: two": (
-        "llama3",
-        f"Well. <|python_tag|>{LLAMA % A1};{LLAMA % B2}",
-        "Well. ",
-        [A1, B2],
-    ),
+    "llama3: two": ("llama3", f"Well. <|python_tag|>{LLAMA % A1};{LLAMA % B2}", "Well. ", [A1, B2]),
     **kept(
         "llama3",
         {
@@ -69,12 +64,7 @@ CASES: dict[str, Case] = {
             "the mark's beginning at the end": "a <|python",
         },
     ),
-    "mistral: two": (
-        "mistral",
-        f"Well. [TOOL_CALLS] [{MISTRAL % A1}, {MISTRAL % B2}]",
-        "Well. ",
-        [A1, B2],
-    ),
+    "mistral: two": ("mistral", f"Well. [TOOL_CALLS] [{MISTRAL % A1}, {MISTRAL % B2}]", "Well. ", [A1, B2]),
     "mistral: two, compact": (
         "mistral",
         '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]other[ARGS]{"b": [2, "<"]}',

@@ -19,14 +19,7 @@ from skyrl_tinker.weight_sync.factory import make_transport
 from skyrl_tinker.weight_sync.sync import PARTIAL, sync_weights
 from skyrl_tinker.weight_sync.transport import WeightSource, WeightSyncError, WeightTransport
 from tests.inference.client.test_sampling_port import LONG, PROMPT, facts, start  # noqa: F401
-from tests.inference.support.samplers import (
-    Sampler,
-    ask,
-    reference,
-    spec_of,
-    target_logprobs,
-    write_model,
-)
+from tests.inference.support.samplers import Sampler, ask, reference, spec_of, target_logprobs, write_model
 from tests.support.processes import title
 from tests.support.sglang_cpu.sglang_server import interpreter, serving
 from tests.weight_sync.conftest import CHUNK_BYTES, launch_trainer

@@ -66,10 +66,7 @@ def test_what_was_not_asked_for_is_absent() -> None:
 
 @pytest.mark.parametrize(
     ("scored", "dense"),
-    [
-        (DENSE, [[-0.5, 0.0], [-1.0, -1.5]]),
-        (SPARSE, [[-0.5, 0, 0, 0], [0, 0, 0, 0], [0, -1.0, 0, 0]]),
-    ],
+    [(DENSE, [[-0.5, 0.0], [-1.0, -1.5]]), (SPARSE, [[-0.5, 0, 0, 0], [0, 0, 0, 0], [0, -1.0, 0, 0]])],
 )
 def test_target_logprobs_keep_shape_and_layout(scored: TargetLogprobs, dense: list[list[float]]) -> None:
     body = sample_results.encode_sample_response(SampleOutput(PLAIN.sequences, target_prompt_logprobs=scored))

@@ -88,8 +88,7 @@ RESPONSES: list[tuple[Message, Any]] = [
     ),
     (
         usage.UsageResponse(
-            data=[event(info) for info in USED],
-            sessions={"s": usage.UsageSession(user_metadata={"a": "b"})},
+            data=[event(info) for info in USED], sessions={"s": usage.UsageSession(user_metadata={"a": "b"})}
         ),
         sdk.BillingUsageResponse,
     ),

@@ -85,11 +85,7 @@ LOSS = {
             LOSS | {"graph": {"nodes": [NODE | {"kwarg": {}}]}},
             "graph.nodes.0 has the unknown key 'kwarg', expected op, name, target, args, kwargs",
         ),
-        (
-            CopyWeightsRequest,
-            {"source_path": "w", "project_id": "p"},
-            "the unknown key 'project_id'",
-        ),
+        (CopyWeightsRequest, {"source_path": "w", "project_id": "p"}, "the unknown key 'project_id'"),
         (SessionSearchRequest, {"project": "p"}, "body has the unknown key 'project', expected session_id, "),
         (AsampleRequest, SAMPLE | {"x" * 1000: 1}, r"unknown key 'x{70,}\.\.\., expected"),
     ],

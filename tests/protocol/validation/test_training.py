@@ -31,10 +31,7 @@ WRONG: list[tuple[Change, str]] = [
         lambda m: m.data[1].ClearField("model_input"),
         "datum 1: model_input is empty, expected at least one token",
     ),
-    (
-        tokens(1, 2, 3, 4, 5),
-        r"datum 1: model_input .* at most 4 \(the setting context_length\)",
-    ),
+    (tokens(1, 2, 3, 4, 5), r"datum 1: model_input .* at most 4 \(the setting context_length\)"),
     (tokens(1, 10, 3), r"datum 1: model_input\[1\] is 10, expected a token id in \[0, 10\)"),
     (tokens(1, 2, -1), r"datum 1: model_input\[2\] is -1, expected a token id in \[0, 10\)"),
     (
@@ -279,20 +276,14 @@ def test_inputs_of_a_custom_loss_are_bounded_together() -> None:
             "datum 1: loss_fn stable_reinforce needs provenance spans: sample with record_stability_info "
             "and build the datum with Datum.with_provenance",
         ),
-        (
-            spans(("a", 0, 2, True)),
-            SPANS + r" cover 2 positions, expected 3 \(the length of target_tokens\)",
-        ),
+        (spans(("a", 0, 2, True)), SPANS + r" cover 2 positions, expected 3 \(the length of target_tokens\)"),
         (spans(("a", 0, 2, True), ("b", 0, 2, False)), SPANS + " cover 4 positions, expected 3"),
         (
             spans(("a", 0, 2, True), ("", 0, 1, False)),
             SPANS + r"\[1\].sequence_id is empty, expected the sequence_id of a sampled sequence",
         ),
         (spans(("a", -1, 3, True)), SPANS + r"\[0\].offset is -1, expected at least 0"),
-        (
-            spans(("a", 0, 4, True), ("a", 0, -1, False)),
-            SPANS + r"\[1\].length is -1, expected at least 0",
-        ),
+        (spans(("a", 0, 4, True), ("a", 0, -1, False)), SPANS + r"\[1\].length is -1, expected at least 0"),
         (
             lambda m: m.data[1].loss_fn_input_spans.add(),
             SPANS + r"\[2\] is empty, expected prompt_tokens or sampled_tokens",
@@ -392,10 +383,7 @@ def test_a_wrong_config_is_named(loss_fn: str, values: dict[str, float | str], m
         ({}, "loss_fn_config['loss_id'] is missing, expected the id of a loss made with create_custom_loss"),
         ({"loss_id": ""}, "loss_fn_config['loss_id'] is '', expected the id of a loss"),
         ({"loss_id": 7.0}, "loss_fn_config['loss_id'] is 7.0, expected the id of a loss"),
-        (
-            {"loss_id": "x", "beta": 1.0},
-            "loss_fn_config has the unknown key 'beta', expected only loss_id",
-        ),
+        ({"loss_id": "x", "beta": 1.0}, "loss_fn_config has the unknown key 'beta', expected only loss_id"),
     ],
 )
 def test_a_custom_loss_needs_its_id_and_nothing_else(values: dict[str, float | str], message: str) -> None:

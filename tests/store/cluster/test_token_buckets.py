@@ -10,10 +10,7 @@ from skyrl_tinker.store.store import Store
 
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    def set_clock(now: float) -> None:
-        monkeypatch.setattr(token_buckets, "database_time", lambda conn: now)
-
-    return set_clock
+    return lambda now: monkeypatch.setattr(token_buckets, "database_time", lambda conn: now)
 
 
 async def take(store: Store, wanted: float, name: str = "b") -> tuple[int, float]:

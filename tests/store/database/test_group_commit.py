@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from sqlalchemy import Connection, text
@@ -92,10 +93,7 @@ async def test_an_op_in_which_the_disk_fails_undoes_what_it_would_be_committed_w
     store: Store, whole_batches: None
 ) -> None:
     """SQLite may have undone all of it; so nobody is told that it is on disk."""
-
-    def fails(conn: Connection) -> None:
-        raise OperationalError("INSERT", None, OSError("disk I/O error"))
-
+    fails = Mock(side_effect=OperationalError("INSERT", None, OSError("disk I/O error")))
     results = await asyncio.gather(
         *(store.write(lambda conn, key=key: server_state.put(conn, key, 1)) for key in "ab"),  # type: ignore[misc]
         store.write(fails),
@@ -128,13 +126,10 @@ async def test_a_statement_that_the_database_fails_fails_alone(store: Store, who
 
 
 async def test_only_what_is_committed_has_its_callback_called(store: Store, whole_batches: None) -> None:
-    def bad(conn: Connection) -> None:
-        raise UserError("no")
-
     called: list[str] = []
     await asyncio.gather(
         store.write(lambda conn: server_state.put(conn, "k", 1), lambda: called.append("good")),
-        store.write(bad, lambda: called.append("bad")),
+        store.write(Mock(side_effect=UserError("no")), lambda: called.append("bad")),
         return_exceptions=True,
     )
     assert called == ["good"]

@@ -20,12 +20,7 @@ from skyrl_tinker.domain.ids import (
 )
 from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.protocol.schemas.console import ReadableQuery
-from skyrl_tinker.store import (
-    checkpoint_records,
-    session_records,
-    usage_records,
-    weight_versions,
-)
+from skyrl_tinker.store import checkpoint_records, session_records, usage_records, weight_versions
 from skyrl_tinker.store.console import readable_requests, run_reports, step_points
 from skyrl_tinker.store.console.pending import pending_groups
 from skyrl_tinker.store.console.traced_requests import finished_requests, requests_after

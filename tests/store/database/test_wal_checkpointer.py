@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from sqlalchemy import Connection, text
@@ -70,14 +71,11 @@ async def test_many_small_writes_are_copied_too(store: Store, url: str) -> None:
 async def test_a_log_that_cannot_be_copied_is_a_warning(
     store: Store, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    full = sqlite_database.OperationalError("PRAGMA", None, OSError(os.strerror(28)))
     with monkeypatch.context() as broken:
-        broken.setattr(sqlite_database.sqlite, "execute", fails)
+        broken.setattr(sqlite_database.sqlite, "execute", Mock(side_effect=full))
         checkpointer = WalCheckpointer(store._database.engine, url.partition("///")[2])
         checkpointer.note(sqlite_database.EVERY_BYTES)
         await checkpointer.close()
     assert "could not be copied" in caplog.text
     await write(store, MiB)
-
-
-def fails(*_: object) -> None:
-    raise sqlite_database.OperationalError("PRAGMA", None, OSError(os.strerror(28)))

@@ -91,8 +91,7 @@ async def test_finished_futures_come_in_the_order_in_which_they_finished(
     store: Store, model: ModelRow
 ) -> None:
     accepted = [await step(store, model, seq_id) for seq_id in (1, 2, 3)]
-    with reading(store) as conn:
-        cursor = outcomes.last_result_id(conn)
+    cursor = await store.read(outcomes.last_result_id)
     for index in (2, 0):
         await succeed(store, accepted[index], b"")
     await fail(store, accepted[1])
@@ -224,9 +223,7 @@ async def test_models_are_found_by_state_and_session(
 async def test_a_model_learns_its_spec_from_a_checkpoint(store: Store, model: ModelRow) -> None:
     spec = type(model.spec)(rank=32, seed=5, train_mlp=False)
     await store.write(lambda conn: model_records.set_spec(conn, model.key, spec, {"beta1": 0.5}))
-    with reading(store) as conn:
-        row = model_records.by_key(conn, model.key)
-    assert row is not None
+    row = await store.read(lambda conn: model_records.by_key(conn, model.key))
     assert (row.spec, row.optimizer_config) == (spec, {"beta1": 0.5})
 
 
@@ -239,7 +236,6 @@ async def test_a_model_refused_at_the_door_is_born_failed(store: Store, session:
         )
     )
     assert (await outcome(store, accepted.request_id)).body == finish.failure_body(failure)
-    with reading(store) as conn:
-        row = model_records.by_id(conn, new.model_id)
+    row = await store.read(lambda conn: model_records.by_id(conn, new.model_id))
     assert row is not None
     assert (row.state, row.state_reason) == (ModelState.FAILED, failure.message)

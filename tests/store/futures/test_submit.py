@@ -23,7 +23,6 @@ from tests.store.support.rows import (
     step,
     submit_create,
 )
-from tests.support.reads import reading
 
 
 async def test_a_training_request_sent_twice_runs_once(store: Store, model: ModelRow) -> None:
@@ -74,9 +73,7 @@ async def test_a_seq_id_reused_for_another_kind_is_refused(store: Store, model: 
     with pytest.raises(SeqIdReusedError, match="used for optim_step, now for forward_backward"):
         await store.write(
             lambda conn: training_submission.submit_training(
-                conn,
-                Submission(RequestKind.FORWARD_BACKWARD, model.model_id, 1, b"digest", b""),
-                owner=None,
+                conn, Submission(RequestKind.FORWARD_BACKWARD, model.model_id, 1, b"digest", b""), owner=None
             )
         )
 
@@ -160,8 +157,7 @@ async def test_a_retried_sampling_session_on_an_overwritten_checkpoint_keeps_its
                 conn, session, 0, base_model="tiny", model_path="tinker://p", version_id=version
             )
         )
-    with reading(store) as conn:
-        row = sampling_sessions.get(conn, sampler)
+    row = await store.read(lambda conn: sampling_sessions.get(conn, sampler))
     assert row is not None
     assert row.version_id == first
 

@@ -71,8 +71,7 @@ async def done(store: Store, accepted: Accepted) -> None:
 
 
 async def requests(store: Store) -> list[str]:
-    with reading(store) as conn:
-        return list(conn.scalars(select(Future.request_id).order_by(Future.id)))
+    return await store.read(lambda conn: list(conn.scalars(select(Future.request_id).order_by(Future.id))))
 
 
 async def rows(store: Store) -> dict[str, int]:
@@ -100,8 +99,7 @@ async def test_samples_go_in_slices_with_their_results(store: Store, sampler: Sa
 
 
 async def bodies(store: Store) -> int:
-    with reading(store) as conn:
-        return conn.scalar(select(func.count()).select_from(Request)) or 0
+    return await store.read(lambda conn: conn.scalar(select(func.count()).select_from(Request)) or 0)
 
 
 async def test_prompts_of_samples_stay_as_long_as_a_list_shows_them_and_their_results(
@@ -206,16 +204,14 @@ async def purge_versions(store: Store, before: float) -> int:
 
 
 async def clear(store: Store, before: float) -> list[SessionId]:
-    with reading(store) as conn:
-        sessions = session_purges.ended_sessions(conn, before)
+    sessions = await store.read(lambda conn: session_purges.ended_sessions(conn, before))
     for session in sessions:
         await run_all(store, lambda conn, session=session: session_purges.clear_session(conn, session))
     return sessions
 
 
 async def forget(store: Store, before: float) -> list[SessionId]:
-    with reading(store) as conn:
-        sessions = session_purges.forgettable_sessions(conn, before)
+    sessions = await store.read(lambda conn: session_purges.forgettable_sessions(conn, before))
     for session in sessions:
         await run_all(store, lambda conn, session=session: session_purges.forget_session(conn, session))
     return sessions
@@ -238,8 +234,7 @@ async def test_a_session_stays_as_long_as_one_of_its_checkpoints(store: Store) -
     session = await lived(store, "a")
     await clear(store, time.time() + 1)
     assert await forget(store, time.time() + 1) == []
-    with reading(store) as conn:
-        checkpoint = conn.scalars(select(SavedCheckpoint.id)).one()
+    checkpoint = await store.read(lambda conn: conn.scalars(select(SavedCheckpoint.id)).one())
     await store.write(lambda conn: checkpoint_records.mark_removed(conn, checkpoint))
     await run_all(store, lambda conn: row_purges.purge_removed_checkpoints(conn, time.time() - 60))
     assert await forget(store, time.time() + 1) == [], "it is billed for past storage"
@@ -251,8 +246,7 @@ async def test_a_session_stays_as_long_as_one_of_its_checkpoints(store: Store) -
 async def test_weights_that_another_session_samples_keep_their_session(store: Store) -> None:
     session = await lived(store)
     other = await new_session(store)
-    with reading(store) as conn:
-        (model,) = model_records.list_for_session(conn, session)
+    (model,) = await store.read(lambda conn: model_records.list_for_session(conn, session))
     version = await ephemeral(store, model.key)
     borrowed = await store.write(
         lambda conn: sampling_sessions.create(

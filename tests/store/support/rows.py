@@ -24,11 +24,7 @@ SPEC = LoraSpec(rank=8, seed=2**62, train_unembed=False)
 async def new_session(store: Store, owner: OwnerId | None = None) -> SessionId:
     return await store.write(
         lambda conn: session_records.create(
-            conn,
-            owner=owner,
-            tags=["a"],
-            user_metadata={"k": [1, None]},
-            sdk_version="0.38.0",
+            conn, owner=owner, tags=["a"], user_metadata={"k": [1, None]}, sdk_version="0.38.0"
         )
     )
 

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -24,6 +23,7 @@ from skyrl_tinker.domain.values import (
 )
 from skyrl_tinker.errors import StorageError, UserError
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
+from tests.support.failures import files_up_to
 from tests.training.support import reference
 from tests.training.support.passes import assert_close, assert_equal, make_data, make_item
 from tests.training.support.saves import save_state
@@ -158,14 +158,9 @@ async def test_training_goes_on_while_a_save_is_written(groups: Groups, tmp_path
 async def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(groups: Groups, tmp_path: Path) -> None:
     two = groups[2]
     await two.create_model(KEY, FULL)
-    second = psutil.Process(two.pids()[1])
-    before = second.rlimit(psutil.RLIMIT_FSIZE)
-    second.rlimit(psutil.RLIMIT_FSIZE, (100_000, before[1]))
-    try:
-        with pytest.raises(StorageError, match=r"^rank 1 could not write the checkpoint: File too large$"):
-            await save_state(two, KEY, str(tmp_path / "c"), optimizer=True)
-    finally:
-        second.rlimit(psutil.RLIMIT_FSIZE, before)
+    refused = pytest.raises(StorageError, match=r"^rank 1 could not write the checkpoint: File too large$")
+    with files_up_to(100_000, two.pids()[1]), refused:
+        await save_state(two, KEY, str(tmp_path / "c"), optimizer=True)
     assert _names(tmp_path) == []
     await _train(two, "adamw", 0)
     assert await save_state(two, KEY, str(tmp_path / "c"), optimizer=True) > 100_000

@@ -1,5 +1,4 @@
 import json
-import resource
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,6 +15,7 @@ from skyrl_tinker.errors import ExhaustedError, StorageError, UserError
 from skyrl_tinker.training.checkpoints.checkpoint_save import Captured, Layout
 from skyrl_tinker.training.models.full_parameter import FullModel
 from skyrl_tinker.training.worker import Worker
+from tests.support.failures import files_up_to
 from tests.training.conftest import MakeWorker
 from tests.training.support import reference
 from tests.training.support.passes import (
@@ -193,13 +193,9 @@ def test_a_full_disk_fails_the_save_and_makes_no_checkpoint(
     worker: Worker, tmp_path: Path, spec: LoraSpec
 ) -> None:
     worker.create_model(ModelKey(1), spec)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    try:
+    with files_up_to(4096):
         with pytest.raises(StorageError, match="rank 0 could not write the checkpoint: File too large"):
             save(worker, 1, tmp_path / "c")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not (tmp_path / "c").exists()
     assert save(worker, 1, tmp_path / "c") > 4096
 

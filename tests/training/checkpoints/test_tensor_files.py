@@ -27,8 +27,7 @@ def test_layers_stay_whole_but_at_the_borders() -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "count", "name"),
-    [(0, 1, "model.safetensors"), (0, 4, "model-00001-of-00004.safetensors")],
+    ("index", "count", "name"), [(0, 1, "model.safetensors"), (0, 4, "model-00001-of-00004.safetensors")]
 )
 def test_shards_are_named_as_hugging_face_names_them(index: int, count: int, name: str) -> None:
     assert shard_name("model", index, count) == name

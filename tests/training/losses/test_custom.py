@@ -73,10 +73,7 @@ def shaped(logprobs: torch.Tensor, old: torch.Tensor) -> Result:
     pairs = both[0][:, None] - both[1][None, :]
     shifted = torch.cat([logprobs.new_zeros(1), logprobs[:-1]])
     gap = (pairs.tril() / math.sqrt(2) + shifted.expand(logprobs.shape[0], -1)).flip(0)
-    return gap.mean(dim=(0, 1)), {
-        "custom/least:sum": gap.amin(),
-        "custom/most:sum": gap.flatten().topk(1)[0],
-    }
+    return gap.mean(dim=(0, 1)), {"custom/least:sum": gap.amin(), "custom/most:sum": gap.flatten().topk(1)[0]}
 
 
 def in_double(logprobs: torch.Tensor, old: torch.Tensor) -> Result:

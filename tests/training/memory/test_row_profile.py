@@ -76,12 +76,7 @@ def test_a_fake_row_costs_what_a_real_one_does(
 @pytest.mark.parametrize("recompute", [0, 1, 2])
 @pytest.mark.parametrize("arch", ["qwen3", "gemma3"])
 def test_a_fake_row_for_cuda_costs_what_a_real_one_does_that_takes_its_way(
-    ranks: Ranks,
-    tmp_path: Path,
-    arch: str,
-    recompute: int,
-    with_liger: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    ranks: Ranks, tmp_path: Path, arch: str, recompute: int, with_liger: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32 attention is the same on both, by segments; all else runs as on CUDA."""
     monkeypatch.setattr(liger, "installed", lambda: with_liger)

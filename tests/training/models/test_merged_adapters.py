@@ -57,20 +57,14 @@ def _trained(
     return found, gradients
 
 
-@pytest.fixture(params=["tied", "untied", "mixture"])
-def directory(request: pytest.FixtureRequest) -> str:
-    found: str = request.getfixturevalue(f"{request.param}_model")
-    return found
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("tiny", [False, True], ids=["whole rows", "a row with a rest"])
 def test_all_tenants_at_once_get_what_each_gets_alone(
-    make_worker: MakeWorker, directory: str, recompute: bool, tiny: bool
+    make_worker: MakeWorker, any_directory: str, recompute: bool, tiny: bool
 ) -> None:
     items = [make_item(3, make_data((3,), 1))] if tiny else _items()
-    merged, gradients = _trained(make_worker, directory, "cuda", items, recompute=recompute)
-    apart, expected = _trained(make_worker, directory, "cpu", items, recompute=recompute)
+    merged, gradients = _trained(make_worker, any_directory, "cuda", items, recompute=recompute)
+    apart, expected = _trained(make_worker, any_directory, "cpu", items, recompute=recompute)
     for output, other in zip(merged, apart, strict=True):
         for a, b in zip(output.logprobs, other.logprobs, strict=True):
             np.testing.assert_allclose(a, b, atol=2e-5, rtol=0)

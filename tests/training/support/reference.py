@@ -105,10 +105,7 @@ def _merge_expert(model: torch.nn.Module, merged: dict[str, Tensor], name: str, 
 
 
 def loss_of(
-    model: torch.nn.Module,
-    data: tuple[Datum, ...],
-    loss: Loss,
-    merged: Mapping[str, Tensor] | None = None,
+    model: torch.nn.Module, data: tuple[Datum, ...], loss: Loss, merged: Mapping[str, Tensor] | None = None
 ) -> Tensor:
     total = torch.zeros(())
     for datum in data:

@@ -61,7 +61,8 @@ class Patch:
 def apply() -> None:
     """Apply all patches once per process. Raises RuntimeError in a release that they are not written for."""
     if not vllm_version.startswith(vllm_targets.SUPPORTED):
-        raise RuntimeError(f"skyrl-tinker's patches are for {_releases()}, found {vllm_version}")
+        releases = " and ".join(f"vLLM {release}x" for release in vllm_targets.SUPPORTED)
+        raise RuntimeError(f"skyrl-tinker's patches are for {releases}, found {vllm_version}")
     if STAGED[0] in WeightTransferEngineFactory._registry:
         return
     patches = (*PATCHES, *(ON_CPU if current_platform.is_cpu() else ()))
@@ -80,22 +81,15 @@ def apply() -> None:
             patch.apply()
 
 
-def _releases() -> str:
-    return " and ".join(f"vLLM {release}x" for release in vllm_targets.SUPPORTED)
-
-
-def _known() -> str:
-    return " or ".join(vllm_targets.releases())
-
-
 def _refusal(patch: Patch) -> str:
     """Return the reason not to apply a patch to this vLLM; empty if it may be applied."""
     found = vllm_targets.unknown(Path(vllm.__path__[0]), patch.targets)
     if not found:
         return ""
+    known = " or ".join(vllm_targets.releases())
     return (
         f"vLLM {vllm_version}: skyrl-tinker's patch {patch.name}, needed {patch.needs or 'always'}, is not "
-        f"for this release: the source of {', '.join(found)} is unknown. Install {_known()}"
+        f"for this release: the source of {', '.join(found)} is unknown. Install {known}"
     )
 
 
@@ -157,10 +151,7 @@ _KERNELS = "model_executor.layers.fused_moe"
 _RELOAD = "model_executor.model_loader.reload.layerwise:finalize_layerwise_processing"
 _ADAPTERS = "where max_lora_rank is above 0"
 _ADAPTED_EXPERTS = "for mixtures of experts where max_lora_rank is above 0"
-_LOGITS = (
-    "lora.punica_wrapper.punica_base:PunicaWrapperBase._update_base_metadata",
-    f"{_HEAD}._get_logits",
-)
+_LOGITS = ("lora.punica_wrapper.punica_base:PunicaWrapperBase._update_base_metadata", f"{_HEAD}._get_logits")
 
 PATCHES = (
     Patch(
@@ -232,10 +223,7 @@ ON_CPU = (
     Patch(cpu_patches.draw_for_whole_prompts_only, (f"{_RUNNER}.sample_tokens",)),
     Patch(
         cpu_patches.zero_reused_blocks,
-        (
-            "v1.kv_cache_interface:KVCacheConfig.needs_kv_cache_zeroing",
-            f"{_RUNNER}._init_kv_zero_meta",
-        ),
+        ("v1.kv_cache_interface:KVCacheConfig.needs_kv_cache_zeroing", f"{_RUNNER}._init_kv_zero_meta"),
     ),
     Patch(cpu_patches.repack_tied_heads, (_RELOAD,)),
 )

@@ -21,10 +21,7 @@ class _Package(NamedTuple):
     capabilities: tuple[int, ...]  # major ones of the GPUs that torch lets it run on
 
 
-_PACKAGES = (
-    _Package("FA3", "flash_attn_interface", (9,)),
-    _Package("FA4", "flash_attn.cute", (9, 10)),
-)
+_PACKAGES = (_Package("FA3", "flash_attn_interface", (9,)), _Package("FA4", "flash_attn.cute", (9, 10)))
 _Kernel = Callable[..., torch.Tensor]
 
 
