@@ -11,8 +11,7 @@ arrive is sent again, with the same seq_id, as the SDK does. --full: 1,000 tenan
 
 Errors are requests that failed, samples of another length than asked for, and steps that the optimizer did
 not count by one. `first` and `last` are seconds of operations in the first and the last tenth of the time, of
-those that no kill and no recovery overlaps. Those of the first minute do not count: samplers still load what
-all sessions published when they were opened.
+those that no kill and no recovery overlaps.
 
 Needs the packages of `scripts/setup tests`. With the default arguments it ends within six minutes.
 Prints, as its last line, one JSON object: errors; operations; p50_ratio, p99_ratio: last / first; rss_growth:
@@ -46,7 +45,7 @@ DEFAULT, FULL = (20, 180.0, 2), (1000, 3600.0, 10)  # tenants, seconds, kills
 RATE = 12.0
 SESSIONS, OPENED_AT_ONCE = 2, 16
 PROMPT, TOKENS = 16, 8
-HEARTBEAT_S, AGAIN_S, RESULT_S, SETTLE_S, OPENING_S = 10.0, 0.5, 600.0, 10.0, 60.0
+HEARTBEAT_S, AGAIN_S, RESULT_S, SETTLE_S = 10.0, 0.5, 600.0, 10.0
 SLOWER, SLOWER_SHORT = {"p50": 1.1, "p99": 1.1}, {"p50": 1.5}
 """Bars of last / first. Of a short run there are too few for a p99, and the machine's noise is more."""
 RSS_GROWTH, RSS_GROWTH_SHORT = 1.15, 1.5
@@ -238,7 +237,7 @@ def report(
 ) -> Json:
     """`rss_mb`: after the first tenth and at the end, by kind of process."""
     quiet = undisturbed(tenants.operations, kills)
-    began, tenth = began + OPENING_S, (seconds - OPENING_S) / 10
+    tenth = seconds / 10
     kinds = sorted({each.kind for each in quiet})
     tenths = [
         [each for each in quiet if number <= (each.began - began) / tenth < number + 1]
