@@ -64,8 +64,9 @@ def check_custom_inputs(loss: CustomLoss, data: Sequence[Datum]) -> None:
                     f"datum {index}: loss_fn_inputs lacks {name!r}, which loss {loss.name!r} takes"
                 )
             field = f"datum {index}: loss_fn_inputs[{name!r}]"
-            # one value that comes without a shape may be an array of one
-            _check_rank(field, datum.inputs[name].ndim or min(expected, 1), expected, loss)
+            ndim = datum.inputs[name].ndim
+            if len(datum.tokens) > 1 or (ndim, expected) != (0, 1):  # else one value without a shape
+                _check_rank(field, ndim, expected, loss)
 
 
 def to_bytes(loss: CustomLoss) -> bytes:

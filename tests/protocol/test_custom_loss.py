@@ -302,8 +302,13 @@ def test_data_must_have_what_the_loss_takes() -> None:
         check_custom_inputs(loss, [datum(w=np.zeros(3, np.float32))])
     with pytest.raises(UserError, match=r"datum 1: loss_fn_inputs\['target_tokens'\] has rank 2, expected 1"):
         check_custom_inputs(loss, [good, datum((3, 2))])
-    of_one_token = CustomLoss("f", (("logprobs", 1), ("w", 1)), ())
-    check_custom_inputs(of_one_token, [good])
+
+
+def test_one_value_without_a_shape_is_an_array_for_a_datum_of_one_token() -> None:
+    loss, value = CustomLoss("f", (("logprobs", 1), ("w", 1)), ()), {"w": np.zeros((), np.float32)}
+    check_custom_inputs(loss, [Datum(np.zeros(1, np.int32), np.zeros(1, np.int64), value)])
+    with pytest.raises(UserError, match=r"datum 0: loss_fn_inputs\['w'\] has rank 0, expected 1"):
+        check_custom_inputs(loss, [datum(**value)])
 
 
 def test_the_page_on_custom_losses_lists_what_they_may_call() -> None:

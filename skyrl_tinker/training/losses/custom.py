@@ -73,7 +73,7 @@ def _arguments(loss: CustomLoss, logprobs: torch.Tensor, inputs: Inputs) -> list
     for name, rank in loss.inputs:
         if name not in given:
             raise UserError(f"loss_fn_inputs lacks {name!r}, found {sorted(inputs) or 'none'}")
-        if rank == 1 and not given[name].ndim:  # one value that came without a shape
+        if (given[name].ndim, rank, len(logprobs)) == (0, 1, 1):  # one value that came without a shape
             given[name] = given[name].reshape(1)
         if given[name].ndim != rank:
             raise UserError(f"{name} has rank {given[name].ndim}, expected {rank}, as the loss declares")

@@ -1,6 +1,7 @@
 """Limits of one API key: refused with the limit's name and both numbers, and nobody else is."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -452,5 +453,5 @@ async def test_a_key_without_limits_is_not_counted(world: World) -> None:
     speak_as(world, await new_user(world, "alice"))
     await world.ok("optim_step", step(await world.model(), 1))
     assert UNLIMITED.overridden({}) == UNLIMITED
-    assert not world.services.backlogs._counts
+    assert world.services.backlogs._counted_at == -math.inf
     assert not world.services.rates._shares

@@ -137,7 +137,8 @@ def rl_request(loss: str, **inputs: pb.Tensor) -> pb.ForwardBackwardRequest:
         for each in message.data:
             each.loss_fn_inputs[name].CopyFrom(values)
     for each in message.data:
-        each.loss_fn_inputs.pop("weights", None)
+        for name in ("weights", "sequence_ratio_mask"):
+            each.loss_fn_inputs.pop(name, None)
     return message
 
 
