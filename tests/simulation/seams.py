@@ -15,11 +15,11 @@ from contextlib import contextmanager, nullcontext
 from contextvars import Context
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy.random  # noqa: F401 (it draws while it is imported)
 import pytest
-from sqlalchemy import URL, Connection, Engine, NullPool, create_engine
+from sqlalchemy import URL, Connection, Engine, QueuePool, create_engine
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.sql import selectable
 
@@ -212,23 +212,25 @@ def _shared(real: Callable[..., Engine]) -> Callable[..., Engine]:
 
 
 class _Engine:
-    """Engine of one file that shares its compiled statements with those of all others."""
+    """Engine of a file, whose connections and compiled statements stay for later histories."""
 
-    _path = ""
-    _shared = create_engine(
-        "sqlite://",
-        creator=lambda: sqlite.connect(_Engine._path),
-        poolclass=NullPool,
-        json_serializer=json_text,
-    )
+    _made: ClassVar[dict[str, Engine]] = {}
 
     def __init__(self, path: str, home: Path | None) -> None:
-        self._own_path = path
-        self._home = home
+        if path not in self._made:
+            self._made[path] = create_engine(
+                "sqlite://",
+                creator=lambda: sqlite.connect(path),
+                poolclass=QueuePool,
+                pool_size=32,
+                max_overflow=-1,
+                pool_use_lifo=True,
+                json_serializer=json_text,
+            )
+        self._engine, self._home = self._made[path], home
 
     def connect(self) -> Connection:
-        _Engine._path = self._own_path
-        return self._shared.connect().execution_options(home=self._home)
+        return self._engine.connect().execution_options(home=self._home)
 
 
 class _InTurn:
@@ -317,6 +319,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(builtins, "open", io.open)
     patch.setattr(asyncio.tasks._all_tasks, "add", lambda task: None)  # nobody lists them
     patch.setattr(directories, "_SHM", Path("/nowhere"))
+    patch.setattr(directories, "user_directory", lambda shared, home: home / shared.name)
     patch.setattr(shutil, "disk_usage", _disk_usage)
     patch.setattr(ModelReturns, "_make", _returning(ModelReturns._make))
     patch.setattr(TmpfsSpill, "_would_help", lambda _: True)
