@@ -107,13 +107,10 @@ _FIRST_FROM = Prepared(
         Future.model_key == bindparam("model_key"), Future.seq_id >= bindparam("seq_id")
     )
 )
-_BODIES = (
-    select(Request.future_id, Request.body)
+_BODIES = (  # a condition on the status would have SQLite plan it anew each time, which takes longer than to run it
+    select(Request.future_id, Request.body, Future.status)
     .join(Future, Future.id == Request.future_id)
-    .where(
-        Request.future_id.in_(bindparam("future_ids", expanding=True)),
-        Future.status == literal(FutureStatus.PENDING, Future.status.type),
-    )
+    .where(Request.future_id.in_(bindparam("future_ids", expanding=True)))
 )
 
 
@@ -129,7 +126,8 @@ def queued_after(conn: Connection, cursor: int, limit: int = 1000) -> list[Queue
 
 def read_bodies(conn: Connection, ids: Sequence[int]) -> dict[int, bytes]:
     """Return bodies by future id; requests that finished meanwhile are left out."""
-    return {row.future_id: row.body for row in conn.execute(_BODIES, {"future_ids": ids})}
+    rows = conn.execute(_BODIES, {"future_ids": ids})
+    return {row.future_id: row.body for row in rows if row.status is FutureStatus.PENDING}
 
 
 def pending_of(conn: Connection, model: ModelKey) -> list[int]:
