@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import numpy.random  # noqa: F401 (it draws while it is imported)
 import pytest
+from prometheus_client import CollectorRegistry
 from sqlalchemy import URL, Connection, Engine, QueuePool, create_engine
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.sql import selectable
@@ -336,6 +337,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(remote_client, "JsonHttp", SamplerHttp)
     patch.setattr(compose, "EngineHttpServer", QueuesOnly)
     patch.setattr(EngineClient, "get", _queues)
+    patch.setattr(CollectorRegistry, "register", lambda *_: None)  # nobody scrapes it
     patch.setattr(logging.Logger, "exception", _unforeseen)
     patch.setattr(engine, "_watch_ray", _no_watch)
     patch.setattr(CoreWatch, "wait_stuck", _never_stuck)
