@@ -19,18 +19,18 @@ from typing import Any, ClassVar
 
 import numpy.random  # noqa: F401 (it draws while it is imported)
 import pytest
-from prometheus_client import CollectorRegistry
 from sqlalchemy import URL, Connection, Engine, QueuePool, create_engine
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.sql import selectable
 
 from skyrl_tinker import directories
-from skyrl_tinker.api import loop_watch
+from skyrl_tinker.api import api_metrics, loop_watch
 from skyrl_tinker.api.security import keyring
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.engine import compose, engine
 from skyrl_tinker.engine.sampler import fleet
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
+from skyrl_tinker.engine.telemetry import engine_metrics
 from skyrl_tinker.engine.trainer.model_returns import WAKES, ModelReturns
 from skyrl_tinker.engine.trainer.model_returns import History as ModelHistory
 from skyrl_tinker.engine.upkeep import upkeep_step as steps
@@ -55,10 +55,11 @@ KEPT = frozenset({"checkpoints", "snapshots", "overflow"})
 
 def _clock(real: Callable[[], float], *, wall: bool) -> Callable[[], float]:
     def now() -> float:
-        loop, process = asyncio._get_running_loop(), PROCESS.get()
+        loop = asyncio._get_running_loop()
         if not isinstance(loop, VirtualLoop):
             return real()
-        return EPOCH + loop.time() + (process.ahead_s if wall and process is not None else 0.0)
+        process = PROCESS.get() if wall else None
+        return EPOCH + loop.time() + (0.0 if process is None else process.ahead_s)
 
     return now
 
@@ -302,6 +303,21 @@ async def _queues(_: EngineClient, path: str) -> bytes:
     return process.server.queues()
 
 
+class _Unread:
+    """Metric of a server that nobody scrapes."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        """Take a name, and keep nothing."""
+
+    def labels(self, *_: object) -> "_Unread":
+        return self
+
+    def inc(self, *_: object) -> None:
+        """Count nothing."""
+
+    observe = set = set_function = inc
+
+
 def install(patch: pytest.MonkeyPatch) -> None:
     """Have everything that runs on a VirtualLoop pass through here; the rest is as it was."""
     for name in ("time", "monotonic"):
@@ -337,7 +353,9 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(remote_client, "JsonHttp", SamplerHttp)
     patch.setattr(compose, "EngineHttpServer", QueuesOnly)
     patch.setattr(EngineClient, "get", _queues)
-    patch.setattr(CollectorRegistry, "register", lambda *_: None)  # nobody scrapes it
+    for module in (api_metrics, engine_metrics):
+        for name in ("Counter", "Gauge", "Histogram"):
+            patch.setattr(module, name, _Unread, raising=False)
     patch.setattr(logging.Logger, "exception", _unforeseen)
     patch.setattr(engine, "_watch_ray", _no_watch)
     patch.setattr(CoreWatch, "wait_stuck", _never_stuck)
