@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, bindparam, func, insert, or_, select, update
+from sqlalchemy import BindParameter, ColumnElement, Connection, bindparam, func, insert, or_, select, update
 
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, Reach, SessionId, VersionId
@@ -205,7 +205,8 @@ def _live(now: Any) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     return SavedCheckpoint.deleted_at.is_(None), unexpired
 
 
-_NOW, _OF_MODEL = bindparam("now"), SavedCheckpoint.model_key == bindparam("model_key")
+_NOW: BindParameter[Any] = bindparam("now")
+_OF_MODEL = SavedCheckpoint.model_key == bindparam("model_key")
 _KIND_AND_NAME = SavedCheckpoint.kind == bindparam("kind"), SavedCheckpoint.name == bindparam("name")
 _IN_ORDER = WITH_MODEL.order_by(SavedCheckpoint.id)
 _ADD = insert(SavedCheckpoint)

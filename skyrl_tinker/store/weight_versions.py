@@ -135,14 +135,15 @@ def list_surplus_versions(
 
     `created_before`: of those, only the ones of before then, UTC seconds.
     """
+
     def of_part(part: Sequence[EphemeralUsage]) -> list[WeightVersion]:
         newest = aliased(AdapterVersion)
         oldest_kept = (
-        select(newest.id)
-        .where(*_pinned(newest), newest.model_key == Model.key)
-        .order_by(newest.id.desc())
-        .offset(keep - 1)
-        .limit(1)
+            select(newest.id)
+            .where(*_pinned(newest), newest.model_key == Model.key)
+            .order_by(newest.id.desc())
+            .offset(keep - 1)
+            .limit(1)
         )
         old = () if created_before is None else (AdapterVersion.created_at < created_before,)
         of_models = (
@@ -175,7 +176,9 @@ def list_ephemeral_versions(conn: Connection, model_key: ModelKey | None = None)
 
     The oldest comes first.
     """
-    rows = _UNNAMED_KEPT.rows(conn, {}) if model_key is None else _OF_MODEL.rows(conn, {"model_key": model_key})
+    rows = (
+        _UNNAMED_KEPT.rows(conn, {}) if model_key is None else _OF_MODEL.rows(conn, {"model_key": model_key})
+    )
     return [_version(conn, row) for row in rows]
 
 

@@ -26,10 +26,10 @@ from skyrl_tinker.engine.parity.drift_monitor import METRIC
 from skyrl_tinker.engine.trainer.model_returns import DIE_EACH_TIME
 from skyrl_tinker.protocol.schemas.administration import ChangeBaseRequest
 from skyrl_tinker.store import server_state
-from skyrl_tinker.store.database import tables
+from skyrl_tinker.store.database import sqlite, tables
 from skyrl_tinker.store.database.abstract_database import Database
 from skyrl_tinker.store.database.migrate import migrate
-from skyrl_tinker.store.database.opening import open_database
+from skyrl_tinker.store.database.opening import file_of, open_database
 from skyrl_tinker.store.database.postgresql import PostgresDatabase
 from skyrl_tinker.store.database.sqlite_database import SqliteDatabase
 from skyrl_tinker.store.store import write_once
@@ -248,8 +248,8 @@ class _Model:
 
 
 class History:
-    def __init__(self, seed: int, home: Path, template: Path, url: str | None = None) -> None:
-        """`url`: of a database in PostgreSQL, which is emptied; by default it is a file of the home."""
+    def __init__(self, seed: int, home: Path, template: Path, url: str) -> None:
+        """`url`: of a database, which is emptied."""
         self._random = Random(seed)
         self._follows = seed % 4 == 0
         self._forgets = seed % 8 == 6
@@ -269,8 +269,7 @@ class History:
         self._more = _stream("more", seed, 7, MORE)
         if self._more:  # several machines share all but their homes
             shared = {each: f"{home}/shared/{each}" for each in ("checkpoints", "snapshots")}
-            file = f"sqlite:///{home}/skyrl-tinker.db"
-            settings |= {"home": home / "host 0", "database_url": url or file, **shared}
+            settings |= {"home": home / "host 0", **shared}
         self._early = _stream("early", seed, 9, EARLY)
         self._trained = None if self._parks else _stream("trained", seed, 13, TRAINED)
         self._teaching = None if self._parks else _stream("teaching", seed, 13, TEACHING)
@@ -289,11 +288,7 @@ class History:
         if self._stores:
             settings |= {each: f"file://{home}/bucket/{each}" for each in ("checkpoints", "snapshots")}
         self._settings = _settings().model_copy(update=settings)
-        if url is None:
-            shutil.copyfile(template / "store.db", home / "skyrl-tinker.db")
-        else:
-            names = ", ".join(tables.Base.metadata.tables)
-            write_once(url, lambda conn: conn.execute(text(f"TRUNCATE {names} RESTART IDENTITY")))
+        _empty(url)
         self._reader: tuple[Database, Connection] | None = None  # of the checks
         self._open = ExitStack()
         self._facts = replace(FACTS, directory=str(template))
@@ -720,6 +715,31 @@ def _settings() -> Settings:
 
 def _recovery(replay_s: float) -> Recovery:
     return Recovery(replay_s=replay_s, snapshot_share=0.99)
+
+
+def _empty(url: str) -> None:
+    """Make a database as the template has it. Its connections stay, and what they have compiled."""
+    names = list(tables.Base.metadata.tables)
+    if file_of(url) is None:
+        write_once(url, lambda conn: conn.execute(text(f"TRUNCATE {', '.join(names)} RESTART IDENTITY")))
+        return
+    with closing(open_database(url)) as database, database.connect() as conn:
+        for statement in (
+            "PRAGMA foreign_keys = OFF",  # else each row would be deleted for itself
+            "BEGIN",
+            *(f"DELETE FROM {name}" for name in (*names, "sqlite_sequence")),
+            "COMMIT",
+            "PRAGMA foreign_keys = ON",
+            "PRAGMA incremental_vacuum",
+            "PRAGMA wal_checkpoint(TRUNCATE)",
+        ):
+            sqlite.execute(conn, statement).fetchall()
+
+
+def make_database(template: Path, file: Path) -> str:
+    """Make a database in a file, for histories of one process; returns its URL."""
+    shutil.copyfile(template / "store.db", file)
+    return f"sqlite:///{file}"
 
 
 def make_template(directory: Path) -> None:

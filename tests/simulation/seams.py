@@ -15,21 +15,22 @@ from contextlib import contextmanager, nullcontext
 from contextvars import Context
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy.random  # noqa: F401 (it draws while it is imported)
 import pytest
-from sqlalchemy import URL, Connection, Engine, NullPool, create_engine
+from sqlalchemy import URL, Connection, Engine, QueuePool, create_engine
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.sql import selectable
 
 from skyrl_tinker import directories
-from skyrl_tinker.api import loop_watch
+from skyrl_tinker.api import api_metrics, loop_watch
 from skyrl_tinker.api.security import keyring
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.engine import compose, engine
 from skyrl_tinker.engine.sampler import fleet
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
+from skyrl_tinker.engine.telemetry import engine_metrics
 from skyrl_tinker.engine.trainer.model_returns import WAKES, ModelReturns
 from skyrl_tinker.engine.trainer.model_returns import History as ModelHistory
 from skyrl_tinker.engine.upkeep import upkeep_step as steps
@@ -54,10 +55,11 @@ KEPT = frozenset({"checkpoints", "snapshots", "overflow"})
 
 def _clock(real: Callable[[], float], *, wall: bool) -> Callable[[], float]:
     def now() -> float:
-        loop, process = asyncio._get_running_loop(), PROCESS.get()
+        loop = asyncio._get_running_loop()
         if not isinstance(loop, VirtualLoop):
             return real()
-        return EPOCH + loop.time() + (process.ahead_s if wall and process is not None else 0.0)
+        process = PROCESS.get() if wall else None
+        return EPOCH + loop.time() + (0.0 if process is None else process.ahead_s)
 
     return now
 
@@ -212,23 +214,25 @@ def _shared(real: Callable[..., Engine]) -> Callable[..., Engine]:
 
 
 class _Engine:
-    """Engine of one file that shares its compiled statements with those of all others."""
+    """Engine of a file, whose connections and compiled statements stay for later histories."""
 
-    _path = ""
-    _shared = create_engine(
-        "sqlite://",
-        creator=lambda: sqlite.connect(_Engine._path),
-        poolclass=NullPool,
-        json_serializer=json_text,
-    )
+    _made: ClassVar[dict[str, Engine]] = {}
 
     def __init__(self, path: str, home: Path | None) -> None:
-        self._own_path = path
-        self._home = home
+        if path not in self._made:
+            self._made[path] = create_engine(
+                "sqlite://",
+                creator=lambda: sqlite.connect(path),
+                poolclass=QueuePool,
+                pool_size=32,
+                max_overflow=-1,
+                pool_use_lifo=True,
+                json_serializer=json_text,
+            )
+        self._engine, self._home = self._made[path], home
 
     def connect(self) -> Connection:
-        _Engine._path = self._own_path
-        return self._shared.connect().execution_options(home=self._home)
+        return self._engine.connect().execution_options(home=self._home)
 
 
 class _InTurn:
@@ -299,6 +303,21 @@ async def _queues(_: EngineClient, path: str) -> bytes:
     return process.server.queues()
 
 
+class _Unread:
+    """Metric of a server that nobody scrapes."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        """Take a name, and keep nothing."""
+
+    def labels(self, *_: object) -> "_Unread":
+        return self
+
+    def inc(self, *_: object) -> None:
+        """Count nothing."""
+
+    observe = set = set_function = inc
+
+
 def install(patch: pytest.MonkeyPatch) -> None:
     """Have everything that runs on a VirtualLoop pass through here; the rest is as it was."""
     for name in ("time", "monotonic"):
@@ -317,6 +336,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(builtins, "open", io.open)
     patch.setattr(asyncio.tasks._all_tasks, "add", lambda task: None)  # nobody lists them
     patch.setattr(directories, "_SHM", Path("/nowhere"))
+    patch.setattr(directories, "user_directory", lambda shared, home: home / shared.name)
     patch.setattr(shutil, "disk_usage", _disk_usage)
     patch.setattr(ModelReturns, "_make", _returning(ModelReturns._make))
     patch.setattr(TmpfsSpill, "_would_help", lambda _: True)
@@ -333,6 +353,9 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(remote_client, "JsonHttp", SamplerHttp)
     patch.setattr(compose, "EngineHttpServer", QueuesOnly)
     patch.setattr(EngineClient, "get", _queues)
+    for module in (api_metrics, engine_metrics):
+        for name in ("Counter", "Gauge", "Histogram"):
+            patch.setattr(module, name, _Unread, raising=False)
     patch.setattr(logging.Logger, "exception", _unforeseen)
     patch.setattr(engine, "_watch_ray", _no_watch)
     patch.setattr(CoreWatch, "wait_stuck", _never_stuck)

@@ -9,9 +9,9 @@ import gc
 import heapq
 import itertools
 from asyncio import events
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from contextvars import Context, ContextVar
+from contextvars import Context, ContextVar, copy_context
 from random import Random
 from typing import Any
 from zlib import crc32
@@ -75,6 +75,38 @@ class _Task(_Numbered, asyncio.Task[Any]):
     __hash__ = _Numbered.__hash__
 
 
+class _Handle(events.Handle):
+    """Made without a look at whether the loop is to be debugged."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, callback: Callable[..., Any], args: Sequence[Any], loop: Any, context: Context | None
+    ) -> None:
+        self._context = copy_context() if context is None else context
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._repr = self._source_traceback = None
+
+
+class _Timer(_Handle, events.TimerHandle):
+    __slots__ = ()
+
+    def __init__(
+        self,
+        when: float,
+        callback: Callable[..., Any],
+        args: Sequence[Any],
+        loop: Any,
+        context: Context | None,
+    ) -> None:
+        _Handle.__init__(self, callback, args, loop, context)
+        self._when = when
+        self._scheduled = False
+
+
 class _Moment(float):
     """Time of a timer, in a heap whose order is the same as that of timers themselves; it compares in C."""
 
@@ -122,16 +154,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> events.Handle:
-        handle = events.Handle(callback, args, self, context)
+        handle = _Handle(callback, args, self, context)
         self._ready.append(handle)
         return handle
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> events.TimerHandle:
-        timer = events.TimerHandle(when, callback, args, self, context)
         moment = _Moment(when)
-        moment.timer = timer
+        timer = moment.timer = _Timer(when, callback, args, self, context)
         heapq.heappush(self._scheduled, moment)
         return timer
 
@@ -181,7 +212,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if process is not None and process.still_until > self._now:
             self.call_at(process.still_until, ready.append, handle, context=Context())
         elif not handle._cancelled and (process is None or not process.dead):  # type: ignore[attr-defined]
-            handle._run()
+            try:
+                handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:  # as every loop, it goes on, and tells
+                self.call_exception_handler({"exception": error, "handle": handle})
 
     def _pass_time(self) -> None:
         while self._scheduled:

@@ -34,9 +34,7 @@ async def chrome_trace(store: Store, session: SessionId, owner: OwnerId | None) 
     yield b"]\n" if separator != b"[" else b"[]\n"
 
 
-async def _pages(
-    store: Store, session: SessionId, owner: OwnerId | None
-) -> AsyncIterator[list[Event]]:
+async def _pages(store: Store, session: SessionId, owner: OwnerId | None) -> AsyncIterator[list[Event]]:
     """Yield the events of models, then of samplers, each in order of creation."""
     process_ids = count(1)
     for query in (traced_requests.list_models, traced_requests.list_samplers):
@@ -50,9 +48,7 @@ async def _pages(
                     yield [event for request in requests for event in request_events(request, pid)]
 
 
-async def _rows(
-    store: Store, owner: OwnerId | None, query: Callable[..., list[T]]
-) -> AsyncIterator[list[T]]:
+async def _rows(store: Store, owner: OwnerId | None, query: Callable[..., list[T]]) -> AsyncIterator[list[T]]:
     after: int | None = -1
     while True:
         page = await store.report(partial(query, after=after, limit=PAGE), owner)

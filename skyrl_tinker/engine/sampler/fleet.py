@@ -151,8 +151,8 @@ class Fleet:
         """Make the attempt, and repeat it immediately if replicas were lost meanwhile and others serve.
 
         Waits while no replica serves, and for the trainer if it died while sending weights. Raises
-        SamplerError if the attempt failed for another reason, or as often as there are `attempts`; its text is
-        for clients.
+        SamplerError if the attempt failed for another reason, or as often as there are `attempts`;
+        its text is for clients.
         """
         while True:
             await self._wait_for(lambda: self.size > 0)

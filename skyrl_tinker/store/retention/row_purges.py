@@ -1,8 +1,9 @@
 """Purges of old rows. Times are UTC seconds since the epoch; True: there may be more."""
 
 from itertools import takewhile
+from typing import Any
 
-from sqlalchemy import Connection, and_, bindparam, delete, exists, func, or_, select
+from sqlalchemy import BindParameter, Connection, and_, bindparam, delete, exists, func, or_, select
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.store import server_state, usage_records
@@ -26,8 +27,9 @@ from skyrl_tinker.store.retention.slices import delete_some, some
 
 _SWEPT = "samples_swept"  # no finished sample up to this id of a future is left
 _SAMPLES = (RequestKind.SAMPLE, RequestKind.CANCEL_SAMPLE)
-_SLICE, _BEFORE = bindparam("slice"), bindparam("before")
-_OF = bindparam("of", expanding=True)
+_SLICE: BindParameter[Any] = bindparam("slice")
+_BEFORE: BindParameter[Any] = bindparam("before")
+_OF: BindParameter[Any] = bindparam("of", expanding=True)
 _DROP_BODIES = delete(Request).where(Request.future_id.in_(_OF))
 _DROP_RESULTS = delete(Result).where(Result.id.in_(_OF))
 _DROP_FUTURES = delete(Future).where(Future.id.in_(_OF))

@@ -1,6 +1,8 @@
 """Purges of sessions that ended. Times are UTC seconds since the epoch; True: there may be more."""
 
-from sqlalchemy import ColumnElement, Connection, bindparam, delete, exists, or_, select
+from typing import Any
+
+from sqlalchemy import BindParameter, ColumnElement, Connection, bindparam, delete, exists, or_, select
 
 from skyrl_tinker.domain.ids import FutureStatus, SessionId
 from skyrl_tinker.store import session_records
@@ -74,7 +76,7 @@ _KEPT = or_(
 )
 _ENDED = select(Session.session_id).where(_FINISHED, _has_requests())
 _FORGETTABLE = select(Session.session_id).where(_FINISHED, ~_KEPT)
-_SESSION = bindparam("session")
+_SESSION: BindParameter[Any] = bindparam("session")
 _SAMPLER = SamplingSession.sampling_session_id
 _UNUSED_SAMPLERS = some(
     SamplingSession,

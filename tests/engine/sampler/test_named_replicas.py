@@ -52,7 +52,10 @@ async def test_a_client_is_told_which_sampler_failed_and_the_log_where_it_is(
         ),
         (f"GET {URLS[2]}/health: 503", "GET sampler 2/base/health: 503"),
         ("POST http://[::1]:9/v1/completions: 503", "POST the router/v1/completions: 503"),
-        ("http://10.0.0.4:5/5ec2e7/srv/v1 could not be pulled: timed out", "… could not be pulled: timed out"),
+        (
+            "http://10.0.0.4:5/5ec2e7/srv/v1 could not be pulled: timed out",
+            "… could not be pulled: timed out",
+        ),
         ("see https://docs.vllm.ai/en/latest (at 10:30)", "see https://docs.vllm.ai/en/latest (at 10:30)"),
     ],
 )
