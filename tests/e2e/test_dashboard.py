@@ -121,7 +121,7 @@ def test_a_run_is_found_by_metadata_that_the_list_does_not_carry(server: Serve, 
 
 
 def test_an_address_in_metadata_is_a_link_and_nothing_else_is(server: Serve, page: Page) -> None:
-    link = "https://wandb.example/team/runs/1?a=1&b=\"2\""
+    link = 'https://wandb.example/team/runs/1?a=1&b="2"'
     others = {"script": "javascript:alert(1)", "plain": "http://a.b", "html": "<a href='https://a'>a</a>"}
     metadata = {"wandb_link": link, "late": f" {link}", **others}
     with tinker.ServiceClient(base_url=server.url, api_key="tml-local") as service:
