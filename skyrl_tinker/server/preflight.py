@@ -239,9 +239,7 @@ def _check_otlp(settings: Settings) -> None:
     if not is_http(endpoint):
         raise StartupError(f"otlp_endpoint: found {endpoint!r}, expected http://host:port")
     if not all(map(_is_installed, ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"))):
-        raise StartupError(
-            f"otlp_endpoint: the OpenTelemetry packages are not installed; {install('otlp')}"
-        )
+        raise StartupError(f"otlp_endpoint: the OpenTelemetry packages are not installed; {install('otlp')}")
 
 
 def _check_ray(address: str) -> None:

@@ -130,8 +130,7 @@ def test_a_collector_without_the_opentelemetry_packages_is_refused_with_the_extr
     )
     assert (refused.returncode, refused.stdout) == (1, "")
     assert refused.stderr == (
-        "skyrl-tinker: otlp_endpoint: the OpenTelemetry packages are not installed; "
-        f"{SETUP}\n"
+        f"skyrl-tinker: otlp_endpoint: the OpenTelemetry packages are not installed; {SETUP}\n"
     )
     assert not home.exists()
     preflight.check_settings(config.load(otlp_endpoint="http://localhost:4318"))
