@@ -132,7 +132,7 @@ class UnitCommits:
 
 
 class PendingWrites:
-    """Writes in progress: those that need the ranks, for which a recovery waits, and those with files here."""
+    """Writes in progress: those that need the ranks, for which a recovery waits, and those with files."""
 
     def __init__(self) -> None:
         self._on_ranks: set[int] = set()  # by the id of its future, or a number of its own

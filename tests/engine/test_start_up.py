@@ -23,6 +23,7 @@ from skyrl_tinker.engine import start_up as start_up_module
 from skyrl_tinker.engine.compose import Environment, _openai_server, make_tmpfs_spill
 from skyrl_tinker.engine.ray_cluster import RayCluster
 from skyrl_tinker.engine.recovery import parking
+from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.sampler.version_files import has_files
 from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
@@ -89,14 +90,18 @@ async def test_weights_in_memory_are_looked_for_where_this_home_has_them(
     assert found.directory == str(directories.ephemeral_dir / found.name)
 
 
+def _keep(spill: TmpfsSpill, version: WeightVersion) -> None:
+    Path(version.directory).mkdir(parents=True)
+    (Path(version.directory) / "adapter_config.json").write_text("{}")
+    spill.keep(version)
+
+
 async def _kept(store: Store, starting: StartUp, directories: Directories, count: int) -> list[WeightVersion]:
     model, spill = await create(store, await new_session(store)), make_tmpfs_spill(starting._env.settings)
     ids = [await ephemeral(store, model.key) for _ in range(count)]
     kept = [WeightVersion(each, "lora", str(directories.ephemeral_dir / f"v{each}")) for each in ids]
     for version in kept:
-        Path(version.directory).mkdir(parents=True)
-        (Path(version.directory) / "adapter_config.json").write_text("{}")
-        spill.keep(version)
+        _keep(spill, version)
     return kept
 
 

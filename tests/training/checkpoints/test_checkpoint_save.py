@@ -193,9 +193,9 @@ def test_a_full_disk_fails_the_save_and_makes_no_checkpoint(
     worker: Worker, tmp_path: Path, spec: LoraSpec
 ) -> None:
     worker.create_model(ModelKey(1), spec)
-    with files_up_to(4096):
-        with pytest.raises(StorageError, match="rank 0 could not write the checkpoint: File too large"):
-            save(worker, 1, tmp_path / "c")
+    refused = pytest.raises(StorageError, match="rank 0 could not write the checkpoint: File too large")
+    with files_up_to(4096), refused:
+        save(worker, 1, tmp_path / "c")
     assert not (tmp_path / "c").exists()
     assert save(worker, 1, tmp_path / "c") > 4096
 
