@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from skyrl_tinker.domain.ids import RequestKind, SessionId
-from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.domain.values import Failure, WeightVersion
 from skyrl_tinker.engine.outbox import FutureOutcome, Outbox, json_answer
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
@@ -76,10 +76,10 @@ class SampleDispatch:
         if over:
             await self.end({future_id: _finished(session, reasons[session]) for future_id, session in over})
 
-    def forget_sources(self) -> None:
-        """Look up the weights of all sampling sessions again, as versions were dropped."""
+    def forget_sources(self, version: WeightVersion) -> None:
+        """Look up the weights of the sampling sessions on this version again: it was dropped."""
         for driver in self.drivers:
-            driver.forget_sources()
+            driver.forget_sources(version)
 
 
 def _finished(session: SessionId, reason: str) -> Failure:

@@ -35,12 +35,12 @@ _log = logging.getLogger(__name__)
 class EphemeralVersions:
     """Unnamed weights. `samplers`: of all base models that are sampled; at most one samples a version.
 
-    `forget_sources`: called after versions were dropped.
+    `forget_sources`: called after a version was dropped.
     """
 
     _store: Store
     _samplers: Sequence[Samplers]
-    _forget_sources: Callable[[], None]
+    _forget_sources: Callable[[WeightVersion], None]
     _spill: TmpfsSpill
     _settings: Settings
 
@@ -70,7 +70,7 @@ class EphemeralVersions:
         if self._in_use(version):  # a sample began while the unload waited
             return False
         await self._store.write(lambda conn: weight_versions.mark_dropped(conn, version.id))
-        self._forget_sources()  # later requests get the answer that it is gone
+        self._forget_sources(version)  # later requests get the answer that it is gone
         if self._in_use(version):  # a sample began while the store wrote
             await self._store.write(lambda conn: weight_versions.keep(conn, version.id))
             return False

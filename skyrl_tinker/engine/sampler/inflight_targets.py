@@ -1,8 +1,8 @@
-"""Inflight sampling (`kind: inflight`): weights that are replaced while a model's clients sample."""
+"""Weights that clients sample; those of inflight clients (`kind: inflight`) are replaced meanwhile."""
 
 from dataclasses import dataclass
 
-from skyrl_tinker.domain.ids import ModelKey
+from skyrl_tinker.domain.ids import ModelKey, SamplingSessionId
 from skyrl_tinker.domain.values import WeightVersion
 
 
@@ -45,3 +45,45 @@ class InflightTargets:
         """Remove the target if it is still at this version, which no client samples any more."""
         for target in [target for target in self._targets.values() if target.version == version]:
             del self._targets[target.model]
+
+
+class KnownSources:
+    """Sources of the last `most` sampling sessions looked up, each until its version is dropped."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._sources: dict[SamplingSessionId, SampleSource] = {}
+        self._sessions: dict[SampleSource, set[SamplingSessionId]] = {}
+        self._targets: set[InflightTarget] = set()  # among the sources
+
+    def __contains__(self, session: SamplingSessionId) -> bool:
+        return session in self._sources
+
+    def __getitem__(self, session: SamplingSessionId) -> SampleSource:
+        return self._sources[session]
+
+    def add(self, session: SamplingSessionId, source: SampleSource) -> None:
+        """Add the source of a session that is not known."""
+        if len(self._sources) >= self._most:
+            self._remove(next(iter(self._sources)))
+        self._sources[session] = source
+        self._sessions.setdefault(source, set()).add(session)
+        if isinstance(source, InflightTarget):
+            self._targets.add(source)
+
+    def forget(self, version: WeightVersion) -> None:
+        """Remove the sources at this version."""
+        over: list[SampleSource] = [target for target in self._targets if target.version == version]
+        for source in (*over, version):
+            for session in tuple(self._sessions.get(source, ())):
+                self._remove(session)
+
+    def _remove(self, session: SamplingSessionId) -> None:
+        source = self._sources.pop(session)
+        others = self._sessions[source]
+        others.remove(session)
+        if others:
+            return
+        del self._sessions[source]
+        if isinstance(source, InflightTarget):
+            self._targets.remove(source)

@@ -18,6 +18,7 @@ from skyrl_tinker.domain.ids import (
     OwnerId,
     SamplingSessionId,
     SessionId,
+    VersionId,
     openai_session,
     sequence_ids,
 )
@@ -32,7 +33,7 @@ from skyrl_tinker.engine.outbox import (
     persistently,
     read_persistently,
 )
-from skyrl_tinker.engine.sampler.inflight_targets import SampleSource
+from skyrl_tinker.engine.sampler.inflight_targets import KnownSources, SampleSource
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.priorities import share_of
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
@@ -100,8 +101,9 @@ class SamplerDriver:
         self._listed, self._listed_at = self._queued.view(), -math.inf
         self._ends = EndRate()
         self._changed = asyncio.Event()  # rows have arrived, or requests have finished
-        self._sources: dict[SamplingSessionId, SampleSource] = {}
+        self._sources = KnownSources(CACHED_SESSIONS)
         self._looking_up = asyncio.Lock()
+        self._dropped: set[VersionId] = set()  # while the store is asked for a source
 
     @property
     def facts(self) -> BaseModelFacts:
@@ -174,9 +176,11 @@ class SamplerDriver:
         )
         return self._samplers.view(waiting)
 
-    def forget_sources(self) -> None:
-        """Look up the weights of all sessions again, as versions were dropped."""
-        self._sources = {}
+    def forget_sources(self, version: WeightVersion) -> None:
+        """Look up the weights of the sessions on this version again: it was dropped."""
+        self._sources.forget(version)
+        if self._looking_up.locked():
+            self._dropped.add(version.id)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -297,18 +301,16 @@ class SamplerDriver:
             return self._sources[session]
         async with self._looking_up:  # only one of a new session's samples asks the store
             while session not in self._sources:
-                if len(self._sources) >= CACHED_SESSIONS:
-                    del self._sources[next(iter(self._sources))]
-                sources = self._sources
+                self._dropped.clear()
                 row, version = await read_persistently(
                     self._store, partial(_session_version, session=session)
                 )
-                if sources is not self._sources:
-                    continue  # versions were dropped meanwhile, perhaps this one
+                if version is not None and version.id in self._dropped:
+                    continue
                 if version is not None and row.follows is not None:
-                    sources[session] = self._samplers.target(row.follows, version)
+                    self._sources.add(session, self._samplers.target(row.follows, version))
                 else:
-                    sources[session] = version
+                    self._sources.add(session, version)
             return self._sources[session]
 
 

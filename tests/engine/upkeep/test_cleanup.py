@@ -60,7 +60,7 @@ class Parts:
         self.dropped.append(version.id)
         self.used |= self.begins
 
-    def forget_sources(self) -> None:
+    def forget_sources(self, version: WeightVersion) -> None:
         pass
 
     async def end_sessions(self, reasons: Mapping[SessionId, str]) -> None:
