@@ -9,7 +9,7 @@ from sqlalchemy import BindParameter, ColumnElement, Connection, bindparam, case
 
 from skyrl_tinker.domain.ids import ModelState, OwnerId, SessionId
 from skyrl_tinker.errors import GoneError, NotFoundError
-from skyrl_tinker.store import audit_log, owners
+from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import AnyRow, database_time
 from skyrl_tinker.store.database.tables import Future, Model, SamplingSession, Session
@@ -70,16 +70,16 @@ def heartbeat(conn: Connection, beats: Sequence[Beat]) -> dict[Beat, NotFoundErr
     for first in range(0, len(beats), AT_ONCE):
         part = beats[first : first + AT_ONCE]
         named = Session.session_id.in_([session_id for _, session_id in part])
-        found = conn.execute(select(Session.owner_id, Session.session_id).where(named, _LIVE))
-        live = {(owner, session_id) for owner, session_id in found}.intersection(part)
-        mine = Session.session_id.in_([session_id for _, session_id in live])
-        conn.execute(update(Session).where(mine, _LIVE).values(last_heartbeat_at=database_time(conn)))
-        for beat in set(part) - live:
+        rows = {(row.owner_id, row.session_id): row for row in conn.execute(_BEATING.where(named))}
+        live = []
+        for beat in set(part):
             try:
-                owners.require_session(conn, *beat)
-                require_live(conn, beat[1])
+                check_live(_found(rows.get(beat), beat[1]))
+                live.append(beat[1])
             except (NotFoundError, GoneError) as error:
                 failed[beat] = error
+        mine = Session.session_id.in_(live)
+        conn.execute(update(Session).where(mine, _LIVE).values(last_heartbeat_at=database_time(conn)))
     return failed
 
 
@@ -183,15 +183,16 @@ _LEFT = (
     .where(Model.state.in_(HELD), Session.finished_at.is_not(None))
     .distinct()
 )
-_SESSION = Prepared(
-    select(Session.session_id, Session.finished_at, Session.finish_reason).where(
-        Session.session_id == bindparam("of")
-    )
-)
+_ENDS = select(Session.session_id, Session.finished_at, Session.finish_reason)
+_SESSION = Prepared(_ENDS.where(Session.session_id == bindparam("of")))
+_BEATING = _ENDS.add_columns(Session.owner_id)
 
 
 def _session(conn: Connection, session_id: SessionId) -> AnyRow:
-    row = _SESSION.row(conn, {"of": session_id})
+    return _found(_SESSION.row(conn, {"of": session_id}), session_id)
+
+
+def _found(row: AnyRow | None, session_id: SessionId) -> AnyRow:
     if row is None:
         raise NotFoundError(f"no session {session_id}")
     return row

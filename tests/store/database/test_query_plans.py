@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,9 +33,10 @@ from skyrl_tinker.store.futures import cancellation, completions, finish, outcom
 from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.reports import holdings, training_runs
 from skyrl_tinker.store.retention import row_purges, session_purges
+from skyrl_tinker.store.session_records import Beat
 from skyrl_tinker.store.store import Store
 from tests.store.support.databases import on_sqlite
-from tests.store.support.rows import base_sampler, new_session, outcome, sample
+from tests.store.support.rows import base_sampler, finish_session, new_session, outcome, sample
 from tests.support.reads import reading
 
 pytestmark = on_sqlite
@@ -179,6 +181,19 @@ async def test_rolling_up_takes_as_many_statements_for_many_sessions_as_for_one(
 
     await counted(1)  # the first also makes the note of how far it came
     assert await counted(1) == await counted(20)
+
+
+async def test_heartbeats_of_finished_sessions_take_as_many_statements_as_one(store: Store) -> None:
+    """Of clients that go on: all others wait for this transaction."""
+    counts = []
+    for sessions in (1, 20):
+        over = [await new_session(store) for _ in range(sessions)]
+        for session in over:
+            await finish_session(store, session)
+        beats: list[Beat] = [(None, session) for session in (*over, SessionId("nobody"))]
+        executed = await statements_of(store, partial(session_records.heartbeat, beats=beats))
+        counts.append(len(executed))
+    assert counts[0] == counts[1] == 2
 
 
 async def used(store: Store, sampler: SamplingSessionId, number: int = 0) -> None:
