@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -35,6 +34,7 @@ from skyrl_tinker.engine.outbox import (
 )
 from skyrl_tinker.engine.sampler.inflight_targets import KnownSources, SampleSource
 from skyrl_tinker.engine.sampler.samplers import Samplers
+from skyrl_tinker.engine.scheduling.listing import Listing
 from skyrl_tinker.engine.scheduling.priorities import share_of
 from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
 from skyrl_tinker.engine.scheduling.slots import Concurrency, SampleTurn, Slots
@@ -58,7 +58,6 @@ CACHED_SESSIONS = 1 << 16
 KEPT_BYTES = 32 * KiB
 """Largest body of a sample that stays with its result, so that its prompt can be read."""
 LISTED_BYTES = 8  # of a token and its logprob
-LISTED_S = 0.9  # each API process asks once a second, and listing all waiting requests takes milliseconds
 CONCURRENCY = {"cuda": Concurrency(MAX_SEQUENCES, MAX_SEQUENCES), "cpu": Concurrency(96, MAX_SEQUENCES)}
 """Default of the setting sample_concurrency. On a CPU a step takes longer with more sequences."""
 _log = logging.getLogger(__name__)
@@ -98,7 +97,7 @@ class SamplerDriver:
         self._arriving = 0  # guests ahead of their turns
         self._awaited: dict[int, asyncio.Future[None]] = {}  # turns awaited by tasks, by id
         self._away: dict[int, None] = {}  # future ids; the storage of their weights did not answer
-        self._listed, self._listed_at = self._queued.view(), -math.inf
+        self._listing = Listing(lambda: self._queued.view(self._away))
         self._ends = EndRate()
         self._changed = asyncio.Event()  # rows have arrived, or requests have finished
         self._sources = KnownSources(CACHED_SESSIONS)
@@ -165,10 +164,8 @@ class SamplerDriver:
 
     def view(self) -> SamplingView:
         """Return the queues, at most LISTED_S old, and how many samples wait and end."""
-        if (now := time.monotonic()) > self._listed_at + LISTED_S:
-            self._listed, self._listed_at = self._queued.view(self._away), now
         waiting = replace(
-            self._listed,
+            self._listing.get(),
             waiting=len(self._queued) + self._arriving,
             in_flight=self.in_flight(),
             per_second=self._ends.per_second(),

@@ -304,11 +304,12 @@ def _position(row: QueuedRow) -> tuple[ModelKey, int]:
 
 
 def _status(lane: _Lane) -> LaneStatus:
-    first = lane.parked[min(lane.parked)]
+    lowest = lane.next_seq if lane.next_seq in lane.parked else min(lane.parked)
+    first = lane.parked[lowest]
     return LaneStatus(
         first.session_id,
         lane.next_seq,
-        min(lane.parked),
+        lowest,
         _waits_for_saves(lane, first) or lane.loads.get(first.id) is False,
     )
 

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.scheduling.lanes import Lanes
+from skyrl_tinker.engine.scheduling.listing import Listing
 from skyrl_tinker.engine.scheduling.planner import Barriers, Pass, Planner, Unit
 from skyrl_tinker.engine.scheduling.row_work import PASSES, cost, model_of
 from skyrl_tinker.engine.scheduling.throughput import TrainerPace, UnitTimes
@@ -71,6 +72,7 @@ class TrainerDriver:
         self._occupancy = self.requests.occupancy
         self._ahead: ReadyPass | None = None  # prepared, but not taken from the lanes
         self._unit_times = UnitTimes()
+        self._listing = Listing(self._list_waiting)
         self._worked_s = 0.0  # seconds on the current unit, in the trainer's phases
         self._incidents: deque[Incident] = deque(maxlen=INCIDENTS)
         self._told_asleep = False
@@ -81,25 +83,31 @@ class TrainerDriver:
         """Work that goes on while ranks are lost: call `run` within it."""
 
     def view(self) -> TrainingView:
-        """Return the waiting work and its recent speed."""
+        """Return the waiting work, at most LISTED_S old, and its recent speed."""
+        running = self._unit_times.running
+        return replace(
+            self._listing.get(),
+            running=tuple({model_of(row) for row in running}),
+            running_kind=running[0].kind if running else None,
+            unit_s=self._unit_times.seconds(),
+            running_tokens=sum(cost(row) for row in running if row.kind in PASSES),
+            running_s=self._unit_times.running_s(),
+            incidents=tuple(self._incidents),
+            paused=self.requests.paused,
+        )
+
+    def _list_waiting(self) -> TrainingView:
         lanes = {
             int(model): LaneView(lane.next_seq, lane.lowest, lane.storage_blocked, lane.session_id)
             for model, lane in self._lanes.statuses().items()
         }
-        running, waiting = self._unit_times.running, self._planner.in_turn()
+        waiting = self._planner.in_turn()
         following = [row for row in waiting if row.kind is waiting[0].kind]
         return TrainingView(
             lanes,
             tuple(dict.fromkeys(row.session_id for row in waiting)),
-            tuple({model_of(row) for row in running}),
-            running[0].kind if running else None,
-            self._unit_times.seconds(),
-            running_tokens=sum(cost(row) for row in running if row.kind in PASSES),
-            running_s=self._unit_times.running_s(),
             next_kind=waiting[0].kind if waiting else None,
             next_models=tuple(model_of(row) for row in following[:SHOWN_MODELS]),
-            incidents=tuple(self._incidents),
-            paused=self.requests.paused,
         )
 
     @property

@@ -6,6 +6,7 @@ import pytest
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure
+from skyrl_tinker.engine.scheduling import lanes as lanes_module
 from skyrl_tinker.engine.scheduling.lanes import Lanes
 from skyrl_tinker.engine.scheduling.planner import PassBudget, Planner
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -394,3 +395,12 @@ def test_a_refused_row_that_comes_again_after_it_was_skipped_is_not_kept() -> No
     assert drain(lanes) == [1, 3]
     assert lanes.window_error(MODEL) is None, "its window is over"
     assert lanes.statuses() == {}
+
+
+def test_the_state_of_a_deep_queue_is_its_first_row_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = created(*(row(seq_id) for seq_id in range(1, 1000)))
+    with monkeypatch.context() as patch:
+        patch.setattr(lanes_module, "min", None, raising=False)  # it would look at all rows
+        assert deep.statuses()[MODEL].lowest == 1
+    gap = created(row(3), row(2))
+    assert gap.statuses()[MODEL].lowest == 2
