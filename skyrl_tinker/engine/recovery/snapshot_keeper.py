@@ -43,6 +43,7 @@ GRACE_S = 0.5
 MODELS_AT_ONCE, BYTES_AT_ONCE = 16, 256 << 20
 """Bounds of the models copied in one call; a larger model is copied alone."""
 ALL = 1 << 62
+NS = 1e9
 _log = logging.getLogger(__name__)
 
 KeepSampled = Callable[[ModelKey], Awaitable[None]]
@@ -53,10 +54,10 @@ KeepSampled = Callable[[ModelKey], Awaitable[None]]
 class _Unkept:
     """Work of a model since its snapshot. `clean_at`: the seq_id of its last step, 0 with gradients.
 
-    `ranks_s`: the ranks' time for it. `read_bytes`: of its forwards' bodies, which only readers need.
+    `ranks_ns`: the ranks' time for it. `read_bytes`: of its forwards' bodies, which only readers need.
     """
 
-    ranks_s: float = 0.0
+    ranks_ns: int = 0  # whole, so that its sum over all models is exact
     requests: int = 0
     clean_at: int = 0
     read_bytes: int = 0
@@ -95,6 +96,7 @@ class SnapshotKeeper:
 
     def __post_init__(self) -> None:
         self._progress: dict[ModelKey, _Unkept] = {}
+        self._all, self._awake = _Unkept(), 0  # sum of their work, and how many have some
         self._tried: dict[ModelKey, int] = {}  # seq_id of the last try of a snapshot
         self._dropped: dict[ModelKey, int] = {}  # seq_id up to which no forward has a body
         self.of_model = MeanCost(2.0, 100)  # to create a model on fresh ranks, and load its snapshot
@@ -114,17 +116,17 @@ class SnapshotKeeper:
     @property
     def replay_seconds(self) -> float:
         """Seconds that a replay of all models would take now."""
-        return sum(map(self._replay_s_of, self._progress.values()))
+        return self._replay_s(self._all, self._awake)
 
-    def _replay_s_of(self, ran: _Unkept) -> float:
-        if not ran.requests:  # it sleeps
-            return 0.0
-        return self.of_model.mean_s + ran.requests * self.of_request.mean_s + ran.ranks_s
+    def _replay_s(self, ran: _Unkept, models: int) -> float:
+        """Return the seconds that a replay of work takes, of so many models that do not sleep."""
+        return models * self.of_model.mean_s + ran.requests * self.of_request.mean_s + ran.ranks_ns / NS
 
     @property
     def would_help(self) -> bool:
         """True if a snapshot would make a replay shorter and none is being written."""
-        return bool(self._ready()) and all(task.done() for task in self._writing.values())
+        written = all(task.done() for task in self._writing.values())
+        return written and any(map(_is_ready, self._progress.values()))
 
     @property
     def owed(self) -> bool:
@@ -141,7 +143,7 @@ class SnapshotKeeper:
 
     def _ready(self) -> dict[ModelKey, _Unkept]:
         """Return the models that have run something, and have no gradients now."""
-        return {key: each for key, each in self._progress.items() if each.ranks_s and each.clean_at}
+        return {key: each for key, each in self._progress.items() if _is_ready(each)}
 
     async def settle(self) -> None:
         """Wait until no snapshot needs the ranks or, without a storage, until all are recorded."""
@@ -150,6 +152,7 @@ class SnapshotKeeper:
     def reset(self) -> None:
         """Forget the models' work since their snapshots: a replay records it again."""
         self._progress.clear()
+        self._all, self._awake = _Unkept(), 0
         self._tried.clear()
 
     def note(self, rows: Sequence[QueuedRow], effects: Mapping[int, Effect | None], seconds: float) -> None:
@@ -158,9 +161,23 @@ class SnapshotKeeper:
         ran = [(row, effect) for row in rows if (effect := effects.get(row.id)) not in nothing]
         for row, effect in ran:
             progress = self._progress.setdefault(model_of(row), _Unkept())
-            progress.ranks_s += seconds / len(ran)
-            progress.requests += 1
+            self._add(progress, 1, round(NS * seconds / len(ran)))
             progress.clean_at = 0 if effect is Effect.GRADIENTS else row.seq_id or 0
+
+    def _add(self, to: _Unkept, requests: int, ranks_ns: int) -> None:
+        """Add work to that of a model."""
+        self._awake += bool(requests and not to.requests)
+        for each in (to, self._all):
+            each.requests += requests
+            each.ranks_ns += ranks_ns
+
+    def _begin(self, model: ModelKey, since: _Unkept) -> None:
+        """Replace the work of a model by that since a snapshot: none yet."""
+        if (had := self._progress.get(model)) is not None:
+            self._awake -= bool(had.requests)
+            self._all.requests -= had.requests
+            self._all.ranks_ns -= had.ranks_ns
+        self._progress[model] = since
 
     def crowded(self, rows: Sequence[QueuedRow]) -> set[ModelKey]:
         """Count the bodies of a pass's forwards; return the models with more than stay for their readers."""
@@ -197,7 +214,7 @@ class SnapshotKeeper:
         if not self.would_help:
             return
         ready = self._ready()
-        order = {key: (self._is_untried(key), self._replay_s_of(each)) for key, each in ready.items()}
+        order = {key: (self._is_untried(key), self._replay_s(each, 1)) for key, each in ready.items()}
         models = nlargest(MODELS_AT_ONCE, order, key=order.__getitem__)
         room = self._trainer.captured
         count = room.fitting([room.size(model, optimizer=True) for model in models])
@@ -219,7 +236,7 @@ class SnapshotKeeper:
         for model, state in captured.items():
             since = _Unkept(clean_at=ready[model].clean_at)
             if model in self._progress:
-                self._progress[model] = since
+                self._begin(model, since)
             self._pending.begin(id(state))
             task = asyncio.create_task(self._write(model, state, ready[model], since))
             task.add_done_callback(partial(self._end_write, id(state)))
@@ -263,12 +280,11 @@ class SnapshotKeeper:
             await captured.drop()
             await self.discard(row)
             if self._progress.get(model) is since:  # else a replay has recorded it again
-                since.ranks_s += covered.ranks_s
-                since.requests += covered.requests
+                self._add(since, covered.requests, covered.ranks_ns)
             return
         self.taken += 1
         if (found := self._progress.get(model)) is not None and found.clean_at == seq_id:
-            self._progress[model] = _Unkept(clean_at=seq_id)  # a replay recorded it while it was stored
+            self._begin(model, _Unkept(clean_at=seq_id))  # a replay recorded it while it was stored
         await self._forget_before(model, row)
 
     async def link(
@@ -299,7 +315,7 @@ class SnapshotKeeper:
 
     def loaded(self, model: ModelKey, row: SnapshotRow) -> Op[Any]:
         """Return the op that makes a linked checkpoint the model's snapshot."""
-        self._progress[model] = _Unkept(clean_at=row.seq_id)
+        self._begin(model, _Unkept(clean_at=row.seq_id))
         return partial(snapshot_records.put, model=model, snapshot=row)
 
     async def sweep(self) -> None:
@@ -335,7 +351,8 @@ class SnapshotKeeper:
 
     def pause(self, model: ModelKey) -> None:
         """Take no more snapshots of a model that has left the ranks."""
-        self._progress.pop(model, None)
+        self._begin(model, _Unkept())
+        del self._progress[model]
         self._tried.pop(model, None)
 
     async def forget(self, model: ModelKey) -> None:
@@ -392,6 +409,11 @@ class SnapshotKeeper:
     def _new_directory(self, model: ModelKey, seq_id: int) -> Path:
         """Return a directory never used before: an earlier attempt may still be removed."""
         return self._root / str(model) / f"{seq_id}.{secrets.token_hex(4)}"
+
+
+def _is_ready(ran: _Unkept) -> bool:
+    """Return whether there is work, and no gradients."""
+    return ran.ranks_ns > 0 and ran.clean_at > 0
 
 
 def _name(directory: Path) -> tuple[str, ...]:
