@@ -10,6 +10,7 @@
 
 import math
 import time
+from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -78,12 +79,30 @@ _Kinds = tuple[RequestKind, ...]
 class _Session:
     """A session with waiting rows, of `models`. `runnable`: paths of the models that have runnable rows.
 
-    `barriers`: those that wait, if few rows do.
+    `few`: its barriers and the work of its passes, if few rows wait.
     """
 
     models: dict[ModelKey, None] = field(default_factory=dict)
     runnable: dict[ModelKey, Path] = field(default_factory=dict)
-    barriers: _Kinds = ()
+    few: "tuple[_Kinds, int] | None" = None
+
+
+@dataclass(slots=True)
+class _Works:
+    """Sessions by the work of their passes. `least_first`: these works, in order."""
+
+    sessions: dict[int, dict[SessionId, None]] = field(default_factory=dict)
+    least_first: list[int] = field(default_factory=list)
+
+    def add(self, work: int, session: SessionId) -> None:
+        if work not in self.sessions:
+            insort(self.least_first, work)
+        self.sessions.setdefault(work, {})[session] = None
+
+    def remove(self, work: int, session: SessionId) -> None:
+        del self.sessions[work][session]
+        if not self.sessions[work]:
+            del self.sessions[work], self.least_first[bisect_left(self.least_first, work)]
 
 
 class Planner:
@@ -104,7 +123,8 @@ class Planner:
         self._waiting: dict[ModelKey, Sequence[QueuedRow]] = {}
         self._sessions: dict[SessionId, _Session] = {}
         self._runnable: dict[SessionId, _Session] = {}  # sessions with runnable rows
-        self._few: dict[_Kinds, dict[SessionId, int]] = {}  # of those with few rows: work of all passes
+        self._few: dict[_Kinds, _Works] = {}  # of those with few rows, by their barriers
+        self._with_few = 0  # how many
         self._session_of: dict[ModelKey, SessionId] = {}
         self._shares: FairShare[QueuedRow] = FairShare()
         self._short: SessionId | None = None  # session with little work that decided the running unit
@@ -216,16 +236,22 @@ class Planner:
 
     def _set_few(self, session_id: SessionId, session: _Session, works: tuple[Work, ...]) -> None:
         """Set the waiting work of a session with few rows; none: it has more of them, or cannot run."""
-        kinds = tuple(work for work in works if not isinstance(work, int))
-        if session.barriers != kinds or not works:
-            others = self._few.get(session.barriers, {})
-            others.pop(session_id, None)
-            if not others:
-                self._few.pop(session.barriers, None)
+        few = None
         if works:
-            passes = sum(work for work in works if isinstance(work, int))
-            self._few.setdefault(kinds, {})[session_id] = passes
-        session.barriers = kinds
+            kinds = tuple(work for work in works if not isinstance(work, int))
+            few = kinds, sum(work for work in works if isinstance(work, int))
+        if few == session.few:
+            return
+        if session.few is not None:
+            kinds, passes = session.few
+            self._few[kinds].remove(passes, session_id)
+            if not self._few[kinds].sessions:
+                del self._few[kinds]
+        if few is not None:
+            kinds, passes = few
+            self._few.setdefault(kinds, _Works()).add(passes, session_id)
+        self._with_few += (few is not None) - (session.few is not None)
+        session.few = few
 
     def _short_sessions(self) -> set[SessionId]:
         """Return the sessions with the least work, if another has at least twice as much.
@@ -234,15 +260,18 @@ class Planner:
         """
         if self._lead_s > 0:
             return set()
-        few = [(min(work.values()), max(work.values()), kinds, work) for kinds, work in self._few.items()]
-        least_s = min((self._work_s(least, kinds) for least, _, kinds, _ in few), default=math.inf)
-        most_s = max((self._work_s(most, kinds) for _, most, kinds, _ in few), default=0.0)
-        if sum(map(len, self._few.values())) < len(self._runnable):
+        ends = [
+            (self._work_s(works.least_first[0], kinds), self._work_s(works.least_first[-1], kinds), works)
+            for kinds, works in self._few.items()
+        ]
+        least_s = min((least_s for least_s, _, _ in ends), default=math.inf)
+        most_s = max((most_s for _, most_s, _ in ends), default=0.0)
+        if self._with_few < len(self._runnable):
             most_s = math.inf
         if least_s > min(SHORT_S, most_s / 2):
             return set()
-        shortest = [(least, work) for least, _, kinds, work in few if self._work_s(least, kinds) == least_s]
-        return {each for least, works in shortest for each, work in works.items() if work == least}
+        shortest = (works for own_least_s, _, works in ends if own_least_s == least_s)
+        return {each for works in shortest for each in works.sessions[works.least_first[0]]}
 
     def _work_s(self, passes: int, kinds: _Kinds) -> float:
         return self._estimate((passes, *kinds) if passes else kinds)
