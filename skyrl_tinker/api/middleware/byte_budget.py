@@ -50,7 +50,7 @@ class ByteBudget:
     async def _acquire(self, size: int, owner: OwnerId | None) -> None:
         granted = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append((size, granted))
-        self._grant()
+        self._grant(owner)
         try:
             await granted
         except asyncio.CancelledError:
@@ -62,10 +62,11 @@ class ByteBudget:
         self._held[owner] -= size
         if not self._held[owner]:
             del self._held[owner]
-        self._grant()
+        self._grant(owner)
 
-    def _grant(self) -> None:
-        for owner in [owner for owner in self._waiting if owner not in self._held]:
+    def _grant(self, owner: OwnerId | None) -> None:
+        """Grant what has become possible, as this owner asked for bytes or returned some."""
+        if owner in self._waiting and owner not in self._held:  # all others that wait hold some
             self._grant_next(owner, math.inf)
         while self._waiting and self._grant_next(next(iter(self._waiting)), self._left):
             pass

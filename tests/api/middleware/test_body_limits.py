@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import httpx
@@ -405,6 +406,32 @@ async def test_nobody_waits_for_what_others_hold_however_long() -> None:
             assert not more.done()
             assert not second.done()
     await asyncio.wait_for(asyncio.gather(more, second), 60)
+
+
+class CountedOwner(int):
+    """Owner whose look-ups are counted, of all such owners together."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        CountedOwner.looks += 1
+        return super().__hash__()
+
+
+async def test_bytes_are_given_and_taken_without_a_look_at_all_owners_that_wait() -> None:
+    budget, owners = ByteBudget(100), [OwnerId(CountedOwner(number)) for number in range(200)]
+    async with AsyncExitStack() as held:
+        for owner in owners:
+            await held.enter_async_context(budget.holding(1, owner))
+        waiting = [asyncio.create_task(budget.holding(100, owner).__aenter__()) for owner in owners]
+        await asyncio.sleep(0)
+        CountedOwner.looks = 0
+        async with budget.holding(1, OwnerId(CountedOwner(-1))) as share:
+            budget.shrink(share, 0)
+        assert 0 < CountedOwner.looks < 50
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
 
 
 @pytest.mark.parametrize("owners", [1, 3])
