@@ -91,7 +91,8 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._of_bases: dict[str, Gauge] = {}  # by name
         self._pending: dict[int, QueuedRow] = {}  # by future id
-        self._begun: set[int] = set()  # of these
+        self._kinds: Tally[str] = Tally()  # their number by kind
+        self._begun: set[int] = set()  # of those pending
         self._since = clock()
         self._last_refused = 0  # future id
         self._requests = self._counter("requests", "Requests answered", "kind", "outcome")
@@ -140,7 +141,7 @@ class Metrics:
         self.owners = OwnerMetrics(self._counter, owner_name)
         self.trained_meter, self.sampled_meter = TokenMeter(), TokenMeter()
         self.activity = ActivityLog(clock)
-        self._registry.register(_Pending(self._pending))
+        self._registry.register(_Pending(self._kinds))
 
     def text(self) -> bytes:
         """Return the exposition format; its content type is CONTENT_TYPE."""
@@ -166,6 +167,7 @@ class Metrics:
         """Count arrivals. A row may arrive twice, or have been counted by an earlier engine."""
         for row in rows:
             if row.status is FutureStatus.PENDING:
+                self._kinds[row.kind] += row.id not in self._pending
                 self._pending[row.id] = row
             elif row.id > self._last_refused and row.created_at >= self._since:
                 self._last_refused = row.id
@@ -175,6 +177,7 @@ class Metrics:
         row = self._pending.pop(future_id, None)
         self._begun.discard(future_id)
         if row is not None:
+            self._kinds[row.kind] -= 1
             self.counted(row.kind, outcome, row.owner_id)
             self._latency.labels(row.kind).observe(max(0.0, self._clock() - row.created_at))
 
@@ -282,14 +285,13 @@ class Occupancy:
 
 
 class _Pending(Collector):
-    def __init__(self, rows: dict[int, QueuedRow]) -> None:
-        self._rows = rows
+    def __init__(self, kinds: Tally[str]) -> None:
+        self._kinds = kinds
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         family = GaugeMetricFamily(
             f"{_PREFIX}_requests_pending", "Requests accepted and not yet answered", labels=["kind"]
         )
-        tally = Tally(row.kind for row in self._rows.values())
         for kind in RequestKind:
-            family.add_metric([kind], tally[kind])
+            family.add_metric([kind], self._kinds[kind])
         yield family

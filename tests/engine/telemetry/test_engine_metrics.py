@@ -12,6 +12,7 @@ from skyrl_tinker.domain.ids import FutureStatus, ModelKey, OwnerId, RequestId, 
 from skyrl_tinker.domain.samples import SampledSequence, SampleOutput
 from skyrl_tinker.domain.values import PassOutput
 from skyrl_tinker.engine.compose import make_metrics
+from skyrl_tinker.engine.telemetry import engine_metrics
 from skyrl_tinker.engine.telemetry.engine_metrics import MOST_OWNERS, OTHERS, Metrics
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.store import Store
@@ -129,3 +130,16 @@ def test_clocks_that_differ_make_no_negative_waits(early: float) -> None:
     metrics.arrived([row])
     metrics.began([row], at=10.0 - early)
     assert read(metrics, "queue_wait_seconds_sum") == {("forward_backward",): 0}
+
+
+def test_pending_requests_are_counted_as_they_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = Metrics()
+    monkeypatch.setattr(engine_metrics, "Tally", None)  # with which a scrape would count all of them
+    passes = [queued(number, MODEL, number) for number in range(3)]
+    step = queued(3, MODEL, 3, RequestKind.OPTIM_STEP)
+    metrics.arrived([*passes, step])
+    metrics.arrived(passes)  # again
+    for _ in range(2):
+        metrics.answered(passes[0].id, "ok")
+    pending = read(metrics, "requests_pending")
+    assert (pending["forward_backward",], pending["optim_step",], pending["sample",]) == (2, 1, 0)
