@@ -90,15 +90,15 @@ class EphemeralVersions:
         Call it before a snapshot is recorded: a replay from it could not make them again after a reboot.
         Raises OSError: the disk is full.
         """
-
-        def op(conn: Connection) -> tuple[list[WeightVersion], set[VersionId]]:
-            waited_for = weight_versions.list_awaited_versions(conn)
-            return weight_versions.list_ephemeral_versions(conn, model), waited_for
-
-        versions, waited_for = await persistently(lambda: self._store.fetch(op))
+        versions = await persistently(
+            lambda: self._store.fetch(lambda conn: weight_versions.list_ephemeral_versions(conn, model))
+        )
+        old = {version for version in versions[:-1] if self._idle_s(version) >= RECENT_S}
+        awaited = set[VersionId]()
+        if old:  # else it need not be known which versions all waiting samples want
+            awaited = await persistently(lambda: self._store.fetch(weight_versions.list_awaited_versions))
         for version in versions:
-            recent = version == versions[-1] or self._idle_s(version) < RECENT_S
-            if recent or version.id in waited_for:
+            if version not in old or version.id in awaited:
                 await self._in_turn(self._spill.keep, version)
 
     async def _list_unused(self) -> tuple[int, list[WeightVersion]]:

@@ -418,7 +418,7 @@ async def test_above_the_cap_the_oldest_ephemeral_weights_go_but_never_the_newes
 
 
 async def test_a_snapshot_keeps_on_disk_what_clients_sample(
-    store: Store, parts: Parts, tmp_path: Path
+    store: Store, parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await journal.new_session(store)
     model, other = await new_model(store, session), await new_model(store, await journal.new_session(store))
@@ -445,3 +445,6 @@ async def test_a_snapshot_keeps_on_disk_what_clients_sample(
         keeper = EphemeralVersions(store, [any_part], any_part.forget_sources, spill, Settings(home=tmp_path))
         await keeper.keep_sampled(model.key)
         assert sorted(names(tmp_path / "disk")) == ["v2", "v3", "v4"]
+        monkeypatch.setattr(weight_versions, "list_awaited_versions", None)  # it reads all waiting samples
+        await keeper.keep_sampled(other.key)
+        assert "v5" in names(tmp_path / "disk")
