@@ -21,6 +21,7 @@ from skyrl_tinker.store.model_records import spec_columns, spec_from_row
 from skyrl_tinker.store.owners import within
 from skyrl_tinker.store.sampling_sessions import is_held
 
+AT_ONCE = 500  # checkpoints that are removed in one sweep
 WITH_MODEL = (
     select(SavedCheckpoint.__table__, Model.model_id, Model.session_id)
     .join(Model, Model.key == SavedCheckpoint.model_key)
@@ -145,10 +146,14 @@ def set_ttl(conn: Connection, row: CheckpointRow, ttl_seconds: int | None) -> No
     _audit(conn, row, "set_ttl", expires_at=expires_at)
 
 
-def list_garbage(conn: Connection, now: float) -> list[CheckpointRow]:
-    """Return deleted or expired checkpoints that no live sampling session holds, for `mark_removed`."""
+def list_garbage(conn: Connection, now: float, after: int = 0) -> list[CheckpointRow]:
+    """Return deleted or expired checkpoints that no live sampling session holds, for `mark_removed`.
+
+    These are the next AT_ONCE `after` an id.
+    """
     over = or_(SavedCheckpoint.deleted_at.is_not(None), SavedCheckpoint.expires_at <= now)
-    return _select(conn, over, SavedCheckpoint.removed_at.is_(None), ~is_held(SavedCheckpoint.version_id))
+    kept = SavedCheckpoint.id > after, SavedCheckpoint.removed_at.is_(None)
+    return _select(conn, over, *kept, ~is_held(SavedCheckpoint.version_id), most=AT_ONCE)
 
 
 def is_recorded(conn: Connection, model: ModelKey, directory: str) -> bool:
@@ -207,8 +212,8 @@ def _columns(new: NewCheckpoint) -> dict[str, Any]:
     return {**values, **mappings, **spec_columns(values.pop("spec"))}
 
 
-def _select(conn: Connection, *where: ColumnElement[bool]) -> list[CheckpointRow]:
-    query = WITH_MODEL.where(*where).order_by(SavedCheckpoint.id)
+def _select(conn: Connection, *where: ColumnElement[bool], most: int | None = None) -> list[CheckpointRow]:
+    query = WITH_MODEL.where(*where).order_by(SavedCheckpoint.id).limit(most)
     return [checkpoint_from_row(conn, row) for row in conn.execute(query)]
 
 

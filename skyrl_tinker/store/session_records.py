@@ -20,7 +20,7 @@ BEAT_S = 10.0
 """Time between two heartbeats of the SDK."""
 MOST_BEATS = 2.5
 """Heartbeats after which one has certainly come, unless the client is away: one in two may be lost."""
-AT_ONCE = 500  # sessions in one statement
+AT_ONCE = 500  # sessions in one statement, and that end by silence in one sweep
 Beat = tuple[OwnerId | None, SessionId]
 _LIVE = Session.finished_at.is_(None)
 _NEWEST = (
@@ -129,7 +129,7 @@ def list_expired(conn: Connection, now: float, timeout_s: float, parked_s: float
     """Return the sessions to end: silent for `timeout_s`, or finished with models that are not released.
 
     Silent: without heartbeat, training request and sample. With parked models only a session may be silent
-    for `parked_s`: its client has nothing to do meanwhile.
+    for `parked_s`: its client has nothing to do meanwhile. Of many, those AT_ONCE with the oldest heartbeats.
     """
     silent = conn.scalars(_SILENT, {"since": now - timeout_s, "parked_since": now - parked_s})
     return [SessionId(session_id) for session_id in (*silent, *conn.scalars(_LEFT))]
@@ -166,16 +166,21 @@ def _samples(since: BindParameter[float]) -> ColumnElement[bool]:
 
 
 _SINCE = bindparam("since", type_=Session.last_heartbeat_at.type)
-_SILENT = select(Session.session_id).where(
-    Session.finished_at.is_(None),
-    Session.last_heartbeat_at < _SINCE,
-    or_(
-        Session.last_heartbeat_at < bindparam("parked_since"),
-        ~_has(ModelState.PARKED),
-        _has(ModelState.CREATING, ModelState.READY),
-    ),
-    ~_trains(_SINCE),
-    ~_samples(_SINCE),
+_SILENT = (
+    select(Session.session_id)
+    .where(
+        Session.finished_at.is_(None),
+        Session.last_heartbeat_at < _SINCE,
+        or_(
+            Session.last_heartbeat_at < bindparam("parked_since"),
+            ~_has(ModelState.PARKED),
+            _has(ModelState.CREATING, ModelState.READY),
+        ),
+        ~_trains(_SINCE),
+        ~_samples(_SINCE),
+    )
+    .order_by(Session.last_heartbeat_at)
+    .limit(AT_ONCE)
 )
 _LEFT = (
     select(Session.session_id)

@@ -141,6 +141,25 @@ async def test_heartbeats_keep_the_sessions_of_their_owners_and_no_others(
     assert set(await expired(store, after_s=0)) == {session}
 
 
+async def test_of_many_silent_sessions_some_end_at_once_those_silent_for_longest_first(store: Store) -> None:
+    def create_many(conn: Connection) -> list[SessionId]:
+        return [
+            session_records.create(conn, owner=None, sdk_version="0.38.0")
+            for _ in range(session_records.AT_ONCE + 2)
+        ]
+
+    sessions = await store.write(create_many)
+    for session, last in ((sessions[0], 2.0), (sessions[1], 1.0)):
+        beaten = update(Session).where(Session.session_id == session).values(last_heartbeat_at=last)
+        await store.write(lambda conn, beaten=beaten: conn.execute(beaten))  # type: ignore[misc]
+    others = Session.session_id.in_(sessions[2:])
+    await store.write(lambda conn: conn.execute(update(Session).where(others).values(last_heartbeat_at=0.0)))
+    silent = await expired(store, after_s=0)
+    assert sorted(silent) == sorted(sessions[2:])
+    await store.write(lambda conn: [session_records.finish(conn, each, "expired", None) for each in silent])
+    assert await expired(store, after_s=0) == [sessions[1], sessions[0]]
+
+
 async def test_a_heartbeat_keeps_a_session(store: Store, session: SessionId, model: ModelRow) -> None:
     asked = time.time() + 600
     await beat(store, (None, session))

@@ -50,6 +50,7 @@ class Cleanup:
         self._timeout_s, self._parked_s = settings.timeouts.session_s, settings.retention.history_s
         self._listening_since = self._store.now()
         self._ended_until = 0.0  # no samples are left of sessions finished before this
+        self._garbage_until = 0  # id of the last deleted checkpoint of the last sweep, if there may be more
         self._suspends = Suspends(self._store.now)
         purge = Purge(self._store, settings)
         self._steps = (
@@ -107,8 +108,11 @@ class Cleanup:
         self._ended_until = now
 
     async def _remove_checkpoints(self) -> None:
-        now = self._store.now()
-        for row in await self._store.fetch(lambda conn: checkpoint_records.list_garbage(conn, now)):
+        """Remove some, the next ones each time: others are not to wait for any that stays a while."""
+        now, after = self._store.now(), self._garbage_until
+        rows = await self._store.fetch(lambda conn: checkpoint_records.list_garbage(conn, now, after))
+        self._garbage_until = rows[-1].id if len(rows) == checkpoint_records.AT_ONCE else 0
+        for row in rows:
             if not self._is_loading(row.directory):
                 await Step(f"checkpoint {row.name}", partial(self._remove, row)).tried()
 

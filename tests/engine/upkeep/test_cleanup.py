@@ -338,10 +338,10 @@ class Retained(Storage):
     """Storage that does not let go of some checkpoint."""
 
     def __init__(self, kept: str) -> None:
-        self._kept = kept
+        self.kept = kept
 
     def remove(self, directory: Path) -> None:
-        if directory.name == self._kept:
+        if directory.name == self.kept:
             raise StorageError(f"{directory} is under retention")
 
 
@@ -364,6 +364,27 @@ async def test_a_checkpoint_that_cannot_be_removed_stops_neither_others_nor_the_
     await cleanup_of(store, parts, tmp_path, storage=Retained("a")).sweep()
     assert [exists(version) for version in versions] == [True, False]
     assert len(purged) == 1
+
+
+async def test_checkpoints_that_cannot_be_removed_hold_up_no_others(
+    store: Store, parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_records, "AT_ONCE", 2)
+    model = await new_model(store, await journal.new_session(store))
+    versions = [
+        await new_version(store, model, tmp_path / "checkpoints" / name, durable=True) for name in "abcde"
+    ]
+    for version in versions:
+        await expired_checkpoint(store, model, version, Path(version.directory).name)
+    storage, left = Retained("b"), []
+    cleanup = cleanup_of(store, parts, tmp_path, storage=storage)
+    for _ in range(4):
+        await cleanup.sweep()
+        left.append("".join(sorted(names(tmp_path / "checkpoints"))))
+    assert left == ["bcde", "be", "b", "b"]
+    storage.kept = ""
+    await cleanup.sweep()
+    assert names(tmp_path / "checkpoints") == [], "it is tried again"
 
 
 async def test_when_memory_is_low_all_but_the_newest_ephemeral_weights_move(
