@@ -1,4 +1,4 @@
-"""Who samples a dropped version is looked up again, and nobody else: publishing drops versions all the time."""
+"""Who samples a dropped version is looked up again, and nobody else: who publishes drops versions often."""
 
 from typing import Any, cast
 

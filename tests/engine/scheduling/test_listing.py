@@ -21,7 +21,9 @@ from tests.support.scripted_samplers import ScriptedSamplers
 class Watched:
     """Calls of a method, by a clock that stands still."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, listing: Listing[Any], part: object, name: str) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, listing: Listing[Any], part: object, name: str
+    ) -> None:
         self.calls, self.now = 0, 100.0
         method = getattr(part, name)
 

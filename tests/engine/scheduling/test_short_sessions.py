@@ -69,9 +69,7 @@ def test_any_history(history: list[tuple[str, Any, Any]]) -> None:
         if what == "come":
             for kind, tokens in more if lanes.is_open(key) else ():
                 session = f"session-{key % SESSIONS}"
-                lanes.add(
-                    queued(next(numbers), key, next(places[key]), kind, tokens=tokens, session=session)
-                )
+                lanes.add(queued(next(numbers), key, next(places[key]), kind, tokens=tokens, session=session))
         elif what == "hold":
             lanes.hold(key)
         elif what == "resume":
