@@ -18,6 +18,8 @@ from skyrl_tinker.server.start_plan import FurtherPlan
 
 _SUMMED = (TRAINER, SAMPLER, HOST)
 """Places whose lines are taken at once."""
+_FEW = 6
+"""Most base models on demand of which the sets that run at once are listed: each more may double them."""
 
 
 def as_json(
@@ -57,7 +59,7 @@ def as_table(
 
 
 class _Bases:
-    """All base models of a plan, and those on demand that run at once: as many as their GPUs hold."""
+    """All base models of a plan. Those on demand run at once as far as the GPUs for them suffice."""
 
     def __init__(
         self, placed: Settings, found: CapacityPlan, further: Sequence[FurtherPlan], gpus: int
@@ -66,23 +68,28 @@ class _Bases:
         self._always = [first, *(each for each in further if not each.on_demand)]
         self._on_demand = [each for each in further if each.on_demand]
         self._shared = max((each.gpus for each in self._on_demand), default=0)
-        self._at_once = self._sets_at_once()
 
-    def _sets_at_once(self) -> list[set[int]]:
-        """Return the sets of those on demand that fit beside each other, and are in no larger one."""
+    def _sets_at_once(self) -> str:
+        """Tell which sets of those on demand fit beside each other, and are in no larger one."""
+        if len(self._on_demand) > _FEW:
+            return "any that need no more together"
         places, found = range(len(self._on_demand)), list[set[int]]()
         for count in range(len(self._on_demand), 0, -1):
             for chosen in map(set, combinations(places, count)):
                 fits = sum(self._on_demand[place].gpus for place in chosen) <= self._shared
                 if fits and not any(chosen <= each for each in found):
                     found.append(chosen)
-        return found
+        sets = (", ".join(self._on_demand[place].name for place in sorted(each)) for each in found)
+        return "; or ".join(sets)
 
     @property
     def host_bytes(self) -> float:
         """Bytes of host memory that they take at once, at most."""
-        sizes = [sum(_sum(self._on_demand[place].lines, HOST) for place in each) for each in self._at_once]
-        return sum(_sum(each.lines, HOST) for each in self._always) + max(sizes, default=0.0)
+        most = [0.0] * (self._shared + 1)  # of those on demand, by the GPUs that they may take
+        for each in self._on_demand:
+            size, own = _sum(each.lines, HOST), each.gpus
+            most = [max(one, most[at - own] + size) if at >= own else one for at, one in enumerate(most)]
+        return sum(_sum(each.lines, HOST) for each in self._always) + most[-1]
 
     def table(self) -> Iterator[str]:
         yield f"\n{'base models, GB':<40}{'GPUs':>8}{'each trainer':>16}{'each sampler':>16}{'host':>12}"
@@ -95,10 +102,8 @@ class _Bases:
         yield f"  {'at once, at most':<38}{gpus:>8}{'':>32}{_size(self.host_bytes):>12}"
         yield f"  always beside each other: {', '.join(each.name for each in self._always)}"
         if self._on_demand:
-            sets = (
-                ", ".join(self._on_demand[place].name for place in sorted(each)) for each in self._at_once
-            )
-            yield f"  of those on demand at once, on {counted(self._shared, 'GPU')}: {'; or '.join(sets)}"
+            room = counted(self._shared, "GPU")
+            yield f"  of those on demand at once, on {room}: {self._sets_at_once()}"
 
 
 def _sum(lines: Iterable[MemoryLine], place: str) -> float:

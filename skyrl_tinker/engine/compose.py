@@ -108,8 +108,9 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
     openai = [
         _openai_server(store, metrics, *each, driver) for each, driver in zip(sampled, drivers, strict=True)
     ]
-    _register_gauges(metrics, runtimes[0], every, samples)
     statuses = _make_statuses(env, runtimes)
+    for each, driver in zip(sampled, drivers, strict=True):
+        _register_gauges(metrics, statuses, *each, driver)
     room, of = _make_room(env, runtimes), {driver.facts.name: driver for driver in training.drivers}
     bases = [BaseSupervisor(runtime, of.get(runtime.facts.name), statuses, room) for runtime in runtimes]
 
@@ -310,14 +311,20 @@ def _transport_name(settings: Settings) -> TransportName:
 
 
 def _register_gauges(
-    metrics: Metrics, first: BaseRuntime, every: Sequence[Samplers], samples: SampleDispatch
+    metrics: Metrics, statuses: BaseStatuses, runtime: BaseRuntime, samplers: Samplers, driver: SamplerDriver
 ) -> None:
-    """Register the gauges of samplers: sums over all base models. Only the first takes turns."""
-    watch, bound = metrics.watch, allowed_gap(first.settings)
+    """Register the gauges of the samplers of a base model."""
+    name, bound = runtime.facts.name, allowed_gap(runtime.settings)
+    fleet, watch = samplers.fleet, partial(metrics.watch, name)
     watch("sampler_logprob_gap_bound", "Gap above which there is a warning", lambda: bound)
-    watch("samples_queued", "Samples that wait for a free slot", samples.queued)
-    watch("samples_in_flight", "Samples that the samplers have", samples.in_flight)
-    watch("replicas", "Sampler replicas that serve", lambda: sum(each.fleet.size for each in every))
-    for phase, totals in first.placement.totals.items():
+    watch("samples_queued", "Samples that wait for a free slot", driver.queued)
+    watch("samples_in_flight", "Samples that the samplers have", driver.in_flight)
+    watch("replicas", "Sampler replicas that serve", lambda: fleet.size)
+    watch(
+        "replicas_expected",
+        "Sampler replicas that should serve; 0 while the base model is stopped or being started",
+        lambda: statuses.expected_replicas(name),
+    )
+    for phase, totals in runtime.placement.totals.items():
         watch(f"turns_{phase}", f"Colocated: times of {phase}", partial(getattr, totals, "count"))
         watch(f"turn_seconds_{phase}", f"Colocated: seconds of {phase}", partial(getattr, totals, "seconds"))

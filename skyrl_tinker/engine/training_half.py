@@ -73,15 +73,17 @@ def compose_training(
 
     flow = store, trainer, commits, pending, root, storage
     saver, exporter = Saver(*flow), Exporter(*flow, facts)
-    publisher = Publisher(*flow, samplers, ephemeral, drift_monitor, metrics, written)
+    published = partial(metrics.published, facts.name)
+    publisher = Publisher(*flow, samplers, ephemeral, drift_monitor, published, written)
     creation = ModelCreation(store, trainer, facts, saver, snapshots, settings.max_lora_rank, storage)
     models = ModelLifecycle(store, trainer, lanes, drift_monitor, snapshots, outbox, commits, facts.names)
     passes = PassCoordinator(store, trainer, router_replay=settings.router_replay)
     steps = OptimSteps(store, trainer, lanes, drift_monitor.pop_metrics)
     barriers = ModelBarriers(store, lanes, models, creation, saver, exporter)
     kinds = passes, steps, publisher, barriers
+    passed = partial(metrics.passed, facts.name)
     execution = UnitExecution(
-        store, trainer, lanes, models, *kinds, commits, pending, snapshots, metrics, woken
+        store, trainer, lanes, models, *kinds, commits, pending, snapshots, passed, woken
     )
 
     most = unit_tokens(settings)
@@ -105,7 +107,7 @@ def _register_gauges(
     snapshots: SnapshotKeeper,
     replay: Replay,
 ) -> None:
-    watch = partial(metrics.watch_base, base_model)
+    watch = partial(metrics.watch, base_model)
     watch("training_backlog_tokens", "Estimated tokens of waiting passes", driver.requests.lanes.backlog)
     watch("exhausted_passes", "Passes that ran out of memory", lambda: float(trainer.exhausted_passes))
     watch("trainer_restarts", "Times that dead workers were replaced", lambda: float(trainer.restarts))

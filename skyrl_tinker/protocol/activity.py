@@ -60,6 +60,7 @@ class SyncSpan:
     began_at: float
     paused_at: float
     ended_at: float
+    base_model: str = ""
 
 
 @dataclass(frozen=True, slots=True)

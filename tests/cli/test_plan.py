@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from typer.testing import CliRunner
 
 from skyrl_tinker import config
 from skyrl_tinker.cli.commands import app
-from skyrl_tinker.cli.plan_output import serve_line
+from skyrl_tinker.cli.plan_output import as_json, as_table, serve_line
 from skyrl_tinker.server import preflight
+from skyrl_tinker.server.capacity_plan import CapacityPlan
+from skyrl_tinker.server.memory_estimate import HOST, MemoryLine
+from skyrl_tinker.server.start_plan import FurtherPlan
 from tests.support.model_configs import QWEN3_8B, SMALL
 
 
@@ -128,6 +132,26 @@ def test_the_memory_of_all_base_models_is_told_with_what_runs_at_once(tmp_path: 
     at_once = [sum(_lines(each, "host memory").values()) for each in (plan, *plan["further"][:2])]
     assert plan["host_bytes"] == pytest.approx(sum(at_once))
     assert plan["host_bytes"] / 1e9 == pytest.approx(host["at once, at most"], abs=0.01)
+
+
+def _on_demand(needs: Sequence[tuple[int, float]]) -> tuple[str, float]:
+    """What runs at once, and its host memory, of base models on demand that need so many GPUs and bytes."""
+    further = [
+        FurtherPlan(f"b{number}", on_demand=True, gpus=gpus, lines=(MemoryLine(HOST, "all", size),))
+        for number, (gpus, size) in enumerate(needs)
+    ]
+    placed, found = config.load(base_model="first"), CapacityPlan(None, None, (), (), 1, 0.0, "nccl")
+    table = as_table(found, placed, further, 1, "serve")
+    told = re.search(r"\n  of those on demand at once, on (.*)\n", table)
+    assert told is not None
+    return told[1], json.loads(as_json(found, placed, further, 1, "serve"))["host_bytes"]
+
+
+def test_what_runs_at_once_is_listed_of_few_base_models_on_demand_and_of_many_as_a_rule() -> None:
+    few = "2 GPUs: b1, b2; or b1, b3; or b2, b3; or b0"
+    assert _on_demand([(2, 5.0), (1, 4.0), (1, 2.0), (1, 3.0)]) == (few, 7.0)
+    many = [(1 + number % 4, 1.0 + number) for number in range(40)]  # 10^12 sets
+    assert _on_demand(many) == ("4 GPUs: any that need no more together", 37.0 + 33.0 + 29.0 + 25.0)
 
 
 @pytest.mark.parametrize("full", [True, False])

@@ -69,8 +69,8 @@ def test_what_the_sdk_gives_up_stops_in_vllm_and_others_go_on(client: Client, se
 
 def in_flight(client: Client) -> float:
     text = httpx.get(f"{client.url}/metrics", timeout=30).text
-    (line,) = [each for each in text.splitlines() if each.startswith("skyrl_tinker_samples_in_flight ")]
-    return float(line.split()[1])
+    (line,) = [each for each in text.splitlines() if each.startswith("skyrl_tinker_samples_in_flight{")]
+    return float(line.split()[-1])
 
 
 def test_the_promise_of_a_cancelled_sample_says_so(client: Client, server: Serve) -> None:

@@ -56,12 +56,12 @@ def test_requests_tokens_and_the_busy_fraction_are_counted(client: Client) -> No
     assert grown("http_request_seconds_count/POST//api/v1/optim_step/2xx") == 1
     assert grown("trainer_busy_seconds_total") > 0
     assert grown("trainer_waiting_seconds_total") > 0
-    assert after["replicas"] == 1
+    assert after["replicas"] == after["replicas_expected"] == 1
     assert after["engine_up"] == 1
     assert after["ready"] == 1
     assert {after["requests_pending/sample"], after["samples_in_flight"], after["samples_queued"]} == {0}
     assert after["training_backlog_tokens"] == 0
-    assert after["sampler_logprob_gap"] < after["sampler_logprob_gap_bound"]
+    assert after.get("sampler_logprob_gap", 0.0) < after["sampler_logprob_gap_bound"]
     assert after["disk_free_bytes"] > after["disk_least_bytes"] > 0
     assert after["next_key_expiry_timestamp_seconds"] == float("inf")
 

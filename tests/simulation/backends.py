@@ -21,7 +21,7 @@ from skyrl_tinker.domain.values import (
     StepItem,
     StepOutput,
 )
-from skyrl_tinker.errors import SamplerError, StorageError, TrainerError
+from skyrl_tinker.errors import SamplerError, StorageError, TrainerError, TrainerLostError
 from skyrl_tinker.inference.client.http_connection import HttpAnswer
 from skyrl_tinker.inference.constants import BASE_MODEL
 from skyrl_tinker.inference.servers.health_checks import Loss
@@ -29,7 +29,7 @@ from skyrl_tinker.protocol.queue_views import QueuesView
 from skyrl_tinker.protocol.schemas.administration import ChangeBaseRequest
 from skyrl_tinker.system.atomic_directory import storage_errors
 from skyrl_tinker.training.trainer_group import PassResult
-from tests.simulation.faults import AWAY, UNREAD, fault, point, prolonged, random_of_history, travel
+from tests.simulation.faults import AWAY, LOST, UNREAD, fault, point, prolonged, random_of_history, travel
 from tests.simulation.virtual_loop import PROCESS
 from tests.simulation.weight_ends import CapturedFull, Group, Receiver, Sender, hangs
 from tests.support.scripted_replica import Draw, ScriptedReplica
@@ -70,11 +70,14 @@ def _logprob(tokens: Sequence[int]) -> float:
 class Ranks(ScriptedTrainer):
     """Ranks of one base model, which send weights to `replicas`. Each call takes a second of their time.
 
+    `further`: not of the first base model, without which the engine would end.
+
     `passed`: number and row budget of the call in which a pass, by model and seq_id, last left gradients.
     """
 
-    def __init__(self, replicas: "Replicas") -> None:
+    def __init__(self, replicas: "Replicas", *, further: bool) -> None:
         super().__init__()
+        self._further, self._lost = further, False
         self.passed: dict[tuple[ModelKey, int], tuple[int, int]] = {}
         self._replicas = replicas
         self.logprob_of = lambda model: _logprob(drawn(self._state(model).steps))
@@ -90,7 +93,14 @@ class Ranks(ScriptedTrainer):
         (self._full.discard if spec.rank else self._full.add)(model)
         await super().create_model(model, spec, optimizer)
 
+    async def ready(self) -> None:
+        """Be fresh ranks, after an end."""
+        self._lost = False
+        await self.restart()
+
     async def restart(self) -> None:
+        if self._lost:
+            raise TrainerLostError("the ranks die again and again")
         await super().restart()
         if self._factory is not None:
             await self.open_sender(self._factory)
@@ -169,7 +179,9 @@ class Ranks(ScriptedTrainer):
         point("after a call of the ranks")
         for away in (UNREAD, AWAY):
             prolonged(away)
-        if fault("the ranks die after a call"):
+        lost = self._further and fault(LOST)
+        if lost or fault("the ranks die after a call"):
+            self._lost = self._lost or lost
             raise self._break("killed after a call")
 
     async def watch(self, patience_s: float) -> None:

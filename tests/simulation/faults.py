@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from contextvars import Context
@@ -72,9 +73,18 @@ OF_SYNCS = (
 """Those that come in histories with full parameters only."""
 OF_RESTS = tuple(f"engine: {when} {what}" for when in ("before", "after") for what in ("a start", "an end"))
 """Those that come in histories with a base model on demand only."""
+CHANGING, CHANGES = "engine: in a start or an end", 60
+"""Death at any point of a start, to the return of its models, or of an end; about how many there are."""
+LOST = "the ranks are lost"
+OF_STARTS = ("a start fails", "a check fails", "weights are not here yet", LOST)
+"""Those of a further base model, also one that always runs; most are tried again, see `fail_starts`."""
+AGAIN = (1, 2, 3, 6)
+"""How often in a row a start fails, to choose from."""
 ANYWHERE, PASSED = frozenset({"the machine starts again", "the disk is full", *RARE}), 200
 """Faults that may come at every point of the engine and the API, and how many a history passes about."""
-DEATHS_OF_RANKS = frozenset(point for point in (*POINTS, *OF_SYNCS) if point.startswith("the ranks"))
+DEATHS_OF_RANKS = frozenset(
+    point for point in (*POINTS, *OF_SYNCS, *OF_STARTS) if point.startswith("the ranks")
+)
 
 
 class Faults:
@@ -117,6 +127,26 @@ class Faults:
         if self._may_die():
             self._left.setdefault("the ranks die after a call", [calls + seed.randint(0, 3)])
 
+    def fail_starts(self, seed: Random) -> None:
+        """Have starts fail, in one way perhaps again and again."""
+        self.add(seed, 2, OF_STARTS)
+        self._left[seed.choice([each for each in OF_STARTS if each != LOST])] = [1] * seed.choice(AGAIN)
+
+    def start_well(self) -> bool:
+        """Have no start fail from now on; return whether any did."""
+        for each in OF_STARTS:
+            self._left.pop(each, None)
+        return self._failed_starts > 0
+
+    def refuses(self, error: object) -> bool:
+        """Return whether a request failed as its base model did not start twice in a row, as may be."""
+        told = re.search(r"base model \S+ does not start: ", str(error))
+        return self._failed_starts > 1 and told is not None
+
+    @property
+    def _failed_starts(self) -> int:
+        return sum(self.hit[each] for each in OF_STARTS)
+
     def deadly(self) -> set[ModelKey]:
         """Return the models that the server may have given up, as the ranks died each time they came back."""
         return {model for (_, model), deaths in self.in_returns.items() if deaths >= WAKES}
@@ -127,7 +157,8 @@ class Faults:
     def _plan(self, point: str, seed: Random) -> None:
         if point not in DEATHS_OF_RANKS or self._may_die():
             few = seed.choice((1, 1, 2, 3, 5, 8, 13, 21))
-            passages = seed.randint(1, PASSED) if point in ANYWHERE else few
+            most = PASSED if point in ANYWHERE else CHANGES if point == CHANGING else 0
+            passages = seed.randint(1, most) if most else few
             self._left.setdefault(point, []).append(passages)
 
     def begin(self, point: str, now: float) -> None:
@@ -149,6 +180,10 @@ class Faults:
         self._left.clear()
         self.lasts_until.clear()
         self.disk_full_until = 0.0
+
+    def awaits(self, point: str) -> bool:
+        """Return whether a point will be a fault."""
+        return bool(self._left.get(point))
 
     def due(self, point: str) -> bool:
         """Pass a point; return whether it is a fault this time."""
@@ -181,7 +216,8 @@ def point(name: str) -> None:
     if faults.due("the machine starts again"):
         process.server.reboot()
         raise Crash
-    if faults.due(at):
+    changing = process.kind == "engine" and faults.awaits(CHANGING) and process.is_changing()
+    if faults.due(at) or (changing and faults.due(CHANGING)):
         process.kill()
         raise Crash
     if faults.due("the disk is full"):

@@ -8,7 +8,7 @@ import asyncio
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -112,6 +112,12 @@ IDLE_S, PAUSES_S = (0.5, 2.0, 8.0), (0.0, 0.0, 4.0, 20.0)
 """Times to choose from without requests after which it stops, and between requests."""
 ASKED_S = (0.1, 1.0, 5.0, 30.0)
 """Times to choose from until an administrator starts or stops it."""
+FAILING = (0, 3)
+"""Thirteenths of seeds, modulo 5, of histories in which starts of the further base model fail."""
+STARTED_S = 15.0
+"""Time after which a base model has started that failed again and again."""
+REFUSED_S = 5.0
+"""Time until a creation is sent again."""
 PROBED = (7, 8)
 """Seeds, modulo 13, of histories in which samplers are compared with the trainer after each sync."""
 FULL, FULL_FAULTS = (3, 9, 14), 4
@@ -179,10 +185,12 @@ class Request:
 class Truth:
     """What one model must have become, and what each request must have been answered.
 
-    `parks`: reason for which it may have been parked meanwhile; "": any.
+    `parks`: reason for which it may have been parked meanwhile; "": any. `refuses`: whether
+    an error is that of a base model which did not start.
     """
 
     parks: str | None = None
+    refuses: Callable[[str | None], bool] = lambda _: False
     steps: list[list[int]] = field(default_factory=list)
     gradients: list[int] = field(default_factory=list)
     poisoned: bool = False
@@ -190,7 +198,8 @@ class Truth:
 
     def run(self, request: Request) -> float | bool:
         """Return the loss of a pass, and whether any other request succeeds."""
-        if self.parks is not None and request.is_parked and self.parks in str(request.error):
+        parked = self.parks is not None and request.is_parked and self.parks in str(request.error)
+        if parked or self.refuses(request.error):
             if request.kind in ("step", "bad step"):  # it drops what it should have applied
                 self.gradients, self.poisoned = [], False
             elif request.kind not in ("forward", "save", "load", *PUBLISHES):
@@ -248,38 +257,40 @@ class _Model:
 
 
 class History:
+    """What is drawn for a seed decides what may come about; without it, the rest is as it is here."""
+
+    _most_requests = REQUESTS
+    _pauses_s = PAUSES_S
+    _follows = _forgets = _stores = _parks = _probes = _crowds = False
+    _exports = True
+    _apis = 1
+    _away: str | None = None
+    _silence: Random | None = None
+    _more: Random | None = None
+    _early: Random | None = None
+    _trained: Random | None = None
+    _teaching: Random | None = None
+    _resting: Random | None = None
+    _failing: Random | None = None
+    _clocks: Random | None = None
+    _full: Random | None = None
+
     def __init__(self, seed: int, home: Path, template: Path, url: str) -> None:
         """`url`: of a database, which is emptied."""
         self._random = Random(seed)
-        self._follows = seed % 4 == 0
-        self._forgets = seed % 8 == 6
-        self._stores = seed % 16 in STORED
-        self._apis = 2 if seed % 16 in TWO_APIS else 1
-        self._parks = seed % 16 in OTHER_BASE
+        self._choose(seed)
         # Reads suspend their callers, as those of PostgreSQL do, or do not, whichever database it is.
         SqliteDatabase.local = PostgresDatabase.local = seed // 16 % 2 == 0
-        self._silence = None if self._parks else _stream("silence", seed, 11, SILENT)
-        here = seed % 7 in MORE and not (self._stores or self._parks or self._forgets or self._silence)
-        stored = self._stores and seed // 16 % 3 == LONG
-        self._away = AWAY if stored else UNREAD if here and seed // 7 % 3 == LONG else None
         self._home = home
         home.mkdir(parents=True)
         often = self._random.choice((1.0, 8.0, 1e9))  # snapshots: often, seldom or never
         settings = {"home": home, "recovery": _recovery(often), "database_url": url}
-        self._more = _stream("more", seed, 7, MORE)
         if self._more:  # several machines share all but their homes
             shared = {each: f"{home}/shared/{each}" for each in ("checkpoints", "snapshots")}
             settings |= {"home": home / "host 0", **shared}
-        self._early = _stream("early", seed, 9, EARLY)
-        self._trained = None if self._parks else _stream("trained", seed, 13, TRAINED)
-        self._teaching = None if self._parks else _stream("teaching", seed, 13, TEACHING)
-        further = self._trained or self._teaching
-        self._resting = Random(f"resting of {seed}") if further and seed // 13 % 10 in RESTING else None
-        self._clocks = _stream("clocks", seed, 13, CLOCKS)
-        self._full = _stream("full", seed, 17, FULL)
         if self._full:
             settings |= self._full.choice(TRANSPORTS)
-        if seed % 13 in PROBED:
+        if self._probes:
             settings |= {"parity": Parity(probe_tokens=8)}
         if self._away == UNREAD:
             settings |= {"recovery": _recovery(1.0)}  # there are snapshots to be read
@@ -293,18 +304,47 @@ class History:
         self._open = ExitStack()
         self._facts = replace(FACTS, directory=str(template))
         self._deadly = self._random.random() < 0.1
+        self.faults = self._plan(seed)
+
+    def _choose(self, seed: int) -> None:
+        """Choose what may come about."""
+        self._follows = seed % 4 == 0
+        self._forgets = seed % 8 == 6
+        self._stores = seed % 16 in STORED
+        self._apis = 2 if seed % 16 in TWO_APIS else 1
+        self._parks = seed % 16 in OTHER_BASE
+        self._silence = None if self._parks else _stream("silence", seed, 11, SILENT)
+        here = seed % 7 in MORE and not (self._stores or self._parks or self._forgets or self._silence)
+        stored = self._stores and seed // 16 % 3 == LONG
+        self._away = AWAY if stored else UNREAD if here and seed // 7 % 3 == LONG else None
+        self._more = _stream("more", seed, 7, MORE)
+        self._early = _stream("early", seed, 9, EARLY)
+        self._trained = None if self._parks else _stream("trained", seed, 13, TRAINED)
+        self._teaching = None if self._parks else _stream("teaching", seed, 13, TEACHING)
+        if self._trained or self._teaching:
+            self._resting = Random(f"resting of {seed}") if seed // 13 % 10 in RESTING else None
+            self._failing = Random(f"failing of {seed}") if seed // 13 % 5 in FAILING else None
+        self._clocks = _stream("clocks", seed, 13, CLOCKS)
+        self._full = _stream("full", seed, 17, FULL)
+        self._probes = seed % 13 in PROBED
+
+    def _plan(self, seed: int) -> Faults:
+        """Plan what comes about."""
         points, disks = (*OFTEN, *4 * OF_STORAGE) if self._stores else OFTEN, seed % 8 == 4
-        self.faults = Faults(self._random, FAULTS, 1 if self._deadly else 2, points, disks=disks)
+        faults = Faults(self._random, FAULTS, 1 if self._deadly else 2, points, disks=disks)
         if self._more:
-            self.faults.add(self._more, MORE_FAULTS, RARE)
+            faults.add(self._more, MORE_FAULTS, RARE)
         if self._early:
-            self.faults.add(self._early, EARLY_FAULTS, OF_SAVES)
+            faults.add(self._early, EARLY_FAULTS, OF_SAVES)
         if self._full:
-            self.faults.add(self._full, FULL_FAULTS, OF_SYNCS)
+            faults.add(self._full, FULL_FAULTS, OF_SYNCS)
         if self._resting:
-            self.faults.add(self._resting, RESTS, OF_RESTS)
+            faults.add(self._resting, RESTS, OF_RESTS)
+        if self._failing:
+            faults.fail_starts(self._failing)
         if self._away:
-            self.faults.prolong(self._away, Random(f"away of {seed}"))
+            faults.prolong(self._away, Random(f"away of {seed}"))
+        return faults
 
     def run(self) -> int:
         """Return a digest of all that happened. Raises AssertionError when the outcome is not the truth."""
@@ -323,14 +363,15 @@ class History:
         if self._resting:
             idle_s = self._resting.choice(IDLE_S)
             server.idle_s = {facts.name: idle_s for facts in bases[1:]}
+            server.crowded = self._crowds
         self._server = server
         self._client = Client(server, self.faults)
         self._silent = Silent(self._client, self._silence) if self._silence else None
-        self._teacher = Teacher(self._client, server, self._teaching) if self._teaching else None
+        self._teacher = self._make_teacher()
         telling = asyncio.create_task(self._tell())
         asking = asyncio.create_task(self._ask_of_bases(bases[1:])) if self._resting else None
         try:
-            async with asyncio.timeout(LONG_WITHIN_S if self._away or self._silence else WITHIN_S):
+            async with asyncio.timeout(LONG_WITHIN_S if self._takes_long else WITHIN_S):
                 await asyncio.wait((telling, server.failure), return_when=asyncio.FIRST_COMPLETED)
             for ended in (server.failure, telling):
                 if ended.done():
@@ -342,6 +383,14 @@ class History:
                 asking.cancel()
             server.stop()
             self._open.close()
+
+    @property
+    def _takes_long(self) -> bool:
+        return bool(self._away or self._silence)
+
+    def _make_teacher(self) -> Teacher | None:
+        short = self._trained is not None  # else it is the only further base model, which may leave
+        return Teacher(self._client, self._server, self._teaching, short=short) if self._teaching else None
 
     async def _ask_of_bases(self, on_demand: Sequence[BaseModelFacts]) -> None:
         """Start and stop base models on demand as an administrator, of an engine that may have died."""
@@ -356,6 +405,7 @@ class History:
         living = asyncio.create_task(self._silent.live()) if self._silent else None
         teaching = asyncio.create_task(self._teacher.live()) if self._teacher else None
         models = await asyncio.gather(*(self._model() for _ in range(count)))
+        await self._start_well()
         if self._parks:
             await self._park(models)
         if self._away == UNREAD:
@@ -382,24 +432,40 @@ class History:
                 key = self._silent.check(conn, self._server.directories)
             assert not any(key in ranks.trained for ranks in self._server.ranks.values())
 
-    async def _model(self) -> _Model:
-        """Send all requests of a model, which overtake each other now and then, and wait for the answers."""
+    async def _start_well(self) -> None:
+        """Have starts fail no more, and wait for those that have failed."""
+        if self.faults.start_well():
+            await asyncio.sleep(STARTED_S)
+
+    async def _model(self, base_model: str | None = None) -> _Model:
+        """Send all requests of a model, which overtake each other now and then, and wait for the answers.
+
+        `base_model`: of the model, by default any that is trained.
+        """
         session = await self._client.session()
         rank = self._full.choice(RANKS) if self._full else 8
         beating = asyncio.create_task(self._client.beat(session))
-        base_model = self._trained.choice(self._bases).name if self._trained else BASE
+        if base_model is None:
+            base_model = self._trained.choice(self._bases).name if self._trained else BASE
         created = await self._client.ok("create_model", model_body(session, rank, base_model))
         model = _Model(session, base_model, created["model_id"], self._requests())
-        await self._client.result(created["request_id"])
+        while error := error_of(await self._client.result(created["request_id"])):
+            assert self.faults.refuses(error), error
+            beating.cancel()
+            await asyncio.sleep(REFUSED_S)
+            model.session = await self._client.session()
+            beating = asyncio.create_task(self._client.beat(model.session))
+            created = await self._client.ok("create_model", model_body(model.session, rank, base_model))
+            model.model_id = created["model_id"]
         sending, newest = [], 0
         for request in _shuffled([each for each in model.requests if each.kind != MISSING], self._random):
             sending.append(asyncio.create_task(self._request(model, request)))
             await asyncio.sleep(self._random.choice((0.0, 0.001, 0.05, 0.5)))
             newest = max(newest, request.seq_id)
             if self._resting and newest == len(sending):  # none waits for one that is still to come
-                await asyncio.sleep(self._resting.choice(PAUSES_S))
+                await asyncio.sleep(self._resting.choice(self._pauses_s))
         await asyncio.gather(*sending)
-        if not (self._silent or self._away):  # else it would be over, too
+        if not self._takes_long:  # else it would be over, too
             beating.cancel()
         for request in model.requests:
             if request.kind == MISSING:
@@ -440,7 +506,7 @@ class History:
     def _requests(self) -> list[Request]:
         requests: list[Request] = []
         kinds = KINDS | (PUBLISHED if self._full else {})
-        for seq_id in range(1, self._random.randint(2, REQUESTS) + 1):
+        for seq_id in range(1, self._random.randint(2, self._most_requests) + 1):
             kind = self._random.choices(list(kinds), list(kinds.values()))[0]
             saves = [each for each in requests if each.kind == "save"]
             if kind == "load" and not saves:
@@ -589,7 +655,7 @@ class History:
 
     def _truth(self, model: _Model) -> Truth:
         """Check every answer; returns what the model must have become."""
-        truth = Truth(parks=self._why_parked(model))
+        truth = Truth(self._why_parked(model), self.faults.refuses)
         for request in model.requests:
             assert request.answer is not None
             expected = truth.run(request)
@@ -618,6 +684,8 @@ class History:
     def _check_sample(self, answer: Answer, drawable: list[list[int]], *, parked: bool) -> None:
         """Check what was drawn; of a parked model only the next start makes the weights that were lost."""
         if error := error_of(answer):
+            if self.faults.refuses(error):
+                return
             assert parked, error
             assert re.match(r"model \S+ is parked: .*; its unnamed weights may come with it", error), error
             return
@@ -638,7 +706,7 @@ class History:
             yield conn
 
     async def _check_state(self, model: _Model, truth: Truth) -> None:
-        last = len(model.requests) + 2  # behind the export
+        last = len(model.requests) + 1 + self._exports
         if self.faults.hit[TAKE_OVER] or self._away:  # that may have left files, as a start removes them
             self._server.serve(self._server.bases)
         await self._client.result(await self._client.submit_pass(model.model_id, last, 1, forward_only=True))
@@ -655,18 +723,18 @@ class History:
         root = self._home / "bucket" / "checkpoints" if self._stores else root
         saved = {name: root / here[name] for name, _, live in found if live}
         assert not any((root / at).exists() for name, at in here.items() if name not in saved)
-        exported = saved.pop(EXPORT)
+        exported = saved.pop(EXPORT) if self._exports else None
         ranks = self._server.ranks[model.base_model]
         _check_units(passes, {seq_id: call for (of, seq_id), call in ranks.passed.items() if of == key})
         trained = ranks.trained[key]
         assert (trained.steps, trained.gradients) == (truth.steps, truth.gradients)
         kept = {name: steps for name, steps in truth.saves.items() if name not in _gone(model)}
         assert {name: json.loads((at / STEPS_FILE).read_text()) for name, at in saved.items()} == kept
-        assert (exported / ADAPTER_FILE).is_file()
+        assert exported is None or (exported / ADAPTER_FILE).is_file()
         if not self._stores:
             written = (root / str(key)).glob("weights/[!.]*")
             assert set(written) == set(saved.values()), "nothing is left of saves that were repeated"
-            assert list(exported.parent.iterdir()) == [exported]
+            assert exported is None or list(exported.parent.iterdir()) == [exported]
         assert futures == last + 1
 
 

@@ -28,6 +28,7 @@ from skyrl_tinker.api import api_metrics, loop_watch
 from skyrl_tinker.api.security import keyring
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.engine import compose, engine
+from skyrl_tinker.engine.bases import base_supervisor
 from skyrl_tinker.engine.sampler import fleet
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.engine.telemetry import engine_metrics
@@ -352,6 +353,9 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fleet, "is_here", lambda _: True)
     patch.setattr(remote_client, "JsonHttp", SamplerHttp)
     patch.setattr(compose, "EngineHttpServer", QueuesOnly)
+    patch.setattr(compose, "host_memory", lambda: SimpleNamespace(available=1))  # room for one on demand
+    patch.setattr(base_supervisor, "ROOM_IDLE_S", 2.0)
+    patch.setattr(base_supervisor, "PAUSES_S", (0.5, 2.0, 4.0))
     patch.setattr(EngineClient, "get", _queues)
     for module in (api_metrics, engine_metrics):
         for name in ("Counter", "Gauge", "Histogram"):

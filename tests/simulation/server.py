@@ -23,6 +23,7 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.engine.bases.base_runtime import BaseRuntime, ReportParts
+from skyrl_tinker.engine.bases.base_supervisor import _IS_UP, BaseSupervisor, _RunState
 from skyrl_tinker.engine.colocation.placement import SEPARATE
 from skyrl_tinker.engine.compose import Environment, compose, make_samplers
 from skyrl_tinker.engine.engine import Engine
@@ -30,7 +31,14 @@ from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.start_up import StartUp
 from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
-from skyrl_tinker.errors import LeaseLostError, root_cause
+from skyrl_tinker.errors import (
+    LeaseLostError,
+    SamplerError,
+    SkyrlTinkerError,
+    StartupError,
+    WeightsAwayError,
+    root_cause,
+)
 from skyrl_tinker.protocol.schemas.administration import ChangeBaseRequest
 from skyrl_tinker.storage.checkpoint_storage import open_storage
 from skyrl_tinker.store.cluster.server_lease import Lease, own_epoch
@@ -54,7 +62,7 @@ STILL_S = 40.0
 """Most time for which an engine stands still that another one has replaced."""
 AHEAD_S = (0.0, 45.0, -90.0, 3600.0, -7200.0)
 """By how much a wall clock may be ahead of the database's."""
-STARTED_S = 8.0
+STARTED_S = 3.0
 """Most time that processes take to start or to end."""
 BEAT_S = 2.0
 """Time between two beats of the holder of the lease."""
@@ -109,7 +117,8 @@ class Server:
 
     `apis`: number of API processes; the attribute has their apps by name. `clocks`: draws by how much they
     differ. `bases`: the first has so many `samplers`, a router before several; further ones have one, which
-    draws by `draws` if it is not trained. `idle_s`: of those on demand, by name.
+    draws by `draws` if it is not trained. `idle_s`: of those on demand, by name. `crowded`: one of these runs
+    at a time.
     """
 
     def __init__(
@@ -127,6 +136,7 @@ class Server:
         self._samplers = samplers
         self.draws: dict[str, Draw] = {}
         self.idle_s: dict[str, float] = {}
+        self.crowded = False
         self.engine_queues: Callable[[], bytes] | None = None
         self.change_base: Callable[[ChangeBaseRequest], str] = lambda _: ""
         self.ranks: dict[str, Ranks] = {}  # of those trained
@@ -318,6 +328,7 @@ class Server:
         runtimes = [self._runtime(env, process, facts) for facts in self.bases]
         parts = compose(env, runtimes)
         process.is_up = lambda: parts.statuses.ready
+        process.is_changing = lambda: any(map(_is_changing, parts.bases))
         await Engine(env)._serve(parts, StartUp(env, Bases(self.bases), []))
 
     def _runtime(self, env: Environment, process: Process, facts: BaseModelFacts) -> BaseRuntime:
@@ -330,15 +341,16 @@ class Server:
         process.fleets.append(replicas)
         trainer, router = None, process.router if first else None
         if facts.trainable:
-            self.ranks[facts.name] = Ranks(replicas)
+            self.ranks[facts.name] = Ranks(replicas, further=not first)
             trainer = cast(TrainerGroup, self.ranks[facts.name])
         fleet = opened_fleet(vllm_client("", replicas.urls), replicas, router)
         with patch("skyrl_tinker.engine.compose.CHUNK_BYTES", 0):  # a tensor is a chunk
             storage = open_storage(settings.checkpoint_root, settings.checkpoint_url)
             samplers = make_samplers(settings, facts, trainer, fleet, env.metrics, storage)
         idle_s = self.idle_s.get(facts.name)
-        started = Started(samplers, replicas, self.ranks.get(facts.name), on_demand=idle_s is not None)
-        return BaseRuntime(settings, facts, trainer, samplers, storage, SEPARATE, started, idle_s)
+        ranks, size = self.ranks.get(facts.name), int(self.crowded and not first)
+        started = Started(samplers, replicas, ranks, further=not first, on_demand=idle_s is not None)
+        return BaseRuntime(settings, facts, trainer, samplers, storage, SEPARATE, started, idle_s, size)
 
 
 class Started:
@@ -347,12 +359,19 @@ class Started:
     parts, pids = ("all",), ()
 
     def __init__(
-        self, samplers: Samplers, replicas: Replicas, ranks: Ranks | None, *, on_demand: bool
+        self,
+        samplers: Samplers,
+        replicas: Replicas,
+        ranks: Ranks | None,
+        *,
+        further: bool,
+        on_demand: bool,
     ) -> None:
-        """Take its parts. None of a base model on demand has a router."""
+        """Take its parts. None of a base model on demand has a router. `further`: its starts may fail."""
         self._samplers = samplers
         self._replicas = replicas
         self._ranks = ranks
+        self._further = further
         self._down = on_demand
         if on_demand:
             self._lose()
@@ -362,7 +381,10 @@ class Started:
             point("before a start")
             await travel(STARTED_S)
             if self._ranks is not None:
-                await self._ranks.restart()
+                await self._ranks.ready()
+        self._fail("weights are not here yet", WeightsAwayError("its weights are still fetched"))
+        self._fail("a start fails", SamplerError("sampler: it ended while starting"))
+        if self._down:
             self._replicas.begin()
             self._samplers.fleet.open(self._replicas, self._replicas.urls, None)
             self._down = False
@@ -370,7 +392,11 @@ class Started:
         await report(())
 
     async def check(self) -> None:
-        pass
+        self._fail("a check fails", StartupError("trainer and sampler differ"))
+
+    def _fail(self, name: str, error: SkyrlTinkerError) -> None:
+        if self._further and fault(name):
+            raise error
 
     async def end(self) -> None:
         point("before an end")
@@ -385,6 +411,16 @@ class Started:
         self._samplers.reset()
         if self._ranks is not None:
             self._ranks.lose()
+
+
+def _is_changing(base: BaseSupervisor) -> bool:
+    """Return whether a base model on demand starts, brings models back, or ends."""
+    if base._runtime.idle_s is None:
+        return False
+    phase, runs = base._statuses._bases()[base.name][0], base._state in _IS_UP.values()
+    if phase == "failed":  # until it has started
+        return base._state is _RunState.STARTING
+    return phase != ("ready" if runs else "stopped")
 
 
 def _end(process: Process, _: str) -> None:

@@ -15,8 +15,8 @@ from tests.simulation.server import Server
 NAME, TOKEN, TOKENS = "teacher", 7, 4
 """Its only name, what it draws, and how often."""
 FURTHER = replace(FACTS, directory="/models/teacher", names=(NAME,), vocab_size=TOKEN + 1, trainable=False)
-SAMPLES, PAUSE_S, AWAY_S = (2, 8), 12.0, 30.0
-"""Fewest and most samples, most time between two, and most for which it is not served."""
+SAMPLES, FEW, PAUSE_S, AWAY_S = (2, 8), (1, 3), 12.0, 30.0
+"""Fewest and most samples, also of a short history, most time between two, and without it."""
 
 
 def draw(adapter: Any, prompt: Sequence[int], most: int) -> Sequence[int]:
@@ -25,23 +25,24 @@ def draw(adapter: Any, prompt: Sequence[int], most: int) -> Sequence[int]:
 
 
 class Teacher:
-    """`away`: from when to when it was not served."""
-
-    def __init__(self, client: Client, server: Server, random: Random) -> None:
+    def __init__(self, client: Client, server: Server, random: Random, *, short: bool) -> None:
+        """`short`: with few samples, of a base model that is always served."""
         self._client = client
         self._server = server
         self._random = random
-        self._away = (float("inf"), float("inf"))
+        self._short = short
+        self._away = (float("inf"), float("inf"))  # from when to when it was not served
 
     async def live(self) -> None:
         """Sample, and see each answer right, or refused while it is away."""
         session = await self._client.session()
         beating = asyncio.create_task(self._client.beat(session))
-        leaving = asyncio.create_task(self._leave()) if self._random.random() < 0.5 else None
+        leaves = not self._short and self._random.random() < 0.5
+        leaving = asyncio.create_task(self._leave()) if leaves else None
         sampler = await self._sampler(session)
-        for number in range(self._random.randint(*SAMPLES)):
+        for number in range(self._random.randint(*(FEW if self._short else SAMPLES))):
             await self._sample(sampler, number)
-            await asyncio.sleep(self._random.random() * PAUSE_S)
+            await asyncio.sleep(self._random.random() * (PAUSE_S / 3 if self._short else PAUSE_S))
         if leaving:
             await leaving
             await self._sample(sampler, SAMPLES[1])
@@ -77,7 +78,8 @@ class Teacher:
             if error_of(answer) is None:
                 assert [list(each["tokens"]) for each in sequences(answer)] == [[TOKEN] * TOKENS]
                 return
-        self._require_away(began, answer.text)
+        if not self._server.faults.refuses(answer.text):
+            self._require_away(began, answer.text)
 
     def _require_away(self, began: float, text: str) -> None:
         """Check that it was refused as the base model was away, and was when the request was under way."""

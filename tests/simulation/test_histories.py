@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.faults import OF_RESTS, OF_STORAGE, OF_SYNCS, POINTS
+from tests.simulation.base_history import OF_BASES
+from tests.simulation.faults import OF_RESTS, OF_STARTS, OF_STORAGE, OF_SYNCS, POINTS
 from tests.support.postgres import programs
 
 SIMULATE = Path(__file__).parents[2] / "scripts" / "simulate"
@@ -36,19 +37,27 @@ def test_every_request_is_answered_once_and_every_model_is_what_it_must_be() -> 
     simulate("--jobs", "1", "--only", *map(str, {*HISTORIES, *MENDED}))
 
 
+@pytest.mark.timeout(0)
+def test_base_models_start_and_stop_on_demand_whatever_comes_about() -> None:
+    report = simulate("--bases", "--jobs", "1", "--seed", "0", "--histories", "1000")
+    assert set(report["points"]) == {*OF_BASES, *OF_STARTS}, "every fault comes about"
+
+
 @pytest.mark.long
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize(("database", "histories"), [((), MANY), (("--postgres",), MANY // 20)])
 def test_so_they_are_whatever_comes_about(database: tuple[str, ...], histories: int) -> None:
     report = simulate("--seed", "0", "--histories", str(histories), *database)
-    assert set(report["points"]) == {*POINTS, *OF_RESTS, *OF_STORAGE, *OF_SYNCS}, "every fault comes about"
+    everything = {*POINTS, *OF_RESTS, *OF_STARTS, *OF_STORAGE, *OF_SYNCS}
+    assert set(report["points"]) == everything, "every fault comes about"
 
 
-def test_a_seed_is_one_history_on_either_database_and_behind_any_other() -> None:
+@pytest.mark.parametrize("kind", [(), ("--bases",)])
+def test_a_seed_is_one_history_on_either_database_and_behind_any_other(kind: tuple[str, ...]) -> None:
     seeds = [*map(str, range(11, 21))]
     other = ("--postgres",) if programs() else ()
-    ran = simulate("--jobs", "1", "--only", *seeds, hashes="1")
-    assert ran == simulate("--jobs", "1", *other, "--only", *reversed(seeds), hashes="2")
+    ran = simulate("--jobs", "1", *kind, "--only", *seeds, hashes="1")
+    assert ran == simulate("--jobs", "1", *kind, *other, "--only", *reversed(seeds), hashes="2")
 
 
 def simulate(*arguments: str, hashes: str = "random") -> dict[str, Any]:

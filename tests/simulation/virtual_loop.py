@@ -38,6 +38,7 @@ class Process:
         self.fleets: list[Any] = []  # of an engine: replicas of each base model
         self.router: Any = None  # before several of the first
         self.is_up: Callable[[], bool] = lambda: self.ready
+        self.is_changing: Callable[[], bool] = lambda: False  # a base model on demand starts, or ends
         self.ahead_s = 0.0  # its wall clock, before that of the database
         self.fence: Any = None  # of an engine of a server that holds a lease
         self.replaced = False

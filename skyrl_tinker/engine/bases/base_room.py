@@ -33,6 +33,7 @@ class BaseRoom:
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
         self._wanted: str | None = None
+        self._first = ""  # of those that wait
 
     def wants(self, name: str) -> bool:
         """Return whether another base model waits for the room of this one."""
@@ -50,7 +51,10 @@ class BaseRoom:
         The one longest idle is wanted: it may stop. `idle_s`: of this one, from now on. `waits` gets the
         reason of the wait, at each check. Returns False without it once it is not `needed` any more.
         """
+        if self._turn.locked():
+            await waits(f"it waits behind {self._first}, for which room lacks")
         async with self._turn:
+            self._first = name
             try:
                 while needed():
                     if not self._lacks(name):

@@ -73,6 +73,10 @@ class BaseStatuses:
         self.ready = False  # since the start
         self._settle()
 
+    def expected_replicas(self, base_model: str) -> int:
+        """Count the replicas that should serve: none of a base model that is stopped or being started."""
+        return sum(fleet.replicas for name, fleet in self._awaited() if name == base_model)
+
     def others_may_serve(self, base_model: str) -> bool:
         """Return whether another base model serves, or is being started.
 

@@ -47,10 +47,6 @@ class SampleDispatch:
         """Count the requests that wait for a free slot."""
         return sum(driver.queued() for driver in self.drivers)
 
-    def in_flight(self) -> int:
-        """Count the requests that the samplers have."""
-        return sum(driver.in_flight() for driver in self.drivers)
-
     def views(self) -> dict[str, SamplingView]:
         """Return the queues by the name of their base model."""
         return {driver.facts.name: driver.view() for driver in self.drivers}

@@ -323,8 +323,8 @@ class OpenAIServer:
         """Count the tokens of an answer, as for asample. No client waits for it, or fails with it."""
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         used = Usage(usage["prompt_tokens"], cached, usage.get("completion_tokens") or 0)
-        self._metrics.sampled_tokens(used.output_tokens, call.owner)
         name = self.facts.name
+        self._metrics.sampled_tokens(name, used.output_tokens, call.owner)
         add = partial(usage_records.add_openai, owner=call.owner, base_model=name, usage=used)
         task = asyncio.create_task(persistently(lambda: self._store.write(add)))
         self._counting.add(task)

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from skyrl_tinker.domain.ids import ModelId, ModelKey
 from skyrl_tinker.domain.values import BaseModelFacts, Failure, Float32, WeightVersion
@@ -50,7 +51,7 @@ class DriftMonitor:
         self._warnings = warnings
         self._trainer = trainer
         self._samplers = samplers
-        self._metrics = metrics
+        self._compared = partial(metrics.compared, facts.name)
         self._tokens = probe_tokens(facts, tokens)
         self._bound = bound
         self._gaps: dict[ModelKey, float] = {}  # by model, not reported yet
@@ -96,7 +97,7 @@ class DriftMonitor:
             return
         if scored.key not in self._scored:  # released meanwhile
             return
-        self._metrics.compared(gap)
+        self._compared(gap)
         self._gaps[scored.key] = _worse(gap, self._gaps.get(scored.key, 0.0))
         await self._judge(scored, gap)
 

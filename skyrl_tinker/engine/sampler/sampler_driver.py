@@ -249,7 +249,7 @@ class SamplerDriver:
                 request = await off_loop(len(body), lambda: self._read(body))
                 output = await self._sample(row, source, request)
             replicas.extend(output.replicas)
-            self._metrics.sampled(output, row.owner_id)
+            self._metrics.sampled(self.facts.name, output, row.owner_id)
             records = _records(row, request, output) if request.record_stability_info else ()
             sampled = sum(len(sequence.tokens) for sequence in output.sequences)
             usage = Usage(len(request.prompt), output.cached_tokens, sampled)

@@ -6,6 +6,7 @@ A version is read from its files; a fresh one from the trainer's ranks, while th
 import asyncio
 import logging
 from dataclasses import InitVar, dataclass
+from functools import partial
 from pathlib import Path
 
 from skyrl_tinker.domain.ids import VersionId
@@ -32,10 +33,11 @@ class WeightSwaps:
     _fleet: Fleet
     _transport: WeightTransport
     facts: InitVar[BaseModelFacts]
-    _metrics: Metrics
+    metrics: InitVar[Metrics]
     keep_cache: bool = False
 
-    def __post_init__(self, facts: BaseModelFacts) -> None:
+    def __post_init__(self, facts: BaseModelFacts, metrics: Metrics) -> None:
+        self._synced = partial(metrics.synced, facts.name)
         self._base = Path(facts.directory), BASE_MODEL
         self._lent: dict[VersionId, CapturedWeights] = {}
         self._syncing = asyncio.Lock()
@@ -106,7 +108,7 @@ class WeightSwaps:
             synced = await sync_weights(
                 client.control, self._transport, source, name, awake=awake, keep_cache=self.keep_cache
             )
-        self._metrics.synced(name, synced.seconds, synced.paused_s)
+        self._synced(name, synced.seconds, synced.paused_s)
         origin = "files" if isinstance(source, Path) else "the ranks"
         figures = synced.size / 1e6, synced.seconds, 1000 * synced.paused_s
         _log.info("%s came from %s: %.0f MB in %.2f s, paused for %.0f ms", name, origin, *figures)

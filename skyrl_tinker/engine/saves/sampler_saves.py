@@ -27,7 +27,6 @@ from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor, ScoredProbe
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
 from skyrl_tinker.engine.scheduling.row_work import model_of
-from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import ExhaustedError, SamplerError, SkyrlTinkerError, StorageError, TrainerError
 from skyrl_tinker.protocol.stored_requests import SaveSamplerBody
 from skyrl_tinker.store import checkpoint_records, model_records, sampling_sessions, weight_versions
@@ -78,13 +77,14 @@ class SamplerSave(Save[SaveSamplerBody]):
 class Publisher(SaveFlow[SamplerSave]):
     """Flow of weights for samplers. `_samplers` None: they are only written.
 
-    `_written`: called, once or twice, when a save's weights are in files or the save has failed.
+    `_count_published`: for metrics. `_written`: called, once or twice, when a save's weights are in files or
+    the save has failed.
     """
 
     _samplers: Samplers | None
     _ephemeral: Path
     _gaps: DriftMonitor
-    _metrics: Metrics
+    _count_published: Callable[[Literal["lora", "full"], int, float], None]
     _written: Callable[[QueuedRow], None]
 
     def __post_init__(self) -> None:
@@ -164,7 +164,7 @@ class Publisher(SaveFlow[SamplerSave]):
             started = time.monotonic()
             succeeded = await super()._answer(save)
             if succeeded:
-                self._metrics.published(save.version.kind, save.row.id, time.monotonic() - started)
+                self._count_published(save.version.kind, save.row.id, time.monotonic() - started)
             elif announcing is not None:  # a recovery of the ranks must not wait for samplers
                 announcing.cancel()
         if succeeded and self._samplers is not None:

@@ -69,10 +69,10 @@ class ActivityLog:
         now = self._clock()
         self._note(self._publishes, PublishSpan(weights, future_id, now - seconds, now))
 
-    def sync(self, version: str, seconds: float, paused_s: float) -> None:
-        """Record a sync of full parameters that has just ended."""
+    def sync(self, base_model: str, version: str, seconds: float, paused_s: float) -> None:
+        """Record a sync of full parameters of a base model that has just ended."""
         now = self._clock()
-        self._note(self._syncs, SyncSpan(version, now - seconds, now - paused_s, now))
+        self._note(self._syncs, SyncSpan(version, now - seconds, now - paused_s, now, base_model))
 
     def since(self, at: float) -> Activity:
         """Return the spans that ended at `at` or later."""

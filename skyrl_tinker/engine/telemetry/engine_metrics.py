@@ -25,7 +25,7 @@ _TOKENS = tuple(float(2**power) for power in range(4, 21, 2))
 _GAPS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.25, 0.5, 1)
 PASS = "pass"
 BASE = "base_model"
-"""Label of series that each trained base model has."""
+"""Label of the series of trainers and samplers, which each base model has."""
 OPENAI = "openai"
 OutcomeLabel = Literal["ok", "user", "server", "unknown", "cancelled"]
 
@@ -82,14 +82,14 @@ class OwnerMetrics:
 class Metrics:
     """Counters, gauges and histograms.
 
-    Labels are bounded: kinds, outcomes, base models and a few owners, never models in training.
+    Labels are bounded: kinds, outcomes, the server's base models and a few owners, never models in training.
     """
 
     def __init__(self, owner_name: OwnerName | None = None, clock: Callable[[], float] = time.time) -> None:
         """`owner_name`: for counters by owner; None: no such counters. `clock`: that of the times in rows."""
         self._clock = clock
         self._registry = CollectorRegistry()
-        self._of_bases: dict[str, Gauge] = {}  # by name
+        self._watched: dict[str, Gauge] = {}  # by name
         self._pending: dict[int, QueuedRow] = {}  # by future id
         self._kinds: Tally[str] = Tally()  # their number by kind
         self._begun: set[int] = set()  # of those pending
@@ -109,30 +109,34 @@ class Metrics:
             "unit_seconds",
             "Time of a unit of the trainer's work: a pass, the optim_steps of one or several models, a save",
             _SECONDS,
+            BASE,
             "kind",
         )
         self._unit_rows = self._histogram(
-            "unit_requests", "Requests in one training pass", (1, 2, 4, 8, 16, 32, 64)
+            "unit_requests", "Requests in one training pass", (1, 2, 4, 8, 16, 32, 64), BASE
         )
-        self._unit_tokens = self._histogram("unit_tokens", "Tokens in one training pass", _TOKENS)
-        self._trained = self._counter("trained_tokens", "Tokens through the trainer", "kind")
-        self._sampled = self._counter("sampled_tokens", "Tokens generated")
+        self._unit_tokens = self._histogram("unit_tokens", "Tokens in one training pass", _TOKENS, BASE)
+        self._trained = self._counter("trained_tokens", "Tokens through the trainer", BASE, "kind")
+        self._sampled = self._counter("sampled_tokens", "Tokens generated", BASE)
         self._publish = self._histogram(
-            "publish_seconds", "From a captured save to its answer; one sync each", _SECONDS, "weights"
+            "publish_seconds", "From a captured save to its answer; one sync each", _SECONDS, BASE, "weights"
         )
         self._sync = self._histogram(
-            "weight_sync_seconds", "Time of one sync of full parameters to the samplers", _SECONDS
+            "weight_sync_seconds", "Time of one sync of full parameters to the samplers", _SECONDS, BASE
         )
         self._pause = self._histogram(
-            "weight_sync_pause_seconds", "Part of a sync in which the samplers' requests are paused", _SECONDS
+            "weight_sync_pause_seconds",
+            "Part of a sync in which the samplers' requests are paused",
+            _SECONDS,
+            BASE,
         )
         self._gap = self._gauge(
-            "sampler_logprob_gap", "Largest |sampler - trainer| logprob on the probe of the last sync"
+            "sampler_logprob_gap", "Largest |sampler - trainer| logprob on the probe of the last sync", BASE
         )
-        self._largest_gap = 0.0
-        self._gap_max = self._gauge("sampler_logprob_gap_max", "The largest since the engine started")
+        self._largest_gaps: dict[str, float] = {}  # by base model
+        self._gap_max = self._gauge("sampler_logprob_gap_max", "The largest since the engine started", BASE)
         self._gaps = self._histogram(
-            "sampler_logprob_gap_nats", "The same gap, of all syncs whose gap is a number", _GAPS
+            "sampler_logprob_gap_nats", "The same gap, of all syncs whose gap is a number", _GAPS, BASE
         )
         self._busy = self._counter("trainer_busy_seconds", "Time in which the workers worked", BASE)
         self._waiting = self._counter(
@@ -147,14 +151,10 @@ class Metrics:
         """Return the exposition format; its content type is CONTENT_TYPE."""
         return generate_latest(self._registry)
 
-    def watch(self, name: str, help_text: str, value: Callable[[], float]) -> None:
-        """Register a gauge whose value is read at each scrape."""
-        self._gauge(name, help_text).set_function(value)
-
-    def watch_base(self, base_model: str, name: str, help_text: str, value: Callable[[], float]) -> None:
-        """Register such a gauge of one base model."""
-        if (gauge := self._of_bases.get(name)) is None:
-            gauge = self._of_bases[name] = self._gauge(name, help_text, BASE)
+    def watch(self, base_model: str, name: str, help_text: str, value: Callable[[], float]) -> None:
+        """Register a gauge of one base model, whose value is read at each scrape."""
+        if (gauge := self._watched.get(name)) is None:
+            gauge = self._watched[name] = self._gauge(name, help_text, BASE)
         gauge.labels(base_model).set_function(value)
 
     def occupancy(self, base_model: str) -> "Occupancy":
@@ -205,47 +205,51 @@ class Metrics:
     def unit(self, base_model: str, rows: Sequence[QueuedRow], began_at: float, worked_s: float) -> None:
         """Record a unit that has just ended, on which the trainer of a base model worked for `worked_s`."""
         kind = PASS if rows[0].kind in PASSES else rows[0].kind
-        self._unit_seconds.labels(kind).observe(worked_s)
+        self._unit_seconds.labels(base_model, kind).observe(worked_s)
         self.activity.unit(base_model, rows, began_at)
 
-    def passed(self, rows: Sequence[QueuedRow], outputs: Sequence[PassOutput | Failure]) -> None:
-        """Count one pass of the trainer."""
+    def passed(
+        self, base_model: str, rows: Sequence[QueuedRow], outputs: Sequence[PassOutput | Failure]
+    ) -> None:
+        """Count one pass of a trainer."""
         sizes = [
             sum(map(len, output.logprobs)) if isinstance(output, PassOutput) else 0 for output in outputs
         ]
-        self._unit_rows.observe(len(rows))
-        self._unit_tokens.observe(sum(sizes))
+        self._unit_rows.labels(base_model).observe(len(rows))
+        self._unit_tokens.labels(base_model).observe(sum(sizes))
         self.trained_meter.add(sum(sizes))
         for row, size in zip(rows, sizes, strict=True):
-            self._trained.labels(row.kind).inc(size)
+            self._trained.labels(base_model, row.kind).inc(size)
             self.owners.trained(row.owner_id, size)
 
-    def sampled(self, output: SampleOutput, owner: OwnerId | None) -> None:
-        self.sampled_tokens(sum(len(sequence.tokens) for sequence in output.sequences), owner)
+    def sampled(self, base_model: str, output: SampleOutput, owner: OwnerId | None) -> None:
+        self.sampled_tokens(base_model, sum(len(each.tokens) for each in output.sequences), owner)
 
-    def sampled_tokens(self, count: int, owner: OwnerId | None) -> None:
-        self._sampled.inc(count)
+    def sampled_tokens(self, base_model: str, count: int, owner: OwnerId | None) -> None:
+        self._sampled.labels(base_model).inc(count)
         self.sampled_meter.add(count)
         self.owners.sampled(owner, count)
 
-    def synced(self, version: str, seconds: float, paused_s: float) -> None:
+    def synced(self, base_model: str, version: str, seconds: float, paused_s: float) -> None:
         """Count one sync of full parameters, which has just ended."""
-        self._sync.observe(seconds)
-        self._pause.observe(paused_s)
-        self.activity.sync(version, seconds, paused_s)
+        self._sync.labels(base_model).observe(seconds)
+        self._pause.labels(base_model).observe(paused_s)
+        self.activity.sync(base_model, version, seconds, paused_s)
 
-    def published(self, weights: Literal["lora", "full"], future_id: int, seconds: float) -> None:
+    def published(
+        self, base_model: str, weights: Literal["lora", "full"], future_id: int, seconds: float
+    ) -> None:
         """Count weights that have been loaded by the samplers; `future_id`: of the save."""
-        self._publish.labels(weights).observe(seconds)
+        self._publish.labels(base_model, weights).observe(seconds)
         self.activity.publish(weights, future_id, seconds)
 
-    def compared(self, gap: float) -> None:
-        self._gap.set(gap)
+    def compared(self, base_model: str, gap: float) -> None:
+        self._gap.labels(base_model).set(gap)
         if not math.isnan(gap):  # NaN would make the sum NaN for good
-            self._gaps.observe(gap)
-        if math.isnan(gap) or gap > self._largest_gap:
-            self._largest_gap = gap
-            self._gap_max.set(gap)
+            self._gaps.labels(base_model).observe(gap)
+        if math.isnan(gap) or gap >= self._largest_gaps.get(base_model, 0.0):
+            self._largest_gaps[base_model] = gap
+            self._gap_max.labels(base_model).set(gap)
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(f"{_PREFIX}_{name}", help_text, labels, registry=self._registry)

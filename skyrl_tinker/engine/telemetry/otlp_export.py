@@ -183,14 +183,15 @@ def _work_spans(
     """Yield the span of a unit and the calls of its ranks; or that of a sync and its pause."""
     whole, part = partial(_span, resource, context), partial(_span, resource, parent=context)
     match work:
-        case UnitSpan(kind, began_at, ended_at, tokens, future_ids, ranks):
-            size = {"requests": len(future_ids), "estimated_tokens": tokens}
-            yield whole(f"unit {kind}", began_at, ended_at, {"kind": kind, **size})
+        case UnitSpan(kind, began_at, ended_at, tokens, future_ids, ranks, base_model):
+            about: dict[str, str | int | None] = {"kind": kind, "base_model": base_model}
+            about |= {"requests": len(future_ids), "estimated_tokens": tokens}
+            yield whole(f"unit {kind}", began_at, ended_at, about)
             for number, rank in enumerate(ranks, 1):
                 name = f"rank {rank.rank} {rank.method}"
                 yield part(_below(context, number), name, rank.began_at, rank.ended_at, {"rank": rank.rank})
-        case SyncSpan(version, began_at, paused_at, ended_at):
-            yield whole("sync", began_at, ended_at, {"version": version})
+        case SyncSpan(version, began_at, paused_at, ended_at, base_model):
+            yield whole("sync", began_at, ended_at, {"version": version, "base_model": base_model})
             yield part(_below(context, 1), "pause", paused_at, ended_at, {})
 
 

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave
 from skyrl_tinker.engine.scheduling.lanes import Lanes
 from skyrl_tinker.engine.scheduling.planner import Barriers, Pass, Unit
 from skyrl_tinker.engine.scheduling.row_work import PASSES, model_of
-from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.trainer.model_barriers import ModelBarriers, Work
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
 from skyrl_tinker.engine.trainer.optim_steps import OptimSteps
@@ -39,7 +38,7 @@ _log = logging.getLogger(__name__)
 class UnitExecution:
     """Runs units one after another. Use it as a context, within which its background work runs.
 
-    `woken`: set when a model may save and load again.
+    `count_pass`: for metrics. `woken`: set when a model may save and load again.
     """
 
     _store: Store
@@ -53,7 +52,7 @@ class UnitExecution:
     _commits: UnitCommits
     _pending: PendingWrites
     _snapshots: SnapshotKeeper
-    _metrics: Metrics
+    _count_pass: Callable[[Sequence[QueuedRow], Sequence[PassOutput | Failure]], None]
     _woken: asyncio.Event
 
     def __post_init__(self) -> None:
@@ -182,7 +181,7 @@ class UnitExecution:
             for part in [[row] for row in rows] if again else [rows]:
                 self._lanes.put_back_apart(part)
             return
-        self._metrics.passed(ready.rows, result.outputs)
+        self._count_pass(ready.rows, result.outputs)
         effects: dict[int, Effect | None] = {}
         for row, output in zip(ready.rows, result.outputs, strict=True):
             backward = row.kind is RequestKind.FORWARD_BACKWARD

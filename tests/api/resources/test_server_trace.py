@@ -92,7 +92,7 @@ def test_the_log_is_bounded_and_gives_what_ended_since(monkeypatch: pytest.Monke
     for number in range(5):
         log.sample(number, 0.0)
     log.publish("lora", 9, 1.5)
-    log.sync("v1", 2.0, 0.5)
+    log.sync("tiny", "v1", 2.0, 0.5)
     log.ranks("tiny", "run_pass", [RankReply(None, 1.0, 0.5), RankReply(None, 1.0, 0.25)])
     log.unit("tiny", [queued(9, 1, 1, tokens=10)], 0.0)  # type: ignore[arg-type]
     told = log.since(0.0)

@@ -17,7 +17,7 @@ from skyrl_tinker.domain.ids import CheckpointKind, ModelId, SessionId
 from skyrl_tinker.protocol.protobuf import pass_requests, sample_results
 from skyrl_tinker.protocol.schemas.base import MAX_INT64
 from skyrl_tinker.protocol.schemas.console import StepMeasures
-from skyrl_tinker.store import api_keys, model_records, sampling_sessions
+from skyrl_tinker.store import model_records, sampling_sessions
 from skyrl_tinker.store.console import readable_requests, step_points
 from skyrl_tinker.store.database.rows import database_time
 from skyrl_tinker.store.database.tables import Request

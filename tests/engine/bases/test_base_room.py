@@ -41,9 +41,10 @@ async def test_the_one_longest_idle_is_to_leave_then_the_next(monkeypatch: pytes
     for name in ("a", "b", "d"):
         await room.enter(name, lambda name=name: idle.get(name, 0.0), told.hear, lambda: True)  # type: ignore[misc]
     entering = asyncio.create_task(room.enter("c", lambda: 0.0, told.hear, lambda: True))
-    later = asyncio.create_task(room.enter("a", lambda: 0.0, told.hear, lambda: True))
-    await until(lambda: room.wants("b"))
-    assert told[-1] == "it waits for 2 GPUs of a, b"
+    behind = Told()
+    later = asyncio.create_task(room.enter("a", lambda: 0.0, behind.hear, lambda: True))
+    await until(lambda: room.wants("b") and behind)
+    assert (told[-1], behind) == ("it waits for 2 GPUs of a, b", ["it waits behind c, for which room lacks"])
     idle["a"] = 3.0
     await until(lambda: room.wants("a"))
     room.leave("a")
@@ -51,7 +52,7 @@ async def test_the_one_longest_idle_is_to_leave_then_the_next(monkeypatch: pytes
     room.leave("b")
     await entering
     await until(lambda: room.wants("c"))
-    assert told[-1] == "it waits for 1 GPU of c"
+    assert behind[-1] == "it waits for 1 GPU of c"
     room.leave("c")
     await later
     assert not any(map(room.wants, "abcd"))

@@ -181,7 +181,7 @@ async def test_a_version_comes_from_the_ranks_while_they_lend_it_and_from_its_fi
     weights(tmp_path, 1)
     await swaps.swap(version)
     counted = metrics.text().decode().splitlines()
-    assert "skyrl_tinker_weight_sync_seconds_count 2.0" in counted
-    assert "skyrl_tinker_weight_sync_pause_seconds_count 2.0" in counted
+    for name in ("weight_sync_seconds", "weight_sync_pause_seconds"):
+        assert f'skyrl_tinker_{name}_count{{base_model="{facts.name}"}} 2.0' in counted
     await swaps.end_loan(version)
     assert transport.sources == [captured, tmp_path / "v1"]

@@ -36,7 +36,7 @@ def publisher(store: Store, bell: Doorbell, tmp_path: Path, trainer: ScriptedTra
     commits = UnitCommits(Outbox(store, bell, Metrics()))
     flow = store, cast(Any, trainer), commits, PendingWrites(), tmp_path / "checkpoints", LOCAL_DISK
     samplers, gaps = cast(Any, ScriptedSamplers()), cast(Any, None)
-    return Publisher(*flow, samplers, tmp_path, gaps, Metrics(), lambda row: None)
+    return Publisher(*flow, samplers, tmp_path, gaps, lambda *_: None, lambda row: None)
 
 
 async def save(store: Store, spec: LoraSpec | None = None, name: str | None = None) -> SamplerSaveRequest:

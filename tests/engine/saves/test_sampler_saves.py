@@ -59,7 +59,7 @@ class World:
         self.commits = UnitCommits(results)
         self.written: list[int] = []
         flow = store, ends[0], self.commits, PendingWrites(), tmp_path / "disk", LOCAL_DISK
-        others = samplers, tmp_path / "ram", self.gaps, metrics
+        others = samplers, tmp_path / "ram", self.gaps, partial(metrics.published, FACTS.name)
         self.publisher = Publisher(*flow, *others, lambda row: self.written.append(row.id))
 
     async def submit(self, spec: LoraSpec | None = None, **body: Any) -> tuple[ModelKey, Accepted]:

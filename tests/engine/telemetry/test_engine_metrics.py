@@ -1,7 +1,10 @@
 """What the engine counts, read back as Prometheus reads it."""
 
+import math
 import time
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,10 +14,14 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, OwnerId, RequestId, RequestKind
 from skyrl_tinker.domain.samples import SampledSequence, SampleOutput
 from skyrl_tinker.domain.values import PassOutput
-from skyrl_tinker.engine.compose import make_metrics
+from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
+from skyrl_tinker.engine.colocation.placement import SEPARATE
+from skyrl_tinker.engine.compose import _register_gauges, make_metrics
+from skyrl_tinker.engine.status import EngineStatus
 from skyrl_tinker.engine.telemetry import engine_metrics
 from skyrl_tinker.engine.telemetry.engine_metrics import MOST_OWNERS, OTHERS, Metrics
 from skyrl_tinker.store import api_keys
+from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from tests.engine.support.rows import queued
 
@@ -55,25 +62,34 @@ def test_units_are_timed_by_what_they_do() -> None:
     forward = queued(1, MODEL, 1, RequestKind.FORWARD)
     metrics.unit("tiny", [forward, queued(2, MODEL, 2)], time.time(), 0.5)
     metrics.unit("tiny", [queued(3, MODEL, 3, RequestKind.OPTIM_STEP)], time.time(), 0.25)
-    assert read(metrics, "unit_seconds_sum") == {("pass",): 0.5, ("optim_step",): 0.25}
-    assert len(metrics.activity.since(0).units) == 2
+    metrics.unit("small", [queued(4, MODEL, 4, RequestKind.OPTIM_STEP)], time.time(), 0.125)
+    assert read(metrics, "unit_seconds_sum") == {
+        ("tiny", "pass"): 0.5,
+        ("tiny", "optim_step"): 0.25,
+        ("small", "optim_step"): 0.125,
+    }
+    assert len(metrics.activity.since(0).units) == 3
 
 
 def test_gaps_have_a_history_that_not_a_number_does_not_end() -> None:
     metrics = Metrics()
     for gap in (0.5, float("nan"), 0.125):
-        metrics.compared(gap)
-    assert read(metrics, "sampler_logprob_gap_nats_sum") == {(): 0.625}
-    assert read(metrics, "sampler_logprob_gap_nats_count") == {(): 2}
+        metrics.compared("tiny", gap)
+    metrics.compared("small", 0.25)
+    assert read(metrics, "sampler_logprob_gap_nats_sum") == {("tiny",): 0.625, ("small",): 0.25}
+    assert read(metrics, "sampler_logprob_gap_nats_count") == {("tiny",): 2, ("small",): 1}
+    assert read(metrics, "sampler_logprob_gap") == {("tiny",): 0.125, ("small",): 0.25}
+    largest = read(metrics, "sampler_logprob_gap_max")
+    assert (math.isnan(largest["tiny",]), largest["small",]) == (True, 0.25)
 
 
 async def worked_for(metrics: Metrics, owner: OwnerId | None) -> None:
     await metrics.owners.know([owner])
     row = queued(1, MODEL, 1, owner=owner)
     metrics.arrived([row])
-    metrics.passed([row], [PassOutput(RequestId("1"), (np.zeros(7, np.float32),), {})])
+    metrics.passed("tiny", [row], [PassOutput(RequestId("1"), (np.zeros(7, np.float32),), {})])
     metrics.answered(row.id, "ok")
-    metrics.sampled(FOUR, owner)
+    metrics.sampled("tiny", FOUR, owner)
     metrics.counted("completion", "ok", owner)
 
 
@@ -95,7 +111,7 @@ async def test_owners_are_nobody_s_business_where_the_metrics_are_open(store: St
     await worked_for(metrics, OwnerId(1))
     assert b"alice" not in metrics.text()
     assert read(metrics, "owner_requests_total") == {}
-    assert read(metrics, "sampled_tokens_total") == {(): 4}
+    assert read(metrics, "sampled_tokens_total") == {("tiny",): 4}
 
 
 async def test_only_so_many_owners_get_a_label() -> None:
@@ -119,7 +135,7 @@ async def test_an_owner_without_a_name_yet_gets_it_later() -> None:
     metrics = Metrics(name)
     for _ in range(3):
         await metrics.owners.know([OwnerId(1)])
-        metrics.sampled(FOUR, OwnerId(1))
+        metrics.sampled("tiny", FOUR, OwnerId(1))
     assert read(metrics, "owner_sampled_tokens_total") == {(OTHERS,): 4, ("alice",): 8}
 
 
@@ -143,3 +159,35 @@ def test_pending_requests_are_counted_as_they_come_and_go(monkeypatch: pytest.Mo
         metrics.answered(passes[0].id, "ok")
     pending = read(metrics, "requests_pending")
     assert (pending["forward_backward",], pending["optim_step",], pending["sample",]) == (2, 1, 0)
+
+
+async def test_replicas_are_expected_of_each_base_model_but_one_that_is_stopped_or_being_started(
+    store: Store, bell: Doorbell
+) -> None:
+    fleets: dict[str, Any] = {name: SimpleNamespace(size=0, replicas=2) for name in ("always", "rare")}
+    parts = {name: {f"sampler of {name}"} for name in fleets}
+    statuses = BaseStatuses(EngineStatus(store, bell), fleets, [], parts, ["rare"])
+    metrics, driver = Metrics(), cast(Any, SimpleNamespace(queued=lambda: 3, in_flight=lambda: 1))
+    for name, fleet in fleets.items():
+        runtime: Any = SimpleNamespace(
+            settings=Settings(), facts=SimpleNamespace(name=name), placement=SEPARATE
+        )
+        _register_gauges(metrics, statuses, runtime, cast(Any, SimpleNamespace(fleet=fleet)), driver)
+
+    def told() -> dict[str, tuple[float, float]]:
+        """Replicas, and those expected, of each."""
+        expected = read(metrics, "replicas_expected")
+        return {name: (size, expected[name,]) for (name,), size in read(metrics, "replicas").items()}
+
+    assert read(metrics, "samples_queued") == {("always",): 3, ("rare",): 3}
+    assert told() == {"always": (0, 0), "rare": (0, 0)}
+    await statuses.started("always")
+    fleets["always"].size = 1
+    assert told() == {"always": (1, 2), "rare": (0, 0)}
+    await statuses.started("rare")
+    assert told() == {"always": (1, 2), "rare": (0, 2)}, "the alert is of this one"
+    await statuses.stopped("rare")
+    assert told() == {"always": (1, 2), "rare": (0, 0)}
+    await statuses.failed("rare", "rare does not start")
+    await statuses.starting("rare", parts["rare"])
+    assert told() == {"always": (1, 2), "rare": (0, 2)}, "it is tried again and again"

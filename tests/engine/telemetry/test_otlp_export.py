@@ -20,7 +20,7 @@ from skyrl_tinker.training.actors import RankReply
 from tests.api.support.passes import old_json
 from tests.api.support.users import new_user, speak_as
 from tests.api.support.waiting import Waiting, ready_model, submit, waiting
-from tests.api.support.world import PROTOBUF, new_home, sample, step
+from tests.api.support.world import BASE, PROTOBUF, new_home, sample, step
 from tests.engine.support.rows import queued
 from tests.support.collector import Collector, collecting, values
 from tests.support.waiting import PATIENCE_S, end, until
@@ -142,7 +142,12 @@ async def test_each_request_is_a_trace_with_what_ran_for_it(busy: Waiting, colle
     unit = units[link.span_id]
     assert (unit.trace_id, unit.name) == (link.trace_id, "unit forward_backward")
     assert unit.start_time_unix_nano == found[trained]["run"].start_time_unix_nano
-    assert values(unit.attributes) == {"kind": "forward_backward", "requests": 1, "estimated_tokens": 9}
+    assert values(unit.attributes) == {
+        "kind": "forward_backward",
+        "base_model": BASE,
+        "requests": 1,
+        "estimated_tokens": 9,
+    }
     assert not found[sampled]["run"].links
     assert values(found[saved]["publish"].attributes) == {"weights": "lora"}
     assert len({span.span_id for span in collector.spans}) == len(collector.spans), "each came once"
@@ -155,7 +160,7 @@ async def test_a_unit_has_the_calls_of_its_ranks_and_a_sync_its_pause(
     async with exporting(busy, collector.url):
         log.ranks("tiny", "run_pass", [RankReply(None, now, 0.5), RankReply(None, now, 0.25)])
         log.unit("tiny", [queued(9, 1, 1, tokens=10)], now)  # type: ignore[arg-type]
-        log.sync("v1", 2.0, 0.5)
+        log.sync("tiny", "v1", 2.0, 0.5)
         await until(lambda: len(collector.spans) == 5)
     named = {span.name: span for span in collector.spans}
     for parent, children in (
@@ -168,7 +173,7 @@ async def test_a_unit_has_the_calls_of_its_ranks_and_a_sync_its_pause(
     first, last = times(named["rank 1 run_pass"])
     assert (last - first) / 1e9 == pytest.approx(0.25, abs=1e-3)
     assert values(named["rank 1 run_pass"].attributes) == {"rank": 1}
-    assert values(named["sync"].attributes) == {"version": "v1"}
+    assert values(named["sync"].attributes) == {"version": "v1", "base_model": "tiny"}
 
 
 async def test_a_request_that_fails_says_why(busy: Waiting, collector: Collector) -> None:
