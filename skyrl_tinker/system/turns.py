@@ -20,7 +20,7 @@ class Turns:
         self._running: set[asyncio.Task[Any]] = set()
 
     async def run(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Do the work in a turn of `key`, and return its result; not begun for a caller that gave up before."""
+        """Do the work in a turn of `key` and return its result; not begun once its caller gave up."""
         lock = self._locks.setdefault(key, asyncio.Lock())
         await lock.acquire()
         running = asyncio.create_task(work())
