@@ -4,9 +4,9 @@ from skyrl_tinker.store import api_keys
 from tests.api.support.world import Json, World
 
 
-async def new_user(world: World, name: str, **rights: bool) -> str:
+async def new_user(world: World, name: str, *, admin: bool = False) -> str:
     """Their key. From the first on the server asks for one."""
-    key = await world.store.write(lambda conn: api_keys.create(conn, name, **rights))
+    key = await world.store.write(lambda conn: api_keys.create(conn, name, admin=admin))
     await world.services.keys.refresh()
     return key
 
