@@ -248,15 +248,15 @@ async def test_work_ends_once_nothing_waits_and_no_snapshot_would_help(world: Wo
 
     world.patch.setattr(world.workers, "run_pass", long_pass)
     tries, snapshots = 0, world.driver._snapshots
-    take_idle = snapshots.take_idle
+    take_largest = snapshots.take_largest
 
     async def take_at_last() -> None:
         nonlocal tries
         tries += not world.driver.requests.asked
         if tries > 2:
-            await take_idle()
+            await take_largest()
 
-    world.patch.setattr(snapshots, "take_idle", take_at_last)
+    world.patch.setattr(snapshots, "take_largest", take_at_last)
 
     async def pause() -> None:
         ended.set()
