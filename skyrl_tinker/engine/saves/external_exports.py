@@ -52,7 +52,6 @@ class Exporter(SaveFlow[Save[SaveExternalBody]]):
     async def _write(self, save: Save[SaveExternalBody]) -> int:
         await in_disk_thread(shutil.rmtree, save.staging, ignore_errors=True)
         await self._trainer.persist_state(save.captured, str(save.staging))
-        self._pending.note_here(save.row.id)  # the rest may take long, or wait for a thread
         export = Export(self._facts, save.model.spec, self._trainer.spec.dtype, save.body.recipients)
         with storage_errors("the export could not be written"):
             size = await in_load_thread(finish_export, export, save.staging, save.directory)

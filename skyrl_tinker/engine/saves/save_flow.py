@@ -108,8 +108,7 @@ class SaveFlow(ABC, Generic[S]):
     async def persist(self, save: S) -> bool:
         """Write, record and answer, also with a failure. Returns whether the save succeeded.
 
-        If a rank dies with the weights, the save stays unanswered: replay repeats it, unless the files were
-        here when it did.
+        If a rank dies with the weights, the save stays unanswered: replay repeats it.
         """
         try:
             return await self._answer(save)
@@ -124,10 +123,10 @@ class SaveFlow(ABC, Generic[S]):
             if save.path is not None:
                 await when_possible(partial(in_transfer_thread, self._storage.store, save.directory))
             await self._commit(save, size)
+        except TrainerError:
+            await self._discard(save)
+            return False
         except Exception as error:  # of any kind, it becomes the result of this request
-            if isinstance(error, TrainerError) and not self._pending.is_here(save.row.id):
-                await self._discard(save)
-                return False
             failure = failure_of(error)  # logged before the files' deletion, which may wait or be cut off
             await self._discard(save)
             await self._commits.add(UnitEnd({save.row.id: failure}))

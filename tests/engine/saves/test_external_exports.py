@@ -1,12 +1,9 @@
 """Exports: written while the model trains on, in turn with its other saves. The workers are scripted."""
 
-import errno
 import json
-import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import orjson
@@ -14,8 +11,8 @@ import pytest
 
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, RequestKind
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.engine.saves import external_exports, save_flow
-from skyrl_tinker.errors import StorageError, TrainerError
+from skyrl_tinker.engine.saves import external_exports
+from skyrl_tinker.errors import StorageError
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
@@ -120,61 +117,6 @@ async def test_an_export_that_cannot_be_written_leaves_nothing_and_its_name_free
     assert left(world) == []
     world.workers.failing.clear()
     assert (await world.done(await export(world, model, 2))).status is FutureStatus.DONE
-
-
-async def test_ranks_that_die_come_back_though_an_export_is_not_finished(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where it is encrypted, or where others have all threads."""
-    go_on, finishing = threading.Event(), threading.Event()
-    finish = external_exports.finish_export
-
-    def slow(*args: Any) -> int:
-        finishing.set()
-        go_on.wait()
-        return finish(*args)
-
-    monkeypatch.setattr(external_exports, "finish_export", slow)
-    model, other = await world.model(), await world.model()
-    exported = await export(world, model, 1)
-    await world.until(finishing.is_set)
-    world.workers.broken = TrainerError("rank 0 died")
-    try:
-        for each, seq_id in ((other, 1), (model, 2)):
-            step = await journal.submit_step(world.store, each, seq_id)
-            assert (await world.done(step)).status is FutureStatus.DONE
-        assert world.workers.restarts == 1
-    finally:
-        go_on.set()
-    assert (await world.done(exported)).status is FutureStatus.DONE
-    assert world.workers.names().count("export") == 1, "no replay repeats it"
-
-
-async def test_an_export_is_answered_though_a_disk_is_full_and_then_the_ranks_die(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They have its weights no more, and no replay brings them back."""
-    go_on, finishing = threading.Event(), threading.Event()
-
-    def full(*_: Any) -> int:
-        finishing.set()
-        go_on.wait()
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(external_exports, "finish_export", full)
-    monkeypatch.setattr(save_flow, "RETRY_S", 0.01)
-    model = await world.model()
-    exported = await export(world, model, 1)
-    await world.until(finishing.is_set)
-    world.workers.broken = TrainerError("rank 0 died")
-    try:
-        step = await journal.submit_step(world.store, model, 2)
-        assert (await world.done(step)).status is FutureStatus.DONE
-    finally:
-        go_on.set()
-    await world.done(exported)
-    assert await journal.error_of(world.store, exported) == Failure("rank 0 died in persist_state", "server")
-    assert left(world) == []
 
 
 async def test_an_export_that_cannot_be_recorded_leaves_nothing(world: World) -> None:
