@@ -185,8 +185,7 @@ def _work_spans(
     match work:
         case UnitSpan(kind, began_at, ended_at, tokens, future_ids, ranks, base_model):
             size = {"requests": len(future_ids), "estimated_tokens": tokens}
-            about = {"kind": kind, "base_model": base_model, **size}
-            yield whole(f"unit {kind}", began_at, ended_at, about)
+            yield whole(f"unit {kind}", began_at, ended_at, {"kind": kind, "base_model": base_model, **size})
             for number, rank in enumerate(ranks, 1):
                 name = f"rank {rank.rank} {rank.method}"
                 yield part(_below(context, number), name, rank.began_at, rank.ended_at, {"rank": rank.rank})
