@@ -184,9 +184,8 @@ def _work_spans(
     whole, part = partial(_span, resource, context), partial(_span, resource, parent=context)
     match work:
         case UnitSpan(kind, began_at, ended_at, tokens, future_ids, ranks, base_model):
-            about: dict[str, str | int | None] = {"kind": kind, "base_model": base_model}
-            about |= {"requests": len(future_ids), "estimated_tokens": tokens}
-            yield whole(f"unit {kind}", began_at, ended_at, about)
+            size = {"requests": len(future_ids), "estimated_tokens": tokens}
+            yield whole(f"unit {kind}", began_at, ended_at, {"kind": kind, "base_model": base_model, **size})
             for number, rank in enumerate(ranks, 1):
                 name = f"rank {rank.rank} {rank.method}"
                 yield part(_below(context, number), name, rank.began_at, rank.ended_at, {"rank": rank.rank})
