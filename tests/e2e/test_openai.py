@@ -90,7 +90,9 @@ def test_greedy_choices_are_equal_streamed_or_not(oai: openai.OpenAI, client: Cl
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
     assert texts == [one] * 3
-    assert usage and whole.usage and usage.total_tokens == whole.usage.total_tokens
+    assert usage
+    assert whole.usage
+    assert usage.total_tokens == whole.usage.total_tokens
 
 
 def test_a_path_is_sampled_as_the_trainer_left_it(
