@@ -30,4 +30,6 @@ class Turns:
 
     def _end(self, lock: asyncio.Lock, ended: asyncio.Task[Any]) -> None:
         self._running.discard(ended)
+        if not ended.cancelled():
+            ended.exception()  # its caller may have given up
         lock.release()

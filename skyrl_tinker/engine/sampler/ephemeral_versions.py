@@ -98,7 +98,8 @@ class EphemeralVersions:
         if old:  # else it need not be known which versions all waiting samples want
             awaited = await persistently(lambda: self._store.fetch(weight_versions.list_awaited_versions))
         for version in versions:
-            if version not in old or version.id in awaited:
+            sampled = version not in old or self._idle_s(version) < RECENT_S  # perhaps meanwhile
+            if sampled or version.id in awaited:
                 await self._in_turn(self._spill.keep, version)
 
     async def _list_unused(self) -> tuple[int, list[WeightVersion]]:

@@ -26,6 +26,8 @@ from skyrl_tinker.store.owners import owned_by
 KINDS = (RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD, RequestKind.SAMPLE)
 NEAR = 1000
 """Numbers among which the request before one, and the one behind, are looked for."""
+OVERTAKEN = 100
+"""Passes of a run beyond a page that are looked at: they may have come in another order than that of seq_id."""
 _BASE_MODEL = func.coalesce(Model.base_model, SamplingSession.base_model)
 _FIXED = (AdapterVersion.id == SamplingSession.version_id) & AdapterVersion.inflight.is_(False)
 _READABLE = or_(Future.kind == RequestKind.SAMPLE, exists().where(Request.future_id == Future.id))
@@ -101,7 +103,7 @@ def _among(conn: Connection, wanted: ReadableQuery, *finished: ColumnElement[boo
         .join(Result, Result.future_id == Future.id)
         .where(Model.model_id == wanted.run, *finished)
         .order_by(Future.seq_id.desc())
-        .limit(min(wanted.limit + wanted.offset, MAX_INT64))
+        .limit(min(wanted.limit + wanted.offset + OVERTAKEN, MAX_INT64))
         .subquery()
     )
     samples = (

@@ -130,7 +130,7 @@ async def replayed(history: list[tuple[str, Any, Any]], root: Path) -> None:
             keeper.reset()
         elif what == "capture":
             ranks.go_on.clear()
-            await keeper.take_idle()
+            await keeper.take_largest()
         else:
             ranks.fails = what == "fail"
             ranks.go_on.set()
