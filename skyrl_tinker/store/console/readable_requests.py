@@ -27,7 +27,7 @@ KINDS = (RequestKind.FORWARD, RequestKind.FORWARD_BACKWARD, RequestKind.SAMPLE)
 NEAR = 1000
 """Numbers among which the request before one, and the one behind, are looked for."""
 OVERTAKEN = 100
-"""Passes of a run beyond a page that are looked at: they may have come in another order than that of seq_id."""
+"""Passes of a run beyond a page that are looked at: they may come in another order than by seq_id."""
 _BASE_MODEL = func.coalesce(Model.base_model, SamplingSession.base_model)
 _FIXED = (AdapterVersion.id == SamplingSession.version_id) & AdapterVersion.inflight.is_(False)
 _READABLE = or_(Future.kind == RequestKind.SAMPLE, exists().where(Request.future_id == Future.id))
