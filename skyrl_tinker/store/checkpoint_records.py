@@ -151,7 +151,8 @@ def list_garbage(conn: Connection, now: float, after: int = 0) -> list[Checkpoin
 
     These are the next AT_ONCE `after` an id.
     """
-    return [checkpoint_from_row(conn, row) for row in _GARBAGE.rows(conn, {"now": now, "after": after})]
+    rows = _GARBAGE.rows(conn, {"now": now, "after": after, "most": AT_ONCE})
+    return [checkpoint_from_row(conn, row) for row in rows]
 
 
 def is_recorded(conn: Connection, model: ModelKey, directory: str) -> bool:
@@ -227,7 +228,7 @@ _GARBAGE = Prepared(
         SavedCheckpoint.removed_at.is_(None),
         ~is_held(SavedCheckpoint.version_id),
         SavedCheckpoint.id > bindparam("after"),
-    ).limit(AT_ONCE)
+    ).limit(bindparam("most"))
 )
 
 
