@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, TypeVar, overload
 
 T = TypeVar("T")
-PATIENCE_S = 240.0
+PATIENCE_S = 480.0
 """Longer than anything takes on a machine that is busy with other work."""
 IDLE, MOST_S = 4, 0.25
 """Times the CPU time of a look until the next one: waiting leaves the machine to what it waits for."""

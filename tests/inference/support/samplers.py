@@ -103,7 +103,7 @@ def spec_of(facts: BaseModelFacts, log_dir: Path) -> SamplerSpec:
         max_loras=4,
         max_cpu_loras=8,
         log_dir=str(log_dir),
-        startup_s=240.0,
+        startup_s=480.0,
         engine=VllmProcess(),
     )
 
