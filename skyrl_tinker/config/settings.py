@@ -163,8 +163,8 @@ class Settings(BaseSettings):
     """Adapters that a replica holds in the host's memory"""
     sample_concurrency: int | None = Field(None, ge=1)
     """Sequences in flight per replica, of each data-parallel rank if it has several, beyond which samples
-    wait for their turns; sessions that have none there get more. Default: 256, on a CPU 96 unless one session
-    is alone
+    wait for their turns; sessions that have none there get more. Default: 256, on a CPU 96, or 384 of one
+    session that is alone
     """
     sampled_logprobs: Literal["raw", "processed"] = "raw"
     """Logprobs of sampled tokens: raw are the model's at temperature 1, processed those of the distribution

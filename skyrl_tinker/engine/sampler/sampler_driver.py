@@ -41,7 +41,7 @@ from skyrl_tinker.engine.scheduling.slots import Concurrency, SampleTurn, Slots
 from skyrl_tinker.engine.scheduling.throughput import EndRate
 from skyrl_tinker.engine.telemetry.engine_metrics import OPENAI, Metrics
 from skyrl_tinker.errors import NotFoundError, StateLostError, StorageAwayError
-from skyrl_tinker.inference.constants import MAX_SEQUENCES
+from skyrl_tinker.inference.constants import LONE_SEQUENCES, MAX_SEQUENCES
 from skyrl_tinker.protocol.protobuf import pass_results, sample_results
 from skyrl_tinker.protocol.queue_views import SHOWN, SamplingView
 from skyrl_tinker.protocol.stored_requests import sample_from_body
@@ -58,7 +58,7 @@ CACHED_SESSIONS = 1 << 16
 KEPT_BYTES = 32 * KiB
 """Largest body of a sample that stays with its result, so that its prompt can be read."""
 LISTED_BYTES = 8  # of a token and its logprob
-CONCURRENCY = {"cuda": Concurrency(MAX_SEQUENCES, MAX_SEQUENCES), "cpu": Concurrency(96, MAX_SEQUENCES)}
+CONCURRENCY = {"cuda": Concurrency(MAX_SEQUENCES, MAX_SEQUENCES), "cpu": Concurrency(96, LONE_SEQUENCES)}
 """Default of the setting sample_concurrency. On a CPU a step takes longer with more sequences."""
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES, RESERVED_SEQUENCES, TOKEN
+from skyrl_tinker.inference.constants import BASE_MODEL, TOKEN
 from skyrl_tinker.inference.servers.replica_spec import Arguments, ModelToServe, SamplerSpec, as_flags
 from skyrl_tinker.inference.servers.sampler_memory import KV_CONTEXTS, require_memory
 from skyrl_tinker.inference.sglang.sglang_entry import MARKS
@@ -131,7 +131,7 @@ def flags(spec: SamplerSpec, port: int, host: str) -> list[str]:
         "dtype": spec.dtype,
         "context-length": spec.max_model_len,
         "tp-size": spec.tensor_parallel_size,
-        "max-running-requests": MAX_SEQUENCES + RESERVED_SEQUENCES,
+        "max-running-requests": spec.most_sequences,
         "grammar-backend": "llguidance",  # the default, xgrammar, refuses logits on a CPU
         "enable-cache-report": True,
         "skip-server-warmup": True,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
-from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES, RESERVED_SEQUENCES, TOKEN
+from skyrl_tinker.inference.constants import BASE_MODEL, TOKEN
 from skyrl_tinker.inference.servers.ports import LOOPBACK
 from skyrl_tinker.inference.servers.replica_spec import Arguments, ModelToServe, SamplerSpec, as_flags
 from skyrl_tinker.inference.servers.sampler_memory import kv_bytes, require_memory
@@ -72,7 +72,7 @@ def _fixed(spec: SamplerSpec, port: int, host: str) -> Arguments:
 
 def _defaults(spec: SamplerSpec) -> Arguments:
     common: Arguments = {
-        "max-num-seqs": MAX_SEQUENCES + RESERVED_SEQUENCES,
+        "max-num-seqs": spec.most_sequences,
         "disable-uvicorn-access-log": True,
         # A dead engine core fails all requests with one exception, whose traceback grows with each log.
         "log-error-stack": False,

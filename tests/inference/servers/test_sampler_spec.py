@@ -6,8 +6,11 @@ from dataclasses import replace
 import pytest
 
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
+from skyrl_tinker.engine.sampler.sampler_driver import CONCURRENCY
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.inference.constants import RESERVED_SEQUENCES
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
+from skyrl_tinker.inference.sglang import sglang_process
 from skyrl_tinker.inference.vllm.vllm_arguments import check
 from skyrl_tinker.inference.vllm.vllm_process import VllmProcess, flags
 
@@ -35,6 +38,14 @@ def test_arguments_of_vllm_are_added_or_take_the_place_of_defaults() -> None:
     assert value_of(given, "--max-num-seqs") == "512"
     assert value_of(given, "--quantization") == "fp8"
     assert value_of(flags(ON_GPU, 1), "--max-num-seqs") == "320"
+
+
+def test_a_sampler_decodes_all_that_it_may_get_and_the_reserve() -> None:
+    """Beyond it a newcomer's sample would wait for the longest of another session's."""
+    for spec in (SPEC, ON_GPU):
+        most = CONCURRENCY[spec.device].alone + RESERVED_SEQUENCES
+        assert int(value_of(flags(spec, 1), "--max-num-seqs")) == most
+        assert int(value_of(sglang_process.flags(spec, 1, "lo"), "--max-running-requests")) == most
 
 
 def test_no_clients_schema_chooses_the_grammars_of_all() -> None:
