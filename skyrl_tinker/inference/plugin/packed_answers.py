@@ -16,8 +16,10 @@ from vllm.entrypoints.serve.exception_handling.handlers.exception import excepti
 from vllm.entrypoints.serve.exception_handling.handlers.vllm_error import vllm_error_handler
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 from vllm.exceptions import VLLMError
+from vllm.inputs import TokensInput, tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
+from vllm.renderers.online_renderer import OnlineRenderer
 
 from skyrl_tinker.inference.packed import PACKED, pack
 from skyrl_tinker.inference.plugin.asgi import read_body, with_body
@@ -63,6 +65,7 @@ async def _generate(asked: GenerateRequest, raw_request: Request) -> Response:
     """Return the answer; None once the client has gone."""
     serving = copy(raw_request.app.state.serving_tokens)
     serving.__class__ = _PackedTokens
+    serving.online_renderer = _Renderer(serving.online_renderer)
     asked.sampling_params.flat_logprobs = True
     answer = await serving.serve_tokens(asked, raw_request)
     if isinstance(answer, ErrorResponse):
@@ -110,6 +113,24 @@ class _PackedTokens(ServingTokens):
                 "prompt_token_id_logprobs": final.prompt_token_id_logprobs,
             }
         )
+
+
+class _Renderer:
+    """Renderer of prompts that are tokens already: vLLM's own takes a twelfth of its server's time for them.
+
+    The engine itself checks their number and that each is in the vocabulary.
+    """
+
+    def __init__(self, stock: OnlineRenderer) -> None:
+        self._stock = stock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    async def preprocess_completion(
+        self, request: GenerateRequest, *, prompt_input: list[int], **_: Any
+    ) -> list[TokensInput]:
+        return [tokens_input(prompt_input, cache_salt=request.cache_salt)]
 
 
 def _listed(positions: Any, k: int) -> dict[str, Any]:

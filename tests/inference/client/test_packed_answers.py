@@ -131,6 +131,12 @@ async def test_what_arrays_cannot_say_is_said_in_json(sampler: Sampler, params: 
         ({"model": "nobody"}, 404, "nobody"),
         ({"token_ids": [512]}, 400, "512"),
         ({"token_ids": []}, 400, "token_ids"),
+        ({"token_ids": [1] * (CONTEXT + 2)}, 400, "maximum context length"),
+        (
+            {"token_ids": [1] * (CONTEXT + 2), "sampling_params": {"max_tokens": 1, "logprobs": 0}},
+            400,
+            "maximum",
+        ),
         ({"sampling_params": {"max_tokens": "many"}}, 400, "max_tokens"),
         ({"sampling_params": {"n": 100_000}}, 400, "n must be at most"),
         ({"sampling_params": {"n": 4000, "logprobs": 0}}, 400, "max_num_seqs"),
