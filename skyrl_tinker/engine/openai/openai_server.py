@@ -19,7 +19,6 @@ from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.engine.openai.grammar_turns import GrammarTurns
 from skyrl_tinker.engine.openai.openai_requests import (
     OpenAIRequest,
-    copies,
     listed,
     prompt_lengths,
     repeated,
@@ -77,7 +76,7 @@ class _OpenAICall:
 
     @property
     def sequences(self) -> int:
-        return len(self.prompts) * self.request.n // copies(self.request)
+        return len(self.prompts) * self.request.sequences
 
     @property
     def places(self) -> int:
@@ -120,8 +119,8 @@ class _OpenAICall:
 
     def encoded(self, response: dict[str, Any]) -> bytes:
         """Encode a response, or a chunk of one, with all choices, under the client's name for the model."""
-        if (each := copies(self.request)) > 1:
-            response = repeated(response, each)
+        if (copies := self.request.n // self.request.sequences) > 1:
+            response = repeated(response, copies)
         return orjson.dumps(response | {"model": self.request.model} if "model" in response else response)
 
 
