@@ -176,7 +176,7 @@ class SnapshotKeeper:
             await self._keep_sampled(model)
             async with self.replaying:
                 await self._commits.add(UnitEnd({}, (partial(_put, model=model, row=row),)))
-        except Exception as error:  # of ranks, storage, a disk or the database; training goes on in any case
+        except Exception as error:  # of ranks, disk, storage or store, or unforeseen: training goes on
             foreseen = isinstance(error, SkyrlTinkerError | OSError | OperationalError)
             _log.warning(
                 "the snapshot of model %s was not kept: %s: %s",
@@ -208,7 +208,7 @@ class SnapshotKeeper:
                 await in_load_thread(_link_files, Path(source), Path(row.directory))
                 await in_load_thread(self._storage.store_copy, Path(row.directory), Path(source), origin)
                 await self._keep_sampled(model)
-        except BaseException:  # cancelled or failed: no row will name its files
+        except BaseException:  # of a disk or storage, or cancelled: no row will name its files
             await self.discard(row)
             raise
         return row
