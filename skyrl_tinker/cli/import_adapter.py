@@ -81,7 +81,7 @@ def import_adapter(
         storage.store(directory)
         adapter = _Import(source, checkpoint, directory, base, spec, size, owner)
         return write_once(settings.store_url, lambda conn: _record(conn, adapter), settings.root)
-    except BaseException:  # without a record nothing would delete it
+    except BaseException:  # failed, or Ctrl-C: without a record nothing would delete the files
         storage.discard(directory)
         shutil.rmtree(directory.parent.parent, ignore_errors=True)
         raise

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from inspect import Signature, signature
 from itertools import chain
 from pathlib import Path
@@ -44,12 +44,18 @@ OlderThan = Annotated[
 ]
 
 
-def with_server(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that tell a running server to a command, whose first parameter is that server."""
+def with_server(
+    command: Callable[..., None], check: Callable[..., None] = lambda **_: None
+) -> Callable[..., None]:
+    """Add the options that tell a running server to a command, whose first parameter is that server.
+
+    `check`: of the other arguments, before that server is looked for.
+    """
 
     @wraps(command)
     def run(url: str | None, home: Path | None, config_file: Path | None, **values: Any) -> None:
         with one_line_errors(), understood():
+            check(**values)
             command(_running(url, home, config_file), **values)
 
     _, *own = signature(command).parameters.values()
@@ -180,8 +186,15 @@ def list_checkpoints(
     show([json.dumps(found)] if as_json else server_tables.checkpoint_lines(found))
 
 
+def _check_chosen(paths: list[str] | None, yes: bool, **all_of: Any) -> None:
+    if bool(paths) == any(each is not None for each in all_of.values()):
+        raise typer.BadParameter("expected either paths, or one or more of --run, --owner and --older-than")
+    for each in paths or ():
+        tinker_path.parse(each)
+
+
 @checkpoints.command(name="delete")
-@with_server
+@partial(with_server, check=_check_chosen)
 def delete_checkpoints(
     server: RunningServer,
     paths: Annotated[list[str] | None, typer.Argument(metavar="PATH", help="tinker:// paths")] = None,
@@ -198,8 +211,6 @@ def delete_checkpoints(
     \b
       skyrl-tinker checkpoints delete --older-than 30d
     """
-    if bool(paths) == any(each is not None for each in (run, owner, older_than)):
-        raise typer.BadParameter("expected either paths, or one or more of --run, --owner and --older-than")
     chosen, whose = [tinker_path.parse(path) for path in paths or ()], ""
     if not paths:
         found = server.checkpoints(run, older_than or 0, owner)

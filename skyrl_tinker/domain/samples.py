@@ -9,6 +9,11 @@ SEEDS = 2**63
 """Number of seeds; a larger or negative one is reduced modulo this."""
 
 
+def generated(samples: int, temperature: float) -> int:
+    """Count the sequences that are generated for so many samples: greedy ones are all the same."""
+    return 1 if temperature == 0 else samples
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """`stop`: None = EOS, () = never stop, ints = token ids (and EOS), strings = stop strings."""
@@ -73,8 +78,7 @@ class SampleRequest:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences that are generated: greedy ones are all the same."""
-        return 1 if self.params.temperature == 0 else self.num_samples
+        return generated(self.num_samples, self.params.temperature)
 
     def tokens(self, context_length: int) -> int:
         """Count the tokens of the prompt, and the most that may be generated in its places: its share."""

@@ -25,6 +25,7 @@ from skyrl_tinker.engine.gaps import Gaps
 from skyrl_tinker.engine.http_server import EngineHttpServer, OpenAddress
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.openai.chat_abilities import chat_abilities
+from skyrl_tinker.engine.openai.openai_relay import OpenAIRelay
 from skyrl_tinker.engine.openai.openai_routes import OpenAIRoutes
 from skyrl_tinker.engine.openai.openai_server import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
@@ -194,7 +195,8 @@ def _openai_server(
     settings, facts = runtime.settings, runtime.facts
     parsers = settings.reasoning_parser, settings.tool_parser
     abilities = partial(chat_abilities, Path(facts.directory), *parsers)
-    return OpenAIServer(store, samplers, samplers.fleet, facts, abilities, driver, metrics)
+    relay = OpenAIRelay(store, samplers, samplers.fleet, facts.name, driver, metrics)
+    return OpenAIServer(samplers, samplers.fleet, facts, abilities, driver, relay)
 
 
 def _open_address(settings: Settings) -> OpenAddress | None:

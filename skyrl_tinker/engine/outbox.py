@@ -99,7 +99,7 @@ class Outbox:
                 self._sending = asyncio.create_task(self._send_waiting())
             try:
                 await asyncio.shield(self._sending)
-            except Exception:  # of any kind: perhaps another call's; futures that have finished stay so
+            except Exception:  # a commit was refused, perhaps for another call; finished futures stay so
                 await persistently(lambda: self._send(finished, ()))
 
     async def _send_waiting(self) -> None:

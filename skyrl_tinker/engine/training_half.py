@@ -114,7 +114,9 @@ def _register_gauges(
     watch("snapshots", "Snapshots of models taken", lambda: float(snapshots.taken))
     watch("snapshot_seconds", "Trainer time taken by snapshots", lambda: snapshots.spent_s)
     watch(
-        "replay_seconds", "Time that a replay would take now, as estimated", lambda: snapshots.replay_seconds
+        "replay_seconds",
+        "Time that a replay would take now, as estimated",
+        lambda: snapshots.work.replay_seconds,
     )
     watch("replayed_units", "Units of work replayed after a crash", lambda: float(replay.units))
     watch("replay_differences", "Replayed passes whose logprobs differ", lambda: float(replay.differences))

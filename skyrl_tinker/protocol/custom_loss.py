@@ -6,6 +6,7 @@ runs: training.losses.custom_graph.
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import orjson
 from pydantic import TypeAdapter
@@ -53,20 +54,25 @@ def check_custom_loss(request: CreateCustomLossRequest) -> CustomLoss:
     return loss
 
 
-def check_custom_inputs(loss: CustomLoss, data: Sequence[Datum]) -> None:
-    """Raise UserError naming the first datum that lacks an input of the loss, or has it in another rank."""
+def as_declared(loss: CustomLoss, data: Sequence[Datum]) -> tuple[Datum, ...]:
+    """Return the data with inputs of the ranks that the loss declares.
+
+    Raises UserError naming the first datum that lacks an input, or has it in another rank.
+    """
+    return tuple(_as_declared(loss, f"datum {index}", datum) for index, datum in enumerate(data))
+
+
+def _as_declared(loss: CustomLoss, where: str, datum: Datum) -> Datum:
     (_, rank), *others = loss.inputs
-    for index, datum in enumerate(data):
-        _check_rank(f"datum {index}: loss_fn_inputs['target_tokens']", datum.target_tokens.ndim, rank, loss)
-        for name, expected in others:
-            if name not in datum.inputs:
-                raise UserError(
-                    f"datum {index}: loss_fn_inputs lacks {name!r}, which loss {loss.name!r} takes"
-                )
-            field = f"datum {index}: loss_fn_inputs[{name!r}]"
-            ndim = datum.inputs[name].ndim
-            if len(datum.tokens) > 1 or (ndim, expected) != (0, 1):  # else one value without a shape
-                _check_rank(field, ndim, expected, loss)
+    _check_rank(f"{where}: loss_fn_inputs['target_tokens']", datum.target_tokens.ndim, rank, loss)
+    inputs = {**datum.inputs}
+    for name, expected in others:
+        if name not in inputs:
+            raise UserError(f"{where}: loss_fn_inputs lacks {name!r}, which loss {loss.name!r} takes")
+        if (inputs[name].ndim, expected, len(datum.tokens)) == (0, 1, 1):  # one value without a shape
+            inputs[name] = inputs[name].reshape(1)
+        _check_rank(f"{where}: loss_fn_inputs[{name!r}]", inputs[name].ndim, expected, loss)
+    return replace(datum, inputs=inputs)
 
 
 def to_bytes(loss: CustomLoss) -> bytes:

@@ -130,7 +130,8 @@ def list_expired(conn: Connection, now: float, timeout_s: float, parked_s: float
     Silent: without heartbeat, training request and sample. With parked models only a session may be silent
     for `parked_s`: its client has nothing to do meanwhile. Of many, those AT_ONCE with the oldest heartbeats.
     """
-    silent = conn.scalars(_SILENT, {"since": now - timeout_s, "parked_since": now - parked_s})
+    bounds = {"since": now - timeout_s, "parked_since": now - parked_s, "most": AT_ONCE}
+    silent = conn.scalars(_SILENT, bounds)
     return [SessionId(session_id) for session_id in (*silent, *conn.scalars(_LEFT))]
 
 
@@ -179,7 +180,7 @@ _SILENT = (
         ~_samples(_SINCE),
     )
     .order_by(Session.last_heartbeat_at)
-    .limit(AT_ONCE)
+    .limit(bindparam("most"))
 )
 _LEFT = (
     select(Session.session_id)

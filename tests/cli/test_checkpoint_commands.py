@@ -140,8 +140,11 @@ def test_an_admin_sees_whose_checkpoints_it_deletes_and_may_choose_an_owner(
         (["tinker://a/weights/b", "a"], "exit code 1: skyrl-tinker: 'a' is not a checkpoint path"),
     ],
 )
-def test_a_deletion_of_nothing_or_of_a_wrong_path_is_refused(arguments: list[str], told: str) -> None:
-    said = run_command("http://127.0.0.1:9", "checkpoints", "delete", *arguments)
+def test_a_deletion_of_nothing_or_of_a_wrong_path_is_refused_though_no_server_runs(
+    arguments: list[str], told: str, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(app, ["checkpoints", "delete", *arguments, "--home", str(tmp_path)])
+    said = f"exit code {result.exit_code}: {result.output}"
     assert told in " ".join(said.replace("│", " ").split())
 
 

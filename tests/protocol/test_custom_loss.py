@@ -14,7 +14,7 @@ from skyrl_tinker.domain.values import CustomLoss, Datum, Number
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.custom_loss import (
     MAX_BYTES,
-    check_custom_inputs,
+    as_declared,
     check_custom_loss,
     from_bytes,
     to_bytes,
@@ -295,20 +295,21 @@ def datum(shape: tuple[int, ...] = (3,), **inputs: Number) -> Datum:
 def test_data_must_have_what_the_loss_takes() -> None:
     loss = CustomLoss("f", (("logprobs", 1), ("w", 0)), ())
     good = datum(w=np.zeros((), np.float32))
-    check_custom_inputs(loss, [good, good])
+    as_declared(loss, [good, good])
     with pytest.raises(UserError, match=r"datum 1: loss_fn_inputs lacks 'w', which loss 'f' takes"):
-        check_custom_inputs(loss, [good, datum()])
+        as_declared(loss, [good, datum()])
     with pytest.raises(UserError, match=r"datum 0: loss_fn_inputs\['w'\] has rank 1, expected 0"):
-        check_custom_inputs(loss, [datum(w=np.zeros(3, np.float32))])
+        as_declared(loss, [datum(w=np.zeros(3, np.float32))])
     with pytest.raises(UserError, match=r"datum 1: loss_fn_inputs\['target_tokens'\] has rank 2, expected 1"):
-        check_custom_inputs(loss, [good, datum((3, 2))])
+        as_declared(loss, [good, datum((3, 2))])
 
 
 def test_one_value_without_a_shape_is_an_array_for_a_datum_of_one_token() -> None:
     loss, value = CustomLoss("f", (("logprobs", 1), ("w", 1)), ()), {"w": np.zeros((), np.float32)}
-    check_custom_inputs(loss, [Datum(np.zeros(1, np.int32), np.zeros(1, np.int64), value)])
+    (declared,) = as_declared(loss, [Datum(np.zeros(1, np.int32), np.zeros(1, np.int64), value)])
+    assert declared.inputs["w"].shape == (1,)
     with pytest.raises(UserError, match=r"datum 0: loss_fn_inputs\['w'\] has rank 0, expected 1"):
-        check_custom_inputs(loss, [datum(**value)])
+        as_declared(loss, [datum(**value)])
 
 
 def test_the_page_on_custom_losses_lists_what_they_may_call() -> None:

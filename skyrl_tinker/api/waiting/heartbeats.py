@@ -50,6 +50,6 @@ class Heartbeats:
                 batch.failed = await self._store.write(
                     partial(session_records.heartbeat, beats=list(batch.beats))
                 )
-            except Exception as error:  # of any kind: who waits for an answer gets none else
+            except Exception as error:  # of the database, or unforeseen: all who wait get it as their answer
                 batch.failed = dict.fromkeys(batch.beats, error)
             batch.written.set()

@@ -299,7 +299,7 @@ class AwakeLock:
         awake = self._placement.awake()
         try:
             await awake.__aenter__()
-        except BaseException:  # a cancelled wait must leave the lock to the others
+        except BaseException:  # a wait that was cancelled, or failed, must leave the lock to the others
             self._lock.release()
             raise
         self._awake = awake

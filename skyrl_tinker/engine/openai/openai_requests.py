@@ -75,14 +75,9 @@ def _texts(request: OpenAIRequest, abilities: ChatAbilities) -> list[dict[str, A
 
 def require_one_sequence(request: OpenAIRequest, prompts: int) -> None:
     """Refuse several sequences with disaggregation: only one may fetch the prompt's keys and values."""
-    count = prompts * request.n // copies(request)
+    count = prompts * request.sequences
     if count > 1:
         raise FieldError(f"n: found {count} sequences in all, expected 1 with prefill_urls", "n")
-
-
-def copies(request: OpenAIRequest) -> int:
-    """Count the choices of each sequence that is sampled: greedy ones are all the same, as in asample."""
-    return request.n if request.temperature == 0 else 1
 
 
 def repeated(response: dict[str, Any], times: int) -> dict[str, Any]:
@@ -155,7 +150,7 @@ def upstream_body(
     """
     check_openai(request, facts.sampler)  # an API process may know those of another start
     body = request.model_dump(include=_FORWARDED, exclude_none=True)
-    body["n"] = request.n // copies(request)
+    body["n"] = request.sequences
     body["max_tokens"] = _max_tokens(request, prompt_tokens, facts.context_length)
     body |= _stop(request, facts, abilities)
     if isinstance(request, ChatCompletionRequest):

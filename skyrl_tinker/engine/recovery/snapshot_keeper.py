@@ -10,7 +10,7 @@ import logging
 import secrets
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from heapq import nlargest
@@ -21,15 +21,14 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.config import Recovery
-from skyrl_tinker.domain.ids import Effect, ModelKey, ModelState, RequestKind
+from skyrl_tinker.domain.ids import ModelKey, ModelState
 from skyrl_tinker.engine.outbox import persistently, read_persistently
-from skyrl_tinker.engine.scheduling.row_work import model_of
+from skyrl_tinker.engine.recovery.unkept_work import Unkept, UnkeptWork
 from skyrl_tinker.engine.unit_commits import PendingWrites, UnitCommits, UnitEnd
 from skyrl_tinker.errors import SkyrlTinkerError, TrainerError
 from skyrl_tinker.storage.storage_port import LOCAL_DISK, Storage
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.database.group_commit import Op
-from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.replay import snapshot_records, unit_records
 from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
 from skyrl_tinker.store.store import Store
@@ -46,46 +45,12 @@ GRACE_S = 0.5
 """Seconds of trainer time that snapshots may take in one go, before their share counts."""
 MODELS_AT_ONCE, BYTES_AT_ONCE = 16, 256 << 20
 """Bounds of the models copied in one call; a larger model is copied alone."""
+UPLOADS = 4
 ALL = 1 << 62
-NS = 1e9
 _log = logging.getLogger(__name__)
 
 KeepSampled = Callable[[ModelKey], Awaitable[None]]
 """Copy to disk a model's weights that clients sample: replay cannot restore those before a snapshot."""
-
-
-@dataclass(slots=True)
-class _Unkept:
-    """Work of a model since its snapshot. `clean_at`: the seq_id of its last step, 0 with gradients.
-
-    `ranks_ns`: the ranks' time for it. `read_bytes`: of its forwards' bodies, which only readers need.
-    """
-
-    ranks_ns: int = 0  # whole, so that its sum over all models is exact
-    requests: int = 0
-    clean_at: int = 0
-    read_bytes: int = 0
-
-
-MOST_DEARER = 10
-UPLOADS = 4
-
-
-@dataclass(slots=True)
-class MeanCost:
-    """Mean seconds of a part of replay: an estimate at first, then corrected by measurements."""
-
-    seconds: float
-    times: int
-
-    def note(self, seconds: float, times: int) -> None:
-        """Add a measurement, capped at MOST_DEARER times the mean: a longer one includes other waits."""
-        self.seconds += min(seconds, MOST_DEARER * self.mean_s * times)
-        self.times += times
-
-    @property
-    def mean_s(self) -> float:
-        return self.seconds / self.times
 
 
 @dataclass(eq=False)
@@ -99,12 +64,9 @@ class SnapshotKeeper:
     _recovery: Recovery
 
     def __post_init__(self) -> None:
-        self._progress: dict[ModelKey, _Unkept] = {}
-        self._all, self._awake = _Unkept(), 0  # sum of their work, and how many have some
+        self.work = UnkeptWork()
         self._tried: dict[ModelKey, int] = {}  # seq_id of the last try of a snapshot
         self._dropped: dict[ModelKey, int] = {}  # seq_id up to which no forward has a body
-        self.of_model = MeanCost(2.0, 100)  # to create a model on fresh ranks, and load its snapshot
-        self.of_request = MeanCost(0.5, 100)  # in addition to the ranks' own time: bodies, results, calls
         self._writing: dict[ModelKey, asyncio.Task[None]] = {}
         self._pending = PendingWrites()
         self.replaying = asyncio.Lock()
@@ -118,36 +80,23 @@ class SnapshotKeeper:
         self.spent_s = 0.0  # of the trainer's time, so far
 
     @property
-    def replay_seconds(self) -> float:
-        """Seconds that a replay of all models would take now."""
-        return self._replay_s(self._all, self._awake)
-
-    def _replay_s(self, ran: _Unkept, models: int) -> float:
-        """Return the seconds that a replay of work takes, of so many models that do not sleep."""
-        return models * self.of_model.mean_s + ran.requests * self.of_request.mean_s + ran.ranks_ns / NS
-
-    @property
     def would_help(self) -> bool:
         """True if a snapshot would make a replay shorter and none is being written."""
         written = all(task.done() for task in self._writing.values())
-        return written and any(map(_is_ready, self._progress.values()))
+        return written and self.work.any_ready
 
     @property
     def owed(self) -> bool:
         """True if a snapshot is to be tried: one that failed is not before its model has run again."""
-        return any(map(self._is_untried, self._ready()))
+        return any(map(self._is_untried, self.work.ready()))
 
     def _is_untried(self, model: ModelKey) -> bool:
-        return self._tried.get(model) != self._progress[model].clean_at
+        return self._tried.get(model) != self.work.by_model[model].clean_at
 
     @property
     def stored(self) -> bool:
         """True if snapshots are in a storage besides this disk."""
         return self._storage is not LOCAL_DISK
-
-    def _ready(self) -> dict[ModelKey, _Unkept]:
-        """Return the models that have run something, and have no gradients now."""
-        return {key: each for key, each in self._progress.items() if _is_ready(each)}
 
     async def settle(self) -> None:
         """Wait until no snapshot needs the ranks or, without a storage, until all are recorded."""
@@ -155,45 +104,8 @@ class SnapshotKeeper:
 
     def reset(self) -> None:
         """Forget the models' work since their snapshots: a replay records it again."""
-        self._progress.clear()
-        self._all, self._awake = _Unkept(), 0
+        self.work.reset()
         self._tried.clear()
-
-    def note(self, rows: Sequence[QueuedRow], effects: Mapping[int, Effect | None], seconds: float) -> None:
-        """Record a unit's work, which took `seconds`."""
-        nothing = None, Effect.LOADED  # without work to replay
-        ran = [(row, effect) for row in rows if (effect := effects.get(row.id)) not in nothing]
-        for row, effect in ran:
-            progress = self._progress.setdefault(model_of(row), _Unkept())
-            self._add(progress, 1, round(NS * seconds / len(ran)))
-            progress.clean_at = 0 if effect is Effect.GRADIENTS else row.seq_id or 0
-
-    def _add(self, to: _Unkept, requests: int, ranks_ns: int) -> None:
-        """Add work to that of a model."""
-        self._awake += bool(requests and not to.requests)
-        for each in (to, self._all):
-            each.requests += requests
-            each.ranks_ns += ranks_ns
-
-    def _begin(self, model: ModelKey, since: _Unkept) -> None:
-        """Replace the work of a model by that since a snapshot: none yet."""
-        if (had := self._progress.get(model)) is not None:
-            self._awake -= bool(had.requests)
-            self._all.requests -= had.requests
-            self._all.ranks_ns -= had.ranks_ns
-        self._progress[model] = since
-
-    def crowded(self, rows: Sequence[QueuedRow]) -> set[ModelKey]:
-        """Count the bodies of a pass's forwards; return the models with more than stay for their readers."""
-        most, found = unit_records.KEPT_BYTES, set[ModelKey]()
-        for row in rows:
-            if row.kind is RequestKind.FORWARD:
-                progress = self._progress.setdefault(model_of(row), _Unkept())
-                progress.read_bytes += max(row.body_bytes, most // unit_records.KEPT)
-                if progress.read_bytes > most:
-                    progress.read_bytes = 0
-                    found.add(model_of(row))
-        return found
 
     async def take_due(self) -> None:
         """Take a snapshot if a replay would take long. Raises TrainerError: the ranks are broken.
@@ -204,7 +116,7 @@ class SnapshotKeeper:
         now = time.monotonic()
         self._room_s = min(GRACE_S, self._room_s + self._recovery.snapshot_share * (now - self._looked))
         self._looked = now
-        if self.replay_seconds > self._recovery.replay_s / 2 and self._room_s > 0:
+        if self.work.replay_seconds > self._recovery.replay_s / 2 and self._room_s > 0:
             spent_s = self.spent_s
             await self.take_largest()
             self._room_s -= self.spent_s - spent_s
@@ -216,8 +128,8 @@ class SnapshotKeeper:
         """
         if not self.would_help:
             return
-        ready = self._ready()
-        order = {key: (self._is_untried(key), self._replay_s(each, 1)) for key, each in ready.items()}
+        ready = self.work.ready()
+        order = {model: (self._is_untried(model), self.work.replay_s_of(model)) for model in ready}
         models = nlargest(MODELS_AT_ONCE, order, key=order.__getitem__)
         room = self._trainer.captured
         count = room.fitting([room.size(model, optimizer=True) for model in models])
@@ -237,15 +149,13 @@ class SnapshotKeeper:
         self._tried |= {model: ready[model].clean_at for model in captured}
         self._writing.clear()
         for model, state in captured.items():
-            since = _Unkept(clean_at=ready[model].clean_at)
-            if model in self._progress:
-                self._begin(model, since)
+            since = Unkept(clean_at=ready[model].clean_at)
+            if model in self.work.by_model:
+                self.work.begin(model, since)
             task = self._writing[model] = asyncio.create_task(self._write(model, state, ready[model], since))
             self._pending.follow(id(state), task)
 
-    async def _write(
-        self, model: ModelKey, captured: CapturedState, covered: _Unkept, since: _Unkept
-    ) -> None:
+    async def _write(self, model: ModelKey, captured: CapturedState, covered: Unkept, since: Unkept) -> None:
         """Write and record a snapshot, and remove the previous one; after a failure, replay uses that.
 
         `covered`, `since`: the model's work until it was captured, and since then.
@@ -266,7 +176,7 @@ class SnapshotKeeper:
             await self._keep_sampled(model)
             async with self.replaying:
                 await self._commits.add(UnitEnd({}, (partial(_put, model=model, row=row),)))
-        except Exception as error:  # of ranks, storage, a disk or the database; training goes on in any case
+        except Exception as error:  # of ranks, disk, storage or store, or unforeseen: training goes on
             foreseen = isinstance(error, SkyrlTinkerError | OSError | OperationalError)
             _log.warning(
                 "the snapshot of model %s was not kept: %s: %s",
@@ -277,12 +187,12 @@ class SnapshotKeeper:
             )
             await captured.drop()
             await self.discard(row)
-            if self._progress.get(model) is since:  # else a replay has recorded it again
-                self._add(since, covered.requests, covered.ranks_ns)
+            if self.work.by_model.get(model) is since:  # else a replay has recorded it again
+                self.work.add(since, covered.requests, covered.ranks_ns)
             return
         self.taken += 1
-        if (found := self._progress.get(model)) is not None and found.clean_at == seq_id:
-            self._begin(model, _Unkept(clean_at=seq_id))  # a replay recorded it while it was stored
+        if (found := self.work.by_model.get(model)) is not None and found.clean_at == seq_id:
+            self.work.begin(model, Unkept(clean_at=seq_id))  # a replay recorded it while it was stored
         await self._forget_before(model, row)
 
     async def link(
@@ -298,7 +208,7 @@ class SnapshotKeeper:
                 await in_load_thread(_link_files, Path(source), Path(row.directory))
                 await in_load_thread(self._storage.store_copy, Path(row.directory), Path(source), origin)
                 await self._keep_sampled(model)
-        except BaseException:  # cancelled or failed: no row will name its files
+        except BaseException:  # of a disk or storage, or cancelled: no row will name its files
             await self.discard(row)
             raise
         return row
@@ -318,7 +228,7 @@ class SnapshotKeeper:
 
     def loaded(self, model: ModelKey, row: SnapshotRow) -> Op[Any]:
         """Return the op that makes a linked checkpoint the model's snapshot."""
-        self._begin(model, _Unkept(clean_at=row.seq_id))
+        self.work.begin(model, Unkept(clean_at=row.seq_id))
         return partial(snapshot_records.put, model=model, snapshot=row)
 
     async def sweep(self) -> None:
@@ -354,8 +264,7 @@ class SnapshotKeeper:
 
     def pause(self, model: ModelKey) -> None:
         """Take no more snapshots of a model that has left the ranks."""
-        self._begin(model, _Unkept())
-        del self._progress[model]
+        self.work.drop(model)
         self._tried.pop(model, None)
 
     async def forget(self, model: ModelKey) -> None:
@@ -412,11 +321,6 @@ class SnapshotKeeper:
     def _new_directory(self, model: ModelKey, seq_id: int) -> Path:
         """Return a directory never used before: an earlier attempt may still be removed."""
         return self._root / str(model) / f"{seq_id}.{secrets.token_hex(4)}"
-
-
-def _is_ready(ran: _Unkept) -> bool:
-    """Return whether there is work, and no gradients."""
-    return ran.ranks_ns > 0 and ran.clean_at > 0
 
 
 def _name(directory: Path) -> tuple[str, ...]:

@@ -259,7 +259,7 @@ class SamplerDriver:
             )
             kept = len(body) <= KEPT_BYTES
             return FutureResult(pass_results.PROTOBUF, result, records, usage, keep_body=kept)
-        except Exception as error:  # of any kind, it becomes the result of this request
+        except Exception as error:  # of samplers, storage or store, or unforeseen: this request's result
             return failure_of(error)
 
     async def _sample(self, row: QueuedRow, source: SampleSource, request: SampleRequest) -> SampleOutput:

@@ -187,11 +187,11 @@ class Publisher(SaveFlow[SamplerSave]):
                 for request in requests:
                     try:
                         await names.enter_async_context(self._reserving(request.path))
-                    except Exception as error:  # of any kind, it is the result of this request alone
+                    except SkyrlTinkerError as error:  # the name is taken, or could not be looked up
                         failures[request.row.id] = failure_of(error)
                 fine = [request for request in requests if request.row.id not in failures]
                 numbers = await persistently(lambda: self._store.write(partial(_insert_versions, saves=fine)))
-        except Exception as error:  # of any kind, it is the result of each, as nobody else answers them
+        except Exception as error:  # of the commit, or unforeseen: nobody else answers the requests
             return [failures.get(request.row.id) or failure_of(error) for request in requests]
         versions = {request.row.id: number for request, number in zip(fine, numbers, strict=True)}
         return [

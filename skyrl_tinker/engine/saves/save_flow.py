@@ -126,7 +126,7 @@ class SaveFlow(ABC, Generic[S]):
         except TrainerError:
             await self._discard(save)
             return False
-        except Exception as error:  # of any kind, it becomes the result of this request
+        except Exception as error:  # of ranks, disk, storage or commit, or unforeseen: the request's result
             failure = failure_of(error)  # logged before the files' deletion, which may wait or be cut off
             await self._discard(save)
             await self._commits.add(UnitEnd({save.row.id: failure}))
@@ -146,7 +146,7 @@ class SaveFlow(ABC, Generic[S]):
             if not overwrite:
                 await self._require_new(path)
             yield
-        except BaseException:  # a cancelled save must free its name, too
+        except BaseException:  # refused, failed or cancelled: the name is free again
             self._reserved.discard(path)
             raise
 

@@ -164,7 +164,7 @@ class ModelReturns:
                 _log.warning("%d models are tried again in %.0f s: %s", len(left), AWAY_S, why)
                 await asyncio.sleep(AWAY_S)
         if all(history.model.spec.rank for history in histories):  # full parameters would distort the mean
-            self._snapshots.of_model.note(seconds, len(histories))
+            self._snapshots.work.of_model.note(seconds, len(histories))
         back = [history for history in histories if history.model.key not in failed]
         return Begun(back, failed, len(self._asleep))
 

@@ -16,7 +16,7 @@ from skyrl_tinker.engine.outbox import failure_of
 from skyrl_tinker.engine.scheduling.row_work import model_of
 from skyrl_tinker.engine.trainer.provenance import Records, shown, with_experts, with_records
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.protocol.custom_loss import check_custom_inputs
+from skyrl_tinker.protocol.custom_loss import as_declared
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.store import custom_losses
 from skyrl_tinker.store.futures.queue import QueuedRow
@@ -80,15 +80,17 @@ class References:
         """Return the item for the workers. Raises UserError, naming an unknown reference."""
         request, row = read.request, read.row
         assert row.seq_id is not None, "training requests are numbered"
+        data = self._data(read)
+        custom = None if request.loss_id is None else self._custom(row.session_id, request.loss_id)
         return PassItem(
             request_id=row.request_id,
             model=read.model,
-            data=self._data(read),
+            data=data if custom is None else as_declared(custom, data),
             loss_fn=request.loss_fn,
             loss_config=request.loss_config,
             backward=row.kind is RequestKind.FORWARD_BACKWARD,
             seq_id=row.seq_id,
-            custom=None if request.loss_id is None else self._custom(read, request.loss_id),
+            custom=custom,
         )
 
     def _data(self, read: ReadRow) -> tuple[Datum, ...]:
@@ -99,12 +101,11 @@ class References:
             data.append(with_experts(with_records(datum, *found) if recorded else datum, *found))
         return tuple(data)
 
-    def _custom(self, read: ReadRow, loss_id: str) -> CustomLoss:
-        loss = self.custom.get((read.row.session_id, loss_id))
+    def _custom(self, session_id: SessionId, loss_id: str) -> CustomLoss:
+        loss = self.custom.get((session_id, loss_id))
         if loss is None:
             raise UserError(
                 f"loss_fn_config['loss_id'] is {shown(loss_id)}, which is unknown, or of another session: "
                 "expected one of a loss that was created in the session of this model"
             )
-        check_custom_inputs(loss, read.request.data)
         return loss

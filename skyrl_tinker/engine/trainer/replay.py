@@ -147,7 +147,7 @@ class Replay:
                 spent_s += time.monotonic() - began
             left.subtract(row.unit for row in batch)
         beside_s = spent_s - (self._trainer.busy_s - busy_s)
-        self._snapshots.of_request.note(max(0.0, beside_s), len(rows))
+        self._snapshots.work.of_request.note(max(0.0, beside_s), len(rows))
         self.units += len(left)
         return len(left)
 
@@ -198,7 +198,7 @@ class Replay:
         if saves := [row.row for row in rows if row.row.kind in SAVES]:
             await repeat_saves(saves)
         effects = {row.row.id: row.effect for row in rows}
-        self._snapshots.note([row.row for row in rows], effects, self._trainer.busy_s - busy_s)
+        self._snapshots.work.note([row.row for row in rows], effects, self._trainer.busy_s - busy_s)
 
     async def _replay_pass(self, rows: Sequence[RanRow], *, apart: bool) -> None:
         if not rows:

@@ -83,10 +83,10 @@ class TrainerDriver:
         """Work that goes on while ranks are lost: call `run` within it."""
 
     def view(self) -> TrainingView:
-        """Return the waiting work, at most LISTED_S old, and its recent speed."""
+        """Return the waiting work, at most LISTED_S old unless it is paused, and its recent speed."""
         running = self._unit_times.running
         return replace(
-            self._listing.get(),
+            self._listing.get() if self.requests.paused is None else self._list_waiting(),
             running=tuple({model_of(row) for row in running}),
             running_kind=running[0].kind if running else None,
             unit_s=self._unit_times.seconds(),

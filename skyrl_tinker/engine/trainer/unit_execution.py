@@ -189,11 +189,11 @@ class UnitExecution:
             if backward and isinstance(output, Failure):
                 self._invalidate(row, output)
         seconds = self._trainer.busy_s - busy_s
-        self._snapshots.note(ready.rows, effects, seconds)
+        self._snapshots.work.note(ready.rows, effects, seconds)
         self._curves.passed(ready.rows, ready.requests, result.outputs, seconds)
         end = UnitEnd({}, (), next(self._units), effects, result.row_budget)
         self._commits.add(_with_answers(end, ready, result))
-        for model in self._snapshots.crowded(ready.rows):
+        for model in self._snapshots.work.crowded(ready.rows):
             self._background.create_task(self._remove_replaced(model))
         if ready.sequences:
             self._background.create_task(self._passes.renew_records(ready))
@@ -244,7 +244,7 @@ class UnitExecution:
         windows: EndedWindows | None = None,
     ) -> None:
         """Queue the end of a unit for its commit. `rows`: those that have run now."""
-        self._snapshots.note(rows, effects, seconds)
+        self._snapshots.work.note(rows, effects, seconds)
         all_effects = {row.id: effects.get(row.id) for row in rows}
         end = UnitEnd(answers, ops, next(self._units), all_effects)
         self._commits.add(end if windows is None else _with_points(end, windows))

@@ -186,12 +186,9 @@ def _ends_in_stop(generated: str, stops: tuple[str, ...]) -> bool:
 
 
 def join(request: SampleRequest, responses: Sequence[SamplerResponse]) -> SampleOutput:
-    """Join the responses to the parts of `request`; the first has the prompt's scores.
-
-    At temperature 0 the one sequence is repeated.
-    """
+    """Join the responses to the parts of `request`; the first has the prompt's scores."""
     first, sequences = responses[0], [sequence for part in responses for sequence in part.sequences]
-    copies = request.num_samples // len(sequences) if request.params.temperature == 0 else 1
+    copies = request.num_samples // request.sequences
     targets, scores = request.target_prompt_logprobs, first.scores or PromptScores()
     draws = scores.draws
     if draws is None and request.prompt_alt_tokens_k:

@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from skyrl_tinker.domain.samples import generated
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
 from skyrl_tinker.protocol.schemas.base import MOST_PROBLEMS, Items, Message, StrictInt, describe
 from skyrl_tinker.protocol.schemas.sampling import Seed, Temperature, TopK, TopP, check_stops
@@ -148,6 +149,11 @@ class OpenAIRequest(OpenAIMessage):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences that are generated for each prompt."""
+        return generated(self.n, self.temperature)
 
     @property
     def restricted_by(self) -> str | None:

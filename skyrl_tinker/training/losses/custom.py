@@ -73,8 +73,6 @@ def _arguments(loss: CustomLoss, logprobs: torch.Tensor, inputs: Inputs) -> list
     for name, rank in loss.inputs:
         if name not in given:
             raise UserError(f"loss_fn_inputs lacks {name!r}, found {sorted(inputs) or 'none'}")
-        if (given[name].ndim, rank, len(logprobs)) == (0, 1, 1):  # one value that came without a shape
-            given[name] = given[name].reshape(1)
         if given[name].ndim != rank:
             raise UserError(f"{name} has rank {given[name].ndim}, expected {rank}, as the loss declares")
     return [given[name] for name, _ in loss.inputs]

@@ -25,6 +25,7 @@ from skyrl_tinker.engine.gaps import Gaps
 from skyrl_tinker.engine.http_server import EngineHttpServer
 from skyrl_tinker.engine.intake import Intake
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
+from skyrl_tinker.engine.openai.openai_relay import OpenAIRelay
 from skyrl_tinker.engine.openai.openai_routes import OpenAIRoutes
 from skyrl_tinker.engine.openai.openai_server import OpenAIServer
 from skyrl_tinker.engine.outbox import Outbox
@@ -99,9 +100,9 @@ class Waiting:
             Gaps(store, self.bell, self.training, self.settings.timeouts.gap_s),
             self.settings.timeouts.request_s,
         )
-        openai = OpenAIServer(
-            store, samplers, cast(Any, None), FACTS, lambda: ChatAbilities(frozenset()), self.sampler, metrics
-        )
+        none: Any = None
+        relay = OpenAIRelay(store, samplers, none, FACTS.name, self.sampler, metrics)
+        openai = OpenAIServer(samplers, none, FACTS, lambda: ChatAbilities(frozenset()), self.sampler, relay)
         routes = OpenAIRoutes(store, [openai], metrics)
         self.gateway = EngineHttpServer(
             Directories(self.settings).engine_socket,

@@ -16,6 +16,7 @@ from skyrl_tinker.domain.values import WeightVersion
 from skyrl_tinker.engine.colocation.placement import SEPARATE
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.engine.openai.grammar_turns import GrammarTurns
+from skyrl_tinker.engine.openai.openai_relay import OpenAIRelay
 from skyrl_tinker.engine.openai.openai_server import OpenAIServer
 from skyrl_tinker.engine.sampler.affinity import Affinity
 from skyrl_tinker.engine.scheduling.priorities import Priorities
@@ -125,7 +126,8 @@ class World:
         store: Any = SimpleNamespace(write=AsyncMock())
         driver: Any = SimpleNamespace(turn=turn, arriving=nullcontext)
         none: Any = None
-        self.server = OpenAIServer(store, self.samplers, self.fleet, FACTS, none, driver, Metrics())
+        relay = OpenAIRelay(store, self.samplers, self.fleet, FACTS.name, driver, Metrics())
+        self.server = OpenAIServer(self.samplers, self.fleet, FACTS, none, driver, relay)
         self.server._abilities = ChatAbilities(frozenset())
 
     def ask(self, owner: OwnerId, schema: str | None = None, **fields: Any) -> asyncio.Task[Any]:

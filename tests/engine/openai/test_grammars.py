@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_tinker.engine.openai.openai_server import OpenAIServer, _OpenAICall
+from skyrl_tinker.engine.openai.openai_call import OpenAICall
+from skyrl_tinker.engine.openai.openai_relay import OpenAIRelay
 from skyrl_tinker.engine.sampler.fleet import ATTEMPTS
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError, SamplerError, SkyrlTinkerError
@@ -45,12 +46,12 @@ class Refusing:
         yield pieces()
 
 
-async def answered(server: OpenAIServer, call: _OpenAICall) -> None:
+async def answered(relay: OpenAIRelay, call: OpenAICall) -> None:
     if not call.request.stream:
-        await server._send(call, 0)
+        await relay._send(call, 0)
         return
     async with AsyncExitStack() as upstream:
-        async for _ in await server._open(call, 0, upstream):
+        async for _ in await relay._open(call, 0, upstream):
             """Read it to its end."""
 
 
@@ -61,12 +62,12 @@ async def failure(error: tuple[int, str], chunks: int = 0, **fields: Any) -> Sky
     affinity = SimpleNamespace(key=lambda *_: nullcontext("key"))
     samplers: Any = SimpleNamespace(leases=leases, affinity=affinity)
     fleet: Any = SimpleNamespace(client=SimpleNamespace(data=Refusing(error, chunks)))
-    server = OpenAIServer(none, samplers, fleet, FACTS, none, none, Metrics())
+    relay = OpenAIRelay(none, samplers, fleet, FACTS.name, none, Metrics())
     body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], **fields}
     request = parse_openai(ChatCompletionRequest, body)
-    call = _OpenAICall(request, None, None, [1], {"max_tokens": 1}, lambda answer: answer)
+    call = OpenAICall(request, None, None, [1], {"max_tokens": 1}, lambda answer: answer)
     with pytest.raises(SkyrlTinkerError) as raised:
-        await answered(server, call)
+        await answered(relay, call)
     return raised.value
 
 
@@ -108,9 +109,9 @@ async def test_no_third_sampler_is_lost_with_a_grammar() -> None:
         tried.append(attempts)
 
     fleet: Any = SimpleNamespace(with_retry=with_retry)
-    server = OpenAIServer(none, none, fleet, FACTS, none, none, Metrics())
+    relay = OpenAIRelay(none, none, fleet, FACTS.name, none, Metrics())
     for fields in ({"response_format": FORMAT}, {}):
         asked = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], **fields}
         request = parse_openai(ChatCompletionRequest, asked)
-        await server._with_retry(_OpenAICall(request, None, None, [1], {}, none), none)
+        await relay.with_retry(OpenAICall(request, None, None, [1], {}, none), none)
     assert tried == [2, ATTEMPTS]

@@ -11,9 +11,11 @@ import pytest
 from skyrl_tinker.domain.ids import CheckpointKind, OwnerId
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
+from skyrl_tinker.engine.openai.openai_call import OpenAICall
+from skyrl_tinker.engine.openai.openai_relay import OpenAIRelay
 from skyrl_tinker.engine.openai.openai_requests import LONGEST_TOKEN
 from skyrl_tinker.engine.openai.openai_routes import OpenAIRoutes
-from skyrl_tinker.engine.openai.openai_server import OpenAIServer, _OpenAICall
+from skyrl_tinker.engine.openai.openai_server import OpenAIServer
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.scheduling.priorities import Priorities
 from skyrl_tinker.engine.scheduling.slots import Concurrency
@@ -35,10 +37,15 @@ ARRIVING, TURNS = SimpleNamespace(arriving=nullcontext), SimpleNamespace(turn=la
 NONE: Any = None
 
 
+def relay_of(store: Store, samplers: Any, driver: Any) -> OpenAIRelay:
+    return OpenAIRelay(store, samplers, NONE, STUDENT.name, driver, Metrics())
+
+
 def server_of(
     store: Store, samplers: Any = None, driver: Any = None, facts: BaseModelFacts = STUDENT
 ) -> OpenAIServer:
-    server = OpenAIServer(store, samplers, NONE, facts, NONE, driver, Metrics())
+    relay = relay_of(store, samplers, driver)
+    server = OpenAIServer(samplers, NONE, facts, NONE, driver, relay)
     server._abilities = ChatAbilities(frozenset())
     return server
 
@@ -126,8 +133,8 @@ async def test_a_request_that_waits_for_samplers_is_seen_in_the_queue_once(
     driver = SamplerDriver(store, samplers, NONE, Concurrency(1, 1), Metrics())
     server = server_of(store, samplers, driver)
 
-    async def prepare(*_: object) -> _OpenAICall:
-        return _OpenAICall(REQUEST, None, None, [1], {"max_tokens": 1}, NONE)
+    async def prepare(*_: object) -> OpenAICall:
+        return OpenAICall(REQUEST, None, None, [1], {"max_tokens": 1}, NONE)
 
     monkeypatch.setattr(server, "_prepare", prepare)
     samplers.gate.close("they are being started")
@@ -156,20 +163,19 @@ async def test_a_text_that_no_context_holds_is_refused_also_before_the_samplers_
 
 async def test_a_request_counts_for_its_owner_in_the_sampler(store: Store) -> None:
     """As a sample does: beside a large request, another owner's comes before the next of the first."""
-    server = server_of(store, SimpleNamespace(priorities=Priorities()), TURNS)
+    relay = relay_of(store, SimpleNamespace(priorities=Priorities()), TURNS)
     first, other = (
-        _OpenAICall(REQUEST, owner, None, [1000], {"max_tokens": 3000}, NONE)
-        for owner in map(OwnerId, (1, 2))
+        OpenAICall(REQUEST, owner, None, [1000], {"max_tokens": 3000}, NONE) for owner in map(OwnerId, (1, 2))
     )
-    async with server._turn(first) as earliest, server._turn(first) as next_one, server._turn(other) as small:
+    async with relay._turn(first) as earliest, relay._turn(first) as next_one, relay._turn(other) as small:
         assert (earliest, next_one, small) == (0, 4000, 0)
 
 
 async def test_all_sequences_of_a_request_are_behind_small_requests_of_others(store: Store) -> None:
     """The sampler gets one priority for all of them."""
-    server = server_of(store, SimpleNamespace(priorities=Priorities()), TURNS)
+    relay = relay_of(store, SimpleNamespace(priorities=Priorities()), TURNS)
     many = CompletionRequest(model="student", prompt=["a", "a"], n=4)
-    wide = _OpenAICall(many, OwnerId(1), None, [1000, 1000], {"max_tokens": 3000}, NONE)
-    small = _OpenAICall(REQUEST, OwnerId(2), None, [3], {"max_tokens": 3}, NONE)
-    async with server._turn(wide) as last, server._turn(small) as first, server._turn(small) as second:
+    wide = OpenAICall(many, OwnerId(1), None, [1000, 1000], {"max_tokens": 3000}, NONE)
+    small = OpenAICall(REQUEST, OwnerId(2), None, [3], {"max_tokens": 3}, NONE)
+    async with relay._turn(wide) as last, relay._turn(small) as first, relay._turn(small) as second:
         assert (last, first, second) == (26_000 - 26_000 // 8, 0, 6)

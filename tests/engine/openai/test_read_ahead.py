@@ -6,7 +6,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from skyrl_tinker.engine.openai.openai_server import Chunk, _read_ahead
+from skyrl_tinker.engine.openai.openai_call import Chunk
+from skyrl_tinker.engine.openai.openai_relay import _read_ahead
 from skyrl_tinker.errors import SamplerError
 
 CHUNKS: list[Chunk] = [{"id": "one"}, {"id": "two"}]

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_tinker.engine.openai.openai_server import Chunk, _chunks
+from skyrl_tinker.engine.openai.openai_call import Chunk
+from skyrl_tinker.engine.openai.openai_relay import _chunks
 from skyrl_tinker.errors import NotFoundError, SamplerError, UserError
 from skyrl_tinker.inference.vllm.vllm_dialect import VLLM
 

@@ -81,11 +81,11 @@ class Keeper(SnapshotKeeper):
         nothing, recovery = cast(Any, None), Recovery(replay_s=replay_s, snapshot_share=0.99)
         super().__init__(nothing, cast(Any, ranks), cast(Any, ranks), root, _keep, LOCAL_DISK, recovery)
         self._numbers = itertools.count(1)
-        self.looks = self._progress = Looks()
+        self.looks = self.work.by_model = Looks()
 
     def run(self, keys: list[ModelKey], effect: Effect | None, seconds: float = 0.1) -> None:
         rows = [self.row(key) for key in keys]
-        self.note(rows, {row.id: effect for row in rows}, seconds)
+        self.work.note(rows, {row.id: effect for row in rows}, seconds)
 
     def row(self, key: ModelKey, kind: RequestKind = RequestKind.OPTIM_STEP) -> QueuedRow:
         number = next(self._numbers)
@@ -94,8 +94,8 @@ class Keeper(SnapshotKeeper):
     def summed(self) -> float:
         """Seconds of a replay, by a look at all models."""
         return sum(
-            self.of_model.mean_s + each.requests * self.of_request.mean_s + each.ranks_ns / 1e9
-            for each in self._progress.values()
+            self.work.of_model.mean_s + each.requests * self.work.of_request.mean_s + each.ranks_ns / 1e9
+            for each in self.work.by_model.values()
             if each.requests
         )
 
@@ -121,7 +121,7 @@ async def replayed(history: list[tuple[str, Any, Any]], root: Path) -> None:
         if what == "run":
             keeper.run(which, effect, 0.1 * number)
         elif what == "read":
-            keeper.crowded([keeper.row(which, RequestKind.FORWARD)])
+            keeper.work.crowded([keeper.row(which, RequestKind.FORWARD)])
         elif what == "load":
             keeper.loaded(which, SnapshotRow(number, "", optimizer=True))
         elif what == "pause":
@@ -135,9 +135,9 @@ async def replayed(history: list[tuple[str, Any, Any]], root: Path) -> None:
             ranks.fails = what == "fail"
             ranks.go_on.set()
             await keeper.stored()
-        work = keeper._progress.values()
-        assert keeper._all.ranks_ns == sum(each.ranks_ns for each in work)
-        assert keeper.replay_seconds == pytest.approx(keeper.summed())
+        work = keeper.work.by_model.values()
+        assert keeper.work._all.ranks_ns == sum(each.ranks_ns for each in work)
+        assert keeper.work.replay_seconds == pytest.approx(keeper.summed())
     ranks.go_on.set()
     await keeper.stored()
 

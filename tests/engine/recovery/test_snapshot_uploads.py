@@ -92,10 +92,10 @@ async def test_what_was_stored_after_a_replay_is_not_stored_again(
     stored.workers.broken = DEAD
     stored.driver.wake()
     await stored.until(lambda: stored.ready)
-    assert stored.driver._snapshots.replay_seconds > 0
+    assert stored.driver._snapshots.work.replay_seconds > 0
     hanging.back.set()
     await stored.until(lambda: stored.driver._snapshots.taken)
-    assert stored.driver._snapshots.replay_seconds == 0
+    assert stored.driver._snapshots.work.replay_seconds == 0
 
 
 @pytest.mark.parametrize("replays", [False, True])
@@ -116,7 +116,7 @@ async def test_work_whose_snapshot_could_not_be_stored_counts_once(
     await stored.until(lambda: stored.ready)
     hanging.back.set()
     await stored_all(stored)
-    (work,) = stored.driver._snapshots._progress.values()
+    (work,) = stored.driver._snapshots.work.by_model.values()
     assert work.requests == 6
     assert not list((stored.root.parent / "snapshots").glob("*/*"))
 

@@ -81,7 +81,7 @@ async def saved(store: Store, directory: Path) -> str:
 
 def openai_routes(store: Store, storage: CheckpointStorage) -> OpenAIRoutes:
     nothing, driver = cast(Any, None), cast(Any, SimpleNamespace(arriving=nullcontext))
-    server = OpenAIServer(store, samplers_of(storage), nothing, FACTS, nothing, driver, Metrics())
+    server = OpenAIServer(samplers_of(storage), nothing, FACTS, nothing, driver, nothing)
     server._abilities = ChatAbilities(frozenset())
     return OpenAIRoutes(store, [server], Metrics())
 

@@ -59,6 +59,9 @@ async def test_training_is_listed_once_for_all_who_ask(world: World, monkeypatch
             seen.now += EVERY_S
             driver.view()
             assert seen.calls == 2
+            patch.setattr(driver.requests, "paused", "it is restarted")
+            driver.view()
+            assert seen.calls == 3, "what was put back would count as running"
 
 
 async def test_samples_are_listed_once_for_all_who_ask(

@@ -22,6 +22,7 @@ from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.colocation.placement import Separate
 from skyrl_tinker.engine.recovery import leftovers, parking, snapshot_keeper
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
+from skyrl_tinker.engine.recovery.unkept_work import MeanCost
 from skyrl_tinker.engine.trainer import model_returns, replay, trainer_driver, unit_execution
 from skyrl_tinker.errors import (
     SEND_AGAIN,
@@ -580,7 +581,7 @@ async def test_what_a_replay_takes_is_known_from_the_last_ones(world: World) -> 
         await train(world, model, 1, 1)
     after = world.new_engine()
     await after.until(lambda: after.ready)
-    before, found = world.driver._snapshots, after.driver._snapshots
+    before, found = world.driver._snapshots.work, after.driver._snapshots.work
     assert found.of_model.times - before.of_model.times == 2
     assert found.of_request.times - before.of_request.times == 6
     assert found.of_model.seconds > before.of_model.seconds
@@ -648,7 +649,7 @@ async def test_a_disk_that_cannot_list_older_snapshots_keeps_the_new_one(
 
 
 def test_what_was_waited_for_in_one_replay_does_not_make_all_later_ones_dear() -> None:
-    cost = snapshot_keeper.MeanCost(2.0, 100)
+    cost = MeanCost(2.0, 100)
     cost.note(3600.0, 20)
     assert cost.mean_s == pytest.approx(0.05)
 
@@ -695,7 +696,7 @@ async def test_a_checkpoint_that_was_loaded_may_be_deleted(world: World) -> None
     await train(world, model, 5, 1)
     body = LoadWeightsBody(f"tinker://{model}/weights/kept", optimizer=True).to_bytes()
     await all_done(world, await journal.submit(world.store, model, 8, RequestKind.LOAD_WEIGHTS, body))
-    assert world.driver._snapshots.replay_seconds == 0.0, "it sleeps, after a death"
+    assert world.driver._snapshots.work.replay_seconds == 0.0, "it sleeps, after a death"
     await train(world, model, 9, 1)
     await asyncio.to_thread(shutil.rmtree, world.root)
     after = world.new_engine()

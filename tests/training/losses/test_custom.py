@@ -193,14 +193,6 @@ def test_data_that_do_not_fit_are_named(case: str) -> None:
         compute(loss, [(draw(4), own)])
 
 
-def test_one_value_without_a_shape_weighs_the_only_token() -> None:
-    loss, logprobs = upload(negative_likelihood, logprobs=1, weights=1), draw(1)
-    shaped, plain = (
-        compute(loss, [(logprobs, {"weights": each})]) for each in (torch.ones(1), torch.tensor(1.0))
-    )
-    assert shaped[0] == plain[0]
-
-
 def test_targets_of_another_rank_are_refused() -> None:
     with pytest.raises(UserError, match="logprobs has rank 2, expected 1"):
         compute(upload(negative_likelihood, logprobs=1, weights=1), [(draw(4, 2), {"weights": draw(4)})])
