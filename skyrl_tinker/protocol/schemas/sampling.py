@@ -16,6 +16,7 @@ from skyrl_tinker.protocol.schemas.base import (
     StrictMessage,
     StrictRequest,
     Text,
+    WideInt,
 )
 
 MAX_STOPS = 1024
@@ -28,7 +29,7 @@ TopK = Annotated[
     Field(ge=-1, le=MAX_INT32, description="-1 or 0: no limit"),
     AfterValidator(lambda top_k: top_k or -1),
 ]
-Seed = Annotated[StrictInt, AfterValidator(lambda seed: seed % SEEDS)]
+Seed = Annotated[WideInt, AfterValidator(lambda seed: seed % SEEDS)]
 """Of up to 64 bits, signed ones too: taken modulo 2^63, so that -1 is 2^63 - 1."""
 TEXT = "encoded_text"
 """The kind of chunk that holds tokens."""
