@@ -31,6 +31,8 @@ T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
 """List of a request. Only its first wrong item is reported: a million would take gigabytes."""
 StrictInt = Annotated[int, Strict()]
+StrictFloat = Annotated[float, Strict()]
+"""Number, also a whole one; true is none."""
 WideInt = Annotated[int, Strict(), Field(ge=MIN_JSON_INT, le=MAX_JSON_INT)]
 """Of 64 bits, with a sign or without."""
 TrainingSeqId = Annotated[int, Strict(), Field(ge=1, le=MAX_INT32)]

@@ -12,6 +12,7 @@ from skyrl_tinker.protocol.schemas.base import (
     Message,
     SampleSeqId,
     SessionSeqId,
+    StrictFloat,
     StrictInt,
     StrictMessage,
     StrictRequest,
@@ -22,8 +23,8 @@ from skyrl_tinker.protocol.schemas.base import (
 MAX_STOPS = 1024
 """Most stop strings or tokens: the sampler looks for each of them after every token."""
 MaxTokens = Annotated[StrictInt, Field(ge=1)]
-Temperature = Annotated[float, Field(ge=0, le=2)]
-TopP = Annotated[float, Field(gt=0, le=1)]
+Temperature = Annotated[StrictFloat, Field(ge=0, le=2)]
+TopP = Annotated[StrictFloat, Field(gt=0, le=1)]
 TopK = Annotated[
     StrictInt,
     Field(ge=-1, le=MAX_INT32, description="-1 or 0: no limit"),

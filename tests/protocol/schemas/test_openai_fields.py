@@ -158,6 +158,8 @@ def test_an_answer_can_be_sent_back_as_the_sdk_dumps_it() -> None:
         ("separate_reasoning", "yes"),
         ("top_k", -2),
         ("top_k", 1.5),
+        ("presence_penalty", True),
+        ("frequency_penalty", "1"),
         ("chat_template_kwargs", {"add_generation_prompt": False}),
         ("chat_template_kwargs", [1]),
         ("chat_template_kwargs", {"a": [2**64]}),

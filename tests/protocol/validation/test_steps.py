@@ -90,6 +90,7 @@ def test_an_optim_step_of_the_sdk_arrives_as_it_was_built() -> None:
         ({"eps": 0.0}, "adam_params.eps is 0.0, expected a finite number >= 1e-37"),
         ({"weight_decay": -1}, "adam_params.weight_decay is -1"),
         ({"grad_clip_norm": -1}, "adam_params.grad_clip_norm is -1"),
+        ({"type": "dimuon"}, "adam_params.type is 'dimuon', expected 'adamw' or none"),
         ({"lr": 1}, "adam_params has the unknown key 'lr', expected learning_rate, beta1"),
         (None, "adam_params and optimizer_params are both missing"),
     ],
