@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from skyrl_tinker.errors import UserError
 
 SUFFIX = ".age"
+PARTIAL = ".age.tmp"
+"""Name of a file that is being encrypted, which a later try replaces."""
 FIELD = "age_encryption_recipients"
 MAX_RECIPIENTS = 100
 _EXPECTED = "an age public key ('age1...') or an SSH public key ('ssh-ed25519 ...', 'ssh-rsa ...')"
@@ -29,16 +31,37 @@ def encrypt(file: Path, recipients: Sequence[str]) -> Path:
     Raises OSError.
     """
     pyrage = _pyrage()
-    encrypted = file.with_name(file.name + SUFFIX)
+    encrypted, partial = file.with_name(file.name + SUFFIX), file.with_name(PARTIAL)
     readers = [_recipient(FIELD, text) for text in recipients]
-    try:
-        # Not encrypt_file: it holds the GIL until it ends, and does not report that its last write failed.
-        with file.open("rb") as plain, encrypted.open("wb") as out:
-            pyrage.encrypt_io(plain, out, readers)
-    except pyrage.EncryptError as error:  # the recipients are valid, so the disk failed
-        raise OSError(f"{file.name} could not be encrypted: {error}") from error
+    with file.open("rb") as plain, partial.open("wb") as out:
+        written = _Written(out)
+        try:  # not encrypt_file, which holds the GIL until it ends
+            pyrage.encrypt_io(plain, written, readers)
+        except pyrage.EncryptError as error:  # the recipients are valid, so the disk failed
+            raise written.error or OSError(f"{file.name} could not be encrypted: {error}") from error
+        if written.error is not None:  # of the last write
+            raise written.error
+    partial.rename(encrypted)
     file.unlink()
     return encrypted
+
+
+class _Written:
+    """File that keeps the error of a write: pyrage tells only its text, and nothing of the last one."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self._out = out
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._out.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._out.flush()
 
 
 def _recipient(field: str, text: str) -> Any:

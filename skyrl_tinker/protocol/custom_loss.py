@@ -47,10 +47,10 @@ def check_custom_loss(request: CreateCustomLossRequest) -> CustomLoss:
         inputs=tuple((item.name, item.rank) for item in request.inputs),
         nodes=tuple(node.model_dump(by_alias=True) for node in nodes),
     )
+    _check_nodes(nodes, [item.name for item in request.inputs])
     size = len(orjson.dumps(loss.nodes))
     if size > MAX_BYTES:
         raise UserError(f"graph.nodes takes {size} bytes of JSON, expected at most {MAX_BYTES}")
-    _check_nodes(nodes, [item.name for item in request.inputs])
     return loss
 
 

@@ -1,6 +1,7 @@
 """Stored forms of samples, and of training requests other than forward_backward: canonical JSON."""
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
@@ -11,7 +12,6 @@ from pydantic import TypeAdapter
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.samples import SampleRequest
 from skyrl_tinker.domain.values import AdamParams, DimuonParams
-from skyrl_tinker.errors import UserError
 
 _NOT_COMPARED = ("type", "sampling_session_seq_id")
 _SAMPLE = TypeAdapter(SampleRequest)
@@ -99,16 +99,14 @@ def payload_digest(kind: RequestKind, payload: Mapping[str, Any]) -> bytes:
     """Return the dedupe digest of a JSON request, valid or not. Null equals absent.
 
     Left out are `type`, and `sampling_session_seq_id`, which changes when an ephemeral save is retried.
-
-    Raises UserError for a payload that has no JSON form.
     """
     compared = {
         key: value for key, value in payload.items() if value is not None and key not in _NOT_COMPARED
     }
     try:
         canonical = orjson.dumps([kind, compared], option=orjson.OPT_SORT_KEYS)
-    except orjson.JSONEncodeError as error:
-        raise UserError(f"the body is not JSON: {error}") from error
+    except orjson.JSONEncodeError:  # an integer of more than 64 bits
+        canonical = json.dumps([kind, compared], sort_keys=True).encode()
     return hashlib.sha256(canonical).digest()
 
 

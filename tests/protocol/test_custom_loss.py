@@ -164,6 +164,7 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "a slice of two": ({"slice": [1, 2]}, "expected ref, tuple"),
     "text": ("__import__('os')", "no text but"),
     "a huge integer": (2**63, "64 bits"),
+    "an integer that no JSON writer takes": (2**70, "1180591620717411303424, expected an integer of 64 bits"),
     "nesting": (nested(50), "nested at most 6 deep"),
     "very many values": ([1] * 300, "at most 256 values"),
 }
@@ -198,7 +199,7 @@ GRAPHS: dict[str, tuple[Json, str]] = {
     "nothing": (request(), "0 nodes"),
     "very many nodes": (with_call(*(call(f"n{i}", "torch.exp", L) for i in range(1000))), "1003 nodes"),
     "very many bytes": (
-        with_call(*(call("n" * 120 + str(i), "torch.clamp", [1.234567] * 200) for i in range(300))),
+        with_call(EXP, *(call("n" * 120 + str(i), "torch.clamp", [1.234567] * 200) for i in range(300))),
         f"at most {MAX_BYTES}",
     ),
     "a missing placeholder": (

@@ -1,5 +1,6 @@
 """Request bodies, read and checked; large ones are parsed off the event loop."""
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -27,6 +28,9 @@ MAX_OBJECTS = 100_000
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # possessive: no memory for each escape
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
+_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
+_LONG = b"0" * 19
+"""Digits of the shortest integer that may need more than 64 bits; a fraction may have as many."""
 
 
 def parse_json(body: bytes) -> object:
@@ -90,11 +94,24 @@ def require_metadata(limits: KeyLimits, payload: Mapping[str, Any]) -> None:
     Raises KeyLimitError.
     """
     given = (payload[name] for name in _DESCRIPTIVE if payload.get(name) is not None)
-    limits.require_metadata(sum(len(orjson.dumps(value)) for value in given))
+    limits.require_metadata(sum(map(_size, given)))
 
 
-def json_object(body: bytes) -> Mapping[str, Any]:
+def _size(value: object) -> int:
+    try:
+        return len(orjson.dumps(value))
+    except orjson.JSONEncodeError:  # an integer of more than 64 bits, which validation refuses by name
+        return 0
+
+
+def json_object(body: bytes, *, exact: bool = True) -> Mapping[str, Any]:
+    """Parse the body as `parse_json`. `exact`: integers of more than 64 bits, too, which else are floats.
+
+    UserError if it is no object.
+    """
     value = parse_json(body)
+    if exact and _LONG in body.translate(_DIGITS):
+        value = json.loads(body)
     if not isinstance(value, dict):
         raise UserError(f"request body: found {type(value).__name__}, expected a JSON object")
     return value

@@ -75,7 +75,8 @@ def _decode(body: bytes, protobuf: bool, refused: str | None) -> RawForwardBackw
         return _refused_pass(body, refused)
     if protobuf:
         return pass_requests.decode_forward_backward(body)
-    return pass_requests.decode_forward_backward_json(json_object(body))
+    # Its values are float32 or int64: nothing else is in a pass, and fractions have many digits.
+    return pass_requests.decode_forward_backward_json(json_object(body, exact=False))
 
 
 def _check_pass(raw: RawForwardBackward, limits: Limits | Failure) -> Submission:

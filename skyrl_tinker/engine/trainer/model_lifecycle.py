@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from sqlalchemy import Connection
@@ -33,6 +34,8 @@ from skyrl_tinker.training.trainer_group import TrainerGroup
 
 SESSION_OVER = Failure("the session of this model is finished; its training state is released", "user")
 UNLOADED = Failure("this model was unloaded, as its client asked (unload_model)", "user")
+PARKED_AT_ONCE = 64
+"""Most models in one commit, for which other writes wait."""
 _log = logging.getLogger(__name__)
 Start = Callable[[Coroutine[Any, Any, Any]], object]
 """Start work in the background."""
@@ -147,25 +150,29 @@ class ModelLifecycle:
 
     async def park(self, causes: Mapping[ModelKey, str]) -> None:
         """Close models that cannot be brought back now. The files for a later recovery are kept."""
+        again = "it is tried again when the server is started again"
+        told = {model: f"{without_paths(cause)}; {again}" for model, cause in causes.items()}
         for model, cause in causes.items():
             _log.error("model %s cannot be brought back: %s", model, cause)
-            again = "it is tried again when the server is started again"
-            await self._park(model, f"{without_paths(cause)}; {again}")
+            await self._drift_monitor.forget(model)
+            await self._trainer.release(model)
+            self._snapshots.pause(model)
+        for first in range(0, len(causes), PARKED_AT_ONCE):
+            await self._park(dict(islice(told.items(), first, first + PARKED_AT_ONCE)))
 
-    async def _park(self, model: ModelKey, cause: str) -> None:
-        await self._drift_monitor.forget(model)
-        await self._trainer.release(model)
-        self._snapshots.pause(model)
-        reason = await read_persistently(
-            self._store, lambda conn: parking.why_parked(conn, model_records.by_key(conn, model), cause)
-        )
-        failure = Failure(reason, "server")
-        self._close(model, failure)
-        pending = await read_persistently(self._store, lambda conn: queue.pending_of(conn, model))
-        failures = [(future_id, failure) for future_id in pending]  # including saves that had begun
-        park = partial(model_records.set_state, key=model, state=ModelState.PARKED, reason=reason)
-        await self._outbox.send(failures, park)
-        self._lanes.forget(model)
+    async def _park(self, causes: Mapping[ModelKey, str]) -> None:
+        """Park models in one commit: all may have to be, as those on a lost disk."""
+        failures = await persistently(lambda: self._store.fetch(partial(_why_parked, causes=causes)))
+        for model, failure in failures.items():
+            self._close(model, failure)
+        pending = await persistently(lambda: self._store.fetch(partial(_pending, failures=failures)))
+        ops = [
+            partial(model_records.set_state, key=model, state=ModelState.PARKED, reason=failure.message)
+            for model, failure in failures.items()
+        ]
+        await self._outbox.send(pending, *ops)
+        for model in failures:
+            self._lanes.forget(model)
 
     async def _release(self, model: ModelKey, failure: Failure) -> "asyncio.Future[None]":
         """Release a model; returns a future that is done once this is committed."""
@@ -203,6 +210,22 @@ def _resumed(conn: Connection, names: Collection[str]) -> dict[ModelKey, tuple[i
         model.key: (unit_records.next_seq(conn, model.key), unit_records.window_error(conn, model.key))
         for model in models
     }
+
+
+def _why_parked(conn: Connection, causes: Mapping[ModelKey, str]) -> dict[ModelKey, Failure]:
+    rows = {model: model_records.by_key(conn, model) for model in causes}
+    return {
+        model: Failure(parking.why_parked(conn, row, causes[model]), "server") for model, row in rows.items()
+    }
+
+
+def _pending(conn: Connection, failures: Mapping[ModelKey, Failure]) -> list[tuple[int, Failure]]:
+    """Return the failures of all requests of models that end, including saves that had begun."""
+    return [
+        (future_id, failure)
+        for model, failure in failures.items()
+        for future_id in queue.pending_of(conn, model)
+    ]
 
 
 def _rows(conn: Connection, models: Sequence[ModelKey]) -> list[ModelRow]:

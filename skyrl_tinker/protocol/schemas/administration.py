@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from skyrl_tinker.protocol.schemas.base import Message, StrictRequest, Text
+from skyrl_tinker.protocol.schemas.base import Message, StrictFloat, StrictRequest, Text
 
 MOST_S = 10 * 366 * 86400
 """Longest duration that a key may be given."""
@@ -54,14 +54,14 @@ class AdminResponse(Message):
 class CreateKeyRequest(StrictRequest):
     name: Text
     admin: bool = False
-    expires_in_s: float | None = Field(None, gt=0, le=MOST_S)
+    expires_in_s: StrictFloat | None = Field(None, gt=0, le=MOST_S)
 
 
 class RotateKeyRequest(StrictRequest):
     """`overlap_s`: how long the present secret stays valid. `expires_in_s` null: its expiry stays."""
 
-    overlap_s: float = Field(3600, ge=0, le=MOST_S)
-    expires_in_s: float | None = Field(None, gt=0, le=MOST_S)
+    overlap_s: StrictFloat = Field(3600, ge=0, le=MOST_S)
+    expires_in_s: StrictFloat | None = Field(None, gt=0, le=MOST_S)
 
 
 class AdoptRequest(StrictRequest):
@@ -79,7 +79,7 @@ class AdoptResponse(Message):
 class LimitKeyRequest(StrictRequest):
     """Limits by name: a number, "none", or "default" for that of all keys."""
 
-    limits: dict[str, float | Literal["none", "default"]] = Field(fail_fast=True)
+    limits: dict[str, StrictFloat | Literal["none", "default"]] = Field(fail_fast=True)
 
 
 class ChangeBaseRequest(StrictRequest):

@@ -24,11 +24,17 @@ from skyrl_tinker.errors import UserError
 
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
+MIN_JSON_INT, MAX_JSON_INT = -(2**63), 2**64 - 1
+"""Integers that are written as JSON exactly; readers of larger ones take the nearest float."""
 
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
 """List of a request. Only its first wrong item is reported: a million would take gigabytes."""
 StrictInt = Annotated[int, Strict()]
+StrictFloat = Annotated[float, Strict()]
+"""Number, also a whole one; true is none."""
+WideInt = Annotated[int, Strict(), Field(ge=MIN_JSON_INT, le=MAX_JSON_INT)]
+"""Of 64 bits, with a sign or without."""
 TrainingSeqId = Annotated[int, Strict(), Field(ge=1, le=MAX_INT32)]
 """Contiguous per model from 1; int32, as the protobuf requests carry it."""
 SessionSeqId = Annotated[int, Strict(), Field(ge=0, le=MAX_INT64)]
@@ -64,13 +70,33 @@ def _refuse_nul(value: T) -> T:
     return value
 
 
+def _long_integers(value: Any) -> Iterator[tuple[tuple[str | int, ...], int]]:
+    """Yield the integers of a JSON value that need more than 64 bits, each behind the keys to it."""
+    if isinstance(value, int) and not MIN_JSON_INT <= value <= MAX_JSON_INT:
+        yield (), value
+    elif isinstance(value, Mapping | list):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            for keys, number in _long_integers(item):
+                yield (key, *keys), number
+
+
+def _refuse_long_integers(value: T) -> T:
+    if wrong := next(_long_integers(value), None):
+        keys, number = wrong
+        where = shorten(".".join(map(str, keys)))
+        raise ValueError(f"{where} is {shorten(number)}, expected an integer from -2^63 to 2^64 - 1")
+    return value
+
+
 Text = Annotated[str, StringConstraints(max_length=512), AfterValidator(_refuse_nul)]
 """Name, path or id, which the database stores or compares, and lists repeat: PostgreSQL's has no NUL."""
 Strings = Annotated[dict[str, str], BeforeValidator(_as_strings)]
 """User metadata in answers, whatever JSON it was given as."""
 TextDict = Annotated[dict[str, str], Field(fail_fast=True), AfterValidator(_refuse_nul)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_refuse_long_integers)]
+"""Any JSON, which is stored or passed on: no integer in it becomes another number."""
 NullableDict = Annotated[
-    dict[str, Any],
+    JsonObject,
     BeforeValidator(lambda value: {} if value is None else value),
     AfterValidator(_refuse_nul),
 ]

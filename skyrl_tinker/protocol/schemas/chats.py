@@ -7,7 +7,7 @@ import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from skyrl_tinker.protocol.answer_schemas import check_schemas, require_read
-from skyrl_tinker.protocol.schemas.base import Items, StrictInt
+from skyrl_tinker.protocol.schemas.base import Items, JsonObject, StrictInt
 from skyrl_tinker.protocol.schemas.openai import (
     MAX_TOP_LOGPROBS,
     NEUTRAL,
@@ -77,7 +77,7 @@ class TextPart(OpenAIMessage):
 class FunctionDefinition(OpenAIMessage):
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments")
+    parameters: JsonObject | None = Field(None, description="JSON schema of the arguments")
     strict: StrictBool | None = Field(None, description="Sample arguments that fit the schema only")
 
 
@@ -91,7 +91,7 @@ class JsonSchema(OpenAIMessage):
 
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     description: str | None = None
-    of_answer: dict[str, Any] = Field(alias="schema")
+    of_answer: JsonObject = Field(alias="schema")
     strict: StrictBool | None = None
 
     @field_validator("of_answer")
@@ -177,7 +177,7 @@ class ChatCompletionRequest(OpenAIRequest):
     max_completion_tokens: MaxTokens | None = None
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_arguments)] | None = Field(
+    chat_template_kwargs: Annotated[JsonObject, BeforeValidator(_template_arguments)] | None = Field(
         None, description="Variables of the model's chat template"
     )
     tools: Annotated[Items[Tool], Field(max_length=MAX_TOOLS)] | None = Field(

@@ -5,13 +5,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict, StringConstraints
 
-from skyrl_tinker.protocol.schemas.base import MAX_INT64, Message, StrictMessage, StrictRequest, Strings, Text
+from skyrl_tinker.protocol.schemas.base import (
+    MAX_INT64,
+    Message,
+    StrictFloat,
+    StrictMessage,
+    StrictRequest,
+    Strings,
+    Text,
+)
 from skyrl_tinker.protocol.schemas.runs import Paging
 
 MOST_SEARCHED = 200
 MOST_REPORTED, MOST_NAME = 64, 128
 """Numbers in one report, and characters of their names."""
-Reported = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Reported = Annotated[StrictFloat, Field(allow_inf_nan=False)]
 ReportedName = Annotated[Text, StringConstraints(min_length=1, max_length=MOST_NAME)]
 
 

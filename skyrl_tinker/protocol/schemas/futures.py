@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from skyrl_tinker.errors import Category
-from skyrl_tinker.protocol.schemas.base import MAX_INT64, Items, Message, Text
+from skyrl_tinker.protocol.schemas.base import MAX_INT64, Items, Message, StrictFloat, Text
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
@@ -61,7 +61,7 @@ class RetrieveFuturesRequest(Message):
 
     target: FuturesTarget
     prev_cursor: Annotated[int, Field(ge=0, le=MAX_INT64)] = 0
-    timeout: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    timeout: Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)] | None = None
     retrieved_request_ids: Items[Text] = Field(default_factory=list)
 
 

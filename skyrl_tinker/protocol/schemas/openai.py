@@ -20,7 +20,7 @@ from pydantic import (
 
 from skyrl_tinker.domain.samples import generated
 from skyrl_tinker.errors import NotFoundError, SkyrlTinkerError, UserError
-from skyrl_tinker.protocol.schemas.base import MOST_PROBLEMS, Items, Message, StrictInt, describe
+from skyrl_tinker.protocol.schemas.base import MOST_PROBLEMS, Items, Message, StrictFloat, StrictInt, describe
 from skyrl_tinker.protocol.schemas.sampling import Seed, Temperature, TopK, TopP, check_stops
 
 MAX_CHOICES = 128
@@ -135,8 +135,8 @@ class OpenAIRequest(OpenAIMessage):
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] = 1
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    presence_penalty: StrictFloat = Field(0.0, ge=-2, le=2)
+    frequency_penalty: StrictFloat = Field(0.0, ge=-2, le=2)
     seed: Seed | None = None
     top_k: TopK = -1
     stop: Annotated[Stops, BeforeValidator(_stop, json_schema_input_type=str | int | Stops)] = Field(

@@ -12,23 +12,25 @@ from skyrl_tinker.protocol.schemas.base import (
     Message,
     SampleSeqId,
     SessionSeqId,
+    StrictFloat,
     StrictInt,
     StrictMessage,
     StrictRequest,
     Text,
+    WideInt,
 )
 
 MAX_STOPS = 1024
 """Most stop strings or tokens: the sampler looks for each of them after every token."""
 MaxTokens = Annotated[StrictInt, Field(ge=1)]
-Temperature = Annotated[float, Field(ge=0, le=2)]
-TopP = Annotated[float, Field(gt=0, le=1)]
+Temperature = Annotated[StrictFloat, Field(ge=0, le=2)]
+TopP = Annotated[StrictFloat, Field(gt=0, le=1)]
 TopK = Annotated[
     StrictInt,
     Field(ge=-1, le=MAX_INT32, description="-1 or 0: no limit"),
     AfterValidator(lambda top_k: top_k or -1),
 ]
-Seed = Annotated[StrictInt, AfterValidator(lambda seed: seed % SEEDS)]
+Seed = Annotated[WideInt, AfterValidator(lambda seed: seed % SEEDS)]
 """Of up to 64 bits, signed ones too: taken modulo 2^63, so that -1 is 2^63 - 1."""
 TEXT = "encoded_text"
 """The kind of chunk that holds tokens."""

@@ -15,6 +15,7 @@ from skyrl_tinker.protocol.schemas.base import (
     Text,
     TextDict,
     TrainingSeqId,
+    WideInt,
 )
 
 
@@ -31,7 +32,7 @@ class TrainingRequest(TrainingEnvelope, StrictRequest):
 
 class LoraConfig(StrictMessage):
     rank: StrictInt = 32
-    seed: StrictInt | None = None
+    seed: WideInt | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True

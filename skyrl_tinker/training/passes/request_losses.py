@@ -151,8 +151,12 @@ def _not_finite(
         finding = f"loss {float(values[cell])}, gradient {float(upstream[cell])}"
         place = _place(batch, segments, cell)
     else:  # one value per datum
-        index = int((~values.isfinite()).int().argmax())
-        finding, place = f"loss {float(values[index])}", f"datum {batch.datum[segments[index]]}"
+        gradients = upstream.split([math.prod(batch.shapes[segment]) for segment in segments])
+        sound = torch.stack([each.isfinite().all() for each in gradients]) & values.isfinite()
+        index = int((~sound).int().argmax())
+        cell = int((~gradients[index].isfinite()).int().argmax())
+        finding = f"loss {float(values[index])}, gradient {float(gradients[index][cell])}"
+        place = f"datum {batch.datum[segments[index]]}"
     return Failure(
         f"{place}: expected a finite {info.loss_fn} loss and gradient, found {finding}; "
         "the request left no gradients",

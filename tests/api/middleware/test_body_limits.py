@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import json
 import os
 import random
 import subprocess
@@ -22,7 +23,7 @@ from skyrl_tinker.api.middleware import arriving_body
 from skyrl_tinker.api.middleware.body_limits import BodyLimitMiddleware, BodyLimits
 from skyrl_tinker.api.middleware.byte_budget import ByteBudget, Share
 from skyrl_tinker.api.middleware.compression import decompress, most_expanded
-from skyrl_tinker.api.requests.request_body import MAX_ITEMS, MAX_OBJECTS, parse_json
+from skyrl_tinker.api.requests.request_body import MAX_ITEMS, MAX_OBJECTS, json_object, parse_json
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import TooLargeError, UserError
 from skyrl_tinker.protocol.protobuf.pass_results import PROTOBUF
@@ -136,6 +137,16 @@ def test_json_nests_up_to_64_levels() -> None:
             parse_json(nested)
     with pytest.raises(UserError, match="not valid JSON"):
         parse_json(b"[" * 100_000)
+
+
+def test_numbers_are_read_as_they_are() -> None:
+    """Long ones are read again, and no other value changes by that."""
+    text = rb'{"a": 18446744073709551616, "b": [0.00012345678901234567, -0.0, 1e20, "\n", null], "c\"": 1}'
+    assert json_object(text) == json.loads(text)
+    floats = json_object(text, exact=False)
+    assert (type(floats["a"]), floats["a"]) == (float, 2.0**64)
+    del floats["a"]
+    assert {**json_object(text), "a": 2**64} == {"a": 2**64, **floats}
 
 
 def test_escapes_in_strings_cost_no_memory() -> None:

@@ -161,6 +161,7 @@ async def test_limits_are_those_of_the_command_line(world: World, alice: str) ->
     assert answer["limits"] == (await keys(world))["alice"]["limits"] == {"stored_gb": 0.5, "stop_kb": None}
     for wrong, said in (
         ({"models": -1}, "models: Input should be greater than or equal to 0, found -1"),
+        ({"models": True}, "limits.models.float: Input should be a valid number, found True"),
         ({"speed": 1}, "found 'speed'"),
     ):
         assert said in (await ask(world, "PUT", path, {"limits": wrong}, status=400))["detail"]

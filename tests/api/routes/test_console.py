@@ -559,6 +559,7 @@ async def test_the_reward_of_a_report_is_known_by_its_name(
         (1, {"reward": True}, "values.reward"),
         (1, {"reward": None}, "values.reward"),
         (1, {"reward": 10**400}, "number is infinity"),
+        (2**64, {"reward": 1}, "step: Input should be less than or equal to 9223372036854775807, found 184"),
         (1, {"": 1.0}, "values"),
         (1, {"n" * 129: 1.0}, "values"),
         (1, {"a\0": 1.0}, "values"),

@@ -65,6 +65,15 @@ async def test_a_loss_that_is_not_allowed_fails_its_promise_by_name(world: World
     assert await world.ok("create_custom_loss", body) == accepted
 
 
+async def test_a_constant_that_would_become_a_float_fails_its_promise_by_name(world: World) -> None:
+    body = upload(await world.session())
+    node = next(node for node in body["graph"]["nodes"] if node["op"] == "call_method")
+    node["args"].append(2**64)
+    accepted = await world.ok("create_custom_loss", body)
+    failure = await world.failure(accepted["request_id"])
+    assert "found the argument 18446744073709551616, expected an integer of 64 bits" in failure
+
+
 @pytest.mark.parametrize(
     ("changes", "status", "message"),
     [

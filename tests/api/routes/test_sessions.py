@@ -122,6 +122,19 @@ async def test_a_nul_is_refused_by_the_name_of_its_field(
     assert answer.json()["detail"].startswith(rf"{field}: 'a\x00b' has the character NUL, expected text")
 
 
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**300])
+async def test_an_integer_that_would_become_a_float_is_refused_by_its_name(world: World, number: int) -> None:
+    """In metadata of any depth, which answers and searches would have in another form."""
+    metadata = {"a": 2**64 - 1, "b": {"c": [0, {"d": number}]}}
+    needed = {"session_id": await world.session(), "model_seq_id": 0, "base_model": BASE, "lora_config": {}}
+    for route in ("create_session", "create_model"):
+        body = (needed if route == "create_model" else {}) | {"user_metadata": metadata}
+        answer = await world.post(route, body)
+        detail = f"user_metadata: 'b.c.1.d' is {number}"[:60]
+        assert (answer.status_code, answer.json()["detail"][: len(detail)]) == (400, detail)
+        assert "expected an integer from -2^63 to 2^64 - 1" in answer.json()["detail"]
+
+
 @pytest.mark.parametrize("route", ["training_runs", "billing/usage/checkpoints/current", "console/runs"])
 async def test_a_nul_in_a_query_is_refused_by_the_name_of_its_field(world: World, route: str) -> None:
     name = "search" if route == "console/runs" else "project_id"

@@ -111,6 +111,8 @@ async def test_a_bad_pass_is_accepted_takes_its_seq_id_and_fails(world: World, c
         ({"adam_params": {"learning_rate": -1.0}}, "learning_rate"),
         ({"adam_params": {"learning_rate": "fast"}}, "learning_rate"),
         ({"adam_params": {"momentum": 0.9}}, "momentum"),
+        ({"adam_params": {"beta1": 2**64}}, "adam_params.beta1 is 18446744073709551616, expected a number"),
+        ({"adam_params": {"momentum": 2**64}}, "momentum"),
         ({"adam_params": None}, "adam_params"),
         ({"adam_params": 3}, "adam_params"),
         ({"learning_rate": 0.1}, "body has the unknown key 'learning_rate', expected"),

@@ -1,26 +1,37 @@
 """Exports: written while the model trains on, in turn with its other saves. The workers are scripted."""
 
+import asyncio
+import errno
+import itertools
 import json
+import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import orjson
+import pyrage
 import pytest
 
-from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, RequestKind
-from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.engine.saves import external_exports
-from skyrl_tinker.errors import StorageError
+from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelKey, RequestKind
+from skyrl_tinker.domain.manifest import FILE_NAME, read_manifest, verify_files
+from skyrl_tinker.domain.values import Failure, LoraSpec
+from skyrl_tinker.engine import outbox
+from skyrl_tinker.engine.saves import external_exports, save_flow
+from skyrl_tinker.engine.saves.external_exports import Export, complete_export, finish_export
+from skyrl_tinker.errors import StorageError, TrainerError
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.futures.record import Accepted
-from skyrl_tinker.system.off_loop import TRANSFER_THREADS
+from skyrl_tinker.system.off_loop import LOAD_THREADS, TRANSFER_THREADS, in_load_thread
 from tests.engine.support import journal
-from tests.engine.support.world import World
+from tests.engine.support.world import FACTS, World
 from tests.support.reads import reading
+from tests.support.scripted_trainer import CapturedExport
+from tests.support.waiting import PATIENCE_S
 
 EXTERNAL = CheckpointKind.EXTERNAL_WEIGHTS
 
@@ -78,6 +89,116 @@ async def test_however_much_is_exported_a_save_is_stored(world: World) -> None:
         go_on.set()
     for each in exported:
         assert (await world.done(each)).status is FutureStatus.DONE
+
+
+class HeldEnds:
+    """Ends of exports, which wait for `go_on`; `full` of them find no room on the disk."""
+
+    def __init__(self, world: World, full: int = 0) -> None:
+        self.begun = 0
+        self.go_on = threading.Event()
+        self._full = full
+        self._finish = external_exports.finish_export
+        world.patch.setattr(external_exports, "finish_export", self)
+        world.patch.setattr(save_flow, "RETRY_S", 0.01)
+        world.patch.setattr(outbox, "RETRY_S", 0.01)
+
+    def __call__(self, *args: Any) -> int:
+        self.begun += 1
+        number = self.begun
+        self.go_on.wait()
+        if number <= self._full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._finish(*args)
+
+
+async def test_however_much_one_owner_exports_a_load_finds_a_thread(world: World) -> None:
+    held, exported = HeldEnds(world), list[Accepted]()
+    try:
+        exported = [await export(world, await world.model(), 1) for _ in range(LOAD_THREADS)]
+        await world.until(lambda: world.workers.names().count("persist") == LOAD_THREADS)
+        await world.until(lambda: held.begun)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await in_load_thread(lambda: 7) == 7
+        assert held.begun == 1
+    finally:
+        held.go_on.set()
+    for each in exported:
+        assert (await world.done(each)).status is FutureStatus.DONE
+
+
+@pytest.mark.parametrize("full", [0, 2])
+async def test_ranks_that_die_come_back_though_an_export_is_not_finished(world: World, full: int) -> None:
+    """As where it is encrypted, or the disk is full: they are needed no more, whatever becomes of its end."""
+    held = HeldEnds(world, full)
+    model, other = await world.model(), await world.model()
+    exported = await export(world, model, 1)
+    await world.until(lambda: held.begun)
+    assert world.workers.held == []
+    world.workers.broken = TrainerError("rank 0 died")
+    try:
+        for each, seq_id in ((other, 1), (model, 2)):
+            step = await journal.submit_step(world.store, each, seq_id)
+            assert (await world.done(step)).status is FutureStatus.DONE
+        assert world.workers.restarts == 1
+    finally:
+        held.go_on.set()
+    assert (await world.done(exported)).status is FutureStatus.DONE
+    assert held.begun == 1 + full
+    assert [world.workers.names().count(what) for what in ("export", "persist")] == [1, 1]
+    row = await found(world, model)
+    assert row is not None
+    assert left(world) == [Path(row.directory)]
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def fail_once(patch: pytest.MonkeyPatch, of: Any, name: str, call: int) -> None:
+    """Have a call of a function find no room on the disk."""
+    original, calls = getattr(of, name), itertools.count(1)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == call:
+            raise FULL
+        return original(*args, **kwargs)
+
+    patch.setattr(of, name, called)
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "call"),
+    [
+        (Path, "open", 4),  # of the second file that is encrypted
+        (Path, "rename", 2),
+        (Path, "unlink", 2),
+        (external_exports, "_write_manifest", 1),
+        (external_exports, "publish", 1),
+    ],
+)
+def test_an_encrypted_export_is_finished_by_another_try_wherever_one_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: Any, name: str, call: int
+) -> None:
+    """As on a full disk: nothing is encrypted twice, and no part of a file is published."""
+    identity = pyrage.x25519.Identity.generate()
+    what = Export(FACTS, LoraSpec(8, 1), "float32", [str(identity.to_public())])
+    staging, directory = tmp_path / "staging", tmp_path / "directory"
+    staging.mkdir()
+    CapturedExport(ModelKey(1), [], 0, [], lambda _: None).write(staging)
+    written = complete_export(what, staging)
+    plain = {file.name: file.read_bytes() for file in staging.iterdir() if file.name != FILE_NAME}
+    with monkeypatch.context() as patch:
+        fail_once(patch, of, name, call)
+        with pytest.raises(OSError, match="No space left") as full:
+            finish_export(what, written, staging, directory)
+        assert full.value.errno == errno.ENOSPC
+        size = finish_export(what, written, staging, directory)
+    listed = read_manifest(directory)
+    verify_files(directory, listed, listed.files)
+    assert {file.name for file in directory.iterdir()} == {*listed.files, FILE_NAME}
+    assert size == sum(entry.size for entry in listed.files.values())
+    read = {file: pyrage.decrypt((directory / file).read_bytes(), [identity]) for file in listed.files}
+    assert {file.removesuffix(".age"): text for file, text in read.items()} == plain
 
 
 async def test_a_save_waits_for_the_export_before_it(world: World) -> None:

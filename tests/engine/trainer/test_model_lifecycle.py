@@ -105,6 +105,26 @@ def _is_released(row: ModelRow) -> bool:
     return row.state is ModelState.RELEASED
 
 
+async def test_models_that_cannot_come_back_are_parked_in_one_commit(world: World) -> None:
+    """A lost disk has all of them: a thousand commits would hold everybody up for seconds."""
+    models = [await world.model() for _ in range(3)]
+    keys = [await journal.key_of(world.store, model) for model in models]
+    waiting = [await journal.submit_pass(world.store, model, 2) for model in models]
+    await world.taken_in()
+    write, written = world.store.write, list[Any]()
+    world.patch.setattr(world.store, "write", lambda *args: written.append(args) or write(*args))
+    await world.driver._models.park({key: f"/srv/{key} is damaged" for key in keys})
+    assert len(written) == 1
+    for key, model, each in zip(keys, models, waiting, strict=True):
+        row = await journal.model_of(world.store, model)
+        assert row.state is ModelState.PARKED
+        assert f"…/{key} is damaged; it is tried again" in (row.state_reason or "")
+        assert await journal.error_of(world.store, each) == Failure(row.state_reason or "", "server")
+    late = await journal.submit_pass(world.store, models[0], 1)
+    assert (await world.done(late)).status is FutureStatus.FAILED
+    assert sorted(world.workers.asked("release")) == keys
+
+
 async def test_a_failed_creation_fails_what_waits_behind_it(world: World) -> None:
     world.workers.failing["create"] = UserError("no memory for another copy")
     accepted = await journal.submit_create(world.store, await journal.new_session(world.store))

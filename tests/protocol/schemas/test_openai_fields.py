@@ -158,8 +158,16 @@ def test_an_answer_can_be_sent_back_as_the_sdk_dumps_it() -> None:
         ("separate_reasoning", "yes"),
         ("top_k", -2),
         ("top_k", 1.5),
+        ("presence_penalty", True),
+        ("frequency_penalty", "1"),
         ("chat_template_kwargs", {"add_generation_prompt": False}),
         ("chat_template_kwargs", [1]),
+        ("chat_template_kwargs", {"a": [2**64]}),
+        ("tools", [{"function": {"name": "f", "parameters": {"const": 2**64}}}]),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [2**64]}}},
+        ),
     ],
 )
 def test_what_would_change_the_answer_is_refused_by_name(field: str, value: Any) -> None:

@@ -90,6 +90,7 @@ def test_an_optim_step_of_the_sdk_arrives_as_it_was_built() -> None:
         ({"eps": 0.0}, "adam_params.eps is 0.0, expected a finite number >= 1e-37"),
         ({"weight_decay": -1}, "adam_params.weight_decay is -1"),
         ({"grad_clip_norm": -1}, "adam_params.grad_clip_norm is -1"),
+        ({"type": "dimuon"}, "adam_params.type is 'dimuon', expected 'adamw' or none"),
         ({"lr": 1}, "adam_params has the unknown key 'lr', expected learning_rate, beta1"),
         (None, "adam_params and optimizer_params are both missing"),
     ],
@@ -168,7 +169,7 @@ def test_a_lora_config_keeps_its_fields() -> None:
     assert validate_lora_config(LoraConfig(rank=0, seed=5), LIMITS).rank == 0
 
 
-@pytest.mark.parametrize(("seed", "stored"), [(-1, 2**63 - 1), (2**63 + 4, 4), (2**200, 0)])
+@pytest.mark.parametrize(("seed", "stored"), [(-1, 2**63 - 1), (2**63 + 4, 4), (2**64 - 1, 2**63 - 1)])
 def test_lora_seeds_are_reduced_to_63_bits(seed: int, stored: int) -> None:
     assert validate_lora_config(LoraConfig(rank=1, seed=seed), LIMITS).seed == stored
 

@@ -1,5 +1,6 @@
 """Exports as others load them: by PEFT and by transformers, also through age."""
 
+import errno
 import json
 import shutil
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.manifest import read_manifest, verify_files
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
-from skyrl_tinker.engine.saves.external_exports import Export, finish_export
+from skyrl_tinker.engine.saves.external_exports import Export, complete_export, finish_export
 from skyrl_tinker.protocol import age_encryption
 from skyrl_tinker.training.worker import Worker
 from tests.support.peft_adapters import token_logprobs
@@ -61,7 +62,7 @@ def export(worker: Worker, spec: LoraSpec, directory: Path, recipients: Sequence
     worker.capture_export(KEY, 0, SHARD_BYTES)
     worker.write_state(0, str(scratch), str(staging))
     what = Export(facts(worker.spec.directory), spec, worker.spec.dtype, recipients)
-    return finish_export(what, staging, directory)
+    return finish_export(what, complete_export(what, staging), staging, directory)
 
 
 def logprobs(worker: Worker) -> np.ndarray:
@@ -177,12 +178,14 @@ def test_an_encrypted_export_has_nothing_that_can_be_read_and_any_recipient_decr
         assert_same(PeftModel.from_pretrained(model, str(plain)), worker)
 
 
-def test_a_disk_that_is_full_at_the_last_byte_is_told(tmp_path: Path) -> None:
-    """pyrage.encrypt_file says nothing then."""
+@pytest.mark.parametrize("size", [6, 30_000, 100_000])
+def test_a_disk_that_is_full_at_the_last_byte_is_told(tmp_path: Path, size: int) -> None:
+    """pyrage says nothing of its last write, which is the only one of a small file."""
     plain = tmp_path / "a"
-    plain.write_bytes(b"secret")
-    (tmp_path / "a.age").symlink_to("/dev/full")
+    plain.write_bytes(bytes(size))
+    (tmp_path / age_encryption.PARTIAL).symlink_to("/dev/full")
     recipient = str(pyrage.x25519.Identity.generate().to_public())
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(OSError, match="No space left on device") as full:
         age_encryption.encrypt(plain, [recipient])
+    assert full.value.errno == errno.ENOSPC
     assert plain.exists()

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -144,6 +146,21 @@ def test_a_request_that_has_failed_in_a_row_is_not_tried_in_later_ones(
     (failure,) = run_pass(worker, make_item(1, (first, second), "importance_sampling"))
     assert isinstance(failure, Failure)
     assert failure.message.startswith("datum 0, ")
+
+
+def test_of_a_custom_loss_the_datum_whose_gradient_is_not_finite_is_named(worker: Worker) -> None:
+    """Though every value is finite: the root of zero has no gradient."""
+    _with_models(worker, 1)
+    loss = upload(lambda logprobs, scale: ((logprobs * scale).sum().sqrt(), {}), logprobs=1, scale=0)
+    scales = [-1.0, -1.0, 0.0, -1.0]
+    data = tuple(
+        replace(datum, inputs={"scale": np.float32(scale)})
+        for datum, scale in zip(make_data((5, 9, 7, 4), 1, "custom"), scales, strict=True)
+    )
+    own = PassItem(RequestId("own"), ModelKey(1), data, "custom", {}, True, 0, loss)
+    (failure,) = run_pass(worker, own)
+    assert isinstance(failure, Failure)
+    assert failure.message.startswith("datum 2: expected a finite custom loss and gradient, found loss 0.0, ")
 
 
 def test_what_a_custom_loss_took_is_told(worker: Worker) -> None:
