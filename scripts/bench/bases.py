@@ -7,16 +7,16 @@ Servers of tiny models, one after another: each base model alone, the first besi
 sampled, both trained, and the second on demand. Two models of each base model train, all at once where there
 are two, and their losses are compared. Then, in turns, a model of the first trains and samples for as long as
 the second needs to come back: undisturbed, with the second's rank killed, and with the core of its sampler
-killed. On demand the second is started and stopped in turns, by the route of `skyrl-tinker bases`, beside
-such a first.
+killed. On demand the second is started and stopped in turns, by the route of `skyrl-tinker bases` and
+by a request, beside such a first.
 
 Ends by itself, with the default arguments within ten minutes. Prints, as its last line, one JSON object:
 bit_equal: losses beside another base model are those of a server of its own; ready_s and pss_mb: of each
 server, when it was ready and idle (MB of PSS); step_ms and sample_ms of the first base model (p50) while
 nothing is killed, the rank, the core; errors of its requests; back_s: from the kill until the second answers
 (p50); same: its logprobs are those of before. Of the one on demand: start_s and stop_s, from the order until
-it is ready, or has no process left; freed: share of its memory that is back then; starting_ms: steps of the
-first alone, and while the second starts.
+it is ready, or has no process left; freed: share of its memory that is back then; asked_s: from a request
+that finds it stopped until the answer; starting_ms: steps of the first alone, and while the second starts.
 """
 
 import json
@@ -197,6 +197,7 @@ def change(server: Serve, base_model: str, action: str, state: str) -> float:
 
 def on_demand(server: Serve, client: Client, second: str, turns: int) -> dict[str, Any]:
     first, sampler = client.new_lora(), client.base_sampler()
+    stopped = Client("", client.service, second).base_sampler()
     train(first, PROBE)
     found: defaultdict[str, list[float]] = defaultdict(list)
     steps_ms: defaultdict[str, list[float]] = defaultdict(list)
@@ -212,6 +213,11 @@ def on_demand(server: Serve, client: Client, second: str, turns: int) -> dict[st
         used = pss(server)
         found["stop_s"].append(change(server, second, "stop", "stopped"))
         found["freed"].append((used - pss(server)) / (used - before))
+        with busy(first, sampler):
+            began = time.monotonic()
+            stopped.compute_logprobs(prompt(PROBE)).result()
+            found["asked_s"].append(time.monotonic() - began)
+        change(server, second, "stop", "stopped")
     medians = {what: round(statistics.median(each), 2) for what, each in found.items()}
     return {
         **medians,

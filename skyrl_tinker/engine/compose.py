@@ -247,7 +247,9 @@ def make_tmpfs_spill(settings: Settings) -> TmpfsSpill:
     return TmpfsSpill(directories.ephemeral_dir, directories.overflow_dir, storage)
 
 
-def trainer_spec(settings: Settings, directories: Directories, facts: BaseModelFacts) -> TrainerSpec:
+def trainer_spec(
+    settings: Settings, directories: Directories, facts: BaseModelFacts, start_niceness: int
+) -> TrainerSpec:
     return TrainerSpec(
         directory=facts.directory,
         ranks=settings.trainer_ranks,
@@ -258,6 +260,7 @@ def trainer_spec(settings: Settings, directories: Directories, facts: BaseModelF
         resident_models=settings.resident_models,
         gradient_checkpointing=settings.gradient_checkpointing,
         network_interface=settings.network_interface,
+        start_niceness=start_niceness,
         expandable_segments=backend_of(_transport_name(settings)) != "ipc",
         memory_root=str(directories.ephemeral_dir),
     )

@@ -265,8 +265,8 @@ def require_resumable(row: CheckpointRow, *, optimizer: bool, max_lora_rank: int
         raise UserError(f"{row.path} is of kind {row.kind}, expected weights (made by save_weights)")
     if row.spec.rank > max_lora_rank:
         raise UserError(
-            f"{row.path} has LoRA rank {row.spec.rank}, "
-            f"expected at most {max_lora_rank} (the server's setting max_lora_rank)"
+            f"{row.path} has LoRA rank {row.spec.rank}, expected at most {max_lora_rank} "
+            f"(the setting max_lora_rank of base model {row.base_model})"
         )
     if optimizer and not row.has_optimizer:
         raise UserError(

@@ -8,15 +8,18 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.system.atomic_directory import write_file
 
+T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05
@@ -65,6 +68,18 @@ def return_freed_memory() -> None:
     if hasattr(_LIBC, "mallopt"):
         for parameter, value in _ONE_HEAP.items():
             _LIBC.mallopt(parameter, value)
+
+
+def run_nicely(work: Callable[[], T], niceness: int) -> T:
+    """Return `work()`, run in a thread of so much more niceness, which the threads that it starts inherit.
+
+    Linux has one for each thread (sched(7)), and without a privilege none goes down again: the threads that
+    there are keep theirs.
+    """
+    if not niceness:
+        return work()
+    with ThreadPoolExecutor(1, "nice", os.nice, (niceness,)) as thread:
+        return thread.submit(work).result()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from skyrl_tinker.errors import (
     TrainerError,
     UserError,
 )
-from skyrl_tinker.system.processes import gc_paused
+from skyrl_tinker.system.processes import gc_paused, run_nicely
 from skyrl_tinker.training.rank_placement import RankPlacement
 from skyrl_tinker.training.trainer_spec import TrainerSpec
 
@@ -57,11 +57,9 @@ class RankProcess:
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
         os.environ |= allocator_settings(spec, os.environ)
-        with gc_paused():  # torch belongs to this process, not to the engine's
-            from skyrl_tinker.training.worker import Worker
-
+        worker_class = run_nicely(import_worker, spec.start_niceness)
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        self._worker = Worker(spec, rank, address)
+        self._worker = worker_class(spec, rank, address)
         self._rank = rank
         self._sender: Any = None
 
@@ -91,6 +89,13 @@ class RankProcess:
 
     def open_captured(self, number: int, limit: int) -> Any:
         return self._sender.open_captured(self._worker.captured_share(number), limit)
+
+
+def import_worker() -> Any:
+    """Return its class: torch belongs to a rank's process, not to the engine's."""
+    with gc_paused():
+        from skyrl_tinker.training.worker import Worker
+    return Worker
 
 
 def allocator_settings(spec: TrainerSpec, inherited: Mapping[str, str]) -> dict[str, str]:

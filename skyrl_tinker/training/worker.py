@@ -4,6 +4,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from skyrl_tinker.errors import SEND_AGAIN, ExhaustedError, StateLostError, Trai
 from skyrl_tinker.system.atomic_directory import storage_errors
 from skyrl_tinker.system.host_memory import host_memory
 from skyrl_tinker.system.interfaces import interface_of
-from skyrl_tinker.system.processes import freeze_gc
+from skyrl_tinker.system.processes import freeze_gc, run_nicely
 from skyrl_tinker.training import distributed
 from skyrl_tinker.training.batching.batch import TrainingInputBatch
 from skyrl_tinker.training.batching.outputs import RankOutput
@@ -95,7 +96,8 @@ class Worker:
 
     def _load(self, ranks: Ranks, causal_lm: Any = None) -> None:
         self._ranks = ranks
-        self._base = frozen_network(self.spec, ranks.mesh, causal_lm)
+        load = partial(frozen_network, self.spec, ranks.mesh, causal_lm)
+        self._base = run_nicely(load, self.spec.start_niceness)
 
     def measure(self) -> None:
         """Measure the memory of rows with two short passes, and make the pass runner: units may follow."""

@@ -11,6 +11,7 @@ from skyrl_tinker.api import base_limits
 from skyrl_tinker.config import BaseOverrides, Settings
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelState, SamplingSessionId
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
+from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.store import model_records, sampling_sessions
 from tests.api.support.base_facts import VOCABULARY
 from tests.api.support.passes import datum, post_pass, protobuf
@@ -47,7 +48,7 @@ async def test_a_pass_has_the_vocabulary_and_the_context_of_its_model(world: Wor
     unknown = await world.failure(await trained(world, small, 2, [11]))
     assert "is 11, expected a token id in [0, 10)" in unknown
     long = await world.failure(await trained(world, small, 3, [9] * 5))
-    assert "expected at most 4 (the setting context_length)" in long
+    assert f"expected at most 4 (the setting context_length of base model {SMALL})" in long
 
 
 async def test_a_sample_has_those_of_its_sampling_session(world: World) -> None:
@@ -58,7 +59,8 @@ async def test_a_sample_has_those_of_its_sampling_session(world: World) -> None:
     refused = await world.post("asample", sample(small, 1, **prompt(11), **at_most))
     assert (refused.status_code, "[0, 10)" in refused.text) == (400, True)
     refused = await world.post("asample", sample(small, 2, **prompt(*[9] * 5), **at_most))
-    assert refused.status_code == 400
+    told = f"5 prompt tokens + 1 max_tokens > 4 (the setting context_length of base model {SMALL})"
+    assert (refused.status_code, told in refused.text) == (400, True)
 
 
 async def test_a_flood_of_samples_of_one_base_model_refuses_none_of_another(settings: Settings) -> None:
@@ -217,11 +219,20 @@ async def test_a_base_model_that_is_sampled_only_takes_no_model(world: World, se
 
 
 async def test_the_highest_rank_is_that_of_the_base_model(settings: Settings) -> None:
-    own = {SMALL: BaseOverrides(roles=("sample",), max_lora_rank=4)}
-    async with running(settings.model_copy(update={"bases": own}), FACTS, ONLY_SAMPLED) as world:
+    own = {SMALL: BaseOverrides(roles=("train", "sample"), max_lora_rank=4)}
+    async with running(settings.model_copy(update={"bases": own}), FACTS, OTHER) as world:
         limits = world.services.limits
         assert limits.of(FACTS).max_lora_rank == settings.max_lora_rank
-        assert limits.of(ONLY_SAMPLED).max_lora_rank == 4
+        assert limits.of(OTHER).max_lora_rank == 4
+        session = await world.session()
+        body = {"session_id": session, "model_seq_id": 0, "base_model": SMALL, "lora_config": {"rank": 8}}
+        refused = await world.failure((await world.ok("create_model", body))["request_id"])
+        assert refused.endswith(f" to 4 (the setting max_lora_rank of base model {SMALL})")
+        model = await world.model(session, 1, base_model=SMALL, lora_config={"rank": 4})
+        saved = await world.checkpoint(model, CheckpointKind.WEIGHTS, "a", spec=LoraSpec(8, 1))
+        body = {"session_id": session, "model_seq_id": 2, "path": saved, "optimizer": False}
+        refused = await world.failure((await world.ok("load_weights", body))["request_id"])
+        assert refused.endswith(f"at most 4 (the setting max_lora_rank of base model {SMALL})")
 
 
 async def test_abilities_are_those_of_the_base_models_engine(settings: Settings) -> None:

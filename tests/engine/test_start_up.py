@@ -36,6 +36,7 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.atomic_directory import staging_of
 from skyrl_tinker.training.distributed import MeetingFile
+from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
 from tests.engine.support.world import FACTS
 from tests.store.support.rows import create, ephemeral, new_session
 from tests.support.failures import failing_first
@@ -227,6 +228,30 @@ def test_gpus_are_required_for_those_that_always_run_and_the_largest_on_demand(
             require(*starts)
     monkeypatch.setattr(Cluster, "gpus", 5)
     require("on_demand", "on_demand")
+
+
+@pytest.mark.parametrize(("roles", "expected"), [(["sample"], [0]), (["train", "sample"], [10, 10])])
+def test_ranks_start_nicely_where_another_base_model_is_trained(
+    store: Store,
+    bell: Doorbell,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    roles: list[str],
+    expected: list[int],
+) -> None:
+    launched: list[TrainerSpec] = []
+
+    def launch(spec: TrainerSpec, _: object) -> MagicMock:
+        launched.append(spec)
+        return MagicMock()
+
+    monkeypatch.setattr(TrainerGroup, "launch", launch)
+    settings = config.load(home=tmp_path, device="cpu", bases={"other": {"roles": roles}})
+    directories, status = Directories(settings), EngineStatus(store, bell)
+    env = Environment(settings, directories, Cluster(), store, bell, status, Metrics())
+    other = replace(FACTS, names=("other",), trainable="train" in roles)
+    StartUp(env, Bases((FACTS, other)), []).runtimes()
+    assert [spec.start_niceness for spec in launched] == expected
 
 
 async def test_cut_weights_are_refused_by_their_files_name_before_samplers_start(

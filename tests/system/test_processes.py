@@ -131,3 +131,26 @@ def test_leftovers_are_ended_by_pid_and_start_time(tmp_path: Path) -> None:
         stranger.kill()
     assert not file.exists()
     assert processes.end_leftovers(file, grace_s=240.0) == 0
+
+
+def test_nice_work_leaves_the_niceness_of_its_process() -> None:
+    run("""
+        import os
+        from concurrent.futures import ThreadPoolExecutor
+        from skyrl_tinker.system.processes import run_nicely
+
+        def niceness():
+            return os.getpriority(os.PRIO_PROCESS, 0)
+
+        def below():
+            with ThreadPoolExecutor(1) as thread:
+                return niceness(), thread.submit(niceness).result()
+
+        own = niceness()
+        assert run_nicely(below, 1) == (own + 1, own + 1)
+        assert run_nicely(below, 0) == below() == (own, own)
+        try:
+            run_nicely(lambda: 1 / 0, 1)
+        except ZeroDivisionError:
+            print("as it was raised")
+    """)

@@ -56,7 +56,15 @@ def groups(
     found = {
         ranks: TrainerGroup.launch(
             TrainerSpec(
-                tied_model, ranks, "cpu", "float32", 1, BUDGET, timeout_s=60.0, memory_root=str(memory)
+                tied_model,
+                ranks,
+                "cpu",
+                "float32",
+                1,
+                BUDGET,
+                timeout_s=60.0,
+                start_niceness=1,  # as beside another base model
+                memory_root=str(memory),
             )
         )
         for ranks in (1, 2)

@@ -151,7 +151,7 @@ def upstream_body(
     check_openai(request, facts.sampler)  # an API process may know those of another start
     body = request.model_dump(include=_FORWARDED, exclude_none=True)
     body["n"] = request.sequences
-    body["max_tokens"] = _max_tokens(request, prompt_tokens, facts.context_length)
+    body["max_tokens"] = _max_tokens(request, prompt_tokens, facts)
     body |= _stop(request, facts, abilities)
     if isinstance(request, ChatCompletionRequest):
         abilities.require_separation(request.separate_reasoning)
@@ -188,8 +188,8 @@ def _tools(request: ChatCompletionRequest, abilities: ChatAbilities) -> dict[str
     return request.model_dump(include=fields, exclude_none=True) if request.tools else {}
 
 
-def _max_tokens(request: OpenAIRequest, prompt_tokens: int, context: int) -> int:
-    limit = request.max_tokens
+def _max_tokens(request: OpenAIRequest, prompt_tokens: int, facts: BaseModelFacts) -> int:
+    limit, context = request.max_tokens, facts.context_length
     if isinstance(request, ChatCompletionRequest):
         limit = request.max_completion_tokens if limit is None else limit
         limit = max(1, context - prompt_tokens) if limit is None else limit
@@ -197,5 +197,6 @@ def _max_tokens(request: OpenAIRequest, prompt_tokens: int, context: int) -> int
         limit = COMPLETION_MAX_TOKENS
     if prompt_tokens + limit > context:
         field = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
-        raise FieldError(overflow(prompt_tokens, limit, context), field, "context_length_exceeded")
+        told = overflow(prompt_tokens, limit, context, facts.name)
+        raise FieldError(told, field, "context_length_exceeded")
     return limit

@@ -78,7 +78,7 @@ class AdapterCache:
     def require_taken(self) -> None:
         """Raise UserError if the samplers take no adapters."""
         if not self._limits.running:
-            raise UserError("no adapter can be sampled: the server's setting max_lora_rank is 0")
+            raise UserError("no adapter can be sampled: this base model's setting max_lora_rank is 0")
 
     async def acquire(self, source: WeightVersion | InflightTarget) -> WeightVersion:
         """Return a version once its adapter is loaded and has a place; both stay so until `release`.

@@ -24,7 +24,10 @@ STOP_GRACE_S = 5.0
 TAIL_BYTES = 4000
 SEARCHED_BYTES = 64 * TAIL_BYTES
 NICENESS = {"cpu": 10, "cuda": 0}
-"""With few cores, samples must not delay trainer, engine and API. A GPU would wait for a nice process."""
+"""With few cores, samples must not delay trainer, engine and API. A GPU would wait for a nice process.
+
+Nor must a rank that starts delay those of another base model.
+"""
 _SAID_ABOVE = re.compile("root cause|from a child process")
 """Words of an engine's first process about an error that another of its processes has logged."""
 _ERROR = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+)")

@@ -46,9 +46,12 @@ def check_stops(stops: Sequence[str | int]) -> None:
         raise ValueError("an empty text, expected at least one character")
 
 
-def overflow(prompt_tokens: int, max_tokens: int, context: int) -> str:
-    """Word the refusal of a request that exceeds the context."""
-    return f"{prompt_tokens} prompt tokens + {max_tokens} max_tokens > {context} (the setting context_length)"
+def overflow(prompt_tokens: int, max_tokens: int, context: int, base_model: str) -> str:
+    """Word the refusal of a request that exceeds the context of a base model, each of which has its own."""
+    return (
+        f"{prompt_tokens} prompt tokens + {max_tokens} max_tokens > {context} "
+        f"(the setting context_length of base model {base_model})"
+    )
 
 
 class CreateSamplingSessionRequest(StrictRequest):

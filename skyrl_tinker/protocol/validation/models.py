@@ -23,7 +23,7 @@ def validate_lora_config(config: LoraConfig | None, limits: Limits) -> LoraSpec:
     if not 0 <= config.rank <= limits.max_lora_rank:
         raise UserError(
             f"lora_config.rank is {config.rank}, expected 0 (full-parameter training) to "
-            f"{limits.max_lora_rank} (the server's setting max_lora_rank)"
+            f"{limits.max_lora_rank} (the setting max_lora_rank of base model {limits.base_model})"
         )
     left_out = [name for name in _GROUPS if not getattr(config, name)]
     if len(left_out) == len(_GROUPS):

@@ -44,7 +44,7 @@ def validate_sample(request: AsampleRequest, limits: Limits) -> SampleRequest:
         record_stability_info=request.record_stability_info,
     )
     check_abilities(sample, limits.sampler, limits.context_length)
-    _check_length(sample, limits.context_length)
+    _check_length(sample, limits)
     return sample
 
 
@@ -127,12 +127,12 @@ def _stop(
     return ids
 
 
-def _check_length(sample: SampleRequest, context: int) -> None:
+def _check_length(sample: SampleRequest, limits: Limits) -> None:
     """Check the context length. Scoring needs one token that is never returned, so a full context fits."""
-    length, max_tokens = len(sample.prompt), sample.params.max_tokens
+    context, length, max_tokens = limits.context_length, len(sample.prompt), sample.params.max_tokens
     generated = 1 if max_tokens is None else max_tokens
     spare = 1 if scores_prompt(sample) and max_tokens == 1 else 0
     if length + generated > context + spare:
-        raise UserError(overflow(length, generated, context))
+        raise UserError(overflow(length, generated, context, limits.base_model))
     if sample.topk_sample_logprobs:
         check_sampled_cells(sample, context - length if max_tokens is None else generated)

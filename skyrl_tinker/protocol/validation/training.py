@@ -145,7 +145,8 @@ def _check_datum(datum: Datum, spec: LossSpec, where: str, limits: Limits) -> No
     if length > limits.context_length:
         raise UserError(
             f"{where}: model_input has {length} tokens, "
-            f"expected at most {limits.context_length} (the setting context_length)"
+            f"expected at most {limits.context_length} (the setting context_length of base model "
+            f"{limits.base_model})"
         )
     _check_ids(datum.tokens, f"{where}: model_input", limits.vocab_size)
     _check_targets(datum.target_tokens, spec, input_field(where, "target_tokens"), length)

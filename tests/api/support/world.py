@@ -142,9 +142,10 @@ class World:
         fields: dict[str, Any] = {
             "directory": "/nowhere",
             "base_model": model.base_model,
+            "spec": model.spec,
             "size_bytes": 10,
         } | changes
-        new = NewCheckpoint(model_key=key, kind=kind, name=name, spec=model.spec, **fields)
+        new = NewCheckpoint(model_key=key, kind=kind, name=name, **fields)
         await self.store.write(lambda conn: checkpoint_records.add(conn, new, replace=True))
         return f"tinker://{model_id}/{kind}/{name}"
 

@@ -31,7 +31,7 @@ WRONG: list[tuple[Change, str]] = [
         lambda m: m.data[1].ClearField("model_input"),
         "datum 1: model_input is empty, expected at least one token",
     ),
-    (tokens(1, 2, 3, 4, 5), r"datum 1: model_input .* at most 4 \(the setting context_length\)"),
+    (tokens(1, 2, 3, 4, 5), r"datum 1: model_input .* at most 4 \(.* context_length of base model tiny\)"),
     (tokens(1, 10, 3), r"datum 1: model_input\[1\] is 10, expected a token id in \[0, 10\)"),
     (tokens(1, 2, -1), r"datum 1: model_input\[2\] is -1, expected a token id in \[0, 10\)"),
     (
