@@ -28,7 +28,7 @@ MOST_DAYS = 14
 """Days of one answer about usage."""
 MOST_LISTED = 1000
 GREATEST_FIRST = "steps", "reward", "last_request"
-"""Columns of runs by which these are sorted downwards."""
+"""Columns of runs by which these are sorted downwards, unless in reverse."""
 Facts = Mapping[str, Any]
 _EXPIRED, _OTHER_HOST = 10, (62, 64)
 """OpenSSL's codes of refused certificates; of those for others by their name, and by their address."""
@@ -112,11 +112,12 @@ class RunningServer:
             return False
         return True
 
-    def runs(self, most: int, words: str = "", sort: RunColumn | None = None) -> Facts:
+    def runs(
+        self, most: int, words: str = "", sort: RunColumn = "last_request", *, reverse: bool = False
+    ) -> Facts:
         """Return the first runs, of those that have all words: by default those with the latest requests."""
-        order = "descending" if sort in GREATEST_FIRST else "ascending"
-        sorting = {} if sort is None else {"sort": sort, "order": order}
-        params = {"limit": most} | ({"search": words} if words else {}) | sorting
+        order = "descending" if (sort in GREATEST_FIRST) != reverse else "ascending"
+        params = {"limit": most, "sort": sort, "order": order} | ({"search": words} if words else {})
         return self._ask("GET", "/api/v1/console/runs", params=params)
 
     def newest_run(self) -> str:

@@ -106,13 +106,13 @@ def runs(
     ] = 20,
     search: Annotated[str, typer.Option(help="Words of names, projects, owners, states and metadata")] = "",
     sort: Annotated[
-        RunColumn | None,
-        typer.Option(help="Order of all, of steps and reward downwards [default: the last request first]"),
-    ] = None,
+        RunColumn, typer.Option(help="Order of all, of steps, reward and last_request downwards")
+    ] = "last_request",
+    reverse: Annotated[bool, typer.Option("--reverse", "-r", help="The other way round")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show training runs, and why some failed: one's own, with an admin key those of all."""
-    found = server.runs(most, search, sort)
+    found = server.runs(most, search, sort, reverse=reverse)
     show([json.dumps(found)] if as_json else server_tables.run_lines(found, width()))
 
 

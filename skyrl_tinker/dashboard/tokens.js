@@ -37,7 +37,7 @@ export function showTokens(main, { path, failed, recovered }) {
     if (text === shown) return; // keeps the focus where it is
     shown = text;
     list.fill(grouped(requests, "request_id").map(([each, first]) => [
-      each.kind === "sample" ? prompt(each, first) : pass(each),
+      each.kind === "sample" ? prompt(each, first) ?? h("span", { class: "quiet" }, "its prompt is no longer stored") : pass(each),
       each.readable ? h("a", { href: `#/tokens/${each.request_id}`, title: each.request_id }, short(each.request_id))
         : h("span", { class: "quiet", title: "Only the data of a run's newest passes is stored" }, short(each.request_id)),
       each.kind, origin(each), number(each.step), ago(each.created_at)]));

@@ -187,10 +187,14 @@ def test_a_run_whose_script_sends_no_heartbeat_says_for_how_long_while_it_is_in_
 @pytest.mark.parametrize(
     ("given", "asked"),
     [
-        ([], {"limit": 20}),
-        (["--search", "a b"], {"limit": 20, "search": "a b"}),
-        (["--sort", "reward"], {"limit": 20, "sort": "reward", "order": "descending"}),
+        ([], {"limit": 20, "sort": "last_request", "order": "descending"}),
+        (["-r"], {"limit": 20, "sort": "last_request", "order": "ascending"}),
+        (
+            ["--search", "a b", "--sort", "reward"],
+            {"limit": 20, "search": "a b", "sort": "reward", "order": "descending"},
+        ),
         (["-n", "5", "--sort", "loss"], {"limit": 5, "sort": "loss", "order": "ascending"}),
+        (["--sort", "loss", "--reverse"], {"limit": 20, "sort": "loss", "order": "descending"}),
     ],
 )
 def test_runs_are_searched_and_sorted_by_the_server(

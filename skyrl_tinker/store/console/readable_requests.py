@@ -93,10 +93,9 @@ def readable_requests(conn: Connection, owner: OwnerId | None, wanted: ReadableQ
 
 
 def _among(conn: Connection, wanted: ReadableQuery, *finished: ColumnElement[bool]) -> ColumnElement[bool]:
-    """Return SQL: it is one of the newest of all, or a pass of the run, whose data may be older."""
-    recent = Future.id > (conn.scalar(select(func.max(Future.id))) or 0) - MOST
+    """Return SQL: it is one of the newest of all, or of the run, however many of others came since."""
     if wanted.run is None:
-        return recent
+        return Future.id > (conn.scalar(select(func.max(Future.id))) or 0) - MOST
     passes = (  # along the unique index
         select(Future.id)
         .join(Model, Model.key == Future.model_key)
@@ -106,14 +105,17 @@ def _among(conn: Connection, wanted: ReadableQuery, *finished: ColumnElement[boo
         .limit(min(wanted.limit + wanted.offset + OVERTAKEN, MAX_INT64))
         .subquery()
     )
-    samples = (
+    samples = (  # of its newest weights, along the indexes of these
         select(Future.id)
         .join(SamplingSession, SamplingSession.sampling_session_id == Future.sampling_session_id)
         .join(AdapterVersion, AdapterVersion.id == SamplingSession.version_id)
         .join(Model, Model.key == AdapterVersion.model_key)
-        .where(Model.model_id == wanted.run, recent)
+        .where(Model.model_id == wanted.run)
+        .order_by(AdapterVersion.id.desc(), Future.id.desc())
+        .limit(MOST)
+        .subquery()
     )
-    return Future.id.in_(union_all(select(passes.c.id), samples))
+    return Future.id.in_(union_all(select(passes.c.id), select(samples.c.id)))
 
 
 def stored_tokens(conn: Connection, owner: OwnerId | None, request_id: str) -> StoredTokens | None:

@@ -94,7 +94,7 @@ def purge_results(conn: Connection, finished_before: float) -> bool:
 
 
 def purge_prompts(conn: Connection) -> bool:
-    """Delete the bodies of finished samples that no list of requests reaches any more."""
+    """Delete the bodies of finished samples that are not among the newest requests of all."""
     newest = conn.scalar(_NEWEST) or 0
     return delete_some(conn, _PROMPTS, until=newest - MOST)
 

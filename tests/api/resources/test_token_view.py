@@ -70,6 +70,21 @@ async def ran(world: World, model: str, seq_id: int, data: list[types.Datum], *l
     return request
 
 
+async def sampled(world: World, run: str, number: int, *, steps: int = 0, inflight: bool = False) -> str:
+    """A sample that finished, of new weights of a run."""
+    key = await world.store.read(lambda conn: model_records.by_id(conn, ModelId(run)).key)
+    version = await ephemeral(world.store, key, inflight=inflight, steps=steps)
+    session = SessionId(run.partition(":")[0])
+    sampler = await world.store.write(
+        lambda conn: sampling_sessions.create(
+            conn, session, number, base_model=BASE, model_path=None, version_id=version
+        )
+    )
+    request = str((await world.ok("asample", sample(sampler, 0)))["request_id"])
+    await world.succeed(request, PROTOBUF, sample_output([7, 8]))
+    return request
+
+
 async def test_a_datum_is_its_targets_with_the_inputs_of_its_loss(world: World, served: Path) -> None:
     tokens = AutoTokenizer.from_pretrained(served).encode(TEXT)
     logprobs = [-0.5 * place for place in range(len(tokens))]
@@ -186,35 +201,27 @@ async def test_requests_are_listed_by_run_and_by_kind(world: World) -> None:
     listed = (await get(world, "console/requests"))["requests"]
     runs = {each["request_id"]: each["origin"] for each in listed}
     assert all(each["readable"] for each in listed)
-    key = await world.store.read(lambda conn: model_records.by_id(conn, ModelId(runs[passes[0]])).key)
-    version = await ephemeral(world.store, key)
-    session = runs[passes[0]].partition(":")[0]
-    sampler = await world.store.write(
-        lambda conn: sampling_sessions.create(
-            conn, SessionId(session), 1, base_model=BASE, model_path=None, version_id=version
-        )
-    )
-    requests = {}
-    for name, of in (("base", await world.sampler()), ("mine", sampler)):
-        requests[name] = str((await world.ok("asample", sample(of, 0)))["request_id"])
-        await world.succeed(requests[name], PROTOBUF, sample_output([7, 8]))
+    base = str((await world.ok("asample", sample(await world.sampler(), 0)))["request_id"])
+    await world.succeed(base, PROTOBUF, sample_output([7, 8]))
+    mine = await sampled(world, runs[passes[0]], 1)
 
     async def found(**wanted: str) -> list[str]:
         return [each["request_id"] for each in (await get(world, "console/requests", **wanted))["requests"]]
 
-    assert await found(run=runs[passes[0]]) == [requests["mine"], passes[0]]
+    assert await found(run=runs[passes[0]]) == [mine, passes[0]]
     assert await found(run=runs[passes[1]], kind="forward_backward") == [passes[1]]
-    assert await found(kind="sample") == [requests["mine"], requests["base"]]
+    assert await found(kind="sample") == [mine, base]
     assert await found(run="nobody") == []
     assert (await world.http.get("console/requests?kind=steps")).status_code == 400
 
 
 @ON_BOTH
-async def test_the_passes_of_a_run_are_listed_however_many_requests_came_since(
+async def test_what_a_run_did_is_listed_however_many_requests_came_since(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, data = await world.model(), [datum_of([5, 6], [1.0, 1.0])]
     passes = [await ran(world, run, seq_id, data, [-1.0, -1.0]) for seq_id in (1, 2, 3)]
+    samples = [await sampled(world, run, number) for number in (0, 1)]
     other = await trained(world, [5, 6], [-1.0, -1.0])
     monkeypatch.setattr(readable_requests, "MOST", 1)
 
@@ -222,8 +229,8 @@ async def test_the_passes_of_a_run_are_listed_however_many_requests_came_since(
         return [each["request_id"] for each in (await get(world, "console/requests", **wanted))["requests"]]
 
     assert await found() == [other]
-    assert await found(run=run) == passes[::-1]
-    assert await found(run=run, limit=1, offset=1) == [passes[1]]
+    assert await found(run=run) == [samples[1], *passes[::-1]], "of as many samples those of its last weights"
+    assert await found(run=run, limit=1, offset=1) == [passes[2]]
     assert await found(run=run, kind="forward", offset=MAX_INT64) == []
 
 
@@ -270,16 +277,11 @@ async def test_a_sample_and_a_pass_have_the_numbers_that_were_reported_of_their_
     key = await world.store.read(lambda conn: model_records.by_id(conn, ModelId(run)).key)
     data = [datum_of([5, 6], [1.0, 1.0])]
     passes = [await ran(world, run, seq_id, data, [-1.0, -1.0]) for seq_id in (1, 4)]
-    samples, session = [], SessionId(run.partition(":")[0])
     await world.store.write(lambda conn: step_points.add(conn, key, 3, database_time(conn), MEASURED))
-    for number, (steps, inflight) in enumerate(((0, False), (1, False), (1, True))):
-        version = await ephemeral(world.store, key, inflight=inflight, steps=steps)
-        new = {"base_model": BASE, "model_path": None, "version_id": version}
-        sampler = await world.store.write(
-            lambda conn, number=number, new=new: sampling_sessions.create(conn, session, number, **new)
-        )
-        samples.append(str((await world.ok("asample", sample(sampler, 0)))["request_id"]))
-        await world.succeed(samples[-1], PROTOBUF, sample_output([7, 8]))
+    samples = [
+        await sampled(world, run, number, steps=steps, inflight=inflight)
+        for number, (steps, inflight) in enumerate(((0, False), (1, False), (1, True)))
+    ]
     for step, values in ((0, {"reward": 0.25}), (1, {"reward": 0.5}), (1, {"reward": 0.75, "length": 2.0})):
         report = {"step": step, "values": values}
         assert (await world.http.post(f"console/runs/{run}/metrics", json=report)).status_code == 200
