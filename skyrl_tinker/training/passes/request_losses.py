@@ -151,7 +151,7 @@ def _not_finite(
         finding = f"loss {float(values[cell])}, gradient {float(upstream[cell])}"
         place = _place(batch, segments, cell)
     else:  # one value per datum
-        gradients = upstream.split([math.prod(batch.shapes[segment]) for segment in segments])
+        gradients = torch.split(upstream, [math.prod(batch.shapes[segment]) for segment in segments])
         sound = torch.stack([each.isfinite().all() for each in gradients]) & values.isfinite()
         index = int((~sound).int().argmax())
         cell = int((~gradients[index].isfinite()).int().argmax())
