@@ -19,7 +19,7 @@ export function showAdmin(main, { now, failed, recovered }) {
     ["owner", "run"], ["sessions", "number"], ["models", "number"], ["checkpoints", "number"], ["stored", "number"],
     ["trained tokens, 24 h", "number"], ["prompt tokens, 24 h", "number"], ["sampled tokens, 24 h", "number"]], "none");
   const keys = table("API keys", [
-    ["id", "number"], ["name", ""], ["rights", ""], ["state", ""], ["last used", ""], ["limits of its own", ""], ["", ""]], "none");
+    ["id", "number"], ["name", ""], ["rights", ""], ["state", ""], ["last used", ""], ["made", ""], ["limits of its own", ""], ["", ""]], "none");
   const defaults = h("p", { class: "quiet small" });
   const done = h("div", { role: "status" });
   main.append(h("h1", {}, "Admin"),
@@ -38,7 +38,7 @@ export function showAdmin(main, { now, failed, recovered }) {
     owners.fill([...answer.keys.map((key) => owned(key.name, key.owned)), owned("local, without a key", answer.without_key)]);
     const left = withoutHolder(answer.keys);
     keys.fill(answer.keys.map((key) => [
-      String(key.id), key.name, key.admin ? "admin" : "user", state(key), ago(key.last_used_at), limits(key.limits) || null, h("div", { class: "row" }, ...actions(key, left))]));
+      String(key.id), key.name, key.admin ? "admin" : "user", state(key), ago(key.last_used_at), ago(key.created_at), limits(key.limits) || null, h("div", { class: "row" }, ...actions(key, left))]));
     defaults.textContent = `Of all keys: ${limits(answer.limits) || "no limits"}`;
   }
 
