@@ -74,7 +74,7 @@ def run_nicely(work: Callable[[], T], niceness: int) -> T:
     """Return `work()`, run in a thread of so much more niceness, which the threads that it starts inherit.
 
     Linux has one for each thread (sched(7)), and without a privilege none goes down again: the threads that
-    there are keep theirs.
+    there are keep their own.
     """
     if not niceness:
         return work()
