@@ -1,5 +1,6 @@
 """Encryption of files with age (https://age-encryption.org/v1), and checks of its recipients."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,15 +34,21 @@ def encrypt(file: Path, recipients: Sequence[str]) -> Path:
     pyrage = _pyrage()
     encrypted, partial = file.with_name(file.name + SUFFIX), file.with_name(PARTIAL)
     readers = [_recipient(FIELD, text) for text in recipients]
-    with file.open("rb") as plain, partial.open("wb") as out:
-        written = _Written(out)
-        try:  # not encrypt_file, which holds the GIL until it ends
-            pyrage.encrypt_io(plain, written, readers)
-        except pyrage.EncryptError as error:  # the recipients are valid, so the disk failed
-            raise written.error or OSError(f"{file.name} could not be encrypted: {error}") from error
-        if written.error is not None:  # of the last write
-            raise written.error
-    partial.rename(encrypted)
+    try:
+        with file.open("rb") as plain, partial.open("wb") as out:
+            written = _Written(out)
+            try:  # not encrypt_file, which holds the GIL until it ends
+                pyrage.encrypt_io(plain, written, readers)
+            except pyrage.EncryptError as error:  # the recipients are valid, so the disk failed
+                raise written.error or OSError(f"{file.name} could not be encrypted: {error}") from error
+            if written.error is not None:  # of the last write
+                raise written.error
+            out.flush()
+            os.fsync(out.fileno())  # the plain file goes
+        partial.rename(encrypted)
+    except OSError:
+        partial.unlink(missing_ok=True)  # a full disk does not stay so until the next try
+        raise
     file.unlink()
     return encrypted
 
@@ -61,7 +68,11 @@ class _Written:
             raise
 
     def flush(self) -> None:
-        self._out.flush()
+        try:
+            self._out.flush()
+        except OSError as error:
+            self.error = error
+            raise
 
 
 def _recipient(field: str, text: str) -> Any:

@@ -48,7 +48,10 @@ def check_custom_loss(request: CreateCustomLossRequest) -> CustomLoss:
         nodes=tuple(node.model_dump(by_alias=True) for node in nodes),
     )
     _check_nodes(nodes, [item.name for item in request.inputs])
-    size = len(orjson.dumps(loss.nodes))
+    try:
+        size = len(orjson.dumps(loss.nodes))
+    except orjson.JSONEncodeError as error:  # beside the keys that the checks read
+        raise UserError(f"graph.nodes: {error}, expected integers of 64 bits") from error
     if size > MAX_BYTES:
         raise UserError(f"graph.nodes takes {size} bytes of JSON, expected at most {MAX_BYTES}")
     return loss

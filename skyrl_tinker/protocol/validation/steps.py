@@ -64,7 +64,7 @@ def validate_step_params(
     if adam_params is not None and optimizer_params is not None:
         raise UserError("adam_params and optimizer_params are both set, expected exactly one of them")
     if adam_params is not None:
-        if adam_params.get("type", AdamParams.family) != AdamParams.family:
+        if adam_params.get("type") not in (None, AdamParams.family):
             raise UserError(f"adam_params.type is {shorten(adam_params['type'])}, expected 'adamw' or none")
         return AdamParams(**_numbers("adam_params", adam_params, _ADAM))
     if optimizer_params is None:

@@ -84,7 +84,7 @@ def readable_requests(conn: Connection, owner: OwnerId | None, wanted: ReadableQ
         .outerjoin(Model, Model.key == Future.model_key)
         .outerjoin(SamplingSession, SamplingSession.sampling_session_id == Future.sampling_session_id)
         .outerjoin(AdapterVersion, _FIXED)
-        .where(owned_by(owner), *finished, _among(conn, wanted, *finished))
+        .where(owned_by(owner), *finished, _among(conn, wanted, owned_by(owner), *finished))
         .order_by(Future.id.desc())
         .limit(wanted.limit)
         .offset(wanted.offset)
@@ -92,26 +92,28 @@ def readable_requests(conn: Connection, owner: OwnerId | None, wanted: ReadableQ
     return conn.execute(query).all()
 
 
-def _among(conn: Connection, wanted: ReadableQuery, *finished: ColumnElement[bool]) -> ColumnElement[bool]:
-    """Return SQL: it is one of the newest of all, or of the run, however many of others came since."""
+def _among(conn: Connection, wanted: ReadableQuery, *shown: ColumnElement[bool]) -> ColumnElement[bool]:
+    """Return SQL: it is one of the newest of all, or of those `shown` of the run, whatever came since."""
     if wanted.run is None:
         return Future.id > (conn.scalar(select(func.max(Future.id))) or 0) - MOST
     passes = (  # along the unique index
         select(Future.id)
         .join(Model, Model.key == Future.model_key)
         .join(Result, Result.future_id == Future.id)
-        .where(Model.model_id == wanted.run, *finished)
+        .join(Session, Session.session_id == Future.session_id)
+        .where(Model.model_id == wanted.run, *shown)
         .order_by(Future.seq_id.desc())
         .limit(min(wanted.limit + wanted.offset + OVERTAKEN, MAX_INT64))
         .subquery()
     )
-    samples = (  # of its newest weights, along the indexes of these
+    samples = (  # along the indexes of its weights
         select(Future.id)
+        .join(Session, Session.session_id == Future.session_id)
         .join(SamplingSession, SamplingSession.sampling_session_id == Future.sampling_session_id)
         .join(AdapterVersion, AdapterVersion.id == SamplingSession.version_id)
         .join(Model, Model.key == AdapterVersion.model_key)
-        .where(Model.model_id == wanted.run)
-        .order_by(AdapterVersion.id.desc(), Future.id.desc())
+        .where(Model.model_id == wanted.run, *shown)
+        .order_by(Future.id.desc())
         .limit(MOST)
         .subquery()
     )

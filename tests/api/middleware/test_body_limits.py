@@ -141,12 +141,10 @@ def test_json_nests_up_to_64_levels() -> None:
 
 def test_numbers_are_read_as_they_are() -> None:
     """Long ones are read again, and no other value changes by that."""
-    text = rb'{"a": 18446744073709551616, "b": [0.00012345678901234567, -0.0, 1e20, "\n", null], "c\"": 1}'
-    assert json_object(text) == json.loads(text)
+    text = rb'{"a": 18446744073709551617, "b": [0.00012345678901234567, -0.0, 1e20, "\n", null], "c\"": 1}'
     floats = json_object(text, exact=False)
-    assert (type(floats["a"]), floats["a"]) == (float, 2.0**64)
-    del floats["a"]
-    assert {**json_object(text), "a": 2**64} == {"a": 2**64, **floats}
+    assert repr(floats["a"]) == repr(2.0**64)
+    assert repr(json_object(text)) == repr({**floats, "a": 2**64 + 1})
 
 
 def test_escapes_in_strings_cost_no_memory() -> None:

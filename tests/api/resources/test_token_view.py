@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from skyrl_tinker.api import pass_heads
 from skyrl_tinker.config import Settings
-from skyrl_tinker.domain.ids import CheckpointKind, ModelId, SessionId
+from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, SessionId, VersionId
 from skyrl_tinker.protocol.protobuf import pass_requests, sample_results
 from skyrl_tinker.protocol.schemas.base import MAX_INT64
 from skyrl_tinker.protocol.schemas.console import StepMeasures
@@ -70,10 +70,22 @@ async def ran(world: World, model: str, seq_id: int, data: list[types.Datum], *l
     return request
 
 
-async def sampled(world: World, run: str, number: int, *, steps: int = 0, inflight: bool = False) -> str:
-    """A sample that finished, of new weights of a run."""
-    key = await world.store.read(lambda conn: model_records.by_id(conn, ModelId(run)).key)
-    version = await ephemeral(world.store, key, inflight=inflight, steps=steps)
+async def key_of(world: World, run: str) -> ModelKey:
+    return await world.store.read(lambda conn: model_records.by_id(conn, ModelId(run)).key)
+
+
+async def sampled(
+    world: World,
+    run: str,
+    number: int,
+    *,
+    steps: int = 0,
+    inflight: bool = False,
+    version: VersionId | None = None,
+) -> str:
+    """A sample that finished, of new weights of a run, or of this `version`."""
+    if version is None:
+        version = await ephemeral(world.store, await key_of(world, run), inflight=inflight, steps=steps)
     session = SessionId(run.partition(":")[0])
     sampler = await world.store.write(
         lambda conn: sampling_sessions.create(
@@ -221,7 +233,8 @@ async def test_what_a_run_did_is_listed_however_many_requests_came_since(
 ) -> None:
     run, data = await world.model(), [datum_of([5, 6], [1.0, 1.0])]
     passes = [await ran(world, run, seq_id, data, [-1.0, -1.0]) for seq_id in (1, 2, 3)]
-    samples = [await sampled(world, run, number) for number in (0, 1)]
+    old = await ephemeral(world.store, await key_of(world, run))
+    samples = [await sampled(world, run, 0), await sampled(world, run, 1, version=old)]
     other = await trained(world, [5, 6], [-1.0, -1.0])
     monkeypatch.setattr(readable_requests, "MOST", 1)
 
@@ -229,7 +242,9 @@ async def test_what_a_run_did_is_listed_however_many_requests_came_since(
         return [each["request_id"] for each in (await get(world, "console/requests", **wanted))["requests"]]
 
     assert await found() == [other]
-    assert await found(run=run) == [samples[1], *passes[::-1]], "of as many samples those of its last weights"
+    assert await found(run=run) == [samples[1], *passes[::-1]], (
+        "of as many samples the last, though of older weights"
+    )
     assert await found(run=run, limit=1, offset=1) == [passes[2]]
     assert await found(run=run, kind="forward", offset=MAX_INT64) == []
 

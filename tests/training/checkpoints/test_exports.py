@@ -188,4 +188,4 @@ def test_a_disk_that_is_full_at_the_last_byte_is_told(tmp_path: Path, size: int)
     with pytest.raises(OSError, match="No space left on device") as full:
         age_encryption.encrypt(plain, [recipient])
     assert full.value.errno == errno.ENOSPC
-    assert plain.exists()
+    assert list(tmp_path.iterdir()) == [plain], "the disk stays full no longer than the try"
