@@ -194,6 +194,9 @@ GRAPHS: dict[str, tuple[Json, str]] = {
     "two nodes of a name": (with_call(EXP, EXP), r"nodes\[2\]\.name is 'exp'"),
     "a name with spaces": (with_call(call("e x", "torch.exp", L)), r"nodes\[1\]\.name"),
     "a long name": (with_call(call("e" * 200, "torch.exp", L)), r"nodes\[1\]\.name"),
+    "an integer beside a ref": (
+        request(placeholder("logprobs"), EXP, output({**L, "x": 2**64})), "graph.nodes: .*64 bits"
+    ),
     "no output": (request(placeholder("logprobs"), EXP), "one output node, the last"),
     "an early output": (request(placeholder("logprobs"), output(L), TOTAL), "one output node, the last"),
     "nothing": (request(), "0 nodes"),

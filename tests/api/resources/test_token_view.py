@@ -242,9 +242,7 @@ async def test_what_a_run_did_is_listed_however_many_requests_came_since(
         return [each["request_id"] for each in (await get(world, "console/requests", **wanted))["requests"]]
 
     assert await found() == [other]
-    assert await found(run=run) == [samples[1], *passes[::-1]], (
-        "of as many samples the last, though of older weights"
-    )
+    assert await found(run=run) == [samples[1], *passes[::-1]], "the last sample, of older weights"
     assert await found(run=run, limit=1, offset=1) == [passes[2]]
     assert await found(run=run, kind="forward", offset=MAX_INT64) == []
 

@@ -140,6 +140,10 @@ def test_a_step_has_the_parameters_of_one_optimizer() -> None:
         validate_step_params({}, {"type": "dimuon", "learning_rate": 0.1})
 
 
+def test_a_type_of_null_is_none() -> None:
+    assert validate_step_params({"type": None}, None) == validate_step_params({}, None)
+
+
 def test_an_optimizer_is_adamw_unless_it_is_said() -> None:
     adamw = {"type": "adamw"}
     assert validate_optimizer_config(None) == validate_optimizer_config(adamw) == adamw
