@@ -22,6 +22,9 @@ TOKEN = "SKYRL_TINKER_SAMPLER_TOKEN"
 REPLICA = "X-Skyrl-Tinker-Replica"
 """Header with the address of the server that answered (plugin/token_guard.py): a router chose it."""
 
+SESSION = "X-Session-ID"
+"""Header with a session's key: requests of one key go to one server, and to one of its engine cores."""
+
 KEY_CHECK = "SKYRL_TINKER_KEY_CHECK"
 """Environment variable with the URL at which the router checks its clients' tokens."""
 

@@ -1,6 +1,8 @@
-"""A sampler's answer whose numbers are arrays: 4 bytes each, not text and objects of JSON.
+"""Samples over a sampler's WebSocket, and answers whose numbers are arrays: 4 bytes each, not text of JSON.
 
-The length of a header (uint32), the header, its arrays. The header is the sampler's JSON; in it an object
+A request is its id, its session's key and the sampler's JSON, line by line; an id alone ends that request.
+Its answer is the id, an HTTP status and the content: JSON from status 400 on, else packed. That is the length
+of a header (uint32), the header, its arrays. The header is the sampler's JSON; in it an object
 {"array": type, "shape": [...]} stands for the next array, row by row, little-endian.
 """
 
@@ -12,9 +14,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-PACKED = "application/x-skyrl-tinker-arrays"
-"""Media type that a client accepts and a sampler with our plugin then answers with."""
+OTHERWISE = 415
+"""Status of a request that arrays do not answer: it is to be made by HTTP."""
 _ARRAY = "array"
+
+
+def ask(request_id: str, session_key: str, content: bytes) -> bytes:
+    return b"\n".join((request_id.encode(), session_key.encode(), content))
+
+
+def asked(message: bytes) -> tuple[str, str, bytes]:
+    """Read the message of `ask`, or an id alone, with nothing else."""
+    request_id, _, rest = message.partition(b"\n")
+    session_key, _, content = rest.partition(b"\n")
+    return request_id.decode(), session_key.decode(), content
+
+
+def tell(request_id: str, status: int, content: bytes) -> bytes:
+    return b"\n".join((request_id.encode(), str(status).encode(), content))
+
+
+def told(message: bytes) -> tuple[str, int, bytes]:
+    """Read the message of `tell`."""
+    request_id, status, content = message.split(b"\n", 2)
+    return request_id.decode(), int(status), content
 
 
 def pack(payload: Mapping[str, Any]) -> bytes:

@@ -21,6 +21,7 @@ from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.priorities import share_of
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics, OutcomeLabel
 from skyrl_tinker.errors import NotFoundError, SamplerError, SkyrlTinkerError
+from skyrl_tinker.inference.constants import SESSION
 from skyrl_tinker.protocol.schemas.openai import error_body
 from skyrl_tinker.store import usage_records
 from skyrl_tinker.store.store import Store
@@ -124,7 +125,7 @@ class OpenAIRelay:
         """Return headers that route a request to a server that has cached its prefix (Affinity)."""
         prompt = orjson.dumps([call.body.get(name) for name in ("tools", "messages", "prompt")])
         with self._samplers.affinity.key(call.version, prompt, call.sequences) as key:
-            yield {"X-Session-ID": key}
+            yield {SESSION: key}
 
     @asynccontextmanager
     async def _turn(self, call: OpenAICall) -> AsyncIterator[int]:

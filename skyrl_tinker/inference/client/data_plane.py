@@ -15,7 +15,7 @@ from skyrl_tinker.inference.client.generated import SamplerResponse
 from skyrl_tinker.inference.client.http_connection import HttpAnswer, HttpStatusError, JsonHttp
 from skyrl_tinker.inference.client.in_flight import InFlight
 from skyrl_tinker.inference.client.sampling_port import Dialect, Json
-from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES, REPLICA
+from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES, REPLICA, SESSION
 
 ON_LOOP_BYTES = 64 * KiB
 """Largest answer that is parsed on the event loop: a longer one, as of listed logprobs, would block it."""
@@ -66,10 +66,12 @@ class DataPlane:
         """
         body = self.dialect.body(model, request, eos=eos, context=context)
         with self.in_flight.attempt(tag, model if interruptible else None) as attempt:
-            named, headers = self.dialect.call(request, attempt.id, priority, straight=bool(self.straight))
+            named, headers = self.dialect.call(request, attempt.id, priority)
             body |= {**named, **fields}
-            headers["X-Session-ID"] = session_key
-            answer = await self._answer(self.dialect.path, body, headers, self._server_of(session_key))
+            headers[SESSION] = session_key
+            channel = attempt.id if self.straight and self.dialect.channels else ""
+            server = self._server_of(session_key)
+            answer = await self._answer(self.dialect.path, body, headers, server, channel)
         replica, switched = answer.headers.get(REPLICA), attempt.switched
         parse = partial(
             self.dialect.parse, answer.content, request, model=model, switched=switched, replica=replica
@@ -118,10 +120,15 @@ class DataPlane:
         return max(self.straight, key=lambda url: hash(key + url), default=self.proxy_url)
 
     async def _answer(
-        self, path: str, body: Json, headers: Headers | None = None, server: str | None = None
+        self,
+        path: str,
+        body: Json,
+        headers: Headers | None = None,
+        server: str | None = None,
+        channel: str = "",
     ) -> HttpAnswer:
-        url = (server or self.proxy_url) + path
-        return await self._once_resumed(lambda: self.http.request("POST", url, json=body, headers=headers))
+        send = partial(self.http.request, "POST", (server or self.proxy_url) + path)
+        return await self._once_resumed(lambda: send(json=body, headers=headers, channel=channel))
 
     async def _once_resumed(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make the call, and repeat it while the server refuses it because it is paused."""

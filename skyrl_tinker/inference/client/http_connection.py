@@ -11,7 +11,9 @@ import aiohttp
 import orjson
 
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.inference.packed import PACKED, unpack
+from skyrl_tinker.inference.client.sample_channel import LARGEST, SampleChannels
+from skyrl_tinker.inference.constants import REPLICA, SESSION
+from skyrl_tinker.inference.packed import OTHERWISE, unpack
 
 CONNECT_TIMEOUT_S = 10.0
 RETRY_DELAYS_S = (0.05, 0.5)
@@ -48,9 +50,10 @@ class JsonHttp:
         # By server, for calls that must not be repeated; "": for all others.
         self._sessions: dict[str, aiohttp.ClientSession] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._channels = SampleChannels()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_token": self._token, "_sessions": {}, "_loop": None}
+    def __reduce__(self) -> tuple[type["JsonHttp"], tuple[str]]:
+        return JsonHttp, (self._token,)
 
     async def request(
         self,
@@ -61,8 +64,9 @@ class JsonHttp:
         params: Mapping[str, str] | Sequence[tuple[str, str]] | None = None,
         headers: Mapping[str, str] | None = None,
         repeatable: bool = True,
+        channel: str = "",
     ) -> HttpAnswer:
-        """Return the answer.
+        """Return the answer. `channel`: id of a sample, which goes over the server's channel if it has one.
 
         A repeatable call is tried three times if the connection fails. Raises SamplerError if it still fails,
         HttpStatusError for any status from 400.
@@ -72,6 +76,8 @@ class JsonHttp:
         sent = {"Content-Type": "application/json", **(headers or {})}
         for delay in (*delays, None):
             try:
+                if channel and (answer := await self._over_channel(url, channel, sent, body or b"")):
+                    return answer
                 async with self._connections(url, pooled=repeatable) as session:
                     return await _send(session, method, url, data=body, params=params, headers=sent)
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
@@ -79,6 +85,19 @@ class JsonHttp:
                     raise SamplerError(f"{method} {url} failed: {_cause(error)}") from error
                 await asyncio.sleep(delay)
         raise AssertionError("the last try returns or raises")
+
+    async def _over_channel(
+        self, url: str, attempt: str, headers: Mapping[str, str], body: bytes
+    ) -> HttpAnswer | None:
+        if len(body) > LARGEST:
+            return None
+        session_key = headers.get(SESSION, "")
+        status, content = await self._channels.ask(self._pool(), url, attempt, session_key, body)
+        if status == OTHERWISE:
+            return None
+        if status >= 400:
+            raise HttpStatusError(status, _message(content))
+        return HttpAnswer(unpack(content), {REPLICA: urlsplit(url).netloc}, len(content))
 
     async def text(self, url: str) -> str:
         """GET a text, in one try. SamplerError if the connection fails, HttpStatusError from status 400."""
@@ -164,8 +183,7 @@ async def _send(session: aiohttp.ClientSession, method: str, url: str, **options
         content = await response.read()
         if response.status >= 400:
             raise HttpStatusError(response.status, _message(content))
-        decoded = unpack(content) if response.content_type == PACKED else _decode(content)
-        return HttpAnswer(decoded, response.headers, len(content))
+        return HttpAnswer(_decode(content), response.headers, len(content))
 
 
 def _decode(content: bytes) -> Any:

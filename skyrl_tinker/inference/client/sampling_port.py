@@ -101,16 +101,19 @@ class Advice:
 class Dialect(Protocol):
     """Requests for samples, their answers, and the control plane. Frozen and picklable.
 
-    `path`: the route of samples, `most_sequences`: of one request. `core_path`: a route that the engine core
-    answers, between two steps. `trial`: body of a sample whose answer shows the server's arguments:
-    `logprobs_mode` (None if the weights give no finite numbers) and `lists_experts`. `advice`: arguments to
-    recommend for an external server. `pull_probe`: a path that answers 204 if a server on another host can
-    get weights; None: none can. `metrics_prefix`: of the engine's metrics; the others are of its process and
-    web server. `unbounded_metrics`: metrics labelled with adapter names, which are new with each version.
+    `path`: the route of samples, `channels`: whether it may be a WebSocket, too; `most_sequences`: of one
+    request. `core_path`: a route that the engine core answers, between two steps. `trial`: body of a sample
+    whose answer shows the server's arguments: `logprobs_mode` (None if the weights give no finite numbers)
+    and `lists_experts`. `advice`: arguments to recommend for an external server. `pull_probe`: a path that
+    answers 204 if a server on another host can get weights; None: none can. `metrics_prefix`: of the engine's
+    metrics; the others are of its process and web server. `unbounded_metrics`: metrics labelled with adapter
+    names, which are new with each version.
     """
 
     @property
     def path(self) -> str: ...
+    @property
+    def channels(self) -> bool: ...
     @property
     def most_sequences(self) -> int: ...
     @property
@@ -132,11 +135,11 @@ class Dialect(Protocol):
         """Make the body of a request. Raises UserError if the prompt leaves no room for a token."""
 
     def call(
-        self, request: SampleRequest, attempt: str, priority: int, *, straight: bool
+        self, request: SampleRequest, attempt: str, priority: int
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Return further fields of the request's body, and its headers.
 
-        SamplerControl ends it by its id `attempt`; the lowest `priority` goes first; `straight`: no router.
+        SamplerControl ends it by its id `attempt`; the lowest `priority` goes first.
         """
 
     def openai_body(self, given: Json, model: str, priority: int) -> dict[str, Any]:

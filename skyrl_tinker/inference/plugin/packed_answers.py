@@ -1,76 +1,114 @@
-"""Packed answers of vLLM's generate route, without FastAPI and without an object per token or logprob."""
+"""Samples over a WebSocket, packed: without HTTP, without FastAPI, without an object per token or logprob."""
 
+import asyncio
+import logging
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from copy import copy
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
 from vllm.entrypoints.serve.exception_handling.handlers.vllm_error import vllm_error_handler
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 from vllm.exceptions import VLLMError
 from vllm.inputs import TokensInput, tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.renderers.online_renderer import OnlineRenderer
 
-from skyrl_tinker.inference.packed import PACKED, pack
-from skyrl_tinker.inference.plugin.asgi import read_body, with_body
+from skyrl_tinker.inference.constants import SESSION
+from skyrl_tinker.inference.packed import OTHERWISE, asked, pack, tell
 
 PATH = "/inference/v1/generate"
+_log = logging.getLogger(__name__)
 
 
 class PackedAnswers:
-    """ASGI middleware, after the guard, that answers requests for samples which accept PACKED."""
+    """ASGI middleware, after the guard, for WebSockets to the route of samples (inference/packed.py)."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != PATH or not _accepts(scope):
+        if scope["type"] != "websocket" or scope["path"] != PATH:
             await self._app(scope, receive, send)
             return
-        content = await read_body(receive)
+        samples = _Samples(scope["app"], send)
+        await receive()  # the wish to connect
+        await send({"type": "websocket.accept"})
         try:
-            asked = GenerateRequest.model_validate_json(content)
-            params = asked.sampling_params
-            packable = not asked.stream and asked.output_mode == "tokens" and params.logprobs is not None
-            packable &= -1 not in (params.logprobs, params.prompt_logprobs)  # the vocabulary's length
-        except ValueError:  # vLLM's own route names the field
-            packable = False
-        if not packable:
-            await self._app(*with_body(scope, receive, content), send)
-            return
-        request = Request(scope, receive)
-        try:
-            answer = await _generate(asked, request)
-        except VLLMError as error:
-            answer = await vllm_error_handler(request, error)
-        except (ValueError, TypeError, OverflowError, NotImplementedError) as error:  # as vLLM's routes do
-            answer = await exception_handler(request, error)
-        if answer is not None:
-            await answer(scope, receive, send)
+            while (message := await receive())["type"] == "websocket.receive":
+                samples.take(message["bytes"])
+        finally:
+            samples.abort()
 
 
-@with_cancellation  # type: ignore[untyped-decorator]
-@load_aware_call  # type: ignore[untyped-decorator]
-async def _generate(asked: GenerateRequest, raw_request: Request) -> Response:
-    """Return the answer; None once the client has gone."""
-    serving = copy(raw_request.app.state.serving_tokens)
-    serving.__class__ = _PackedTokens
-    serving.online_renderer = _Renderer(serving.online_renderer)
-    asked.sampling_params.flat_logprobs = True
-    answer = await serving.serve_tokens(asked, raw_request)
-    if isinstance(answer, ErrorResponse):
-        return JSONResponse(answer.model_dump(), answer.error.code)
-    return Response(answer, media_type=PACKED)
+class _Samples:
+    """Samples of one client; they end with its connection."""
+
+    def __init__(self, app: Any, send: Send) -> None:
+        self._app = app
+        self._send = send
+        self._serving = copy(app.state.serving_tokens)
+        self._serving.__class__ = _PackedTokens
+        self._serving.online_renderer = _Renderer(self._serving.online_renderer)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def take(self, message: bytes) -> None:
+        """Begin a sample, or abort it."""
+        request_id, session_key, content = asked(message)
+        if content:
+            task = asyncio.create_task(self._answer(request_id, session_key, content))
+            self._tasks[request_id] = task
+            task.add_done_callback(lambda _: self._forget(request_id, task))
+        elif request_id in self._tasks:
+            self._tasks[request_id].cancel()
+
+    def abort(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(request_id) is task:  # the client may have made the request again
+            del self._tasks[request_id]
+
+    async def _answer(self, request_id: str, session_key: str, content: bytes) -> None:
+        header = SESSION.lower().encode(), session_key.encode()
+        request = Request({"type": "http", "app": self._app, "headers": [header], "state": {}})
+        try:
+            status, answer = await self._generate(content, request)
+        except Exception as error:  # of this request, or unforeseen: vLLM's own handlers say it
+            known = isinstance(
+                error, VLLMError | ValueError | TypeError | OverflowError | NotImplementedError
+            )
+            if not known:
+                _log.exception("a sample failed")
+            handler: Any = vllm_error_handler if isinstance(error, VLLMError) else exception_handler
+            refusal = await handler(request, error)
+            status, answer = refusal.status_code, bytes(refusal.body)
+        with suppress(OSError):  # the client has gone
+            await self._send({"type": "websocket.send", "bytes": tell(request_id, status, answer)})
+
+    async def _generate(self, content: bytes, request: Request) -> tuple[int, bytes]:
+        try:
+            wanted = GenerateRequest.model_validate_json(content)
+        except ValueError:
+            return OTHERWISE, b""  # vLLM's own route names the field
+        params = wanted.sampling_params
+        packable = not wanted.stream and wanted.output_mode == "tokens" and params.logprobs is not None
+        if not packable or -1 in (params.logprobs, params.prompt_logprobs):  # the vocabulary's length
+            return OTHERWISE, b""
+        params.flat_logprobs = params.skip_clone = True
+        answer = await self._serving.serve_tokens(wanted, request)
+        if isinstance(answer, ErrorResponse):
+            return answer.error.code, answer.model_dump_json().encode()
+        return 200, answer
 
 
 class _PackedTokens(ServingTokens):
@@ -145,7 +183,3 @@ def _listed(positions: Any, k: int) -> dict[str, Any]:
         "likeliest": np.asarray(positions.token_ids, np.int32).reshape(-1, 1 + k)[:, 1:],
         "logprobs": np.asarray(positions.logprobs, np.float32).reshape(-1, 1 + k),
     }
-
-
-def _accepts(scope: Scope) -> bool:
-    return any(name == b"accept" and value == PACKED.encode() for name, value in scope["headers"])

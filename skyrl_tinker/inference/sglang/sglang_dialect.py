@@ -103,6 +103,7 @@ class SglangAnswerReader:
 @dataclass(frozen=True)
 class SglangDialect:
     path = "/generate"
+    channels = False
     core_path = "/server_info"
     most_sequences = 1
     metrics_prefix = "sglang:"
@@ -141,7 +142,7 @@ class SglangDialect:
         return body if model == BASE_MODEL else body | {"lora_path": model}
 
     def call(
-        self, request: SampleRequest, attempt: str, priority: int, *, straight: bool
+        self, request: SampleRequest, attempt: str, priority: int
     ) -> tuple[dict[str, Any], dict[str, str]]:
         return {"rid": attempt, "priority": priority}, {}
 

@@ -15,7 +15,6 @@ from skyrl_tinker.errors import (
 from skyrl_tinker.inference.client.generated import SamplerResponse, diverged, refused
 from skyrl_tinker.inference.client.sampling_port import Advice, AnswerReader, Json, Post
 from skyrl_tinker.inference.constants import BASE_MODEL, MAX_SEQUENCES, PROBE
-from skyrl_tinker.inference.packed import PACKED
 from skyrl_tinker.inference.vllm import vllm_requests, vllm_responses
 from skyrl_tinker.inference.vllm.vllm_arguments import VERSION_PULL
 from skyrl_tinker.inference.vllm.vllm_control import VllmControl
@@ -24,6 +23,7 @@ from skyrl_tinker.inference.vllm.vllm_control import VllmControl
 @dataclass(frozen=True)
 class VllmDialect:
     path = "/inference/v1/generate"
+    channels = True  # of servers with our plugin
     most_sequences = MAX_SEQUENCES
     core_path = "/is_sleeping"
     metrics_prefix = "vllm:"
@@ -43,13 +43,10 @@ class VllmDialect:
     control = VllmControl
 
     def call(
-        self, request: SampleRequest, attempt: str, priority: int, *, straight: bool
+        self, request: SampleRequest, attempt: str, priority: int
     ) -> tuple[dict[str, Any], dict[str, str]]:
         # vLLM prefers the header, which a router may set.
-        headers = {"X-Request-Id": attempt}
-        if straight:
-            headers["Accept"] = PACKED  # servers without our plugin answer JSON
-        return {"request_id": attempt, "priority": priority}, headers
+        return {"request_id": attempt, "priority": priority}, {"X-Request-Id": attempt}
 
     def parse(
         self, payload: Json, request: SampleRequest, *, model: str, switched: bool, replica: str | None

@@ -12,7 +12,6 @@ from skyrl_tinker.domain.samples import SampleRequest, TargetTokens, TopkRow, Ve
 from skyrl_tinker.inference.client import http_connection
 from skyrl_tinker.inference.client.generated import SamplerResponse
 from skyrl_tinker.inference.client.http_connection import HttpStatusError
-from skyrl_tinker.inference.packed import PACKED
 from skyrl_tinker.inference.vllm import vllm_requests, vllm_responses
 from tests.inference.support.samplers import (
     CONTEXT,
@@ -31,17 +30,18 @@ PROMPT = prompt_of(9)
 async def answers(sampler: Sampler, body: Mapping[str, Any]) -> list[Any]:
     """Ask for a packed answer and for vLLM's own, without cached prompts; an error is its status and text."""
     found: list[Any] = []
-    for headers in ({"Accept": PACKED}, {}):
+    for channel in ("over the channel", ""):
         http = sampler.client.data.http
         await sampler.client.control.reset_prefix_cache()
         try:
             answer = await http.request(
-                "POST", sampler.client.server_urls[0] + PATH, json=body, headers=headers
+                "POST", sampler.client.server_urls[0] + PATH, json=body, channel=channel
             )
         except HttpStatusError as error:
             found.append((error.status, error.message))
         else:
-            assert answer.headers["Content-Type"] == headers.get("Accept", "application/json")
+            listed = answer.content["choices"][0]["logprobs"]
+            assert isinstance(listed.get("logprobs"), np.ndarray) == bool(channel)
             found.append(answer.content)
     return found
 
@@ -119,8 +119,8 @@ async def test_a_packed_answer_of_an_adapter_names_it(sampler: Sampler, tmp_path
 )
 async def test_what_arrays_cannot_say_is_said_in_json(sampler: Sampler, params: dict[str, Any]) -> None:
     body = {"model": "base", "token_ids": PROMPT, "sampling_params": {"max_tokens": 3, "seed": 1, **params}}
-    url, headers = sampler.client.server_urls[0] + PATH, {"Accept": PACKED}
-    answer = await sampler.client.data.http.request("POST", url, json=body, headers=headers)
+    url = sampler.client.server_urls[0] + PATH
+    answer = await sampler.client.data.http.request("POST", url, json=body, channel="sample")
     assert answer.headers["Content-Type"] == "application/json"
     assert len(answer.content["choices"][0]["token_ids"]) == 3
 
