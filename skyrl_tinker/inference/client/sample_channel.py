@@ -38,11 +38,9 @@ class _Channel:
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
         self._waiting: dict[str, asyncio.Future[tuple[int, bytes]]] = {}
-        self._tasks = {asyncio.create_task(self._read())}
-
-    @property
-    def closed(self) -> bool:
-        return self._socket.closed
+        self._reader = asyncio.create_task(self._read())
+        self._cancels: set[asyncio.Task[None]] = set()
+        self.lost = False
 
     async def ask(self, attempt: str, message: bytes) -> tuple[int, bytes]:
         answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
@@ -52,8 +50,8 @@ class _Channel:
             return await answer
         except asyncio.CancelledError:
             cancel = asyncio.create_task(self._cancel(attempt))  # a full connection must not hold us up
-            self._tasks.add(cancel)
-            cancel.add_done_callback(self._tasks.discard)
+            self._cancels.add(cancel)
+            cancel.add_done_callback(self._cancels.discard)
             raise
         finally:
             del self._waiting[attempt]
@@ -63,14 +61,18 @@ class _Channel:
             await self._socket.send_bytes(attempt.encode())
 
     async def _read(self) -> None:
-        async for message in self._socket:
-            attempt, status, content = told(message.data)
-            answer = self._waiting.get(attempt)
-            if answer is not None and not answer.done():
-                answer.set_result((status, content))
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(aiohttp.ServerDisconnectedError())
+        try:
+            while (message := await self._socket.receive()).type is aiohttp.WSMsgType.BINARY:
+                attempt, status, content = told(message.data)
+                answer = self._waiting.get(attempt)
+                if answer is not None and not answer.done():
+                    answer.set_result((status, content))
+        finally:
+            self.lost = True
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(aiohttp.ServerDisconnectedError())
+            await self._socket.close()
 
 
 async def _open(session: aiohttp.ClientSession, url: str) -> _Channel | None:
@@ -89,4 +91,4 @@ def _is_over(opened: "asyncio.Task[_Channel | None]") -> bool:
     if opened.cancelled() or opened.exception() is not None:
         return True
     channel = opened.result()
-    return channel is not None and channel.closed
+    return channel is not None and channel.lost

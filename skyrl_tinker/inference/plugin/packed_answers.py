@@ -36,7 +36,8 @@ class PackedAnswers:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "websocket" or scope["path"] != PATH:
+        ours = scope["type"] == "websocket" and scope["path"] == PATH
+        if not ours or any(name == b"origin" for name, _ in scope["headers"]):  # of a browser's page
             await self._app(scope, receive, send)
             return
         samples = _Samples(scope["app"], send)
