@@ -9,15 +9,17 @@ ANSWER_S with sequences of TOKENS tokens, an adapter is loaded after LOAD_S. End
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE, Popen
+from typing import Any
 
 import orjson
 from aiohttp import web
 
 from skyrl_tinker.inference.client.http_connection import HttpStatusError
+from skyrl_tinker.inference.packed import asked, pack, tell
 from skyrl_tinker.system.processes import die_with_parent, raise_open_files_limit
 from tests.support.scripted_replica import ScriptedReplica, ones
 
@@ -50,13 +52,39 @@ class StandIn:
         app.router.add_route("*", "/{path:.*}", self._handle)
         return app
 
-    async def _handle(self, request: web.Request) -> web.Response:
-        body = orjson.loads(await request.read() or b"{}")
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if "Upgrade" in request.headers:
+            return await self._channel(request)
+        status, content = await self._answer(request.path, await request.read(), request.query)
+        return web.Response(body=orjson.dumps(content), status=status, content_type="application/json")
+
+    async def _channel(self, request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse(max_msg_size=0)
+        await socket.prepare(request)
+        running: dict[str, asyncio.Task[None]] = {}
+
+        async def reply(request_id: str, body: bytes) -> None:
+            status, content = await self._answer(request.path, body, {})
+            await socket.send_bytes(
+                tell(request_id, status, pack(content) if status < 400 else orjson.dumps(content))
+            )
+
+        async for message in socket:
+            request_id, _, body = asked(message.data)
+            if body:
+                running[request_id] = asyncio.create_task(reply(request_id, body))
+                running[request_id].add_done_callback(lambda _, ended=request_id: running.pop(ended, None))
+            elif request_id in running:
+                running[request_id].cancel()
+        for task in running.values():
+            task.cancel()
+        return socket
+
+    async def _answer(self, path: str, body: bytes, params: Mapping[str, str]) -> tuple[int, Any]:
         try:
-            content = await self._replica.answer(request.path, body, request.query)
+            return 200, await self._replica.answer(path, orjson.loads(body or b"{}"), params)
         except HttpStatusError as error:
-            return web.json_response({"error": {"message": error.message}}, status=error.status)
-        return web.Response(body=orjson.dumps(content), content_type="application/json")
+            return error.status, {"error": {"message": error.message}}
 
 
 async def _serve(count: int, answer_s: float, load_s: float, tokens: int) -> None:
