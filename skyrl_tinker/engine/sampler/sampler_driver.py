@@ -160,7 +160,7 @@ class SamplerDriver:
         self._queued.discard(future_ids)
         self._starting.difference_update(future_ids)
         for task in [self._tasks[future_id] for future_id in future_ids if future_id in self._tasks]:
-            task.cancel()  # this closes its connection, and the sampler aborts its request
+            task.cancel()  # the sampler aborts its request
 
     def view(self) -> SamplingView:
         """Return the queues, at most LISTED_S old, and how many samples wait and end."""

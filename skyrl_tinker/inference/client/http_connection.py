@@ -97,7 +97,8 @@ class JsonHttp:
             return None
         if status >= 400:
             raise HttpStatusError(status, _message(content))
-        return HttpAnswer(unpack(content), {REPLICA: urlsplit(url).netloc}, len(content))
+        server = urlsplit(url).netloc.rpartition("@")[2]
+        return HttpAnswer(unpack(content), {REPLICA: server}, len(content))
 
     async def text(self, url: str) -> str:
         """GET a text, in one try. SamplerError if the connection fails, HttpStatusError from status 400."""

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 @dataclass(eq=False)
 class Attempt:
-    """One HTTP request. `switched`: its tag was aborted, so that it goes on under other weights.
+    """One request. `switched`: its tag was aborted, so that it goes on under other weights.
 
     `model`: given if it may be interrupted for other requests at any time.
     """

@@ -1,6 +1,7 @@
 """One WebSocket to each sampler for all its samples (inference/packed.py): no HTTP request for each."""
 
 import asyncio
+import time
 from contextlib import suppress
 
 import aiohttp
@@ -10,15 +11,20 @@ from skyrl_tinker.inference.packed import OTHERWISE, ask, told
 
 LARGEST = 8 * MiB
 """Bytes of the longest request on a channel: at 16 MiB a sampler's web server closes it."""
-HEARTBEAT_S = 60.0
+HEARTBEAT_S = 30.0
 """Seconds of silence until a sign of life is asked of the server, which has half of them to give one."""
+HANDSHAKE_S = 10.0
+AGAIN_S = 60.0
+"""Seconds for which a server that refuses a channel, or says nothing, is not asked for one again."""
 
 
 class SampleChannels:
     """Channels by URL, each opened by its first sample, and again by the next one after it was lost."""
 
     def __init__(self) -> None:
-        self._opened: dict[str, asyncio.Task[_Channel | None]] = {}
+        self._opened: dict[str, asyncio.Task[_Channel]] = {}
+        self._without: dict[str, float] = {}
+        """Monotonic times until which servers are taken to have no channels."""
 
     async def ask(
         self, session: aiohttp.ClientSession, url: str, attempt: str, key: str, content: bytes
@@ -27,38 +33,53 @@ class SampleChannels:
 
         Raises aiohttp.ClientConnectionError.
         """
+        if time.monotonic() < self._without.get(url, 0.0):
+            return OTHERWISE, b""
         opened = self._opened.get(url)
         if opened is None or _is_over(opened):
+            self._opened = {of: each for of, each in self._opened.items() if not _is_over(each)}
             opened = self._opened[url] = asyncio.create_task(_open(session, url))
-        channel = await asyncio.shield(opened)  # others wait for it, too
-        return await channel.ask(attempt, ask(attempt, key, content)) if channel else (OTHERWISE, b"")
+            opened.add_done_callback(_note_error)
+        try:
+            channel = await asyncio.shield(opened)  # others wait for it, too
+        except (aiohttp.WSServerHandshakeError, TimeoutError):
+            self._without[url] = time.monotonic() + AGAIN_S
+            return OTHERWISE, b""
+        return await channel.ask(attempt, ask(attempt, key, content))
 
 
 class _Channel:
+    """No sample writes by itself: aiohttp has all that wait for a full connection end with one of them."""
+
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.lost = False
         self._socket = socket
         self._waiting: dict[str, asyncio.Future[tuple[int, bytes]]] = {}
+        self._outgoing: asyncio.Queue[bytes] = asyncio.Queue()
+        self._writer = asyncio.create_task(self._write())
         self._reader = asyncio.create_task(self._read())
-        self._cancels: set[asyncio.Task[None]] = set()
-        self.lost = False
 
     async def ask(self, attempt: str, message: bytes) -> tuple[int, bytes]:
+        if self.lost:
+            raise aiohttp.ServerDisconnectedError
         answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
         self._waiting[attempt] = answer
+        self._outgoing.put_nowait(message)
         try:
-            await self._socket.send_bytes(message)
             return await answer
         except asyncio.CancelledError:
-            cancel = asyncio.create_task(self._cancel(attempt))  # a full connection must not hold us up
-            self._cancels.add(cancel)
-            cancel.add_done_callback(self._cancels.discard)
+            self._outgoing.put_nowait(attempt.encode())  # the server aborts it
             raise
         finally:
             del self._waiting[attempt]
 
-    async def _cancel(self, attempt: str) -> None:
-        with suppress(aiohttp.ClientConnectionError):  # the server aborts all that came over it
-            await self._socket.send_bytes(attempt.encode())
+    async def _write(self) -> None:
+        try:
+            with suppress(OSError, RuntimeError, aiohttp.ClientError):  # the connection is lost
+                while True:
+                    await self._socket.send_bytes(await self._outgoing.get())
+        finally:
+            self._lose()
 
     async def _read(self) -> None:
         try:
@@ -68,27 +89,32 @@ class _Channel:
                 if answer is not None and not answer.done():
                     answer.set_result((status, content))
         finally:
-            self.lost = True
-            for answer in self._waiting.values():
-                if not answer.done():
-                    answer.set_exception(aiohttp.ServerDisconnectedError())
+            self._writer.cancel()
+            self._lose()
             await self._socket.close()
 
+    def _lose(self) -> None:
+        self.lost = True
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(aiohttp.ServerDisconnectedError())
 
-async def _open(session: aiohttp.ClientSession, url: str) -> _Channel | None:
-    try:
+
+async def _open(session: aiohttp.ClientSession, url: str) -> _Channel:
+    async with asyncio.timeout(HANDSHAKE_S):
         return _Channel(await session.ws_connect(url, heartbeat=HEARTBEAT_S, max_msg_size=0))
-    except aiohttp.WSServerHandshakeError:  # another server than ours
-        return None
 
 
-def _is_over(opened: "asyncio.Task[_Channel | None]") -> bool:
+def _note_error(opened: asyncio.Task[_Channel]) -> None:
+    """Take the error of a channel for which nobody waits any more: else asyncio logs it."""
+    if not opened.cancelled():
+        opened.exception()
+
+
+def _is_over(opened: asyncio.Task[_Channel]) -> bool:
     """Return whether the channel was lost, or not reached, or is of another event loop."""
     if opened.get_loop() is not asyncio.get_running_loop():
         return True
     if not opened.done():
         return False
-    if opened.cancelled() or opened.exception() is not None:
-        return True
-    channel = opened.result()
-    return channel is not None and channel.lost
+    return opened.cancelled() or opened.exception() is not None or opened.result().lost

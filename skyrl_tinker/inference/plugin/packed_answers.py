@@ -26,6 +26,7 @@ from skyrl_tinker.inference.constants import SESSION
 from skyrl_tinker.inference.packed import OTHERWISE, asked, pack, tell
 
 PATH = "/inference/v1/generate"
+_UNFORESEEN = b'{"error": {"message": "Internal server error"}}'  # vLLM's words
 _log = logging.getLogger(__name__)
 
 
@@ -45,7 +46,7 @@ class PackedAnswers:
         await send({"type": "websocket.accept"})
         try:
             while (message := await receive())["type"] == "websocket.receive":
-                samples.take(message["bytes"])
+                samples.take(message.get("bytes") or b"")
         finally:
             samples.abort()
 
@@ -60,6 +61,9 @@ class _Samples:
         self._serving.__class__ = _PackedTokens
         self._serving.online_renderer = _Renderer(self._serving.online_renderer)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._sending = (
+            asyncio.Lock()
+        )  # else all answers are written at once, and the server's ping behind them
 
     def take(self, message: bytes) -> None:
         """Begin a sample, or abort it."""
@@ -83,18 +87,23 @@ class _Samples:
         header = SESSION.lower().encode(), session_key.encode()
         request = Request({"type": "http", "app": self._app, "headers": [header], "state": {}})
         try:
-            status, answer = await self._generate(content, request)
-        except Exception as error:  # of this request, or unforeseen: vLLM's own handlers say it
-            known = isinstance(
-                error, VLLMError | ValueError | TypeError | OverflowError | NotImplementedError
-            )
-            if not known:
-                _log.exception("a sample failed")
-            handler: Any = vllm_error_handler if isinstance(error, VLLMError) else exception_handler
-            refusal = await handler(request, error)
-            status, answer = refusal.status_code, bytes(refusal.body)
-        with suppress(OSError):  # the client has gone
-            await self._send({"type": "websocket.send", "bytes": tell(request_id, status, answer)})
+            message = tell(request_id, *await self._generate_or_refuse(content, request))
+        except Exception:
+            _log.exception("a sample failed")
+            message = tell(request_id, 500, _UNFORESEEN)
+        async with self._sending:
+            with suppress(OSError, RuntimeError):  # the client has gone, or the connection is being closed
+                await self._send({"type": "websocket.send", "bytes": message})
+
+    async def _generate_or_refuse(self, content: bytes, request: Request) -> tuple[int, bytes]:
+        """Have vLLM's own handlers say the errors of a request, as they do by HTTP."""
+        try:
+            return await self._generate(content, request)
+        except VLLMError as error:
+            refusal = await vllm_error_handler(request, error)
+        except (ValueError, TypeError, OverflowError, NotImplementedError) as error:
+            refusal = await exception_handler(request, error)
+        return refusal.status_code, bytes(refusal.body)
 
     async def _generate(self, content: bytes, request: Request) -> tuple[int, bytes]:
         try:

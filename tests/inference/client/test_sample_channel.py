@@ -1,20 +1,23 @@
 """Samples over a server's WebSocket, which loses connections, refuses, or has none."""
 
 import asyncio
+from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable
+from hashlib import sha1
 from typing import Any
 
 import aiohttp
 import orjson
 import pytest
 from aiohttp import web
+from aiohttp.http_websocket import WS_KEY
 
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.inference.client import http_connection
+from skyrl_tinker.inference.client import http_connection, sample_channel
 from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
 from skyrl_tinker.inference.constants import REPLICA, SESSION
 from skyrl_tinker.inference.packed import OTHERWISE, asked, pack, tell
-from tests.support.waiting import until
+from tests.support.waiting import end, until
 
 PATH = "/generate"
 Answer = Callable[[web.WebSocketResponse, str, bytes], Awaitable[None]]
@@ -32,8 +35,11 @@ class Server:
         self.sockets: list[web.WebSocketResponse] = []
         self.messages: list[tuple[str, str, bytes]] = []
         self.by_http = 0
+        self.refuses = False
 
     async def connect(self, request: web.Request) -> web.WebSocketResponse:
+        if self.refuses:
+            raise web.HTTPServiceUnavailable
         socket = web.WebSocketResponse(max_msg_size=0)
         await socket.prepare(request)
         self.sockets.append(socket)
@@ -200,3 +206,94 @@ def test_another_event_loop_opens_a_channel_of_its_own(server: Server) -> None:
 
     assert [asyncio.run(once()) for _ in range(2)] == [{"asked": {"number": 1}}] * 2
     assert ports[1] == ports[2]
+
+
+class Stopped:
+    """Server that takes a connection, and reads nothing of it until it is told to go on."""
+
+    def __init__(self, *, handshake: bool = True) -> None:
+        self.go_on = asyncio.Event()
+        self.reading = False
+        self.writers: list[asyncio.StreamWriter] = []
+        self._handshake = handshake
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.append(writer)
+        key = ""
+        while line := (await reader.readline()).decode().strip():
+            name, _, value = line.partition(": ")
+            key = value if name.lower() == "sec-websocket-key" else key
+        if self._handshake:
+            accepted = b64encode(sha1((key + WS_KEY.decode()).encode()).digest()).decode()
+            head = "HTTP/1.1 101 x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: "
+            writer.write(f"{head}{accepted}\r\n\r\n".encode())
+            self.reading = bool(await reader.read(1))
+        await self.go_on.wait()
+        while await reader.read(1 << 20):
+            pass
+
+
+@pytest.fixture
+async def stopped(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Stopped, str]]:
+    server = Stopped(handshake=getattr(request, "param", True))
+    listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    host, port = listener.sockets[0].getsockname()
+    yield server, f"http://{host}:{port}{PATH}"
+    server.go_on.set()
+    for writer in server.writers:
+        writer.transport.abort()
+    listener.close()
+
+
+async def test_a_sample_that_is_cancelled_before_it_could_be_sent_ends_no_other(
+    http: JsonHttp, stopped: tuple[Stopped, str]
+) -> None:
+    server, url = stopped
+    samples = [
+        asyncio.create_task(http.request("POST", url, json={"text": "x" * (1 << 20)}, channel=f"{number}"))
+        for number in range(20)
+    ]
+    await until(lambda: server.reading)  # more than a connection holds has been written or waits
+    samples[7].cancel()
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert [number for number, sample in enumerate(samples) if sample.done()] == [7]
+    for sample in samples:
+        await end(sample)
+
+
+async def test_a_server_that_dies_before_it_has_read_everything_is_a_sampler_error(
+    http: JsonHttp, stopped: tuple[Stopped, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_connection, "RETRY_DELAYS_S", ())
+    server, url = stopped
+    samples = [
+        asyncio.create_task(http.request("POST", url, json={"text": "x" * (1 << 20)}, channel=f"{number}"))
+        for number in range(12)
+    ]
+    await until(lambda: server.reading)
+    server.writers[0].transport.abort()
+    for sample in samples:
+        with pytest.raises(SamplerError, match="ServerDisconnectedError"):
+            await sample
+
+
+@pytest.mark.parametrize("stopped", [False], indirect=True)
+async def test_a_handshake_that_is_never_answered_ends(
+    http: JsonHttp, stopped: tuple[Stopped, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_channel, "HANDSHAKE_S", 0.1)
+    server, url = stopped
+    by_http = asyncio.create_task(send(http, url, 1))
+    await until(lambda: len(server.writers) == 2)  # the request after the handshake
+    await end(by_http)
+
+
+async def test_a_server_that_had_no_channel_for_a_while_is_asked_again(
+    server: Server, url: str, http: JsonHttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_channel, "AGAIN_S", 0.0)
+    server.refuses = True
+    assert await send(http, url, 1) == {"posted": {"number": 1}}
+    server.refuses = False
+    assert await send(http, url, 2) == {"asked": {"number": 2}}
