@@ -29,7 +29,7 @@ ODD = ["", "null", '"a"', "[]", '{"a": 1', "{}"]
 ASKED = """
 import json
 import sys
-from vllm.renderers.chat_utils import _postprocess_messages
+from vllm.renderers import chat_utils
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import GenerationError
@@ -66,7 +66,7 @@ def streamed(text):
 
 def shown(arguments):
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
-    _postprocess_messages([message])
+    getattr(chat_utils, "chat_message", chat_utils)._postprocess_messages([message])  # 0.33 has it one below
     return message["tool_calls"][0]["function"]["arguments"]
 
 
