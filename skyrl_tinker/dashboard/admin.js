@@ -39,7 +39,7 @@ export function showAdmin(main, { now, failed, recovered }) {
     const left = withoutHolder(answer.keys);
     keys.fill(answer.keys.map((key) => [
       String(key.id), key.name, key.admin ? "admin" : "user", state(key), ago(key.last_used_at), ago(key.created_at), limits(key.limits) || null, h("div", { class: "row" }, ...actions(key, left))]));
-    defaults.textContent = `Of all keys: ${limits(answer.limits) || "no limits"}`;
+    defaults.textContent = `Limits of keys without their own: ${limits(answer.limits)}`;
   }
 
   function action(label, work, className) {
@@ -127,7 +127,10 @@ function state(key) {
 }
 
 function limits(values) {
-  return Object.entries(values).filter(([, value]) => value !== undefined).map(([name, value]) => `${name} ${value ?? "no limit"}`).join(", ");
+  const known = Object.entries(values);
+  const free = known.filter(([, value]) => value === null).map(([name]) => name);
+  const set = known.filter(([, value]) => value !== null).map(([name, value]) => `${name} ${number(value)}`);
+  return [...(set.length ? [set.join(", ")] : []), ...(free.length ? [`no limit of ${free.join(", ")}`] : [])].join("; ");
 }
 
 function parsed(text) {

@@ -102,4 +102,4 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
   main.focus();
 });
-open();
+document.fonts.load("1em Figtree").then(open, open); // the letters of charts are drawn once

@@ -20,6 +20,12 @@ export function wide(section) {
   return section;
 }
 
+// The only card of a view, whose heading says the same.
+export function only(section) {
+  section.classList.add("only");
+  return section;
+}
+
 // A table whose rows can be replaced while it stays where it was scrolled to. `none`: its text without rows.
 // `sort(place)`: a head was clicked. A column that is `optional` is not there while none of its cells has a value.
 export function table(label, columns, none, sort = null) {
@@ -56,14 +62,19 @@ export function figures(pairs) {
 
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
-  if (value !== 0 && (Math.abs(value) < 1e-4 || Math.abs(value) >= 1e7)) return value.toExponential(digits - 1).replace(/\.?0+e/, "e");
-  return value.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, String(Math.trunc(Math.abs(value))).length) });
+  if (value !== 0 && (Math.abs(value) < 1e-4 || Math.abs(value) >= 1e7)) return signed(value.toExponential(digits - 1).replace(/\.?0+e/, "e"));
+  return signed(value.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, String(Math.trunc(Math.abs(value))).length) }));
 }
 
 // A number of a column, with the same decimals as those above and below it; very large ones have none.
 export function decimals(value) {
   if (value === null || value === undefined || Number.isNaN(value) || Math.abs(value) >= 1e4) return number(value);
-  return value.toLocaleString("en", { minimumFractionDigits: 4, maximumFractionDigits: 4, signDisplay: "negative" });
+  return signed(value.toLocaleString("en", { minimumFractionDigits: 4, maximumFractionDigits: 4, signDisplay: "negative" }));
+}
+
+// With a minus as wide as a digit, not a hyphen.
+function signed(text) {
+  return text.replaceAll("-", "−");
 }
 
 export function bytes(value) {

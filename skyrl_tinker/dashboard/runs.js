@@ -1,6 +1,6 @@
 // Runs: a list to choose from, the curves of those chosen, and the checkpoints of one.
 
-import { ago, bytes, card, decimals, duration, facts, figures, h, moment, number, plural, short, table, tick, wide } from "./dom.js";
+import { ago, bytes, card, decimals, duration, facts, figures, h, moment, number, only, plural, short, table, tick, wide } from "./dom.js";
 import { download, get, poll, Refused, request, save, send } from "./server.js";
 import { COLOURS, stepChart } from "./charts.js";
 
@@ -17,9 +17,9 @@ const CURVES = [
   ["policy_shift", "Policy shift", "mean of sampled − trained logprob: 0 while the policy is the one that sampled",
     { least: [-ROUNDING, ROUNDING], none: "the data has no logprobs as sampled" }],
   ["entropy_proxy", "Entropy proxy", "mean of −logprob of the trained tokens, as sampled"],
-  ["grad_norm", "Gradient norm", "before clipping"],
-  ["learning_rate", "Learning rate", "as given to optim_step"],
-  ["tokens", "Tokens of a step", "of all data since the step before"],
+  ["grad_norm", "Gradient norm", "before clipping", { zero: true }],
+  ["learning_rate", "Learning rate", "as given to optim_step", { zero: true }],
+  ["tokens", "Tokens of a step", "of all data since the step before", { zero: true }],
   ["reward_proxy", "Advantage × logprob", "its mean, not the reward: with advantages centred in their group it goes to 0",
     { none: "the data has no advantages" }],
 ];
@@ -65,8 +65,8 @@ function showList(main, failed, recovered) {
   const count = h("span", { class: "quiet" });
   const search = h("input", { type: "search", size: 34, "aria-label": "Search", placeholder: "name, project, metadata, state …", oninput: () => refresh().catch(failed) });
   const others = h("input", { type: "checkbox", onchange: () => fill() });
-  main.append(h("h1", {}, "Runs"), wide(card("Training runs",
-    h("p", { class: "row" }, search, h("label", { class: "narrow" }, "Sorted by", sort), h("label", {}, others, "also of the tinker command"), compare, count),
+  main.append(h("h1", {}, "Runs"), only(card("Training runs",
+    h("p", { class: "row" }, search, h("label", { class: "narrow" }, "Sorted by", sort), h("label", {}, others, "with those of the tinker command"), compare, count),
     runs.node)));
   let answer = { runs: [], total: 0 };
   let shown = "";
@@ -142,8 +142,8 @@ function silence(heartbeat) {
 
 // Only of one in training: others need no heartbeat.
 function state(run) {
-  if (!inTraining(run) || silence(run.last_heartbeat_at) <= SILENT_S) return h("span", { class: STATES[run.state] ?? "quiet" }, run.state);
-  return h("span", { class: "warning", title: "No heartbeat: its script may have been killed" }, `${run.state}, silent since `, ago(run.last_heartbeat_at));
+  if (!inTraining(run) || silence(run.last_heartbeat_at) <= SILENT_S) return h("span", { class: `state ${STATES[run.state] ?? "quiet"}` }, run.state);
+  return h("span", { class: "state warning", title: "No heartbeat: its script may have been killed" }, `${run.state}, silent since `, ago(run.last_heartbeat_at));
 }
 
 function inTraining(run) {
@@ -195,16 +195,17 @@ function drawCurves(main, chains, failed, recovered) {
     ({ run: run.run_id, next: 0, columns: {}, before: run.steps_before, until: chain[place + 1]?.steps_before ?? Infinity })));
   const reports = chains.map((chain) => ({ parts: chain.map((run) => ({ run: run.run_id, next: 0 })), reward: new Map(), values: new Map() }));
   const alone = runs.length === 1;
-  const titles = alone ? ["value"] : runs.map((run) => (runs.filter((each) => title(each) === title(run)).length > 1 ? `${title(run)} ${run.run_id.slice(0, 4)}` : title(run)));
+  const titles = runs.map((run) => (runs.filter((each) => title(each) === title(run)).length > 1 ? `${title(run)} ${run.run_id.slice(0, 4)}` : title(run)));
+  const names = (label) => (alone ? [label.toLowerCase()] : titles);
   const charts = CURVES.map(([column, label, about, { none, ...layout } = {}]) => ({
-    column, label, about, none, lack: h("p", { class: "small" }), chart: stepChart(label, titles, layout) }));
+    column, label, about, none, lack: h("p", { class: "small" }), chart: stepChart(label, names(label), layout) }));
   const allCharts = () => [...charts.map(({ chart }) => chart), reward, reported, time];
-  const reward = stepChart("Reward", titles, { height: LEADING_HEIGHT });
-  const reported = stepChart("Reported number", titles);
+  const reward = stepChart("Reward", names("Reward"), { height: LEADING_HEIGHT });
+  const reported = stepChart("Reported number", names("Value"));
   const choice = h("select", { "aria-label": "Reported number", onchange: () => drawReports() });
   const rewardCard = card("Reward", h("p", { class: "quiet small" }, "as its script reports it"), reward.node);
   const reportedCard = card("Reported by the script", h("p", { class: "quiet small" }, "the number chosen here, by the step that the script gave it"), choice, reported.node);
-  const time = stepChart("Seconds of a step: wait, compute, answer", ["wait", "compute", "answer"]);
+  const time = stepChart("Seconds of a step: wait, compute, answer", ["wait", "compute", "answer"], { zero: true });
   const last = h("div");
   const about = h("div");
   const checkpoints = alone ? checkpointCard(runs[0].run_id, failed) : null;
@@ -251,19 +252,24 @@ function drawCurves(main, chains, failed, recovered) {
     }
     rewardCard.hidden = reports.every((each) => each.reward.size === 0);
     reportedCard.hidden = known.length === 0;
-    reward.draw(shown(reports.map((each, run) => onAxis(each.reward, points[run]))));
-    reported.draw(shown(reports.map((each, run) => onAxis(each.values.get(choice.value) ?? new Map(), points[run]))));
+    reward.draw(shown(reports.map((each, run) => onAxis(each.reward, points[run]))), marks());
+    reported.draw(shown(reports.map((each, run) => onAxis(each.values.get(choice.value) ?? new Map(), points[run]))), marks());
   }
 
   function drawAll() {
     for (const { column, none, lack, chart } of charts) {
       const curves = points.map((parts) => joined(parts, column, view.axis));
-      chart.draw(shown(curves));
+      chart.draw(shown(curves), marks());
       lack.hidden = curves.some(([, values]) => values.some((value) => value !== null));
       lack.textContent = curves.every(([places]) => places.length === 0) ? "No step yet." : none ? `None: ${none}.` : "None.";
     }
     drawReports();
-    if (alone) time.draw(shown(SECONDS.map((column) => joined(points[0], column, view.axis))));
+    if (alone) time.draw(shown(SECONDS.map((column) => joined(points[0], column, view.axis))), marks());
+  }
+
+  // Where a run goes on from another: of several they would not say of which.
+  function marks() {
+    return alone ? placed(points[0].slice(1).map(({ before }) => before), points[0]) : [];
   }
 
   function restyle() {
@@ -279,9 +285,13 @@ function drawCurves(main, chains, failed, recovered) {
   function onAxis(bySteps, parts) {
     const [steps, values] = curve(bySteps);
     if (view.axis === "step") return [steps, values];
+    return [placed(steps, parts), values];
+  }
+
+  function placed(steps, parts) {
     const [known] = joined(parts, "step", "step");
     const [places] = joined(parts, "step", view.axis);
-    return [steps.map((step) => places[known.findLastIndex((each) => each <= step)] ?? 0), values];
+    return steps.map((step) => places[known.findLastIndex((each) => each <= step)] ?? 0);
   }
 
   async function refresh() {
@@ -413,7 +423,7 @@ function lastStep({ columns, before }, run) {
   if (place < 0) return h("p", { class: "quiet" }, "No optimizer step yet.");
   const of = (column) => columns[column][place];
   return figures([
-    ["step", number(before + of("step"))], ...(run.reward === null ? [] : [["reward", number(run.reward)]]), ["loss", number(run.loss)], ["gradient norm", number(of("grad_norm"))],
+    ["step", number(before + of("step"))], ...(run.reward === null ? [] : [["reward", decimals(run.reward)]]), ["loss", decimals(run.loss)], ["gradient norm", number(of("grad_norm"))],
     ["tokens", number(of("tokens"))], ["waiting", duration(of("wait_s"))], ["computing", duration(of("compute_s"))],
     ["taken", ago(new Date(1000 * of("at")).toISOString())],
   ]);

@@ -11,21 +11,21 @@ const DARK = matchMedia("(prefers-color-scheme: dark)");
 const COLOURS = { wait: "--wait", run: "--link", answer: "--answer" };
 
 // A lane has a `name`, a `title` and `slices` of `from` and `to` in seconds, `parts` (of a kind each) and a `text`.
-export function timeline() {
+// `first`: what stands before its buttons.
+export function timeline(first) {
   const told = h("p", { class: "small told", role: "status" });
   const axis = h("canvas", { height: 20 });
   const lanes = h("div", { class: "lanes" });
   const node = h("div", { class: "timeline" },
-    h("div", { class: "row" },
-      ...[["Earlier", () => move(-0.5)], ["Later", () => move(0.5)], ["Closer", () => zoom(0.5)], ["Wider", () => zoom(2)], ["All", () => look(whole)]].map(
-        ([name, work]) => h("button", { type: "button", onclick: work }, name)),
+    h("div", { class: "row" }, first,
+      h("span", { class: "joined" }, ...[["Earlier", () => move(-0.5)], ["Later", () => move(0.5)], ["Closer", () => zoom(0.5)], ["Wider", () => zoom(2)], ["All", () => look(whole)]].map(
+        ([name, work]) => h("button", { type: "button", onclick: work }, name))),
       h("span", { class: "small quiet keys" }, ...Object.keys(COLOURS).map((kind) => h("span", { class: kind }, kind)))),
     lanes, told);
   const hint = "Point at a slice; drag across a part of the time to see it closer.";
   let drawn = [];
   let whole = [0, 1];
   let range = whole;
-  told.textContent = hint;
 
   function look([first, last]) {
     const length = Math.min(Math.max(last - first, LEAST_S), whole[1] - whole[0]);
@@ -47,8 +47,10 @@ export function timeline() {
   function paint() {
     const colours = Object.fromEntries(Object.entries({ ...COLOURS, quiet: "--quiet", line: "--line" }).map(([kind, name]) =>
       [kind, getComputedStyle(document.documentElement).getPropertyValue(name).trim()]));
-    for (const { canvas, rows } of drawn) paintLane(canvas, rows, range, colours);
-    if (drawn.length) paintAxis(axis, range, colours);
+    if (!drawn.length) return;
+    const ticks = ticksOf(range, axis.clientWidth);
+    for (const { canvas, rows } of drawn) paintLane(canvas, rows, range, ticks, colours);
+    paintAxis(axis, range, ticks, colours);
   }
 
   function draw(found, between) {
@@ -56,6 +58,7 @@ export function timeline() {
     drawn = found.map(({ name, title, slices }) => ({ name, title, rows: packed(slices), canvas: h("canvas", { role: "img", "aria-label": `${name}: ${slices.length} slices` }) }));
     for (const each of drawn) watched(each);
     lanes.replaceChildren(...drawn.flatMap(({ name, title, canvas }) => [h("div", { class: "small lane", title }, name), canvas]), ...(drawn.length ? [h("div"), axis] : []));
+    told.textContent = drawn.length ? hint : "";
     paint();
   }
 
@@ -110,9 +113,19 @@ function context(canvas) {
   return found;
 }
 
-function paintLane(canvas, rows, [first, last], colours) {
+// Moments of the axis, and decimals of a second that they need.
+function ticksOf([first, last], width) {
+  const step = STEPS_S.find((each) => (each * width) / (last - first) >= TICK_PX) ?? STEPS_S.at(-1);
+  const at = [];
+  for (let tick = Math.ceil(first / step) * step; tick <= last; tick += step) at.push(tick);
+  return { at, digits: Math.max(0, Math.ceil(-Math.log10(step))) };
+}
+
+function paintLane(canvas, rows, [first, last], ticks, colours) {
   const pen = context(canvas);
   const scale = canvas.clientWidth / (last - first);
+  pen.fillStyle = colours.line;
+  for (const tick of ticks.at) pen.fillRect(Math.round((tick - first) * scale), 0, 1, canvas.clientHeight);
   const bar = (from, to, y, kind) => {
     if (to < first || from > last) return;
     const left = Math.max(0, (from - first) * scale);
@@ -126,18 +139,14 @@ function paintLane(canvas, rows, [first, last], colours) {
   }));
 }
 
-function paintAxis(canvas, [first, last], colours) {
+function paintAxis(canvas, [first, last], { at, digits }, colours) {
   const pen = context(canvas);
   const scale = canvas.clientWidth / (last - first);
-  const step = STEPS_S.find((each) => each * scale >= TICK_PX) ?? STEPS_S.at(-1);
-  const digits = Math.max(0, Math.ceil(-Math.log10(step)));
-  pen.font = "12px system-ui, sans-serif";
+  pen.font = "12px Figtree, system-ui, sans-serif";
   pen.textBaseline = "bottom";
-  for (let tick = Math.ceil(first / step) * step; tick <= last; tick += step) {
+  pen.fillStyle = colours.quiet;
+  for (const tick of at) {
     const x = (tick - first) * scale;
-    pen.fillStyle = colours.line;
-    pen.fillRect(x, 0, 1, 5);
-    pen.fillStyle = colours.quiet;
     pen.textAlign = x < 30 ? "left" : x > canvas.clientWidth - 30 ? "right" : "center";
     const fraction = digits ? (tick % 1).toFixed(digits).slice(1) : "";
     pen.fillText(new Date(1000 * tick).toLocaleTimeString("en-GB") + fraction, x, 19);

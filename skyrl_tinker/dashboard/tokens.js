@@ -1,6 +1,6 @@
 // Tokens: a datum or a sampled sequence as text, coloured by one of its values.
 
-import { ago, card, decimals, figures, h, number, plural, short, table, tick, wide } from "./dom.js";
+import { ago, card, decimals, figures, h, number, only, plural, short, table, tick, wide } from "./dom.js";
 import { get, poll } from "./server.js";
 
 const EVERY_MS = 5000;
@@ -23,7 +23,7 @@ export function showTokens(main, { path, failed, recovered }) {
   const runs = h("select", { onchange: () => { location.hash = runs.value && `#/tokens/run/${encodeURIComponent(runs.value)}` || "#/tokens"; } });
   main.append(h("h1", {}, "Tokens"),
     run === null ? "" : h("p", { class: "row" }, h("a", { href: `#/runs/${encodeURIComponent(run)}` }, "The run"), h("span", { class: "quiet small id" }, run)),
-    wide(card("Your finished passes and samples", h("p", { class: "row" }, h("label", {}, "Run", runs), h("label", {}, "Kind", kind)), list.node, more)));
+    only(card("Your finished passes and samples", h("p", { class: "row" }, h("label", {}, "Run", runs), h("label", {}, "Kind", kind)), list.node, more)));
   nameRuns(runs, run).catch(failed);
   let shown = "";
   let most = PAGE;
@@ -89,7 +89,7 @@ async function showOne(main, request, item) {
   const { items, earlier, later, run, name, step: taken, reported } = await get(`${at}/items?limit=${PAGE}&offset=${PAGE * Math.floor(item / PAGE)}`);
   const names = Object.keys(answer.values);
   const choice = h("select", { onchange: paint }, ...names.map((name) => h("option", { value: name }, name)));
-  const scale = h("span", { class: "quiet small" });
+  const scale = h("span", { class: "quiet small scale" });
   const text = h("p", { class: "tokens" });
   const spans = answer.texts.map((piece, place) => h("span", { title: described(answer, place) }, piece || "·"));
   text.append(h("span", { class: "prompt" }, answer.prompt ?? ""), ...spans);
@@ -120,17 +120,15 @@ async function showOne(main, request, item) {
     const known = column.filter((value) => value !== null);
     const logprob = choice.value.endsWith("logprob");
     const most = logprob ? -LOWEST_LOGPROB : Math.max(0, ...known.map(Math.abs));
-    scale.textContent = logprob ? `the stronger, the less likely; full below ${LOWEST_LOGPROB}`
-      : most ? `green above 0, red below; full at ${number(most)}` : "all are 0";
-    spans.forEach((span, place) => { span.style.backgroundColor = colour(column[place], most, logprob); });
+    scale.replaceChildren(...(logprob ? [number(-most), h("i", { class: "down" }), "0: certain"]
+      : most ? [number(-most), h("i"), number(most)] : ["all are 0"]));
+    spans.forEach((span, place) => { span.style.backgroundColor = colour(column[place], most); });
   }
   paint();
 }
 
-function colour(value, most, logprob) {
-  if (!value) return "";
-  const strength = Math.min(1, Math.abs(value) / most) * 0.75;
-  return value > 0 && !logprob ? `rgb(40 160 80 / ${strength})` : `rgb(215 60 50 / ${strength})`;
+function colour(value, most) {
+  return value ? `rgb(var(${value > 0 ? "--above" : "--below"}) / ${0.75 * Math.min(1, Math.abs(value) / most)})` : "";
 }
 
 function described(answer, place) {

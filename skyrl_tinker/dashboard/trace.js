@@ -1,6 +1,6 @@
 // Trace: the last minutes as lanes to look at, and as a file for Perfetto.
 
-import { card, duration, h, number, wide } from "./dom.js";
+import { card, duration, h, number, only } from "./dom.js";
 import { request, save } from "./server.js";
 import { timeline } from "./timeline.js";
 
@@ -9,13 +9,13 @@ const NAME = "skyrl-tinker-trace.json";
 export function showTrace(main, { now, failed, recovered }) {
   const minutes = h("input", { type: "number", min: 1, max: 60, value: 1, name: "minutes", required: true });
   const note = h("p", { class: "quiet small", role: "status" });
-  const lanes = timeline();
   const keep = h("button", { type: "button", disabled: true, onclick: () => save(URL.createObjectURL(new Blob([text], { type: "application/json" })), NAME) }, "Save trace");
   let text = "";
   let left = false;
   const form = h("form", { onsubmit: (event) => { event.preventDefault(); load(); } },
     h("label", {}, "Minutes back", minutes), h("button", { type: "submit" }, "Show"), keep);
-  main.append(h("h1", {}, "Trace"), wide(card("Trace of the last minutes", form, note, lanes.node,
+  const lanes = timeline(form);
+  main.append(h("h1", {}, "Trace"), only(card("Trace of the last minutes", note, lanes.node,
     h("p", { class: "quiet small" }, "Your requests by run, and samples by session: how long each waited, ran, and took to its answer; above them the trainer's units "
       + "and the calls of its ranks, and weights on their way to the samplers. The saved file shows the same in ",
     h("a", { href: "https://ui.perfetto.dev", rel: "noreferrer noopener", target: "_blank" }, "ui.perfetto.dev"), " (it stays in your browser) or in chrome://tracing."))));
@@ -42,7 +42,6 @@ export function showTrace(main, { now, failed, recovered }) {
     for (const slice of slices) slice.to = Math.min(slice.to, last);
     const first = slices.reduce((least, { from }) => Math.min(least, from), last);
     note.textContent = slices.length ? "" : "Nothing ran: a script's requests stand here from its first one on.";
-    lanes.node.hidden = slices.length === 0;
     lanes.draw(found, [Math.max(first, last - 60 * Number(minutes.value)), last]);
   }
 

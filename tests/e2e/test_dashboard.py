@@ -259,7 +259,7 @@ def test_curves_are_smoothed_and_logarithmic(server: Serve, client: Client, page
         report = {"step": step, "values": {"reward": reward, "length": length}}
         client.post(f"console/runs/{run}/metrics", report).raise_for_status()
     page.open(f"{server.url}/#/runs/{run}")
-    page.wait(f"({REPORTED}).trim().endsWith('-5')")
+    page.wait(f"({REPORTED}).trim().endsWith('\\u22125')")
     page.run(CHOOSE.format("Smoothing", "0.9"))
     page.wait(f"({REWARD}).trim().endsWith('0.2908')")  # 0.1 / (1 - 0.9**4)
     page.run(CHOOSE.format("Smoothing", "none"))

@@ -18,8 +18,8 @@ def _headers(style: str = "'self'", img: str = "'self'") -> dict[str, str]:
     """Return the headers of every file. `no-cache`: browsers ask whether it changed, as by an upgrade."""
     return {
         "Content-Security-Policy": (
-            f"default-src 'none'; script-src 'self'; style-src {style}; img-src {img}; connect-src 'self'; "
-            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+            f"default-src 'none'; script-src 'self'; style-src {style}; img-src {img}; font-src 'self'; "
+            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         ),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
