@@ -140,7 +140,7 @@ class BaseOverrides(Table):
     sampler_python: Path | None = None
     """As the setting [default: the server's]"""
     replicas: int = Field(1, ge=0, le=64)
-    """Sampling servers, each with a full copy of it [default: 1, without the role sample 0]"""
+    """Sampling servers, each with a full copy of it; none without the role sample"""
     tensor_parallel_size: int = Field(1, ge=1, le=64)
     """GPUs, on a CPU processes, of each replica"""
     vllm_args: dict[str, JsonValue] = Field({})
