@@ -3,7 +3,7 @@
 from asyncio import Semaphore, TaskGroup
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pkgutil import iter_modules
 from types import SimpleNamespace
@@ -37,9 +37,10 @@ from skyrl_tinker.api.services import Services
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.api.waiting.heartbeats import Heartbeats
+from skyrl_tinker.api.waiting.kept_value import KeptValue
 from skyrl_tinker.api.waiting.key_backlogs import KeyBacklogs
 from skyrl_tinker.api.waiting.long_poll import FutureWaiter
-from skyrl_tinker.api.waiting.metrics_page import MetricsPage
+from skyrl_tinker.api.waiting.metrics_page import make_page
 from skyrl_tinker.api.waiting.server_snapshot import SnapshotReader
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
@@ -75,6 +76,8 @@ def make_services(
     engine = EngineClient(directories.engine_socket, store, signing)
     alone = settings.api_processes == 1 and settings.engine_listen is None
     queues = EngineQueues(engine, settings.sample_backlog, alone=alone)
+    processes = ProcessTable(directories.pid_file)
+    snapshots = SnapshotReader(store, queues, processes, gpus=settings.device == "cuda")
     metrics = ApiMetrics()
     keys = KeyRing(store, signing, settings.keys, clock)
     room = DiskRoom((settings.root, settings.checkpoint_root), settings.min_free_gb)
@@ -100,7 +103,7 @@ def make_services(
         BaseLimits(settings, store, bases),
         engine,
         metrics,
-        MetricsPage(store, engine, metrics),
+        KeptValue(partial(make_page, store, engine, metrics)),
         LoopWatch(metrics.blocked),
         Semaphore(LARGE_AT_ONCE),
         keys,
@@ -111,7 +114,7 @@ def make_services(
         Arrivals(store),
         Heartbeats(store),
         room,
-        SnapshotReader(store, queues, ProcessTable(directories.pid_file), gpus=settings.device == "cuda"),
+        KeptValue(snapshots.read),
         PassHeads(),
         open_storage(settings.checkpoint_root, settings.checkpoint_url),
     )
@@ -171,7 +174,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     services: Services = app.state.services
     await services.store.wait_until_there()
     await services.waiter.start()
-    await services.keys.start()
+    await services.keys.refresh()
     async with TaskGroup() as tasks:
         background = (
             tasks.create_task(services.waiter.run(), name="future-waiter"),

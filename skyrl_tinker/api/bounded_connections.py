@@ -34,6 +34,8 @@ READ_BYTES = 64 * 1024
 """Most that is read from a connection before others have their turn."""
 _FIRST_REQUEST_S = 0.5
 """Time for a new connection's request to arrive at a process that ends."""
+_OTHER_EVENTS = ("connection_made", "connection_lost", "eof_received", "pause_writing", "resume_writing")
+"""Of a connection, beside data that arrives."""
 _LINGER_S = 1.0  # a socket closed while data arrives is reset, and its client sees no answer
 
 
@@ -109,27 +111,14 @@ class _SmallReads(asyncio.BufferedProtocol):
     def __init__(self, http: "_Http", buffer: bytearray) -> None:
         self._http = http
         self._buffer = memoryview(buffer)
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._http.connection_made(transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._http.connection_lost(exc)
+        for name in _OTHER_EVENTS:
+            setattr(self, name, getattr(http, name))
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         self._http.data_received(bytes(self._buffer[:nbytes]))
-
-    def eof_received(self) -> None:
-        self._http.eof_received()
-
-    def pause_writing(self) -> None:
-        self._http.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._http.resume_writing()
 
 
 class _Http(HttpToolsProtocol):

@@ -20,10 +20,10 @@ from skyrl_tinker.api.security.tokens import Caller
 from skyrl_tinker.api.waiting.engine_client import EngineClient
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.api.waiting.heartbeats import Heartbeats
+from skyrl_tinker.api.waiting.kept_value import KeptValue
 from skyrl_tinker.api.waiting.key_backlogs import KeyBacklogs
 from skyrl_tinker.api.waiting.long_poll import FutureWaiter
-from skyrl_tinker.api.waiting.metrics_page import MetricsPage
-from skyrl_tinker.api.waiting.server_snapshot import SnapshotReader
+from skyrl_tinker.api.waiting.server_snapshot import ServerSnapshot
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import OwnerId, Reach
@@ -44,7 +44,7 @@ class Services:
     limits: BaseLimits
     engine: EngineClient
     metrics: ApiMetrics
-    page: MetricsPage
+    page: KeptValue[bytes]  # of the metrics
     watch: LoopWatch
     gate: asyncio.Semaphore  # for large bodies that are parsed and stored
     keys: KeyRing
@@ -55,7 +55,7 @@ class Services:
     arrivals: Arrivals
     heartbeats: Heartbeats
     room: DiskRoom
-    snapshots: SnapshotReader
+    snapshot: KeptValue[ServerSnapshot]
     heads: PassHeads
     storage: Storage
 

@@ -51,12 +51,8 @@ def _default(field: FieldInfo) -> str:
 
 def _values(annotation: Any) -> str | None:
     """Return the values of a closed set, as the help shows them."""
-    choices = [each for part in (annotation, *get_args(annotation)) for each in _choices(part)]
-    return "|".join(choices) or None
-
-
-def _choices(annotation: Any) -> tuple[str, ...]:
-    return get_args(annotation) if get_origin(annotation) is Literal else ()
+    closed = (part for part in (annotation, *get_args(annotation)) if get_origin(part) is Literal)
+    return "|".join(each for part in closed for each in get_args(part)) or None
 
 
 def with_options(*settings: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

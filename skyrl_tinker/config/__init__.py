@@ -15,7 +15,6 @@ from skyrl_tinker.config.setting_tables import (
     Parity,
     Phases,
     Recovery,
-    Retention,
     Timeouts,
 )
 from skyrl_tinker.config.settings import Settings
@@ -30,7 +29,6 @@ __all__ = [
     "Parity",
     "Phases",
     "Recovery",
-    "Retention",
     "Settings",
     "Timeouts",
     "default_of",

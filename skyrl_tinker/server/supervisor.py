@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import socket
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -161,16 +160,17 @@ class _Supervisor:
         await store.write(lambda conn: server_state.put(conn, server_state.SERVER, own))
         await store.write(expected_requests.note_outage)
         await self._set_engine_state(store, "starting", "starting the engine")
+        rotate_logs = partial(child_process.rotate, self._directories.log_dir, LOG_BYTES)
         async with asyncio.TaskGroup() as tasks:
             work = [
                 tasks.create_task(self._apis.run()),
                 tasks.create_task(self._keep_engine(store)),
                 tasks.create_task(self._fetch_further()),
                 tasks.create_task(self._announce_ready(store)),
-                tasks.create_task(self._keep_lease()),
+                tasks.create_task(_repeat(self._lease.keep, OperationalError)),  # raises LeaseLostError
                 tasks.create_task(self._record_processes()),
                 tasks.create_task(self._kill_stopped()),
-                tasks.create_task(self._rotate_logs()),
+                tasks.create_task(_repeat(rotate_logs, OSError)),
                 tasks.create_task(self._report_changes(store)),
             ]
             await self._stop.wait()
@@ -237,7 +237,7 @@ class _Supervisor:
         return [process for process in processes.descendants() if process.pid not in own]
 
     async def _set_engine_state(self, store: Store, name: str, detail: str) -> None:
-        value = {"state": name, "detail": detail, "since": time.time()}
+        value = {"state": name, "detail": detail}
         with suppress(OperationalError):  # a full disk: the next engine will report its own state
             await store.write(lambda conn: server_state.put(conn, "engine", value))
 
@@ -278,19 +278,6 @@ class _Supervisor:
                     process.kill()
             await asyncio.sleep(_RECORD_S)
 
-    async def _keep_lease(self) -> None:
-        """Raise LeaseLostError once another server has taken over."""
-        while True:
-            with suppress(OperationalError):  # the database may fail for a short time
-                await asyncio.to_thread(self._lease.keep)
-            await asyncio.sleep(_RECORD_S)
-
-    async def _rotate_logs(self) -> None:
-        while True:
-            with suppress(OSError):  # a full disk: tried again
-                await asyncio.to_thread(child_process.rotate, self._directories.log_dir, LOG_BYTES)
-            await asyncio.sleep(_RECORD_S)
-
     async def _report_changes(self, store: Store) -> None:
         """Report the standing warning and, after the first start, the state, each time that they change.
 
@@ -317,6 +304,14 @@ class _Supervisor:
         killed.cancel()
         processes.kill_descendants(0.0 if self._kill.is_set() else _KILL_GRACE_S)
         await ends
+
+
+async def _repeat(work: Callable[[], None], tolerated: type[Exception]) -> None:
+    """Work in a thread every _RECORD_S. `tolerated`: faults of the database, or of a full disk."""
+    while True:
+        with suppress(tolerated):
+            await asyncio.to_thread(work)
+        await asyncio.sleep(_RECORD_S)
 
 
 def _warning(conn: Connection) -> str | None:

@@ -282,10 +282,6 @@ class TrainerGroup:
         """Call the sender of rank 0, as `sender_call` does."""
         return await self._on_senders(lambda ranks: ranks.root_call(method, *args))
 
-    async def ping(self) -> None:
-        """Check that all ranks respond, also while a step runs. TrainerError: a rank is dead."""
-        await self._ranks.ping()
-
     async def watch(self, patience_s: float) -> None:
         """Check the ranks once; they are broken if one is dead or has not answered for `patience_s`.
 

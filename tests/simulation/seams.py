@@ -356,7 +356,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(compose, "host_memory", lambda: SimpleNamespace(available=1))  # room for one on demand
     patch.setattr(base_supervisor, "ROOM_IDLE_S", 2.0)
     patch.setattr(base_supervisor, "PAUSES_S", (0.5, 2.0, 4.0))
-    patch.setattr(EngineClient, "get", _queues)
+    patch.setattr(EngineClient, "ask", _queues)
     for module in (api_metrics, engine_metrics):
         for name in ("Counter", "Gauge", "Histogram"):
             patch.setattr(module, name, _Unread, raising=False)

@@ -52,7 +52,7 @@ async def test_keys_live_by_the_clock_of_the_database(ahead: None, store: Store,
     """One clock for all API processes and the command line, whatever hosts they are on."""
     key = await store.write(lambda conn: api_keys.create(conn, "alice", expires_at=store.now() - 60))
     ring = KeyRing(store, SigningSecrets(tmp_path))
-    await ring.start()
+    await ring.refresh()
     with pytest.raises(UnauthenticatedError, match="expired"):
         ring.caller(key)
     with pytest.raises(NotFoundError):

@@ -237,7 +237,7 @@ async def test_ping_answers_while_a_pass_runs(one: TrainerGroup) -> None:
     prepared = one.prepare([make_item(A, make_data((512,) * 100, 1))])
     running = asyncio.ensure_future(one.run_pass(prepared))
     await asyncio.sleep(0.05)
-    await one.ping()
+    await one._ranks.ping()
     assert not running.done()
     await running
 

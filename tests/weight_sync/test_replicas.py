@@ -448,7 +448,7 @@ def killing(transport: WeightTransport, at: int, *pids: int) -> WeightTransport:
 async def test_a_sender_killed_between_chunks_leaves_the_old_weights(
     two_ranks: TrainerGroup, pair: tuple[str, str], facts: BaseModelFacts, other: Path
 ) -> None:
-    await two_ranks.ping()
+    await two_ranks._ranks.ping()
     transport = killing(make_transport("gloo", two_ranks, CHUNK_BYTES), 3, two_ranks.pids()[0])
     client = client_of(*pair)
     with pytest.raises(WeightSyncError, match="update failed: rank 0 died") as caught:
@@ -468,7 +468,7 @@ async def test_a_rank_killed_while_its_captured_weights_are_sent_leaves_the_old_
     directory = await capture(two_ranks, facts, tmp_path / "v1")
     await two_ranks.create_model(MODEL, LoraSpec(0, 0))
     captured = (await two_ranks.capture_weights({MODEL: False}))[MODEL]
-    await two_ranks.ping()
+    await two_ranks._ranks.ping()
     whole = make_transport("gloo", two_ranks, CHUNK_BYTES)
     transport = killing(whole, 3, two_ranks.pids()[1])
     client = client_of(*pair)
@@ -496,7 +496,7 @@ async def test_a_trainer_that_was_restarted_meets_the_samplers_anew(
     transport = make_transport("gloo", two_ranks, CHUNK_BYTES)
     client = client_of(*pair)
     await sync_weights(client.control, transport, other, "v1")
-    await two_ranks.ping()
+    await two_ranks._ranks.ping()
     os.kill(two_ranks.pids()[0], signal.SIGKILL)
     while two_ranks.broken is None:
         await two_ranks.watch(10.0)

@@ -43,7 +43,7 @@ def bill(conn: Connection, reach: Reach, first: int, end: int, now: float) -> Us
         *_saves(stored, labels, first, end),
         *_storage(stored, labels, first, end, now),
     ]
-    events.sort(key=lambda event: (event.bucket_start, -_token_count(event.event_info)))
+    events.sort(key=lambda event: (event.bucket_start, -getattr(event.event_info, "token_count", 0)))
     of_events = sorted({event.session_id for event in events if event.session_id is not None})
     return UsageResponse(data=events, sessions={session: UsageSession() for session in of_events})
 
@@ -94,10 +94,6 @@ def _storage(
     for (hour, owner, base_model, project), byte_seconds in (+totals).items():
         info = StorageUsage(gigabyte_hours=byte_seconds / HOUR_S / GIGABYTE)
         yield _event(hour, owner, base_model, None, project, info)
-
-
-def _token_count(info: EventInfo) -> int:
-    return info.token_count if isinstance(info, TrainingUsage | PrefillUsage | SampleUsage) else 0
 
 
 def session_entries(conn: Connection, session_ids: Sequence[str]) -> Iterator[str]:

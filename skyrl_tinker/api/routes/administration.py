@@ -126,7 +126,7 @@ async def change_base(request: Request, deps: Deps, caller: CallerDep) -> JSONRe
     body = ChangeBaseRequest(base_model=name, action=asked.action).model_dump_json().encode()
     refusal = None
     try:
-        told = await deps.engine.post("/bases", body)
+        told = await deps.engine.ask("/bases", body)
     except EngineUnavailableError:
         refusal = await deps.engine.refusal()
         details["error"] = str(refusal)

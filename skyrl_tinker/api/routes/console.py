@@ -54,13 +54,13 @@ async def now(deps: Deps, caller: CallerDep) -> NowResponse:
 
     It is at most a second old, however many ask.
     """
-    return await NowView(deps, await deps.snapshots.read(), caller).message()
+    return await NowView(deps, await deps.snapshot.get(), caller).message()
 
 
 @router.get("/rates", summary="Tokens per second over the last hour")
 async def rates(deps: Deps, caller: CallerDep) -> RecentRates:
     try:
-        return RecentRates.model_validate_json(await deps.engine.get("/rates"))
+        return RecentRates.model_validate_json(await deps.engine.ask("/rates"))
     except EngineUnavailableError:
         return RecentRates(every_s=1, trained=[], sampled=[])
 
@@ -162,7 +162,7 @@ async def trace(query: Annotated[TraceQuery, Query()], deps: Deps, caller: Calle
     """Show the caller's requests. The engine's memory of them is gone with it: then they have no parts."""
     since = deps.store.now() - 60 * query.minutes
     try:
-        activity = activity_from_bytes(await deps.engine.get(f"/activity?since={since}"))
+        activity = activity_from_bytes(await deps.engine.ask(f"/activity?since={since}"))
     except EngineUnavailableError:
         activity = Activity()
 

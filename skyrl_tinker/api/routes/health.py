@@ -53,4 +53,4 @@ async def metrics(request: Request, deps: Deps) -> Response:
     if deps.settings.metrics_key:
         require_admin(caller_of(request))
     await deps.room.shortage()
-    return Response(await deps.page.text(), media_type=CONTENT_TYPE)
+    return Response(await deps.page.get(), media_type=CONTENT_TYPE)

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from skyrl_tinker.api.openapi.documents import takes
-from skyrl_tinker.api.requests.request_body import json_object
+from skyrl_tinker.api.requests.request_body import read_as
 from skyrl_tinker.api.requests.submission import announce
 from skyrl_tinker.api.services import Deps, Owner
 from skyrl_tinker.domain.ids import RequestKind, SessionId
@@ -19,7 +19,6 @@ from skyrl_tinker.protocol.schemas.losses import CreateCustomLossRequest, Create
 from skyrl_tinker.protocol.stored_requests import payload_digest
 from skyrl_tinker.store.custom_losses import NewLoss
 from skyrl_tinker.store.futures.training_submission import submit_custom_loss
-from skyrl_tinker.system.off_loop import off_loop
 
 router = APIRouter(tags=["losses"])
 
@@ -33,8 +32,7 @@ async def create_custom_loss(request: Request, deps: Deps, owner: Owner) -> Acce
         raise NotSupportedError(
             "custom losses run on the client (the server's setting sdk.custom_loss_server_side is off)"
         )
-    body = await request.body()
-    new = await off_loop(len(body), lambda: _read_upload(json_object(body)))
+    new = await read_as(request, _read_upload)
     result = CreateCustomLossResult(loss_id=new.loss_id).model_dump_json().encode()
     accepted = await deps.store.write(lambda conn: submit_custom_loss(conn, new, owner, result))
     return announce(deps, owner, accepted, pending=False)

@@ -8,7 +8,7 @@ from sqlalchemy import Connection
 from starlette.requests import ClientDisconnect
 
 from skyrl_tinker.api.openapi.documents import OPENAI_ERRORS, answers, takes
-from skyrl_tinker.api.requests.request_body import json_object
+from skyrl_tinker.api.requests.request_body import read_as
 from skyrl_tinker.api.services import Deps, Owner, Services, caller_of
 from skyrl_tinker.api.waiting.engine_client import RETRY_AFTER_S, EngineUnavailableError
 from skyrl_tinker.errors import UnavailableError
@@ -23,7 +23,6 @@ from skyrl_tinker.protocol.schemas.openai import (
 from skyrl_tinker.protocol.validation.openai import check_openai
 from skyrl_tinker.protocol.validation.sampling import stop_bytes
 from skyrl_tinker.store.reports import openai_models
-from skyrl_tinker.system.off_loop import off_loop
 
 CLIENT_GONE = 499  # nginx's status for a closed connection
 
@@ -72,8 +71,7 @@ async def chat_completions(request: Request, deps: Deps) -> Response:
 
 
 async def _relay(request: Request, deps: Services, model: type[OpenAIRequest]) -> Response:
-    body = await request.body()
-    parsed = await off_loop(len(body), lambda: parse_openai(model, json_object(body)))
+    parsed = await read_as(request, lambda payload: parse_openai(model, payload))
     caller = caller_of(request)
     caller.limits.require_stop(stop_bytes(parsed.stop))
     limits = await deps.limits.of_openai_model(parsed.model, caller.owner)

@@ -81,7 +81,7 @@ def record(conn: Connection, counts: Counter[Refusal]) -> None:
 
 
 class KeyRing:
-    """Cache of secrets and verified JWTs: `start` before the first request, then `run` as a task."""
+    """Cache of secrets and verified JWTs: `refresh` before the first request, then `run` as a task."""
 
     def __init__(
         self,
@@ -116,9 +116,6 @@ class KeyRing:
     def locked(self) -> bool:
         """True once a key has existed: revoking the last one does not open the server."""
         return bool(self._secrets)
-
-    async def start(self) -> None:
-        await self.refresh()
 
     async def run(self) -> None:
         """Refresh, and note uses and refusals, until cancelled."""

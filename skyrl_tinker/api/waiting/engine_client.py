@@ -24,7 +24,7 @@ from skyrl_tinker.store.cluster.signing_secrets import ENGINE_HEADER, SigningSec
 from skyrl_tinker.store.store import Store
 
 EVENTS, JSON = "text/event-stream", "application/json"
-GET_S = 5.0
+ASK_S = 5.0
 RETRY_AFTER_S = 5
 _KEEPALIVE = {
     socket.TCP_KEEPIDLE: 5,
@@ -90,20 +90,16 @@ class EngineClient:
         for pool in self._pools.values():
             await pool.close()
 
-    async def get(self, path: str) -> bytes:
-        """Return the body. EngineUnavailableError, also when there is none within GET_S."""
-        return await self._ask("GET", path)
+    async def ask(self, path: str, body: bytes | None = None) -> bytes:
+        """Return the body of the answer to a GET, or with a body to a POST.
 
-    async def post(self, path: str, body: bytes) -> bytes:
-        """Return the body of the answer. EngineUnavailableError, also when there is none within GET_S."""
-        return await self._ask("POST", path, body)
-
-    async def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        EngineUnavailableError, also when there is none within ASK_S.
+        """
         try:
             way = await self._way()
-            url, headers = way.url + path, way.headers
+            method, url, headers = "GET" if body is None else "POST", way.url + path, way.headers
             async with (
-                asyncio.timeout(GET_S),
+                asyncio.timeout(ASK_S),
                 way.pool.request(method, url, data=body, headers=headers, raise_for_status=True) as answer,
             ):
                 return await answer.read()
@@ -163,7 +159,7 @@ class EngineClient:
                     if unix
                     else aiohttp.TCPConnector(limit=0, socket_factory=_watched_socket)
                 ),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=GET_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=ASK_S),
             )
         return self._pools[name]
 

@@ -90,7 +90,7 @@ class EngineQueues:
     async def _refresh(self) -> None:
         accepted = self._accepted.copy()
         try:
-            self._view = queues_from_bytes(await self._engine.get("/queues"))
+            self._view = queues_from_bytes(await self._engine.ask("/queues"))
         except (EngineUnavailableError, ValidationError) as error:  # it is starting: the old count holds
             _log.debug("the engine's queues could not be read: %s", error)
             self._view = None

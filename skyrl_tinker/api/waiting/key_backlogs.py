@@ -1,19 +1,16 @@
 """Waiting requests of each API key, counted together and once a second at most."""
 
-import asyncio
-import math
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from skyrl_tinker.api.security.tokens import Caller
+from skyrl_tinker.api.waiting.kept_value import KeptValue
 from skyrl_tinker.domain.ids import OwnerId
 from skyrl_tinker.errors import OverloadedError
 from skyrl_tinker.store.reports import holdings
 from skyrl_tinker.store.store import Store
 
-COUNT_EVERY_S = 1.0
 RETRY_S = 2
 
 
@@ -21,16 +18,15 @@ class KeyBacklogs:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._waiting: Counter[OwnerId | None] = Counter()  # at the last count, and accepted here since
-        self._counted_at = -math.inf
         self._held: Counter[OwnerId | None] = Counter()  # requests that the store does not know
-        self._counting = asyncio.Lock()
+        self._counted = KeptValue(self._count)
 
     async def full(self, caller: Caller) -> OverloadedError | None:
         """Return the refusal of one more request of this key, None while there is room; then count it in."""
         limit = caller.limits.backlog
         if limit is None:
             return None
-        await self._count()
+        await self._counted.get()
         waiting = self._waiting[caller.owner] + self._held[caller.owner]
         if waiting < limit:
             self._waiting[caller.owner] += 1
@@ -57,7 +53,4 @@ class KeyBacklogs:
                 del self._held[caller.owner]
 
     async def _count(self) -> None:
-        async with self._counting:  # those that come meanwhile use the same count
-            if time.monotonic() - self._counted_at > COUNT_EVERY_S:
-                self._waiting = Counter(await self._store.fetch(holdings.pending_requests))
-                self._counted_at = time.monotonic()
+        self._waiting = Counter(await self._store.fetch(holdings.pending_requests))

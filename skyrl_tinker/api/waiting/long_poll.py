@@ -3,7 +3,8 @@
 import asyncio
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import TypeVar
 
 from sqlalchemy.exc import OperationalError
 
@@ -20,6 +21,8 @@ _PAGE = 64  # results read at once
 _REMEMBERED = 4096
 _log = logging.getLogger(__name__)
 
+K = TypeVar("K")
+V = TypeVar("V")
 _Wait = asyncio.Future[Outcome | None]  # None: timed out, or the process shuts down
 
 
@@ -85,17 +88,9 @@ class FutureWaiter:
         if len(self._announced) > _REMEMBERED:
             del self._announced[next(iter(self._announced))]
 
-    @contextmanager
-    def news_of(self, session_id: SamplingSessionId) -> Iterator[asyncio.Event]:
+    def news_of(self, session_id: SamplingSessionId) -> AbstractContextManager[asyncio.Event]:
         """Have an event set each time that samples of this session finish: others' wake nobody."""
-        news = asyncio.Event()
-        self._news.setdefault(session_id, set()).add(news)
-        try:
-            yield news
-        finally:
-            self._news[session_id].discard(news)
-            if not self._news[session_id]:
-                del self._news[session_id]
+        return _listed(self._news, session_id, asyncio.Event())
 
     async def wait_for_news(self, news: asyncio.Event, timeout_s: float) -> bool:
         """Return True once `news`, cleared before reading, is set; False on timeout, at once at shutdown."""
@@ -128,8 +123,9 @@ class FutureWaiter:
 
     async def wait(self, request_id: RequestId, reach: Reach, timeout_s: float) -> Outcome | None:
         """Return the outcome, pending on timeout or shutdown; None for an id that the caller does not see."""
-        with self._registered(request_id) as wait:
-            if not self._expects(request_id, reach):  # read after registering, so that no finish is missed
+        future: _Wait = asyncio.get_running_loop().create_future()
+        with _listed(self._waiting, request_id, future) as wait:
+            if not self._expects(request_id, reach):  # read after it is listed, so that no finish is missed
                 outcome = await self._read(request_id, reach)
                 if outcome is None or outcome.status is not FutureStatus.PENDING:
                     return outcome
@@ -149,17 +145,6 @@ class FutureWaiter:
         finally:
             timer.cancel()
 
-    @contextmanager
-    def _registered(self, request_id: RequestId) -> Iterator[_Wait]:
-        wait: _Wait = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(request_id, set()).add(wait)
-        try:
-            yield wait
-        finally:
-            self._waiting[request_id].discard(wait)
-            if not self._waiting[request_id]:
-                del self._waiting[request_id]
-
     async def _read(self, request_id: RequestId, reach: Reach) -> Outcome | None:
         outcome = await self._store.read(lambda conn: outcomes.find(conn, request_id, _SMALL_BYTES))
         if outcome is None or not reaches(reach, outcome.owner_id):
@@ -174,6 +159,18 @@ class FutureWaiter:
             return outcome
         complete = await self._store.fetch(lambda conn: outcomes.find(conn, outcome.request_id))
         return complete or outcome
+
+
+@contextmanager
+def _listed(table: dict[K, set[V]], key: K, entry: V) -> Iterator[V]:
+    """Have an entry stand under a key, which goes with its last one."""
+    table.setdefault(key, set()).add(entry)
+    try:
+        yield entry
+    finally:
+        table[key].discard(entry)
+        if not table[key]:
+            del table[key]
 
 
 def _answer(wait: _Wait, outcome: Outcome | None) -> None:

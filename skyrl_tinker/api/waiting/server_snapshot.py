@@ -1,7 +1,5 @@
-"""State of the whole server at one moment, read at most once a second however many look."""
+"""State of the whole server at one moment."""
 
-import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +20,6 @@ from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.gpu_memory import GpuMemory, gpu_memory
 from skyrl_tinker.system.off_loop import in_transfer_thread
 from skyrl_tinker.system.processes import Identity
-
-EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +59,12 @@ class SnapshotReader:
         self._queues = queues
         self._processes = processes
         self._gpus = gpus
-        self._lock = asyncio.Lock()
-        self._snapshot: ServerSnapshot | None = None
-        self._read_at = 0.0
 
     async def read(self) -> ServerSnapshot:
-        """Return a snapshot that is at most EVERY_S old."""
-        async with self._lock:
-            if self._snapshot is None or time.monotonic() - self._read_at > EVERY_S:
-                queues = await self._queues.view()
-                gpus = await in_transfer_thread(gpu_memory) if self._gpus else GpuMemory()
-                self._snapshot = await self._store.fetch(partial(self._build, queues=queues, gpus=gpus))
-                self._read_at = time.monotonic()
-            return self._snapshot
+        """Read it; one call at a time."""
+        queues = await self._queues.view()
+        gpus = await in_transfer_thread(gpu_memory) if self._gpus else GpuMemory()
+        return await self._store.fetch(partial(self._build, queues=queues, gpus=gpus))
 
     def _build(self, conn: Connection, queues: QueuesView | None, gpus: GpuMemory) -> ServerSnapshot:
         server = server_state.get(conn, server_state.SERVER)

@@ -9,11 +9,11 @@ import numpy as np
 
 from skyrl_tinker.domain.values import Float32, PassOutput
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
+from skyrl_tinker.protocol.protobuf.tensors import finite_floats
 
 PROTOBUF = "application/x-protobuf"
 
 _OUTPUT_TYPE = "ArrayRecord"
-_FLOAT32 = np.finfo(np.float32)
 
 
 def encode_forward_backward_output(output: PassOutput) -> bytes:
@@ -75,16 +75,11 @@ def each_logprobs(body: bytes) -> Iterator[Float32]:
         tensor = record.fields["logprobs"]
         data = tensor.data  # a copy each time
         for start, end in pairwise(np.frombuffer(tensor.offsets, "<i8")):
-            yield np.frombuffer(data[start:end], "<f4").clip(_FLOAT32.min, _FLOAT32.max)
-
-
-def _finite(data: bytes) -> list[float]:
-    values: list[float] = np.frombuffer(data, "<f4").clip(_FLOAT32.min, _FLOAT32.max).tolist()
-    return values
+            yield finite_floats(data[start:end])
 
 
 def _unbatched(tensor: pb.BatchedTensor) -> list[dict[str, Any]]:
-    values = _finite(tensor.data)
+    values = finite_floats(tensor.data).tolist()
     offsets = (np.frombuffer(tensor.offsets, "<i8") // 4).tolist()
     trailing = list(tensor.trailing_shape)
     row = math.prod(trailing)

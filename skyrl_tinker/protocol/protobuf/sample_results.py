@@ -4,18 +4,16 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from skyrl_tinker.domain.samples import AltTokens, SampledSequence, SampleOutput, TargetLogprobs, TopkRow
-from skyrl_tinker.domain.values import Float32
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
+from skyrl_tinker.protocol.protobuf.tensors import finite_floats
 
 _STOP_REASONS: dict[Literal["stop", "length"], pb.StopReason] = {
     "stop": pb.STOP_REASON_STOP,
     "length": pb.STOP_REASON_LENGTH,
 }
 _STOP_NAMES = {number: name for name, number in _STOP_REASONS.items()}
-_FLOAT32 = np.finfo(np.float32)
 _NO_TOKEN, _NO_LOGPROB = 0, -99999.0
 """An empty cell of TopkLogprobs."""
 
@@ -47,7 +45,7 @@ def _sequence(sequence: SampledSequence) -> pb.SampledSequence:
     return message
 
 
-def _floats(values: Sequence[float]) -> bytes:
+def _floats(values: Sequence[float] | Sequence[Sequence[float]]) -> bytes:
     return np.asarray(values, "<f4").tobytes()
 
 
@@ -80,9 +78,7 @@ def _alt_tokens(draws: AltTokens) -> pb.PromptAltTokens:
     tokens = np.asarray(draws.tokens, "<i8").tobytes()
     return pb.PromptAltTokens(
         tokens=pb.Tensor(dtype=pb.DTYPE_INT64, shape=shape, dense=tokens),
-        logprobs=pb.Tensor(
-            dtype=pb.DTYPE_FLOAT32, shape=shape, dense=np.asarray(draws.logprobs, "<f4").tobytes()
-        ),
+        logprobs=pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=shape, dense=_floats(draws.logprobs)),
     )
 
 
@@ -95,7 +91,7 @@ def sample_response_json(body: bytes) -> dict[str, Any]:
         "prompt_cache_hit_tokens": message.prompt_cache_hit_tokens,
     }
     if message.HasField("prompt_logprobs"):
-        values = _finite(message.prompt_logprobs).tolist()
+        values = finite_floats(message.prompt_logprobs).tolist()
         answer["prompt_logprobs"] = [None if value != value else value for value in values]
     if message.HasField("topk_prompt_logprobs"):
         answer["topk_prompt_logprobs"] = _topk_json(message.topk_prompt_logprobs)
@@ -120,7 +116,7 @@ def _sequence_json(sequence: pb.SampledSequence) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "stop_reason": _STOP_NAMES[sequence.stop_reason],
         "tokens": np.frombuffer(sequence.tokens, "<i4").tolist(),
-        "logprobs": _finite(sequence.logprobs).tolist(),
+        "logprobs": finite_floats(sequence.logprobs).tolist(),
     }
     if sequence.HasField("topk_sampled_logprobs"):
         answer["topk_logprobs"] = _topk_json(sequence.topk_sampled_logprobs)
@@ -135,7 +131,7 @@ def _sequence_json(sequence: pb.SampledSequence) -> dict[str, Any]:
 def _topk_json(topk: pb.TopkLogprobs) -> list[list[list[Any]] | None]:
     """Return per position [[token, logprob], ...], the most likely first; null where nothing was computed."""
     tokens = np.frombuffer(topk.token_ids, "<i4").reshape(topk.length, topk.k).tolist()
-    logprobs = _finite(topk.logprobs).reshape(topk.length, topk.k).tolist()
+    logprobs = finite_floats(topk.logprobs).reshape(topk.length, topk.k).tolist()
     return [_row_json(*row) for row in zip(tokens, logprobs, strict=True)]
 
 
@@ -149,7 +145,7 @@ def _tensor_json(tensor: pb.Tensor) -> dict[str, Any]:
     sparse = tensor.WhichOneof("encoding") == "sparse_csr"
     data = tensor.sparse_csr.values if sparse else tensor.dense
     answer = {
-        "data": (np.frombuffer(data, "<i8") if integers else _finite(data)).tolist(),
+        "data": (np.frombuffer(data, "<i8") if integers else finite_floats(data)).tolist(),
         "dtype": "int64" if integers else "float32",
         "shape": list(tensor.shape),
     }
@@ -157,9 +153,3 @@ def _tensor_json(tensor: pb.Tensor) -> dict[str, Any]:
         answer["sparse_crow_indices"] = np.frombuffer(tensor.sparse_csr.crow_indices, "<i8").tolist()
         answer["sparse_col_indices"] = np.frombuffer(tensor.sparse_csr.col_indices, "<i8").tolist()
     return answer
-
-
-def _finite(data: bytes) -> Float32:
-    """Replace infinities by the float32 limits; NaN stays."""
-    values: npt.NDArray[np.float32] = np.frombuffer(data, "<f4").clip(_FLOAT32.min, _FLOAT32.max)
-    return values

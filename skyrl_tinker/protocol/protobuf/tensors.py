@@ -21,6 +21,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     pb.DTYPE_INT32: np.dtype("<i4"),
 }
 _INT64 = np.dtype("<i8")
+_FLOAT32 = np.finfo(np.float32)
 
 
 def count_values(tensor: pb.Tensor, field: str) -> int:
@@ -53,6 +54,12 @@ def as_array(data: bytes, dtype: np.dtype[Any], field: str) -> Array:
 
 def as_float32(values: Array) -> Float32:
     return values.astype(np.float32, copy=False)
+
+
+def finite_floats(data: bytes) -> Float32:
+    """Return [n] of float32 bytes, infinities replaced by the limits of float32; NaN stays."""
+    values: Float32 = np.frombuffer(data, "<f4").clip(_FLOAT32.min, _FLOAT32.max)
+    return values
 
 
 def as_int64(values: Array, field: str) -> Int64:

@@ -58,7 +58,7 @@ class _Report:
         detail = f"downloading {self._name}: {done / GB:.2f} of {size / GB:.2f} GB"
         _log.info("%s", detail)
         if self._store_url is not None:
-            state = {"state": "starting", "detail": detail, "since": now}
+            state = {"state": "starting", "detail": detail}
             write_once(self._store_url, lambda conn: server_state.put(conn, "engine", state))
 
 

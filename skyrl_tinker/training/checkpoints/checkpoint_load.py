@@ -33,7 +33,9 @@ def load(model: TrainableModel, directory: Path, *, optimizer: bool, ranks: Rank
         moments = _moments(model, manifest) if optimizer else ()
         if not moments:
             model.reset_optimizer()
-        _fill(model, (Part.WEIGHT, *moments), read)
+        for part in (Part.WEIGHT, *moments):
+            for name in model.shapes():
+                model.share(part, name).copy_(read(key_of(part, name), model.rows(name)))
         model.bounds = None
         model.clear_gradients()
         model.step = manifest.step if optimizer else 0
@@ -131,9 +133,3 @@ def _require_memory(model: TrainableModel, parts: tuple[Part, ...]) -> None:
 def _moments(model: TrainableModel, manifest: Manifest) -> tuple[Part, ...]:
     """Return the optimizer's parts in the checkpoint: none before the first step, when all are zero."""
     return model.moments if manifest.step else ()
-
-
-def _fill(model: TrainableModel, parts: tuple[Part, ...], read: Read) -> None:
-    for part in parts:
-        for name in model.shapes():
-            model.share(part, name).copy_(read(key_of(part, name), model.rows(name)))

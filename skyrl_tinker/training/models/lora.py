@@ -221,12 +221,6 @@ class LoraModel(TrainableModel):
             shortage.survive(lambda: copies.extend(map(copy, self.local(part))))
         return {name: self.select(name, copies) for name in chosen if copies}
 
-    def gather(self, name: str, share: torch.Tensor) -> torch.Tensor:
-        return share
-
-    def shard(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        return whole
-
 
 def find_targets(causal_lm: nn.Module, head: nn.Module) -> tuple[AdaptedLayer, ...]:
     """List the linear layers. Raises StartupError for a model with weights that no adapter would reach."""

@@ -137,7 +137,7 @@ async def test_revoking_takes_effect_by_itself_and_does_not_open_the_server(worl
 async def test_a_key_from_before_the_start_counts_from_the_first_request_on(world: World) -> None:
     await world.store.write(lambda conn: api_keys.create(conn, "alice"))
     ring = KeyRing(world.store, SigningSecrets(world.settings.root))
-    await ring.start()
+    await ring.refresh()
     assert ring.locked
 
 
@@ -459,7 +459,7 @@ async def test_last_use_is_noted_soon_and_then_once_a_minute(world: World) -> No
 async def test_uses_since_the_last_note_are_noted_when_the_server_stops(world: World) -> None:
     key = await new_user(world, "alice")
     ring = KeyRing(world.store, SigningSecrets(world.settings.root))
-    await ring.start()
+    await ring.refresh()
     running = asyncio.create_task(ring.run())
     await asyncio.sleep(0)
     ring.caller(key)

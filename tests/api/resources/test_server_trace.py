@@ -77,7 +77,7 @@ async def test_addresses_of_replicas_are_told_to_who_sees_all(world: World) -> N
     at = world.store.now()
     span = SampleSpan(await world.id_of(request), at, at, ("10.0.0.2:8100",))
     world.patch.setattr(
-        world.services.engine, "get", AsyncMock(return_value=Activity(samples=(span,)).to_bytes())
+        world.services.engine, "ask", AsyncMock(return_value=Activity(samples=(span,)).to_bytes())
     )
     for key, shown in ((alice, False), (root, True)):
         speak_as(world, key)

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from skyrl_tinker.api.waiting import server_snapshot
+from skyrl_tinker.api.waiting import kept_value
 from skyrl_tinker.config import BaseOverrides, Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.engine.http_server import EngineHttpServer
@@ -31,7 +31,7 @@ BASES = {SMALL: BaseOverrides(roles=("train", "sample"), start="on_demand"), ALW
 
 @pytest.fixture
 async def world(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr(server_snapshot, "EVERY_S", -1.0)
+    monkeypatch.setattr(kept_value, "KEPT_S", -1.0)
     always = replace(OTHER, directory="/models/always", names=(ALWAYS,))
     async with running(settings.model_copy(update={"bases": BASES}), FACTS, OTHER, always) as made:
         yield made

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, update
 
 from skyrl_tinker.api.middleware import disk_room
 from skyrl_tinker.api.resources import step_curve
-from skyrl_tinker.api.waiting import engine_queues, server_snapshot
+from skyrl_tinker.api.waiting import engine_queues, kept_value
 from skyrl_tinker.cli.server_tables import process_lines, run_lines, status_lines
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
@@ -49,7 +49,7 @@ async def busy(settings: Settings) -> AsyncIterator[Waiting]:
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep no answer for a second."""
     monkeypatch.setattr(engine_queues, "EVERY_S", 0.01)
-    monkeypatch.setattr(server_snapshot, "EVERY_S", -1.0)
+    monkeypatch.setattr(kept_value, "KEPT_S", -1.0)
 
 
 async def now(world: World) -> Json:
@@ -309,7 +309,7 @@ async def test_on_gpus_their_memory_stands_beside_that_of_processes_and_host(
 
 
 async def test_many_who_look_cost_one_look(busy: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_snapshot, "EVERY_S", 60.0)
+    monkeypatch.setattr(kept_value, "KEPT_S", 60.0)
     await now(busy.api)
     looks = busy.looks
     for _ in range(20):

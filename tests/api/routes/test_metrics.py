@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from skyrl_tinker.api.loop_watch import BEAT_S, LoopWatch
 from skyrl_tinker.api.middleware import request_metrics
-from skyrl_tinker.api.waiting import metrics_page
+from skyrl_tinker.api.waiting import kept_value
 from tests.api.support.engine_socket import engine
 from tests.api.support.users import new_user
 from tests.api.support.world import World, new_home, running, sample
@@ -30,7 +30,7 @@ async def http(world: World) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 def never_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_page, "KEPT_S", 0.0)
+    monkeypatch.setattr(kept_value, "KEPT_S", 0.0)
 
 
 async def scraped(http: httpx.AsyncClient, name: str) -> Samples:
@@ -142,7 +142,7 @@ async def test_a_block_counts_once_and_less_one_beat() -> None:
 
 
 async def test_ten_scrapers_cost_one(world: World, http: httpx.AsyncClient) -> None:
-    world.patch.setattr(metrics_page, "KEPT_S", 3600.0)
+    world.patch.setattr(kept_value, "KEPT_S", 3600.0)
     asked = 0
 
     async def handler(_: web.Request) -> web.Response:
@@ -153,7 +153,7 @@ async def test_ten_scrapers_cost_one(world: World, http: httpx.AsyncClient) -> N
     async with engine(world, web.get("/metrics", handler)):
         pages = await asyncio.gather(*(http.get("/metrics") for _ in range(10)))
         assert {page.text.splitlines()[-1] for page in pages} == {"something 1"}
-        world.patch.setattr(metrics_page, "KEPT_S", 0.0)
+        world.patch.setattr(kept_value, "KEPT_S", 0.0)
         assert (await http.get("/metrics")).text.splitlines()[-1] == "something 2"
     assert asked == 2
 

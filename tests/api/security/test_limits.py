@@ -1,7 +1,6 @@
 """Limits of one API key: refused with the limit's name and both numbers, and nobody else is."""
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,7 @@ from skyrl_tinker.api.middleware import request_rate
 from skyrl_tinker.api.middleware.request_rate import RequestRates
 from skyrl_tinker.api.middleware.route_traits import TRAITS, Trait
 from skyrl_tinker.api.security.tokens import Caller
-from skyrl_tinker.api.waiting import key_backlogs
+from skyrl_tinker.api.waiting import kept_value
 from skyrl_tinker.api.waiting.key_backlogs import KeyBacklogs
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import CheckpointKind, OwnerId
@@ -209,7 +208,7 @@ async def test_stop_strings_have_a_size(world: World) -> None:
 
 
 async def test_a_backlog_is_the_keys_own_and_its_429_says_when_to_come_again(world: World) -> None:
-    world.patch.setattr(key_backlogs, "COUNT_EVERY_S", 0.0)
+    world.patch.setattr(kept_value, "KEPT_S", 0.0)
     await limited(world, backlog=3)
     session = await world.session()
     model, sampler = await world.model(session), await world.sampler(session)
@@ -238,7 +237,7 @@ async def test_a_backlog_is_the_keys_own_and_its_429_says_when_to_come_again(wor
 
 async def test_a_request_that_others_wait_for_is_taken_above_the_backlog(world: World) -> None:
     """Or it would be refused until the others give up."""
-    world.patch.setattr(key_backlogs, "COUNT_EVERY_S", 0.0)
+    world.patch.setattr(kept_value, "KEPT_S", 0.0)
     await limited(world, backlog=2)
     model = await world.model()
     await world.ok("optim_step", step(model, 2))
@@ -453,5 +452,5 @@ async def test_a_key_without_limits_is_not_counted(world: World) -> None:
     speak_as(world, await new_user(world, "alice"))
     await world.ok("optim_step", step(await world.model(), 1))
     assert UNLIMITED.overridden({}) == UNLIMITED
-    assert world.services.backlogs._counted_at == -math.inf
+    assert world.services.backlogs._counted.made is None
     assert not world.services.rates._shares

@@ -148,7 +148,7 @@ async def waiting(
     directories.make()
     async with AsyncExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        for module, name in ((engine_client, "GET_S"), (engine_queues, "PATIENCE_S")):
+        for module, name in ((engine_client, "ASK_S"), (engine_queues, "PATIENCE_S")):
             patch.setattr(module, name, PATIENCE_S)  # on a busy machine the engine is slow, and not away
         stack.callback(directories.delete_outside_home)
         store = Store.open(settings.store_url)

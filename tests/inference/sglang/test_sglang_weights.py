@@ -143,7 +143,7 @@ async def test_a_server_whose_sender_dies_in_the_middle_is_lost(
 ) -> None:
     """It holds part of the new weights, and none of the old ones."""
     write_model(tmp_path / "new", tied=False, seed=3)
-    await trainer.ping()
+    await trainer._ranks.ping()
     dying = killing(transport, 3, trainer.pids()[0])
     with pytest.raises(WeightSyncError, match="update failed: rank 0 died") as caught:
         await bring(sampler, dying, tmp_path / "new", "v2")
