@@ -61,7 +61,7 @@ TOLD = ("version", "lora_backend", "prefill_max_requests", "disable_overlap_sche
 
 def body_of(name: str) -> dict[str, Any]:
     model, request = REQUESTS[name]
-    named, _ = SGLANG.call(request, f"{len(name):032}", 0, straight=True)
+    named, _ = SGLANG.call(request, f"{len(name):032}", 0)
     return SGLANG.body(model, request, eos=EOS, context=CONTEXT) | named
 
 
