@@ -68,7 +68,8 @@ _TYPES: Mapping[type, str] = {
 }
 _INDEX = re.compile(r"[0-9]{1,5}")
 _MOST_TIMES = 10**6
-_PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
+_PART = re.compile(r"\\.|\[(?:[^\]\\]|\\.)*+\]?|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
+"""A class without an end is one to the end: else each `[` would search for it again."""
 
 
 def check_schemas(*schemas: Mapping[str, Any]) -> None:
@@ -240,7 +241,7 @@ def _cost(key: str, item: Any) -> Iterator[tuple[str, int]]:
     elif key in _RANGE and isinstance(item, int | float):
         yield _DIGITS, len(f"{item:f}".rstrip("0").replace(".", "").replace("-", ""))
     elif key == "maxItems" and isinstance(item, int | float):
-        yield _ITEMS, int(min(item, _MOST_TIMES))
+        yield _ITEMS, int(max(0, min(item, _MOST_TIMES)))
     elif key == "format" and isinstance(item, str) and item.startswith("uri"):
         yield _URIS, 1
 
