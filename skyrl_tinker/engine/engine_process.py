@@ -143,4 +143,4 @@ def _end_at_once(why: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(Path(sys.argv[1])))
+    processes.end_at_once(run(Path(sys.argv[1])))

@@ -12,6 +12,8 @@ from urllib.parse import unquote
 
 import orjson
 
+from skyrl_tinker.protocol.schemas.base import MAX_JSON_INT, MIN_JSON_INT
+
 MAX_SCHEMA = 64 * 1024
 """Most characters of a schema."""
 MAX_PATTERNS = 1000
@@ -68,7 +70,24 @@ _TYPES: Mapping[type, str] = {
 }
 _INDEX = re.compile(r"[0-9]{1,5}")
 _MOST_TIMES = 10**6
-_PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
+_PART = re.compile(r"\\.|\[(?:[^\]\\]|\\.)*+\]?|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
+"""A class without an end is one to the end: else each `[` would search for it again."""
+
+
+def with_floats(value: Any, key: str = "", *, data: bool = False) -> Any:
+    """Return a schema with floats for integers of more than 64 bits, as samplers read it.
+
+    Those stay that would change, but for bounds. `value`: also a part of one, behind `key`, and as `data` in
+    a constant.
+    """
+    if isinstance(value, Mapping):
+        return {name: with_floats(item, name, data=data or name in _DATA) for name, item in value.items()}
+    if isinstance(value, list):
+        return [with_floats(item, data=data) for item in value]
+    if not isinstance(value, int) or MIN_JSON_INT <= value <= MAX_JSON_INT:
+        return value
+    is_bound = key in _RANGE and not data
+    return float(value) if is_bound or value == float(value) else value
 
 
 def check_schemas(*schemas: Mapping[str, Any]) -> None:
@@ -240,7 +259,7 @@ def _cost(key: str, item: Any) -> Iterator[tuple[str, int]]:
     elif key in _RANGE and isinstance(item, int | float):
         yield _DIGITS, len(f"{item:f}".rstrip("0").replace(".", "").replace("-", ""))
     elif key == "maxItems" and isinstance(item, int | float):
-        yield _ITEMS, int(min(item, _MOST_TIMES))
+        yield _ITEMS, int(max(0, min(item, _MOST_TIMES)))
     elif key == "format" and isinstance(item, str) and item.startswith("uri"):
         yield _URIS, 1
 

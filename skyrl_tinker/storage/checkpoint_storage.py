@@ -12,12 +12,12 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from skyrl_tinker.domain.manifest import FILE_NAME, entry_of, read_listing
@@ -26,7 +26,7 @@ from skyrl_tinker.errors import SkyrlTinkerError, StorageAwayError, StorageError
 from skyrl_tinker.storage import owner_mark
 from skyrl_tinker.storage.storage_port import LOCAL_DISK, InUse, Storage
 from skyrl_tinker.system.atomic_directory import publish, staging_of, storage_errors
-from skyrl_tinker.system.off_loop import in_disk_thread, in_load_thread
+from skyrl_tinker.system.off_loop import in_disk_thread, in_load_thread, in_load_turn
 
 T = TypeVar("T")
 TRIES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -59,7 +59,7 @@ class CheckpointStorage(Storage):
             self._files.auto_mkdir = True
         self._locks: WeakValueDictionary[Path, threading.Lock] = WeakValueDictionary()
         self._locking = threading.Lock()
-        self._fetching: dict[Path, asyncio.Task[None]] = {}
+        self._under_way: dict[Hashable, asyncio.Task[Any]] = {}
         self._known: dict[Path, float] = {}  # directories found here, until when no other look is due
 
     def probe(self) -> None:
@@ -143,19 +143,26 @@ class CheckpointStorage(Storage):
                 if not self._find(directory) and self._fetch(directory):
                     self._find(directory)
 
-    async def fetch_off_loop(self, directory: Path) -> None:
-        """Fetch it in one thread, however many wait for it, and give all its outcome. Use one event loop."""
-        if self._knows(directory):
-            return
-        if directory not in self._fetching:
-            fetching = self._fetching[directory] = asyncio.create_task(self._fetch_in_thread(directory))
-            fetching.add_done_callback(lambda _: self._fetching.pop(directory))
-            fetching.add_done_callback(asyncio.Task.exception)  # all that waited may be gone
-        await asyncio.shield(self._fetching[directory])
+    async def fetch_off_loop(self, directory: Path, share: Hashable = None) -> None:
+        """Fetch it in one thread, however many wait for it, and give all its outcome. Use one event loop.
 
-    async def _fetch_in_thread(self, directory: Path) -> None:
-        if not await in_disk_thread(self._look, directory):
-            await in_load_thread(self.fetch, directory)
+        No share waits for another one's turn, also where both want it.
+        """
+        look = partial(in_disk_thread, self._look, directory)
+        if self._knows(directory) or await self._once(("look", directory), look):
+            return
+        fetch = partial(in_load_thread, self.fetch, directory)
+        fetch_once = partial(self._once, ("fetch", directory), fetch)
+        await self._once((share, directory), partial(in_load_turn, share, fetch_once))
+
+    async def _once(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Do work that is under way for all that ask for it by this key."""
+        if key not in self._under_way:
+            task = self._under_way[key] = asyncio.create_task(work())
+            task.add_done_callback(lambda _: self._under_way.pop(key))
+            task.add_done_callback(asyncio.Task.exception)  # all that waited may be gone
+        done: T = await asyncio.shield(self._under_way[key])
+        return done
 
     def _look(self, directory: Path) -> bool:
         with self._lock(directory):

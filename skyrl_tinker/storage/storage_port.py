@@ -3,7 +3,7 @@
 By default there is none, as on a server that keeps them on this host's disk only.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,8 +26,11 @@ class Storage:
     def fetch(self, directory: Path) -> None:
         """Make the local directory, unless it is there; harmless when the storage has none, too."""
 
-    async def fetch_off_loop(self, directory: Path) -> None:
-        """Fetch it beside the event loop; at once if that has just found it here."""
+    async def fetch_off_loop(self, directory: Path, share: Hashable = None) -> None:
+        """Fetch it beside the event loop; at once if that has just found it here.
+
+        `share`: whose turns it takes, None for the engine itself.
+        """
 
     def open(self, directory: Path, name: str) -> BinaryIO:
         """Open a file of the directory. Raises FileNotFoundError."""

@@ -75,6 +75,12 @@ def test_what_repeats_counts_each_time(pattern: str, size: int) -> None:
     assert pattern_size(pattern) == size
 
 
+def test_a_class_without_an_end_is_searched_once_for_it() -> None:
+    """Each of its brackets began a search to the end, which took hours for so many."""
+    assert pattern_size("a[" * 10**6) == 2
+    assert pattern_size(r"[\]" * 10**6) == 1
+
+
 def of(pattern: str, count: int = 1) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{n}": {"pattern": pattern} for n in range(count)}}
 
@@ -159,6 +165,11 @@ def with_properties(count: int, schema: Any, required: int = 0) -> dict[str, Any
             {"maxItems": MAX_ITEMS - 1, "items": {"maxItems": 1}},
             {"maxItems": MAX_ITEMS, "items": {"maxItems": 1e300}},
             f"1020000 items of maxItems, expected at most {MAX_ITEMS}",
+        ),
+        (
+            {"maxItems": MAX_ITEMS, "items": {"maxItems": -1}},
+            {"maxItems": MAX_ITEMS + 1, "items": {"maxItems": -(10**6)}},
+            "20001 items of maxItems",
         ),
         (
             {"items": {"oneOf": objects(100)}},

@@ -336,6 +336,35 @@ async def test_a_fetch_waits_for_no_other_directory_however_many_wait_for_that(
     assert content(slow).keys() == {*FILES, FILE_NAME}
 
 
+async def test_a_fetch_waits_for_none_of_another_share_also_of_a_directory_that_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = CheckpointStorage(tmp_path / "local", f"file://{tmp_path}/elsewhere")
+    directories = [write(tmp_path / "local" / str(number)) for number in range(LOAD_THREADS)]
+    for directory in directories:
+        storage.store(directory)
+        shutil.rmtree(directory)
+    fetch, go_on, begun = storage.fetch, threading.Event(), list[Path]()
+
+    def held(directory: Path) -> None:
+        begun.append(directory)
+        if directory != directories[-1]:
+            go_on.wait()
+        fetch(directory)
+
+    monkeypatch.setattr(storage, "fetch", held)
+    fetches = [asyncio.create_task(storage.fetch_off_loop(each, "a")) for each in directories]
+    try:
+        await until(lambda: len(begun) == LOAD_THREADS // 2)
+        async with asyncio.timeout(PATIENCE_S):
+            await storage.fetch_off_loop(directories[-1], "b")
+        assert begun == [*directories[: LOAD_THREADS // 2], directories[-1]]
+    finally:
+        go_on.set()
+    await asyncio.gather(*fetches)
+    assert all(map(Path.exists, directories))
+
+
 @pytest.mark.parametrize("known_s", [60.0, 0.0])
 async def test_what_was_fetched_waits_for_no_transfer_until_it_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known_s: float

@@ -84,7 +84,7 @@ class ScriptedSamplers:
     def target(self, model: ModelKey, version: WeightVersion) -> InflightTarget:
         return self._targets.at_least(model, version)
 
-    async def fetch(self, source: SampleSource) -> None:
+    async def fetch(self, source: SampleSource, share: Share) -> None:
         """Return at once: all files are here."""
 
     async def load(self, version: WeightVersion) -> None:

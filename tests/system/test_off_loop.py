@@ -2,17 +2,20 @@
 
 import asyncio
 import threading
+from functools import partial
 
 from skyrl_tinker.system.off_loop import (
     DISK_THREADS,
+    LOAD_THREADS,
     OFF_LOOP_BYTES,
     TRANSFER_THREADS,
     in_disk_thread,
     in_load_thread,
+    in_load_turn,
     in_transfer_thread,
     off_loop,
 )
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, until
 
 
 async def test_a_slow_disk_holds_up_no_request_and_a_slow_network_neither() -> None:
@@ -40,6 +43,32 @@ async def test_however_many_loads_wait_a_save_finds_a_thread() -> None:
     try:
         async with asyncio.timeout(PATIENCE_S):
             assert await in_transfer_thread(lambda: 7) == 7
+    finally:
+        storage.set()
+    await asyncio.gather(*loads)
+
+
+async def test_however_much_one_share_loads_another_finds_a_thread() -> None:
+    storage, begun = threading.Event(), list[int]()
+
+    def load(number: int) -> None:
+        begun.append(number)
+        storage.wait()
+
+    def asked(share: str | None, first: int) -> "list[asyncio.Task[None]]":
+        return [
+            asyncio.create_task(in_load_turn(share, partial(in_load_thread, load, number)))
+            for number in range(first, first + LOAD_THREADS)
+        ]
+
+    loads = asked("a", 0)
+    await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            assert await in_load_turn("b", partial(in_load_thread, lambda: 7)) == 7
+        assert begun == [*range(LOAD_THREADS // 2)]
+        loads += asked(None, 100)
+        await until(lambda: len(begun) == LOAD_THREADS)
     finally:
         storage.set()
     await asyncio.gather(*loads)

@@ -154,3 +154,21 @@ def test_nice_work_leaves_the_niceness_of_its_process() -> None:
         except ZeroDivisionError:
             print("as it was raised")
     """)
+
+
+def test_an_end_at_once_waits_for_no_thread_and_loses_no_line_of_the_log() -> None:
+    script = """
+import logging, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from logging.handlers import MemoryHandler
+from skyrl_tinker.system.processes import end_at_once
+
+buffered = MemoryHandler(1000, target=logging.StreamHandler())
+logging.basicConfig(handlers=[buffered])
+ThreadPoolExecutor(1).submit(threading.Event().wait)
+logging.warning("ended: disk full")
+end_at_once(3)
+"""
+    given = [sys.executable, "-c", script]
+    ended = subprocess.run(given, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (ended.returncode, ended.stderr) == (3, "ended: disk full\n")

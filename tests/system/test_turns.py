@@ -1,4 +1,4 @@
-"""Turns: of each key one piece of work at a time, which goes on where its caller gives up."""
+"""Turns: of each key one piece of work at a time, or so many, which goes on where its caller gives up."""
 
 import asyncio
 from functools import partial
@@ -11,8 +11,8 @@ from skyrl_tinker.system.turns import Turns
 class Works:
     """Pieces of work in the order in which they began, each until `go_on` is set."""
 
-    def __init__(self) -> None:
-        self.turns = Turns()
+    def __init__(self, at_once: int = 1) -> None:
+        self.turns = Turns(at_once)
         self.begun: list[str] = []
         self.go_on = asyncio.Event()
 
@@ -40,6 +40,15 @@ async def test_of_each_key_one_runs_at_a_time_in_order_of_arrival() -> None:
     assert works.begun == ["a1", "n1", "a2", "a3"]
     await settled()
     assert not works.turns._locks, "nothing is kept of a key that nobody uses"
+
+
+async def test_of_each_key_as_many_run_as_may_at_once() -> None:
+    works = Works(at_once=2)
+    asked = [works.ask(key, name) for key, name in (("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"))]
+    await settled()
+    assert works.begun == ["a1", "a2", "b1"]
+    works.go_on.set()
+    assert await asyncio.gather(*asked) == ["a1", "a2", "a3", "b1"]
 
 
 async def test_it_goes_on_without_its_caller_but_does_not_begin_without_one() -> None:

@@ -1,6 +1,7 @@
 """Copies of checkpoints (copy_weights): hard links and rows of their own, independent of the original."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from uuid import NAMESPACE_URL, uuid4, uuid5
 
@@ -20,7 +21,7 @@ from skyrl_tinker.store.checkpoint_copies import Destination, NewCopy
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.reports import holdings
 from skyrl_tinker.system.atomic_directory import atomic_directory, link
-from skyrl_tinker.system.off_loop import in_load_thread, in_transfer_thread
+from skyrl_tinker.system.off_loop import in_load_thread, in_load_turn, in_transfer_thread
 
 _SESSIONS = uuid5(NAMESPACE_URL, "copy_weights")
 
@@ -82,9 +83,12 @@ async def _add(services: Services, owner: OwnerId | None, root: Path, new: NewCo
     """
     kept = False
     try:
-        await in_load_thread(services.storage.fetch, Path(new.source.directory))
-        await in_load_thread(_copy_files, new.source, root)
-        await in_load_thread(services.storage.store, Path(new.directory))
+        for work in (
+            partial(services.storage.fetch, Path(new.source.directory)),
+            partial(_copy_files, new.source, root),
+            partial(services.storage.store, Path(new.directory)),
+        ):
+            await in_load_turn(owner, partial(in_load_thread, work))
         kept = True  # a write that is cancelled, or that breaks off, may be committed all the same
         kept = await services.store.write(lambda conn: checkpoint_copies.add(conn, owner, new))
     except SkyrlTinkerError as error:

@@ -92,7 +92,7 @@ class OpenAIServer:
         `texts`: its texts_to_count.
         """
         facts, abilities = self.facts, await self.abilities()
-        await self._samplers.fetch(version)
+        await self._samplers.fetch(version, share_of(owner, openai_session(owner)))
         counts = await asyncio.gather(*(self._count_tokens(text) for text in texts))
         prompts = await off_loop(size, lambda: prompt_lengths(request, counts, facts))
         if self._fleet.disaggregated:

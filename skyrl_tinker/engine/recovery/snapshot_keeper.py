@@ -24,6 +24,7 @@ from skyrl_tinker.config import Recovery
 from skyrl_tinker.domain.ids import ModelKey, ModelState
 from skyrl_tinker.engine.outbox import persistently, read_persistently
 from skyrl_tinker.engine.recovery.unkept_work import Unkept, UnkeptWork
+from skyrl_tinker.engine.scheduling.priorities import Share
 from skyrl_tinker.engine.unit_commits import PendingWrites, UnitCommits, UnitEnd
 from skyrl_tinker.errors import SkyrlTinkerError, TrainerError
 from skyrl_tinker.storage.storage_port import LOCAL_DISK, Storage
@@ -36,6 +37,7 @@ from skyrl_tinker.system.atomic_directory import atomic_directory, link, storage
 from skyrl_tinker.system.off_loop import (
     in_disk_thread,
     in_load_thread,
+    in_load_turn,
     in_recovery_thread,
     in_transfer_thread,
 )
@@ -196,17 +198,19 @@ class SnapshotKeeper:
         await self._forget_before(model, row)
 
     async def link(
-        self, model: ModelKey, seq_id: int, source: str, origin: Storage, *, optimizer: bool
+        self, model: ModelKey, seq_id: int, source: str, origin: Storage, share: Share, *, optimizer: bool
     ) -> SnapshotRow:
         """Keep a checkpoint that will be loaded, by hard links: it may be deleted later. Raises StorageError.
 
-        `origin`: the storage of the checkpoint.
+        `origin`: the storage of the checkpoint. `share`: whose turns of load threads it takes.
         """
         row = SnapshotRow(seq_id, str(self._new_directory(model, seq_id)), optimizer)
+        kept, target = Path(source), Path(row.directory)
         try:
             with storage_errors("the checkpoint could not be kept for a later replay"):
-                await in_load_thread(_link_files, Path(source), Path(row.directory))
-                await in_load_thread(self._storage.store_copy, Path(row.directory), Path(source), origin)
+                await in_load_turn(share, partial(in_load_thread, _link_files, kept, target))
+                copy = partial(in_load_thread, self._storage.store_copy, target, kept, origin)
+                await in_load_turn(share, copy)
                 await self._keep_sampled(model)
         except BaseException:  # of a disk or storage, or cancelled: no row will name its files
             await self.discard(row)

@@ -275,7 +275,7 @@ class SamplerDriver:
             self._give_back(row.id)
             self._away[row.id] = None
             try:
-                await self._samplers.await_files(source)
+                await self._samplers.await_files(source, share)
                 await self._await_turn(replace(row, tokens=0))  # they were charged for the first turn
             finally:
                 del self._away[row.id]

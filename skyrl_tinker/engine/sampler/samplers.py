@@ -32,7 +32,7 @@ from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.protocol.queue_views import SamplingView
 from skyrl_tinker.protocol.validation.sampling import check_abilities
 from skyrl_tinker.storage.storage_port import LOCAL_DISK, Storage
-from skyrl_tinker.system.off_loop import in_load_thread
+from skyrl_tinker.system.off_loop import in_load_thread, in_load_turn
 from skyrl_tinker.weight_sync.transport import CapturedWeights, WeightTransport
 
 _log = logging.getLogger(__name__)
@@ -76,26 +76,26 @@ class Samplers:
         """
         check_abilities(request, self.facts.sampler, self.facts.context_length)
         with self._counted(source):  # also between the requests of one sample
-            await self.fetch(source)
+            await self.fetch(source, share)
             return await self.fleet.with_retry(lambda: self._sample(source, request, share))
 
-    async def fetch(self, source: SampleSource) -> None:
-        """Fetch the files from storage, or wait for a replay to write them.
+    async def fetch(self, source: SampleSource, share: Share) -> None:
+        """Fetch the files from storage, in a turn of the share, or wait for a replay to write them.
 
         Raises StorageError; StorageAwayError if the storage has not answered for a while.
         """
         if source is None:
             return
-        await self.storage.fetch_off_loop(Path(newest(source).directory))
+        await self.storage.fetch_off_loop(Path(newest(source).directory), share)
         if self._restored.is_set():
             return
         if not await asyncio.to_thread(has_files, newest(source)):
             await self._restored.wait()
 
-    async def await_files(self, source: SampleSource) -> None:
+    async def await_files(self, source: SampleSource, share: Share) -> None:
         """Wait until the files are here, however long storage is away. Raises StorageError."""
         with self._counted(source):
-            await when_possible(partial(self.fetch, source))
+            await when_possible(partial(self.fetch, source, share))
 
     @property
     def replicas(self) -> int:
@@ -250,7 +250,8 @@ class Samplers:
                 if source is None:
                     raise
                 # its cached directory was deleted by hand, but counted as here
-                await in_load_thread(self.storage.fetch, Path(newest(source).directory))
+                fetch = partial(in_load_thread, self.storage.fetch, Path(newest(source).directory))
+                await in_load_turn(share, fetch)
                 return await call.execute(request)
 
 

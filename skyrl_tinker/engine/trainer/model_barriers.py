@@ -10,6 +10,7 @@ from skyrl_tinker.engine.outbox import failure_of, read_persistently
 from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.scheduling.lanes import Lanes
+from skyrl_tinker.engine.scheduling.priorities import share_of
 from skyrl_tinker.engine.scheduling.row_work import model_of
 from skyrl_tinker.engine.trainer.model_creation import Finished, LoadFiles, ModelCreation
 from skyrl_tinker.engine.trainer.model_lifecycle import ModelLifecycle
@@ -58,8 +59,9 @@ class ModelBarriers:
         if body is None:  # it has just expired
             return
         try:
-            load = CreateViaLoadBody if row.seq_id == 0 else LoadWeightsBody
-            self._loads[row] = await self._creation.fetch(model, row.seq_id or 0, load.from_bytes(body))
+            kind = CreateViaLoadBody if row.seq_id == 0 else LoadWeightsBody
+            load, share = kind.from_bytes(body), share_of(row.owner_id, row.session_id)
+            self._loads[row] = await self._creation.fetch(model, row.seq_id or 0, load, share)
         except Exception as error:  # becomes the result of this request
             self._loads[row] = failure_of(error)
 

@@ -22,6 +22,7 @@ from skyrl_tinker.engine.outbox import (
 )
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.saves.training_saves import Saver
+from skyrl_tinker.engine.scheduling.priorities import Share
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody
 from skyrl_tinker.storage.storage_port import LOCAL_DISK, Storage
@@ -75,12 +76,12 @@ class ModelCreation:
         return directory in self._loading or ANY in self._loading
 
     async def fetch(
-        self, model: ModelRow, seq_id: int, body: CreateViaLoadBody | LoadWeightsBody
+        self, model: ModelRow, seq_id: int, body: CreateViaLoadBody | LoadWeightsBody, share: Share
     ) -> LoadFiles:
         """Fetch a checkpoint that fits and that the owner of `model` may read; needs no rank.
 
         Until `loaded` or `discard` its directory stays, even if it is replaced or deleted meanwhile. Waits
-        while a disk is full or storage is away.
+        while a disk is full or storage is away. `share`: whose turns of load threads it takes.
         """
         self._loading[ANY] += 1
         try:
@@ -90,9 +91,10 @@ class ModelCreation:
             self._let_go(ANY)
 
         async def take() -> SnapshotRow:
-            await self._storage.fetch_off_loop(Path(checkpoint.directory))  # it may have left the cache
+            directory = Path(checkpoint.directory)
+            await self._storage.fetch_off_loop(directory, share)  # it may have left the cache
             return await self._snapshots.link(
-                model.key, seq_id, checkpoint.directory, self._storage, optimizer=body.optimizer
+                model.key, seq_id, checkpoint.directory, self._storage, share, optimizer=body.optimizer
             )
 
         try:

@@ -26,7 +26,8 @@ SEARCHED_BYTES = 64 * TAIL_BYTES
 NICENESS = {"cpu": 10, "cuda": 0}
 """With few cores, samples must not delay trainer, engine and API. A GPU would wait for a nice process.
 
-Nor must a rank that starts delay those of another base model.
+Nor must a rank that starts delay those of another base model, also where it comes back after a death. Its own
+tenants wait longer then, but for seconds in any case, and only where others have the cores.
 """
 _SAID_ABOVE = re.compile("root cause|from a child process")
 """Words of an engine's first process about an error that another of its processes has logged."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from skyrl_tinker.protocol.answer_schemas import check_schemas, require_read
+from skyrl_tinker.protocol.answer_schemas import check_schemas, require_read, with_floats
 from skyrl_tinker.protocol.schemas.base import Items, JsonObject, StrictInt
 from skyrl_tinker.protocol.schemas.openai import (
     MAX_TOP_LOGPROBS,
@@ -20,6 +20,8 @@ from skyrl_tinker.protocol.schemas.openai import (
 from skyrl_tinker.protocol.schemas.sampling import MaxTokens
 
 MAX_TOOLS = 128
+Schema = Annotated[JsonObject, BeforeValidator(with_floats)]
+"""JSON schema. Samplers read bounds as floats, so that one of more than 64 bits is no other number there."""
 NEUTRAL_IN_CHATS: Neutral = {
     "tools": ([],),
     "functions": ([],),
@@ -77,7 +79,7 @@ class TextPart(OpenAIMessage):
 class FunctionDefinition(OpenAIMessage):
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     description: str | None = None
-    parameters: JsonObject | None = Field(None, description="JSON schema of the arguments")
+    parameters: Schema | None = Field(None, description="JSON schema of the arguments")
     strict: StrictBool | None = Field(None, description="Sample arguments that fit the schema only")
 
 
@@ -91,7 +93,7 @@ class JsonSchema(OpenAIMessage):
 
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     description: str | None = None
-    of_answer: JsonObject = Field(alias="schema")
+    of_answer: Schema = Field(alias="schema")
     strict: StrictBool | None = None
 
     @field_validator("of_answer")

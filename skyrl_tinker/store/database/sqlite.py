@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import orjson
 from sqlalchemy import Connection, Engine, NullPool, create_engine, event
 from sqlalchemy.exc import OperationalError
 
@@ -31,7 +32,16 @@ def connect(path: str) -> sqlite3.Connection:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     for pragma in _PRAGMAS:
         connection.execute(pragma)
+    connection.create_function("json_member", 2, _json_member, deterministic=True)
     return connection
+
+
+def _json_member(text: str, key: str) -> str:
+    """Return the JSON of a member of a stored object, null without it.
+
+    SQLite's own functions read integers from 2^63 on as floats.
+    """
+    return json_text(orjson.loads(text).get(key))
 
 
 def engine(path: str, home: Path | None = None) -> Engine:

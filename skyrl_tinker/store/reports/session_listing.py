@@ -168,9 +168,9 @@ def _has_metadata(conn: Connection, key: str, value: str) -> ColumnElement[bool]
         and_(entry.c.type.in_(("true", "false", "null")), entry.c.type == value),
     ]
     if (number := _number(value)) is not None:
-        kind = "integer" if isinstance(number, int) else "real"
         read = number if abs(number) < 2**63 else float(number)  # SQLite has no larger integers
-        same.append(and_(entry.c.type == kind, entry.c.value == read))
+        near = entry.c.type.in_(("integer", "real")), entry.c.value == read
+        same.append(and_(*near, func.json_member(Session.user_metadata, key) == value))
     return select(entry.c.key).where(entry.c.key == key, or_(*same)).exists()
 
 

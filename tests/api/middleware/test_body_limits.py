@@ -146,17 +146,29 @@ def test_numbers_are_read_as_they_are() -> None:
     assert repr(json_object(text)) == repr({**floats, "a": 2**64 + 1})
 
 
-def test_escapes_in_strings_cost_no_memory() -> None:
-    """Measured in a process of its own: a backtracking pattern took 57 bytes for each byte of escapes."""
-    script = """
+def grown_kb(expression: str) -> int:
+    """Return by how much the memory of a new process grows at most while it evaluates the expression."""
+    script = f"""
 import resource
-from skyrl_tinker.api.requests.request_body import parse_json
+from skyrl_tinker.api.requests.request_body import json_object, parse_json
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-parse_json(b'{"a": "' + b"\\\\n" * 2_000_000 + b'"}')
+{expression}
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    grown_kb = int(subprocess.check_output([sys.executable, "-c", script]))
-    assert grown_kb < 64 * 1024  # the body, its copies and the parsed value
+    return int(subprocess.check_output([sys.executable, "-c", script]))
+
+
+def test_escapes_in_strings_cost_no_memory() -> None:
+    """A backtracking pattern took 57 bytes for each byte of escapes."""
+    grown = grown_kb(r"""parse_json(b'{"a": "' + b"\\n" * 2_000_000 + b'"}')""")
+    assert grown < 64 * 1024  # the body, its copies and the parsed value
+
+
+def test_a_body_that_is_read_again_is_held_once() -> None:
+    """One with a long number, whose lists would take 80 MB twice."""
+    body = """b'{"a": [' + b"[1.5]," * 900_000 + b"%d]}" """
+    once, again = (grown_kb(f"json_object({body % number})") for number in (1, 2**64))
+    assert again - once < 40 * 1024
 
 
 @pytest.mark.parametrize(

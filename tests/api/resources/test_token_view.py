@@ -338,6 +338,29 @@ async def test_of_a_published_checkpoint_of_others_nothing_of_its_run_is_told(wo
 
 
 @ON_BOTH
+async def test_samples_of_others_from_a_published_checkpoint_take_no_places_of_a_run(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [await new_user(world, name) for name in ("alice", "bob")]
+    speak_as(world, keys[0])
+    run = await world.model()
+    path = await world.checkpoint(run, CheckpointKind.SAMPLER_WEIGHTS, "w")
+    published = f"training_runs/{run}/checkpoints/sampler_weights/w/publish"
+    assert (await world.http.post(published)).status_code == 200
+    requests = []
+    for key in keys:  # bob's is the newest
+        speak_as(world, key)
+        sampler = await world.sampler(model_path=path)
+        requests.append(str((await world.ok("asample", sample(sampler, 0)))["request_id"]))
+        await world.succeed(requests[-1], PROTOBUF, sample_output([7, 8]))
+    monkeypatch.setattr(readable_requests, "MOST", 1)
+    for key, request in zip(keys, requests, strict=True):
+        speak_as(world, key)
+        listed = (await get(world, "console/requests", run=run))["requests"]
+        assert [each["request_id"] for each in listed] == [request]
+
+
+@ON_BOTH
 async def test_a_pass_in_the_list_says_what_it_was_and_how_it_begins(world: World, served: Path) -> None:
     tokens = AutoTokenizer.from_pretrained(served).encode(TEXT)
     data = [datum_of(tokens, [1.0] * len(tokens)), datum_of([5, 6], [1.0, 1.0])]

@@ -95,6 +95,33 @@ async def test_however_much_is_copied_a_file_can_be_read(world: World) -> None:
     await asyncio.gather(*copies)
 
 
+async def test_however_much_one_key_copies_another_key_copies_too(world: World) -> None:
+    alice, bob = [await new_user(world, name) for name in ("alice", "bob")]
+    speak_as(world, alice)
+    source, go_on = await saved(world), threading.Event()
+    run = tinker_path.parse(source).model_id
+    assert (await world.post(f"training_runs/{run}/checkpoints/weights/a/publish", {})).status_code == 200
+    link, begun = weight_copies._copy_files, list[Path]()
+
+    def held(source: checkpoint_records.CheckpointRow, root: Path) -> None:
+        begun.append(root)
+        if len(begun) <= LOAD_THREADS // 2:
+            go_on.wait()
+        link(source, root)
+
+    world.patch.setattr(weight_copies, "_copy_files", held)
+    copies = [asyncio.create_task(copy(world, source, key=str(each))) for each in range(LOAD_THREADS)]
+    try:
+        await until(lambda: len(begun) == LOAD_THREADS // 2)
+        speak_as(world, bob)
+        async with asyncio.timeout(PATIENCE_S):
+            await copy(world, source)
+        assert len(begun) == LOAD_THREADS // 2 + 1
+    finally:
+        go_on.set()
+    assert len(set(await asyncio.gather(*copies))) == LOAD_THREADS
+
+
 async def test_copied_sampler_weights_are_a_version_of_their_own(world: World) -> None:
     made = await row(world, await copy(world, await saved(world, SAMPLER)))
     assert made.version_id is not None

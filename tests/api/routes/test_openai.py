@@ -202,6 +202,24 @@ async def test_status_body_and_type_go_through(world: World, http: httpx.AsyncCl
     assert answer.json() == {"got": COMPLETION}
 
 
+async def test_long_integers_are_served_as_bounds_and_refused_elsewhere(
+    world: World, http: httpx.AsyncClient
+) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.json_response(await request.json())
+
+    def asked(**fields: Any) -> dict[str, Any]:
+        schema = {"type": "integer", "exclusiveMaximum": 2**64, "maximum": 2**64 + 1}
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        return {"model": BASE, "messages": USER, "response_format": form, **fields}
+
+    async with engine(world, web.post("/oai/api/v1/chat/completions", handler)):
+        served = await http.post("/oai/api/v1/chat/completions", json=asked(metadata={"a": 2**64}))
+        refused = await http.post("/oai/api/v1/chat/completions", json=asked(seed=2**64))
+    assert (served.status_code, served.json()) == (200, asked(metadata={"a": 2**64}))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "seed")
+
+
 async def test_a_stream_that_breaks_off_ends_with_an_error(world: World, http: httpx.AsyncClient) -> None:
     async def handler(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,11 +18,14 @@ import pytest
 
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelKey, RequestKind
 from skyrl_tinker.domain.manifest import FILE_NAME, read_manifest, verify_files
+from skyrl_tinker.domain.peft_config import ADAPTER_FILE
 from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.engine import outbox
+from skyrl_tinker.engine.recovery import leftovers
 from skyrl_tinker.engine.saves import external_exports, save_flow
 from skyrl_tinker.engine.saves.external_exports import Export, complete_export, finish_export
 from skyrl_tinker.errors import StorageError, TrainerError
+from skyrl_tinker.protocol import age_encryption
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveWeightsBody
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
@@ -31,7 +35,7 @@ from tests.engine.support import journal
 from tests.engine.support.world import FACTS, World
 from tests.support.reads import reading
 from tests.support.scripted_trainer import CapturedExport
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, until
 
 EXTERNAL = CheckpointKind.EXTERNAL_WEIGHTS
 
@@ -166,6 +170,15 @@ def fail_once(patch: pytest.MonkeyPatch, of: Any, name: str, call: int) -> None:
     patch.setattr(of, name, called)
 
 
+def decrypted(directory: Path, identity: pyrage.x25519.Identity) -> dict[str, bytes]:
+    """Content of an encrypted export, which is whole, by the names of the plain files."""
+    listed = read_manifest(directory)
+    verify_files(directory, listed, listed.files)
+    assert {file.name for file in directory.iterdir()} == {*listed.files, FILE_NAME}
+    read = {file: pyrage.decrypt((directory / file).read_bytes(), [identity]) for file in listed.files}
+    return {file.removesuffix(".age"): text for file, text in read.items()}
+
+
 @pytest.mark.parametrize(
     ("of", "name", "call"),
     [
@@ -193,12 +206,42 @@ def test_an_encrypted_export_is_finished_by_another_try_wherever_one_ended(
             finish_export(what, written, staging, directory)
         assert full.value.errno == errno.ENOSPC
         size = finish_export(what, written, staging, directory)
-    listed = read_manifest(directory)
-    verify_files(directory, listed, listed.files)
-    assert {file.name for file in directory.iterdir()} == {*listed.files, FILE_NAME}
-    assert size == sum(entry.size for entry in listed.files.values())
-    read = {file: pyrage.decrypt((directory / file).read_bytes(), [identity]) for file in listed.files}
-    assert {file.removesuffix(".age"): text for file, text in read.items()} == plain
+    assert size == sum(entry.size for entry in read_manifest(directory).files.values())
+    assert decrypted(directory, identity) == plain
+
+
+async def test_an_export_that_a_stop_cuts_off_while_it_is_encrypted_ends_right_after_the_next_start(
+    world: World,
+) -> None:
+    """Even if the old engine's thread goes on: each try has a directory of its own."""
+    identity, go_on, begun = pyrage.x25519.Identity.generate(), threading.Event(), list[Path]()
+    encrypt = age_encryption.encrypt
+
+    def held(file: Path, recipients: Sequence[str]) -> Path:
+        begun.append(file)
+        if len(begun) == 2:  # one file is encrypted, another is not
+            go_on.wait()
+        return encrypt(file, recipients)
+
+    world.patch.setattr(age_encryption, "encrypt", held)
+    model = await world.model()
+    body = SaveExternalBody("a", None, [str(identity.to_public())]).to_bytes()
+    exported = await journal.submit(world.store, model, 1, RequestKind.SAVE_WEIGHTS_EXTERNAL, body)
+    await world.until(lambda: len(begun) == 2)
+    (half,) = left(world)
+    assert len(list(half.glob("*.age"))) == 1
+    after = world.new_engine()
+    try:
+        assert (await after.done(exported)).status is FutureStatus.DONE
+    finally:
+        go_on.set()
+    row = await found(after, model)
+    assert row is not None
+    assert decrypted(Path(row.directory), identity)[ADAPTER_FILE] == b"weights"
+    await until(lambda: not half.exists())  # published by the old thread, though nobody waits for it
+    saves = leftovers.list_saves(world.root)
+    abandoned = await world.store.write(lambda conn: leftovers.list_abandoned(conn, saves))
+    assert {*left(world)} - {*abandoned} == {Path(row.directory)}
 
 
 async def test_a_save_waits_for_the_export_before_it(world: World) -> None:

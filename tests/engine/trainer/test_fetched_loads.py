@@ -13,6 +13,7 @@ import pytest
 from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, RequestKind
 from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.engine import outbox
+from skyrl_tinker.engine.recovery import snapshot_keeper
 from skyrl_tinker.engine.upkeep.cleanup import StorageUpkeep
 from skyrl_tinker.errors import StorageAwayError, TrainerError
 from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody, SaveWeightsBody
@@ -24,6 +25,7 @@ from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.futures.training_submission import Creation, submit_create
 from skyrl_tinker.store.model_records import NewModel
 from skyrl_tinker.store.store import Store
+from skyrl_tinker.system.off_loop import LOAD_THREADS
 from tests.engine.support import journal
 from tests.engine.support.world import World
 from tests.support.reads import reading
@@ -208,3 +210,31 @@ async def test_a_load_that_waits_for_its_turn_when_its_session_ends_runs_all_the
     far.world.driver.requests.release(await journal.key_of(far.world.store, saved))
     far.world.workers.go_on.set()
     await far.done(running, loaded)
+
+
+async def test_however_much_one_session_loads_another_one_loads_too(
+    far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without keys each session has a share; with keys each key."""
+    store, saved, session = far.world.store, await far.saved(), await journal.new_session(far.world.store)
+    created = [await journal.submit_create(store, session, number) for number in range(LOAD_THREADS)]
+    await far.done(*created)
+    models = [each.model_id for each in created if each.model_id is not None]
+    held = {str(await journal.key_of(store, model)) for model in models}
+    link, go_on, begun = snapshot_keeper._link_files, threading.Event(), list[Path]()
+
+    def linked(source: Path, target: Path) -> None:
+        if target.parent.name in held:
+            begun.append(target)
+            go_on.wait()
+        link(source, target)
+
+    monkeypatch.setattr(snapshot_keeper, "_link_files", linked)
+    loads = [await far.load(model, 1, saved) for model in models]
+    try:
+        await far.world.until(lambda: len(begun) == LOAD_THREADS // 2)
+        await far.done(await far.load(await far.world.model(), 1, saved))
+        assert len(begun) == LOAD_THREADS // 2
+    finally:
+        go_on.set()
+    await far.done(*loads)

@@ -1,8 +1,9 @@
 """What clients of OpenAI's API send: read, accepted because it asks for nothing, or refused by name."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from pydantic import BaseModel, Field
 
 from skyrl_tinker.protocol.schemas.chats import NEUTRAL_IN_CHATS, ChatCompletionRequest
 from skyrl_tinker.protocol.schemas.openai import (
@@ -163,10 +164,11 @@ def test_an_answer_can_be_sent_back_as_the_sdk_dumps_it() -> None:
         ("chat_template_kwargs", {"add_generation_prompt": False}),
         ("chat_template_kwargs", [1]),
         ("chat_template_kwargs", {"a": [2**64]}),
-        ("tools", [{"function": {"name": "f", "parameters": {"const": 2**64}}}]),
+        ("tools", [{"function": {"name": "f", "parameters": {"const": 2**64 + 1}}}]),
+        ("tools", [{"function": {"name": "f", "parameters": {"default": {"maximum": 2**64 + 1}}}}]),
         (
             "response_format",
-            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [2**64]}}},
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [2**64 + 1]}}},
         ),
     ],
 )
@@ -174,6 +176,29 @@ def test_what_would_change_the_answer_is_refused_by_name(field: str, value: Any)
     with pytest.raises(FieldError, match=field) as refused:
         chat(**{field: value})
     assert refused.value.field == field
+
+
+class Huge(BaseModel):
+    """Numbers that need more than 64 bits."""
+
+    below: Annotated[int, Field(lt=2**64)]
+    key: Annotated[int, Field(ge=-(2**63) - 1, le=2**128 - 1)] = 2**70
+
+
+def test_bounds_of_more_than_64_bits_are_served_as_the_floats_that_samplers_read() -> None:
+    given = Huge.model_json_schema()
+    read = chat(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": given}})
+    tool = {"type": "function", "function": {"name": "f", "parameters": given, "strict": True}}
+    form, tools = read.response_format, chat(tools=[tool]).tools
+    assert form is not None
+    assert form.json_schema is not None
+    assert tools is not None
+    for schema in (form.json_schema.of_answer, tools[0].function.parameters):
+        assert schema is not None
+        below, key = schema["properties"].values()
+        assert repr(below["exclusiveMaximum"]) == repr(2.0**64)
+        assert (repr(key["minimum"]), repr(key["maximum"])) == (repr(-(2.0**63)), repr(2.0**128))
+        assert repr(key["default"]) == repr(2.0**70)
 
 
 TOOLS: Any = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
