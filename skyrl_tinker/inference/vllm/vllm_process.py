@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from skyrl_tinker.inference.vllm.vllm_dialect import VllmDialect
 
 ENTRY = "skyrl_tinker.inference.vllm.vllm_entry"
-PACKED_ANSWERS = "skyrl_tinker.inference.plugin.packed_answers.PackedAnswers"
-GUARD = "skyrl_tinker.inference.plugin.token_guard.TokenGuard"
+PACKED_ANSWERS = "skyrl_tinker.inference.vllm.plugin.packed_answers.PackedAnswers"
+GUARD = "skyrl_tinker.inference.vllm.plugin.middlewares.TokenGuard"
 
 
 def flags(spec: SamplerSpec, port: int, host: str = LOOPBACK) -> list[str]:

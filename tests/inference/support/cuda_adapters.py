@@ -49,7 +49,7 @@ def score(batch: Batch) -> dict[str, Any]:
     from vllm.v1.worker import gpu_model_runner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from skyrl_tinker.inference.vllm.patches import prompt_adapters, score_extraction
+    from skyrl_tinker.inference.vllm.plugin import prompt_adapters, score_extraction
 
     prompt_adapters.apply()
     score_extraction.apply()

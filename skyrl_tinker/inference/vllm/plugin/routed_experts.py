@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from vllm.distributed.aux_output_connector.worker import PendingAuxOutput, get_aux_output_connector
 
-from skyrl_tinker.inference.vllm.patches.replacement import replaces
+from skyrl_tinker.inference.vllm.plugin.replacement import replaces
 
 
 def apply() -> None:

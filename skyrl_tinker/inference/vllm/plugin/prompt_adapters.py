@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from skyrl_tinker.inference.vllm.patches.replacement import replaces
+from skyrl_tinker.inference.vllm.plugin.replacement import replaces
 
 LOGIT_ROWS = 128
 """Most rows of a prompt's logits in memory at one time."""

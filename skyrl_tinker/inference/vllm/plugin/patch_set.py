@@ -23,7 +23,7 @@ from vllm.version import __version__ as vllm_version  # type: ignore[attr-define
 
 from skyrl_tinker.inference.constants import TOKEN
 from skyrl_tinker.inference.vllm import vllm_targets
-from skyrl_tinker.inference.vllm.patches import (
+from skyrl_tinker.inference.vllm.plugin import (
     adapter_patches,
     cpu_patches,
     prompt_adapters,
@@ -32,7 +32,7 @@ from skyrl_tinker.inference.vllm.patches import (
     signed_pickles,
     slot_products,
 )
-from skyrl_tinker.inference.vllm.patches.replacement import replaces
+from skyrl_tinker.inference.vllm.plugin.replacement import replaces
 from skyrl_tinker.system.listeners import closing_new_listeners
 from skyrl_tinker.system.processes import die_with_parent
 

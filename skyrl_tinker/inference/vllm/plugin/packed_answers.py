@@ -22,7 +22,7 @@ from vllm.outputs import RequestOutput
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from skyrl_tinker.inference.packed import PACKED, pack
-from skyrl_tinker.inference.plugin.asgi import read_body, with_body
+from skyrl_tinker.inference.vllm.plugin.middlewares import read_body, with_body
 
 PATH = "/inference/v1/generate"
 

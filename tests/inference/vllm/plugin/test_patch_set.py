@@ -8,7 +8,7 @@ import pytest
 import vllm
 
 from skyrl_tinker.inference.vllm import vllm_targets
-from skyrl_tinker.inference.vllm.patches import patch_set
+from skyrl_tinker.inference.vllm.plugin import patch_set
 
 ROOT = Path(vllm.__path__[0])
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from skyrl_tinker.inference.vllm.patches.replacement import replaces
+from skyrl_tinker.inference.vllm.plugin.replacement import replaces
 
 
 def fork_workers() -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from skyrl_tinker.inference.vllm.patches.replacement import replaces
+from skyrl_tinker.inference.vllm.plugin.replacement import replaces
 
 
 def count_cached_prompts_once() -> None:

@@ -13,7 +13,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.gpt_oss import GptOssModel
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
-from skyrl_tinker.inference.vllm.patches.replacement import replaces
+from skyrl_tinker.inference.vllm.plugin.replacement import replaces
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 

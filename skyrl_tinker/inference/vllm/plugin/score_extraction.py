@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_tinker.inference.vllm.patches.prompt_adapters import LOGIT_ROWS, adapter_of
-from skyrl_tinker.inference.vllm.patches.replacement import replaces
+from skyrl_tinker.inference.vllm.plugin.prompt_adapters import LOGIT_ROWS, adapter_of
+from skyrl_tinker.inference.vllm.plugin.replacement import replaces
 from skyrl_tinker.inference.vllm.vllm_requests import SCORES_KEY, ScoreWork, unpack_work
 
 PROCESSED = "processed_logprobs"
