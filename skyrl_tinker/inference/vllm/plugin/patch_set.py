@@ -36,7 +36,7 @@ from skyrl_tinker.inference.vllm.plugin.replacement import replaces
 from skyrl_tinker.system.listeners import closing_new_listeners
 from skyrl_tinker.system.processes import die_with_parent
 
-STAGED = ("skyrl_staged", "skyrl_tinker.weight_sync.vllm_receiver", "StagedEngine")
+STAGED = ("skyrl_staged", "skyrl_tinker.inference.vllm.plugin.weight_receiver", "StagedEngine")
 """Backend name, module and class; vLLM imports the module when it loads the model."""
 
 
