@@ -110,7 +110,7 @@ def environment(
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the plugin's score_extraction patches the first one
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the plugin's prompt_scores patches the first one
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_MAX_STOP_STRINGS": "1024",  # of its OpenAI routes, beyond our own limit; the default is 4
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # context + 1: the last token is sampled, never fed

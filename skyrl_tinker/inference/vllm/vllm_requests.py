@@ -1,7 +1,7 @@
 """Tinker's sample request as vLLM's. Pure; the responses are in vllm_responses.
 
 Two scores are beyond vLLM's own API: logprobs of given tokens, and draws, at every prompt position. `pack`
-puts them into SamplingParams.extra_args; the plugin (inference.vllm.plugin.score_extraction) reads them with
+puts them into SamplingParams.extra_args; the plugin (inference.vllm.plugin.prompt_scores) reads them with
 `unpack_work` and computes a float32 matrix in the prefill, which returns in vLLM's own field
 `prompt_token_id_logprobs`, as scores of vLLM's newer model runner do.
 
