@@ -55,7 +55,7 @@ class VllmControl(FanOut):
         return common([bool(answer["is_paused"]) for answer in await self._call_all("GET", "/is_paused")])
 
     async def _abort(self, url: str, attempts: list[str]) -> None:
-        ids = [vllm_requests.abort_id(attempt) for attempt in attempts]
+        ids = [f"generate-tokens-{attempt}" for attempt in attempts]  # each with all of its n sequences
         try:
             await self._call(url, "POST", "/inference/v1/abort_requests", {"request_ids": ids})
         except UnreachableError:  # its requests have ended with it

@@ -69,11 +69,6 @@ def _stop(stop: tuple[str, ...] | tuple[int, ...] | None, eos: Sequence[int]) ->
     return fields | {"stop": list(texts), "detokenize": True, "skip_special_tokens": False}
 
 
-def abort_id(attempt: str) -> str:
-    """Return the id by which /inference/v1/abort_requests ends a request, with all of its n sequences."""
-    return f"generate-tokens-{attempt}"
-
-
 # Scores of the prompt
 
 
