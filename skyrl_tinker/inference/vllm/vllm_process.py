@@ -223,6 +223,7 @@ class VllmProcess:
     abilities = SamplerAbilities("vLLM", lowest_temperature=0.01)  # below, vLLM silently samples at this one
     leftovers = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")  # left by tensor-parallel workers
     require_memory = staticmethod(require_memory)
+    expert_slot_rank = staticmethod(vllm_arguments.expert_slot_rank)
 
     @property
     def dialect(self) -> "VllmDialect":
