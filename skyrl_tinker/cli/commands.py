@@ -76,7 +76,7 @@ def serve(
     "host", "port", "allowed_hosts", "tls_cert", "tls_key", "insecure", "home", "database_url", "checkpoints"
 )
 def api(settings: Settings) -> None:
-    """Answer clients on another host than the engine's, until Ctrl-C. Needs PostgreSQL, no torch, no vLLM.
+    """Answer clients on another host than the engine's, until Ctrl-C. Needs PostgreSQL, no torch, no sampler.
 
     Its settings are those of the server on --database-url, except for options given here. --home has a copy
     of signing-secrets.json of that server's home.

@@ -1,6 +1,6 @@
 """Settings in words, for the command line and the documentation."""
 
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -30,7 +30,8 @@ def keys_of(name: str) -> dict[str, FieldInfo]:
 
 def takes_pairs(name: str) -> bool:
     """Return whether the command line takes a setting as NAME=VALUE."""
-    return name == "vllm_args" or bool(keys_of(name))
+    field = Settings.model_fields.get(name)
+    return get_origin(field and field.annotation) is dict or bool(keys_of(name))
 
 
 def default_of(field: FieldInfo) -> str:

@@ -17,10 +17,10 @@ RESERVED_SEQUENCES = 64
 """Further sequences that a sampler decodes, reserved for sessions that have none in flight."""
 
 TOKEN = "SKYRL_TINKER_SAMPLER_TOKEN"
-"""Environment variable with the token that our servers and their router require (plugin/token_guard.py)."""
+"""Environment variable with the token that our servers and their router require (TokenGuard)."""
 
 REPLICA = "X-Skyrl-Tinker-Replica"
-"""Header with the address of the server that answered (plugin/token_guard.py): a router chose it."""
+"""Header with the address of the server that answered (TokenGuard): a router chose it."""
 
 SESSION = "X-Session-ID"
 """Header with a session's key: requests of one key go to one server, and to one of its engine cores."""
@@ -29,4 +29,4 @@ KEY_CHECK = "SKYRL_TINKER_KEY_CHECK"
 """Environment variable with the URL at which the router checks its clients' tokens."""
 
 PROBE = "/skyrl-tinker/version-pull"
-"""Path of a server that gets weights from another host; it answers 204 there (plugin/version_pull.py)."""
+"""Path of a server that gets weights from another host; it answers 204 there (VersionPull)."""

@@ -75,13 +75,9 @@ def check_processor() -> str:
     return need(best is not None, f"{platform.machine()}, {best or 'no AVX2'}, {psutil.cpu_count()} cores")
 
 
-def _engines(settings: Settings) -> set[str]:
-    """Return the sampling engines of all base models."""
-    return {each.sampler_engine for each in (settings, *catalog.further(settings)) if each.samples}
-
-
 def check_packages(settings: Settings) -> str:
-    device, engines = settings.device, _engines(settings)
+    device = settings.device
+    engines = {each.sampler_engine for each in (settings, *catalog.further(settings)) if each.samples}
     versions = {
         distribution.name.lower(): distribution.version for distribution in importlib.metadata.distributions()
     }

@@ -8,7 +8,6 @@ from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
 from skyrl_tinker.domain.state_size import cached_bytes, parameters
 from skyrl_tinker.domain.units import GB, MiB
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
-from skyrl_tinker.inference.vllm.vllm_arguments import expert_slot_rank
 from skyrl_tinker.server.gpu_division import GpuDivision
 
 CONTEXT_BYTES = 1.5 * GB
@@ -36,6 +35,7 @@ class Demand:
     chunk_bytes: int  # of full parameters on their way to the samplers
     adapter_slots: int  # of a sampler's batch: max_loras
     sampler_share: float  # of a GPU that it takes: gpu_memory_utilization
+    expert_rank: int = 0  # of the slots of each expert, where a sampler has experts with adapters
     cached_adapters: int = 0  # that it keeps on the host: max_cpu_loras
     copies: int = 1  # GPUs of a replica for each one of its tensor parallelism
     trained: bool = True  # else the base model is only sampled
@@ -139,7 +139,7 @@ class MemoryEstimate:
         if not self.facts.experts:
             return 0
         rank, chosen = self.demand.rank, self.facts.experts_per_token
-        ranks = expert_slot_rank(rank, chosen) * chosen, rank
+        ranks = self.demand.expert_rank * chosen, rank
         slot, own = (LoraSpec(each, 0, train_attn=False, train_unembed=False) for each in ranks)
         return parameters(self.facts, slot) - parameters(self.facts, own)
 

@@ -18,7 +18,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories, free_bytes
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import NotSupportedError, StartupError, StorageError
-from skyrl_tinker.inference.sampling_engine import engine_of
+from skyrl_tinker.inference.sampling_engine import check_engine, engine_of
 from skyrl_tinker.server.addresses import is_http
 from skyrl_tinker.server.base_models import catalog
 from skyrl_tinker.storage import owner_mark
@@ -328,14 +328,10 @@ def _check_samplers(settings: Settings) -> None:
     }
     _require_abilities(settings, asked)
     _check_urls(settings)
-    if not settings.external_urls:
-        if settings.samples:
-            engine_of(settings).check()
-        return
-    name = _url_setting(settings)
-    if settings.vllm_args:
-        raise StartupError(f"vllm_args and {name}: give the arguments to the servers that you start")
-    if settings.replicas != 1:
+    name = _url_setting(settings) if settings.external_urls else ""
+    if settings.samples:
+        check_engine(settings, name)
+    if name and settings.replicas != 1:
         raise StartupError(
             f"--replicas {settings.replicas} and {name}: the server either starts samplers "
             "or uses running ones; give one of the two"

@@ -150,6 +150,7 @@ def _demand(
         tenants=tenants,
         chunk_bytes=CHUNK_BYTES,
         adapter_slots=settings.max_loras,
+        expert_rank=engine_of(settings).expert_slot_rank(settings.max_lora_rank, facts.experts_per_token),
         cached_adapters=settings.max_cpu_loras,
         sampler_share=settings.gpu_memory_utilization,
         copies=engine_of(settings).workers(1),

@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[2]
 SUITE = (
     "tests/inference/client/test_packed_answers.py",
     "tests/inference/client/test_sampling_port.py",
-    "tests/inference/plugin",
     "tests/inference/test_packed.py",
     "tests/inference/vllm",
     "tests/weight_sync/test_full_parameters.py",

@@ -10,6 +10,7 @@ from skyrl_tinker.domain.memory_costs import MemoryCosts, RowMemory
 from skyrl_tinker.domain.units import GB
 from skyrl_tinker.domain.values import BaseModelFacts
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.inference.vllm.vllm_process import VllmProcess
 from skyrl_tinker.server.capacity_plan import CapacityPlan, make_plan
 from skyrl_tinker.server.memory_estimate import SAMPLER, TRAINER, Demand
 
@@ -196,7 +197,8 @@ def test_layers_that_are_always_recomputed_allow_longer_rows() -> None:
 def test_slots_of_experts_have_a_part_of_the_rank_and_adapters_wait_on_the_host() -> None:
     """Adapters divide 32 by the 8 of 128 experts that are chosen; vLLM's slots have rank 8 at least."""
     mixture = replace(FACTS, hidden_size=2048, intermediate_size=768, experts=128, experts_per_token=8)
-    demand = replace(DEMAND, gpu_bytes=141 * GB, cached_adapters=32)
+    expert_rank = VllmProcess().expert_slot_rank(DEMAND.rank, mixture.experts_per_token)
+    demand = replace(DEMAND, gpu_bytes=141 * GB, cached_adapters=32, expert_rank=expert_rank)
     lines = {line.name: line.bytes for line in make_plan(demand, mixture, costs).lines}
     unused = 36 * 128 * (8 - 4) * 3 * (2048 + 768)
     assert lines["slots of 8 adapters"] == 8 * 2 * (100_000_000 + unused)

@@ -26,7 +26,7 @@ from tests.inference.support.samplers import (
     spec_of,
     write_model,
 )
-from tests.inference.vllm.patches.test_routed_experts import assert_experts
+from tests.inference.vllm.plugin.test_routed_experts import assert_experts
 from tests.training.conftest import MakeWorker
 from tests.training.support.saves import read_weights, write_weights
 from tests.training.test_sampled_families import SHARED_MEMORY, assert_all_sampled, assert_sampled

@@ -24,7 +24,7 @@ from skyrl_tinker.domain.values import AdamParams, BaseModelFacts, LoraSpec, Ste
 from skyrl_tinker.errors import SamplerError, TrainerError
 from skyrl_tinker.inference.client.remote_client import RemoteInferenceClient
 from skyrl_tinker.inference.servers.server_group import ServerGroup
-from skyrl_tinker.inference.vllm.vllm_control import VllmControl
+from skyrl_tinker.inference.vllm.vllm_dialect import VllmControl
 from skyrl_tinker.training.trainer_group import TrainerGroup
 from skyrl_tinker.weight_sync.factory import make_transport
 from skyrl_tinker.weight_sync.gloo import TIMEOUT, GlooReceiver, GlooSender

@@ -1,4 +1,4 @@
-"""vllm-router as a child process: one address for several replicas; a session stays on one replica."""
+"""The router as a child process: one address for several replicas; a session stays on one replica."""
 
 import asyncio
 import os
@@ -191,8 +191,7 @@ class Router:
     def _kinds(self, workers: Sequence[str]) -> list[str]:
         """Return the flags for the workers of both kinds."""
         kinds = ("--prefill" if url in self._spec.prefill_urls else "--decode" for url in workers)
-        pairs = [text for kind, url in zip(kinds, workers, strict=True) for text in (kind, url)]
-        return ["--vllm-pd-disaggregation", *pairs] if pairs else []
+        return [text for kind, url in zip(kinds, workers, strict=True) for text in (kind, url)]
 
     def _session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(headers=bearer(self._spec.token))

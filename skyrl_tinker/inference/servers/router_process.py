@@ -1,4 +1,4 @@
-"""Process of vllm-router, with the one setting that its command line lacks: the check of clients' tokens.
+"""Process of vllm-router, with a setting that its command line lacks: the check of clients' tokens.
 
 `python -m skyrl_tinker.inference.servers.router_process FLAG...`. TOKEN is in the environment: all users can
 read the arguments of a process.
@@ -16,6 +16,7 @@ def main() -> None:
     args = parse_router_args(sys.argv[1:])
     args.api_key = os.environ[TOKEN]  # sent to the servers, on all routes
     args.api_key_validation_urls = [os.environ[KEY_CHECK]]
+    args.vllm_pd_disaggregation = bool(args.prefill_urls)
     launch_router(args)
 
 

@@ -12,9 +12,9 @@ KV_CONTEXTS = 4  # whole contexts that fit the KV cache at once
 PROCESS_BYTES = 1536 * MiB
 """Of a replica's processes for each worker, beside weights and KV cache.
 
-Measured with a tiny model and vLLM, as PSS in MB: 68 of the actor, 412 of the API server and 410 of the
-engine's core when idle; at most 900 of a core in 10 minutes of tests. In hours it grows to twice its size, as
-oneDNN keeps 1,024 primitives, by layer and size of the batch (`RSS_GROWTH` of scripts/bench/soak.py).
+Measured with a tiny model and the default engine, as PSS in MB: 68 of the actor, 412 of the API server, 410
+of the engine's core when idle; at most 900 of a core in 10 minutes of tests. In hours it doubles, as oneDNN
+keeps 1,024 primitives, by layer and size of the batch (`RSS_GROWTH` of scripts/bench/soak.py).
 """
 
 
@@ -33,8 +33,8 @@ def needed_bytes(
 ) -> tuple[int, int, int]:
     """Return the memory of a replica on a CPU: its KV cache, weights with slots of adapters, and processes.
 
-    Weights count a quarter more: vLLM keeps the head as loaded and as packed for the CPU's kernels. A model
-    of 470 MB in float32, whose slots are of 340, took 930 MB of them.
+    Weights count a quarter more: the head is kept as loaded and as packed for the CPU's kernels. A model of
+    470 MB in float32, whose slots are of 340, took 930 MB of them.
     """
     copies = workers // tensor_parallel_size
     weights = base_bytes(model, dtype) * 5 // 4 + slots

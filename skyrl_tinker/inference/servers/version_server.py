@@ -1,4 +1,4 @@
-"""Files of weight versions for samplers on other hosts, which pull them (plugin/version_pull.py)."""
+"""Files of weight versions for samplers on other hosts, which pull them (VersionPull)."""
 
 import asyncio
 import hashlib

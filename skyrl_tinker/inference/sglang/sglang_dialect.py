@@ -114,7 +114,7 @@ class SglangDialect:
         pull="on this host",
         context="--context-length {}",
         logprobs="SGLANG_RETURN_ORIGINAL_LOGPROB=1 in its environment",
-        experts="vLLM",
+        experts="another sampling engine",
     )
     trial = TRIAL
     control = SglangControl

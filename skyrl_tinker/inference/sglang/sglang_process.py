@@ -152,7 +152,7 @@ class SglangProcess:
     """`python`: an interpreter whose environment has SGLang; None: our own."""
 
     python: Path | None = None
-    arguments: Arguments = field(default_factory=dict)
+    arguments: Arguments = field(default_factory=dict, init=False)  # users give none
     title = "SGLang"
     leftovers = ()
     torch_groups = True
@@ -174,7 +174,7 @@ class SglangProcess:
         parallel_tool_calls=False,
         processed_logprobs=False,
         prefill_urls=False,
-        router_url=False,  # vllm-router drops fields of /generate, such as `priority` and `top_logprobs_num`
+        router_url=False,  # the router drops fields of /generate, such as `priority` and `top_logprobs_num`
         colocated=False,
         ray_address=False,
     )
@@ -188,9 +188,7 @@ class SglangProcess:
         return SGLANG
 
     def check(self) -> None:
-        """Refuse vLLM's arguments, and an interpreter without the supported release of SGLang."""
-        if self.arguments:
-            raise StartupError(f"vllm_args: found {', '.join(self.arguments)}, expected none with SGLang")
+        """Refuse an interpreter without the supported release of SGLang."""
         python = str(self.python or sys.executable)
         asked = [python, "-c", "import importlib.metadata as m; print(m.version('sglang'))"]
         try:
@@ -206,6 +204,9 @@ class SglangProcess:
 
     def workers(self, tensor_parallel_size: int) -> int:
         return tensor_parallel_size
+
+    def expert_slot_rank(self, rank: int, experts_per_token: int) -> int:
+        return rank
 
     def command(self, spec: SamplerSpec, port: int, host: str) -> list[str]:
         return [str(self.python or sys.executable), "-P", str(ENTRY), TOKEN, *flags(spec, port, host)]

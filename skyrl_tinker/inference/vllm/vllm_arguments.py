@@ -11,7 +11,7 @@ from skyrl_tinker.inference.servers.replica_spec import Arguments
 
 ENABLED_BY = "SKYRL_TINKER_VLLM"
 """Environment variable that switches our plugin on; we set it for the servers that we start."""
-VERSION_PULL = "skyrl_tinker.inference.plugin.version_pull.VersionPull"
+VERSION_PULL = "skyrl_tinker.inference.vllm.plugin.middlewares.VersionPull"
 """Middleware by which a server on another host gets weights."""
 SETTINGS = {
     "model": "base_model",

@@ -1,7 +1,7 @@
 """Tinker's sample request as vLLM's. Pure; the responses are in vllm_responses.
 
 Two scores are beyond vLLM's own API: logprobs of given tokens, and draws, at every prompt position. `pack`
-puts them into SamplingParams.extra_args; the plugin (inference.vllm.patches.score_extraction) reads them with
+puts them into SamplingParams.extra_args; the plugin (inference.vllm.plugin.prompt_scores) reads them with
 `unpack_work` and computes a float32 matrix in the prefill, which returns in vLLM's own field
 `prompt_token_id_logprobs`, as scores of vLLM's newer model runner do.
 
@@ -67,11 +67,6 @@ def _stop(stop: tuple[str, ...] | tuple[int, ...] | None, eos: Sequence[int]) ->
     if not texts:
         return fields
     return fields | {"stop": list(texts), "detokenize": True, "skip_special_tokens": False}
-
-
-def abort_id(attempt: str) -> str:
-    """Return the id by which /inference/v1/abort_requests ends a request, with all of its n sequences."""
-    return f"generate-tokens-{attempt}"
 
 
 # Scores of the prompt

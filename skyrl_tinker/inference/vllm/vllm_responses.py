@@ -1,4 +1,9 @@
-"""vLLM's responses as Tinker's. Pure; the requests are in vllm_requests."""
+"""vLLM's responses as Tinker's. Pure; the requests are in vllm_requests.
+
+A packed answer lists logprobs for each position as arrays: of its own token, then of the likeliest. What is
+read is what the JSON of vLLM 0.32 says, down to ties. In JSON each logprob is an object, which takes 4 us of
+vLLM's API process: it answers nobody else meanwhile.
+"""
 
 import base64
 import io
@@ -22,14 +27,13 @@ from skyrl_tinker.inference.client.generated import (
     version_spans,
 )
 from skyrl_tinker.inference.client.sample_parts import (
+    Int32,
     first_scored,
     scores_other_tokens,
     target_scores,
     target_table,
 )
 from skyrl_tinker.inference.constants import BASE_MODEL
-from skyrl_tinker.inference.vllm import listed_logprobs
-from skyrl_tinker.inference.vllm.listed_logprobs import VLLM_LEAST_LOGPROB
 
 TRIAL = {
     "model": BASE_MODEL,
@@ -39,7 +43,9 @@ TRIAL = {
 """Body of a request whose answer shows the server's arguments."""
 Rows = Sequence[Mapping[str, Any] | None]
 Listed = Mapping[str, Any]
-"""Arrays of a packed answer (listed_logprobs)."""
+"""Arrays of a packed answer."""
+VLLM_LEAST_LOGPROB = -9999.0
+"""vLLM's replacement for lower logprobs and NaN."""
 
 
 def parse(
@@ -89,7 +95,7 @@ def _generated(choice: Mapping[str, Any], model: str | None, request: SampleRequ
     if "likeliest" in listed:
         tokens = tuple(choice["token_ids"].tolist())
         logprobs = tuple(listed["logprobs"][:, 0].tolist())
-        topk = listed_logprobs.of_sampled(choice["token_ids"], k, **listed) if k else ()
+        topk = _listed_of_sampled(choice["token_ids"], k, **listed) if k else ()
     else:
         tokens = tuple(choice["token_ids"] or ())
         content = listed.get("content") or ()
@@ -143,7 +149,7 @@ def _prompt_logprobs(rows: Rows | Listed, request: SampleRequest) -> tuple[float
     """Return [len(prompt)]; NaN for the first, which has no predecessor, and for tokens before the last n."""
     first = first_scored(request)
     if isinstance(rows, Mapping):
-        return (*[math.nan] * first, *listed_logprobs.clamped(rows["logprobs"][first - 1 :, 0]).tolist())
+        return (*[math.nan] * first, *_clamped(rows["logprobs"][first - 1 :, 0]).tolist())
     return tuple(
         float(row[str(token)]["logprob"]) if row is not None and index >= first else math.nan
         for index, (row, token) in enumerate(zip(rows, request.prompt, strict=True))
@@ -155,13 +161,50 @@ def _topk_prompt(rows: Rows | Listed, request: SampleRequest) -> tuple[TopkRow, 
     first, k = first_scored(request), request.topk_prompt_logprobs
     if isinstance(rows, Mapping):
         scored = {name: array[first - 1 :] for name, array in rows.items()}
-        return (*[()] * first, *listed_logprobs.of_prompt(np.asarray(request.prompt[first:]), k, **scored))
+        return (*[()] * first, *_listed_of_prompt(np.asarray(request.prompt[first:]), k, **scored))
     return tuple(
         most_likely(((int(token), float(entry["logprob"])) for token, entry in row.items()), k)
         if row is not None and index >= first
         else ()
         for index, row in enumerate(rows)
     )
+
+
+def _listed_of_sampled(own: Int32, k: int, likeliest: Int32, logprobs: Float32) -> tuple[TopkRow, ...]:
+    """Return the k most likely; fewer if logprobs are processed and top_k or top_p left fewer.
+
+    As many were requested as JSON would list, k + 1 with the sampled token.
+    """
+    tokens, values, repeated = _once(own, likeliest, logprobs)
+    values[~repeated, -1] = -np.inf
+    return _best(tokens, np.where(values > VLLM_LEAST_LOGPROB, values, -np.inf), k)
+
+
+def _listed_of_prompt(own: Int32, k: int, likeliest: Int32, logprobs: Float32) -> tuple[TopkRow, ...]:
+    tokens, values, _ = _once(own, likeliest, _clamped(logprobs))
+    return _best(tokens, values, k)
+
+
+def _clamped(logprobs: Float32) -> Float32:
+    """Return a prompt's logprobs with vLLM's replacement for those of zero probability."""
+    return np.where(np.isneginf(logprobs), np.float32(VLLM_LEAST_LOGPROB), logprobs)
+
+
+def _once(own: Int32, likeliest: Int32, logprobs: Float32) -> tuple[Int32, Float32, Any]:
+    """Return tokens, their logprobs, and the rows whose own token is among the likeliest: once, that is."""
+    tokens, values = np.column_stack([own, likeliest]), logprobs.copy()
+    repeated = (likeliest == own[:, None]).any(1)
+    values[repeated, 0] = -np.inf
+    return tokens, values, repeated
+
+
+def _best(tokens: Int32, logprobs: Float32, k: int) -> tuple[TopkRow, ...]:
+    """Return the k most likely (token, logprob) of each row, as most_likely does; those of -inf are none."""
+    order = np.lexsort((tokens, -logprobs))[:, :k]
+    values = np.take_along_axis(logprobs, order, 1)
+    counts = np.isfinite(values).sum(1).tolist()
+    rows = zip(np.take_along_axis(tokens, order, 1).tolist(), values.tolist(), counts, strict=True)
+    return tuple(tuple(zip(row[:count], best[:count], strict=True)) for row, best, count in rows)
 
 
 def _prompt_scores(matrix: str | npt.NDArray[Any], request: SampleRequest) -> PromptScores:

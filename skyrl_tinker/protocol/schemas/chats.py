@@ -63,7 +63,7 @@ def _template_arguments(value: Any) -> Any:
 
 
 def _object(text: str) -> str:
-    """Return a JSON object as it is, {} for other text: vLLM shows that, and SGLang refuses the chat."""
+    """Return a JSON object as it is, {} for other text: one engine shows that, another refuses the chat."""
     try:
         return text if isinstance(orjson.loads(text), dict) else "{}"
     except orjson.JSONDecodeError:
@@ -153,7 +153,7 @@ class ChatMessage(OpenAIMessage):
     @model_validator(mode="before")
     @classmethod
     def _reasoning_has_both_names(cls, payload: Any) -> Any:
-        """Fill both: SGLang reads the one, vLLM the other where it counts tokens."""
+        """Fill both: one sampling engine reads the one, another the other where it counts tokens."""
         names, fields = ("reasoning", "reasoning_content"), payload if isinstance(payload, Mapping) else {}
         given = [fields[name] for name in names if fields.get(name) is not None]
         return {**payload, **dict.fromkeys(names, given[0])} if given else payload

@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
+from skyrl_tinker.inference.vllm.plugin.weight_receiver import StagedInit, StagedUpdate
 from skyrl_tinker.system.listeners import closing_new_listeners
 from skyrl_tinker.training.weight_share import WeightShare
 from skyrl_tinker.weight_sync.chunk_buffer import ChunkSource
@@ -36,7 +37,6 @@ from skyrl_tinker.weight_sync.nccl import NcclSender, NcclTransport
 from skyrl_tinker.weight_sync.shared_memory import MappedFiles, SharedMemoryTransport
 from skyrl_tinker.weight_sync.torch_groups import GROUP, TorchGlooTransport
 from skyrl_tinker.weight_sync.transport import ChunkSender, Message, WeightSource, WeightTransport
-from skyrl_tinker.weight_sync.vllm_receiver import StagedInit, StagedUpdate
 
 Tensors = dict[str, Tensor]
 MEMBER_S = timedelta(seconds=60)

@@ -181,7 +181,7 @@ def test_what_a_base_models_engine_lacks_is_told_of_it_alone(facts: BaseModelFac
 
 def test_arguments_of_vllm_are_refused() -> None:
     with pytest.raises(StartupError, match="vllm_args: found max-num-seqs, expected none with SGLang"):
-        SglangProcess(arguments={"max-num-seqs": 1}).check()
+        preflight.check_settings(config.load(sampler_engine="sglang", vllm_args={"max-num-seqs": 1}))
 
 
 def test_models_that_were_not_tried_are_refused(tmp_path: Path) -> None:

@@ -49,10 +49,10 @@ def score(batch: Batch) -> dict[str, Any]:
     from vllm.v1.worker import gpu_model_runner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from skyrl_tinker.inference.vllm.patches import prompt_adapters, score_extraction
+    from skyrl_tinker.inference.vllm.plugin import prompt_scores
 
-    prompt_adapters.apply()
-    score_extraction.apply()
+    prompt_scores.score_with_own_adapters()
+    prompt_scores.score_other_tokens()
     config = SimpleNamespace(max_loras=SLOTS, specialize_active_lora=False)
     wrapper = PunicaWrapperGPU(MOST_TOKENS, len(batch), "cpu", lora_config=config)
     per_token = tuple(lora for lora, prompt in batch for _ in prompt)

@@ -11,7 +11,7 @@ import pytest
 from skyrl_tinker import config
 from skyrl_tinker.errors import RequestGivenUpError, SamplerError, StartupError
 from skyrl_tinker.inference.vllm.vllm_dialect import VLLM
-from skyrl_tinker.inference.vllm.vllm_models import RESTRICTING_PARSERS
+from skyrl_tinker.inference.vllm.vllm_process import RESTRICTING_PARSERS
 from skyrl_tinker.protocol.schemas.chats import FunctionCall
 from skyrl_tinker.server.base_models.base_model import resolve
 from tests.support.tiny_models import write_tiny

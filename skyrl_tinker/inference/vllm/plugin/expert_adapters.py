@@ -22,7 +22,7 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
     select_unquantized_moe_backend,
 )
 
-from skyrl_tinker.inference.vllm.patches.slot_products import Rows, rows_by_slot
+from skyrl_tinker.inference.vllm.plugin.cpu_patches import Rows, rows_by_slot
 
 Tensors = torch.Tensor | list[torch.Tensor]
 _ALPHA, _LIMIT = 1.702, 7.0

@@ -1,4 +1,4 @@
-"""The vLLM side of our own transports. Imported by vLLM's workers only.
+"""vLLM's side of our own transports. Imported by vLLM's workers only.
 
 `update` stages and checks, `finish` applies in one call between two forward steps. So after a failed update
 the old weights still serve, and no step runs on a half-loaded model (loading puts it on the meta device).

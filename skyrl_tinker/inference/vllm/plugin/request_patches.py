@@ -1,21 +1,52 @@
-"""The experts that each token was routed to, in vLLM's answers (`--enable-return-routed-experts`).
-
-Stock vLLM captures, stores and returns them in its second model runner only. Here the first one, which runs
-LoRA and the CPU, does so too, by vLLM's own connector.
-"""
+"""Patches of how vLLM answers a request."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.distributed.aux_output_connector.worker import PendingAuxOutput, get_aux_output_connector
 
-from skyrl_tinker.inference.vllm.patches.replacement import replaces
+from skyrl_tinker.inference.vllm.plugin.replacement import replaces
+
+if TYPE_CHECKING:
+    from vllm.distributed.aux_output_connector.worker import PendingAuxOutput
 
 
-def apply() -> None:
-    """Patch vLLM; once per process."""
+def count_cached_prompts_once() -> None:
+    """Report the smallest count of cached tokens among n sequences, that of the first to be prefilled.
+
+    Stock vLLM reports the count of the last to end, which includes tokens cached by its siblings.
+    """
+    from vllm.v1.engine.output_processor import RequestState
+
+    @replaces(RequestState)
+    def make_request_output(make: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        parent = self.parent_req
+        if parent is not None:
+            fewest = min(self.num_cached_tokens, getattr(parent, "fewest_cached", self.num_cached_tokens))
+            parent.fewest_cached = self.num_cached_tokens = fewest
+        return make(self, *args, **kwargs)
+
+
+def keep_request_ids() -> None:
+    """Take the id of a request from its body, so that it can be aborted by this id.
+
+    Stock vLLM prefers the header, in which a router with disaggregation sends another id.
+    """
+    from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+
+    @replaces(ServingTokens)
+    def _base_request_id(name: Any, raw_request: Any, default: str | None = None) -> Any:
+        return default or name(raw_request)
+
+
+def list_routed_experts() -> None:
+    """List the experts that each token was routed to (`--enable-return-routed-experts`).
+
+    Stock vLLM captures, stores and returns them in its second model runner only. Here the first one, which
+    runs LoRA and the CPU, does so too, by vLLM's own connector.
+    """
     from vllm.config import VllmConfig
+    from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     runner: Any = GPUModelRunner
@@ -62,7 +93,7 @@ class _AsForSecondRunner:
         return getattr(self._config, name)
 
 
-def _pending(runner: Any) -> PendingAuxOutput | None:
+def _pending(runner: Any) -> "PendingAuxOutput | None":
     """Start the copy of this step's experts to the host, before sampling, which waits for its own copies."""
     if runner.aux_output_connector is None or runner.execute_model_state is None:
         return None
@@ -79,7 +110,7 @@ def _pending(runner: Any) -> PendingAuxOutput | None:
     return pending
 
 
-def _with_experts(output: Any, pending: PendingAuxOutput) -> Any:
+def _with_experts(output: Any, pending: "PendingAuxOutput") -> Any:
     """Add the experts to a step's output, once the copies of an asynchronous one have ended."""
     if not hasattr(output, "get_output"):
         output.aux_output_connector_output = pending.process_output()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from skyrl_tinker.inference.vllm.patches import signed_pickles
+from skyrl_tinker.inference.vllm.plugin import signed_pickles
 
 REFUSED = "a stranger has taken the place of a worker"
 

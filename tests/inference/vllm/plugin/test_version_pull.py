@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from skyrl_tinker.inference.constants import PROBE
-from skyrl_tinker.inference.plugin.version_pull import VersionPull
 from skyrl_tinker.inference.servers.version_server import VersionServer
+from skyrl_tinker.inference.vllm.plugin.middlewares import VersionPull
 from skyrl_tinker.system import version_copies
 from skyrl_tinker.system.interfaces import address_towards
 

@@ -1,17 +1,22 @@
 """Set of the patches of stock vLLM in our vLLM processes: their targets, refusals and application.
 
-Each patch states the fault that it fixes, and names the functions that it replaces or repeats. If their
-source matches no known release, the patch is refused: vLLM may have fixed the fault, or moved the code.
+Each patch states the fault that it fixes, and names the functions that it replaces or repeats, by the digests
+of their source in known releases. If it matches none, the patch is refused: vLLM may have fixed the fault, or
+moved the code.
 """
 
+import hashlib
 import importlib
+import inspect
+import json
 import multiprocessing
 import os
+import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +27,27 @@ from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version  # type: ignore[attr-defined]
 
 from skyrl_tinker.inference.constants import TOKEN
-from skyrl_tinker.inference.vllm import vllm_targets
-from skyrl_tinker.inference.vllm.patches import (
+from skyrl_tinker.inference.vllm.plugin import (
     adapter_patches,
     cpu_patches,
-    prompt_adapters,
+    prompt_scores,
     request_patches,
-    score_extraction,
     signed_pickles,
-    slot_products,
 )
-from skyrl_tinker.inference.vllm.patches.replacement import replaces
+from skyrl_tinker.inference.vllm.plugin.replacement import replaces
 from skyrl_tinker.system.listeners import closing_new_listeners
 from skyrl_tinker.system.processes import die_with_parent
 
-STAGED = ("skyrl_staged", "skyrl_tinker.weight_sync.vllm_receiver", "StagedEngine")
+SUPPORTED = ("0.32.", "0.33.")
+LISTED = Path(__file__).with_name("vllm_targets.json")
+"""Digests by target and release; `scripts/vllm-targets` writes it."""
+STAGED = ("skyrl_staged", "skyrl_tinker.inference.vllm.plugin.weight_receiver", "StagedEngine")
 """Backend name, module and class; vLLM imports the module when it loads the model."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """A patch, and the functions of vLLM that it relies on, as vllm_targets names them.
+    """A patch, and the functions of vLLM that it relies on, by their modules and names.
 
     `needs`: the condition under which it is necessary; `gate`: a function that vLLM calls at start under this
     condition. Without both it is always necessary.
@@ -60,9 +65,9 @@ class Patch:
 
 def apply() -> None:
     """Apply all patches once per process. Raises RuntimeError in a release that they are not written for."""
-    if not vllm_version.startswith(vllm_targets.SUPPORTED):
-        releases = " and ".join(f"vLLM {release}x" for release in vllm_targets.SUPPORTED)
-        raise RuntimeError(f"skyrl-tinker's patches are for {releases}, found {vllm_version}")
+    if not vllm_version.startswith(SUPPORTED):
+        accepted = " and ".join(f"vLLM {release}x" for release in SUPPORTED)
+        raise RuntimeError(f"skyrl-tinker's patches are for {accepted}, found {vllm_version}")
     if STAGED[0] in WeightTransferEngineFactory._registry:
         return
     patches = (*PATCHES, *(ON_CPU if current_platform.is_cpu() else ()))
@@ -83,14 +88,57 @@ def apply() -> None:
 
 def _refusal(patch: Patch) -> str:
     """Return the reason not to apply a patch to this vLLM; empty if it may be applied."""
-    found = vllm_targets.unknown(Path(vllm.__path__[0]), patch.targets)
+    found = unknown(Path(vllm.__path__[0]), patch.targets)
     if not found:
         return ""
-    known = " or ".join(vllm_targets.releases())
+    known = " or ".join(releases())
     return (
         f"vLLM {vllm_version}: skyrl-tinker's patch {patch.name}, needed {patch.needs or 'always'}, is not "
         f"for this release: the source of {', '.join(found)} is unknown. Install {known}"
     )
+
+
+def digest(root: Path, target: str) -> str | None:
+    """Return the SHA-256 of a target's source, read without an import; None if it does not exist.
+
+    `root`: directory of vLLM's package. `target`: module and qualified name, as "v1.outputs:Class.name".
+    """
+    module, _, qualified = target.partition(":")
+    file = root.joinpath(*module.split(".")).with_suffix(".py")
+    if not file.exists():
+        return None
+    lines = file.read_text().splitlines(keepends=True)
+    *owner, name = qualified.split(".")
+    for each in owner:
+        if (start := _start(lines, rf"class {each}\b")) is None:
+            return None
+        rest = lines[start + 1 :]
+        lines = rest[: _start(rest, r"(async def|def|class) ")]
+    indent = r"\s+" if owner else ""
+    if (start := _start(lines, rf"{indent}(async def|def|class) {name}\b")) is None:
+        return None
+    return hashlib.sha256("".join(inspect.getblock(lines[start:])).encode()).hexdigest()
+
+
+def unknown(root: Path, targets: Iterable[str]) -> list[str]:
+    """List the targets whose source is that of no release in the table."""
+    table = _table(LISTED)
+    return [target for target in targets if digest(root, target) not in table.get(target, {}).values()]
+
+
+def releases() -> list[str]:
+    """List the releases of the table."""
+    return sorted({release for digests in _table(LISTED).values() for release in digests})
+
+
+@cache
+def _table(file: Path) -> dict[str, dict[str, str]]:
+    table: dict[str, dict[str, str]] = json.loads(file.read_text())
+    return table
+
+
+def _start(lines: list[str], pattern: str) -> int | None:
+    return next((number for number, line in enumerate(lines) if re.match(pattern, line)), None)
 
 
 def _refuse_at(gate: str, reason: str) -> None:
@@ -127,16 +175,6 @@ def _close_meeting_ports() -> None:
     ) -> Any:
         with closing_new_listeners() if backend == Backend.GLOO else nullcontext():
             return meet(size, rank, ranks, backend, *args, **kwargs)
-
-
-def _later(module: str) -> Callable[[], None]:
-    """Return `apply` of a module here that takes seconds of vLLM's imports, made when it is called."""
-
-    def apply() -> None:
-        importlib.import_module(f"{__package__}.{module}").apply()
-
-    apply.__module__ = module
-    return apply
 
 
 _RUNNER = "v1.worker.gpu_model_runner:GPUModelRunner"
@@ -185,10 +223,12 @@ PATCHES = (
         _ADAPTED_EXPERTS,
         f"{_EXPERTS}.__init__",
     ),
-    Patch(prompt_adapters.apply, (f"{_RUNNER}._get_prompt_logprobs_dict", *_LOGITS)),
-    Patch(score_extraction.apply, (f"{_RUNNER}._get_prompt_logprobs_dict", f"{_RUNNER}.sample_tokens")),
+    Patch(prompt_scores.score_with_own_adapters, (f"{_RUNNER}._get_prompt_logprobs_dict", *_LOGITS)),
     Patch(
-        _later("routed_experts"),
+        prompt_scores.score_other_tokens, (f"{_RUNNER}._get_prompt_logprobs_dict", f"{_RUNNER}.sample_tokens")
+    ),
+    Patch(
+        request_patches.list_routed_experts,
         (
             f"{_RUNNER}.initialize_kv_cache",
             f"{_RUNNER}.execute_model",
@@ -200,18 +240,18 @@ PATCHES = (
         "with router_replay",
         f"{_AUX}.worker:get_aux_output_connector",
     ),
-    Patch(_later("whole_experts"), (_GPT_OSS,), "for gpt-oss", _GPT_OSS),
+    Patch(adapter_patches.load_whole_experts, (_GPT_OSS,), "for gpt-oss", _GPT_OSS),
 )
 ON_CPU = (
     Patch(cpu_patches.fork_workers, ("platforms.cpu:CpuPlatform.check_and_update_config",)),
     Patch(
-        slot_products.apply,
+        cpu_patches.multiply_by_slot,
         (f"{_OPS}:bgmv_shrink", f"{_OPS}:bgmv_expand", f"{_OPS}:bgmv_expand_slice"),
         _ADAPTERS,
         _LORA_LOAD,
     ),
     Patch(
-        _later("expert_adapters"),
+        cpu_patches.compute_experts_plainly,
         (
             f"{_KERNELS}.oracle.unquantized:select_unquantized_moe_backend",
             f"{_KERNELS}.experts.cpu_moe:CPUUnquantizedExperts",

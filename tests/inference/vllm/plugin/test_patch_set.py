@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import vllm
 
-from skyrl_tinker.inference.vllm import vllm_targets
-from skyrl_tinker.inference.vllm.patches import patch_set
+from skyrl_tinker.inference.vllm.plugin import patch_set
 
 ROOT = Path(vllm.__path__[0])
 
@@ -22,7 +21,7 @@ def unapplied(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def without(target: str, file: Path) -> Path:
-    table = json.loads(vllm_targets.LISTED.read_text())
+    table = json.loads(patch_set.LISTED.read_text())
     file.write_text(json.dumps({name: known for name, known in table.items() if name != target}))
     return file
 
@@ -36,18 +35,18 @@ def test_another_release_of_vllm_is_refused(unapplied: pytest.MonkeyPatch, versi
 
 
 def test_every_target_of_the_installed_release_is_in_the_table() -> None:
-    table = json.loads(vllm_targets.LISTED.read_text())
+    table = json.loads(patch_set.LISTED.read_text())
     targets = {target for patch in (*patch_set.PATCHES, *patch_set.ON_CPU) for target in patch.targets}
     assert table.keys() == targets
-    assert vllm_targets.unknown(ROOT, targets) == []
-    assert all(known.keys() == set(vllm_targets.releases()) for known in table.values())
+    assert patch_set.unknown(ROOT, targets) == []
+    assert all(known.keys() == set(patch_set.releases()) for known in table.values())
 
 
 def test_a_patch_whose_target_is_unknown_is_refused_by_name(
     unapplied: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     target = "v1.engine.output_processor:RequestState.make_request_output"
-    unapplied.setattr(vllm_targets, "LISTED", without(target, tmp_path / "table.json"))
+    unapplied.setattr(patch_set, "LISTED", without(target, tmp_path / "table.json"))
     message = rf"patch request_patches\.count_cached_prompts_once, needed always, .*{target}.* Install 0\.32"
     with pytest.raises(RuntimeError, match=message):
         patch_set.apply()
@@ -82,6 +81,6 @@ OTHER = "class B:\n    def f(self): ...\n\n\n"
 def test_a_target_is_known_by_its_own_source(tmp_path: Path, text: str, same: bool) -> None:
     (tmp_path / "one.py").write_text(f"class A:\n{FUNCTION}")
     (tmp_path / "two.py").write_text(text)
-    found = vllm_targets.digest(tmp_path, "one:A.f")
+    found = patch_set.digest(tmp_path, "one:A.f")
     assert found is not None
-    assert (vllm_targets.digest(tmp_path, "two:A.f") == found) == same
+    assert (patch_set.digest(tmp_path, "two:A.f") == found) == same

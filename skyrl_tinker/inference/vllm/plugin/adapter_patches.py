@@ -1,12 +1,19 @@
-"""Patches of vLLM's slots for adapters, of heads and of experts."""
+"""Patches of vLLM's slots for adapters, of heads and of experts, and of weights loaded again under them."""
 
+from collections.abc import Callable, Iterable
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from skyrl_tinker.inference.vllm.patches.replacement import replaces
+from skyrl_tinker.inference.vllm.plugin.replacement import replaces
 from skyrl_tinker.inference.vllm.vllm_arguments import expert_slot_rank
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.gpt_oss import GptOssModel
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+_QUERIES = {".q_proj.": "q", ".k_proj.": "k", ".v_proj.": "v"}
 
 
 def adapt_every_head() -> None:
@@ -87,3 +94,57 @@ def keep_experts_as_loaded() -> None:
 
     special = unquantized._trtllm_bf16_lora_supported
     setattr(unquantized, special.__name__, lambda moe_config: False)
+
+
+def load_whole_experts() -> None:
+    """Load unquantized weights of gpt-oss parameter by parameter, each by its own loader.
+
+    Stock vLLM copies its experts, which are one tensor in files, and the sinks into its parameters without
+    the loaders that a reload waits for, and does not find layers that have adapters: the old weights stay,
+    without an error.
+    """
+    from vllm.model_executor.models.gpt_oss import GptOssModel
+
+    @replaces(GptOssModel)
+    def load_weights(stock: Any, self: Any, weights: Weights) -> Any:
+        return stock(self, weights) if hasattr(self.config, "quantization_config") else _load(self, weights)
+
+
+def _load(model: "GptOssModel", weights: Weights) -> set[str]:
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+    from vllm.model_executor.models.utils import is_pp_missing_parameter
+
+    parameters = {name.replace(".base_layer.", "."): name for name, _ in model.named_parameters()}
+    loaded = set()
+    for name, tensor in weights:
+        if not is_pp_missing_parameter(name, model):
+            own, parts = _parts(name, tensor)
+            parameter = model.get_parameter(parameters[own])
+            stock = _load_own_heads if name.endswith(".sinks") else default_weight_loader
+            loader: Callable[..., Any] = getattr(parameter, "weight_loader", stock)
+            for part, options in parts:
+                loader(parameter, part, **options)
+            loaded.add(parameters[own])
+    return loaded
+
+
+def _parts(name: str, tensor: torch.Tensor) -> tuple[str, list[tuple[torch.Tensor, dict[str, Any]]]]:
+    """Return the parameter's name, and the parts of the tensor with the options for its loader."""
+    if ".mlp.experts." in name:
+        own = name.replace(".mlp.experts.", ".mlp.experts.routed_experts.")
+        shard = "gpt_oss_w13" if ".w13_" in name else "gpt_oss_w2"
+        options = {"weight_name": own, "shard_id": shard}
+        return own, [(part, {**options, "expert_id": expert}) for expert, part in enumerate(tensor)]
+    for layer, shard in _QUERIES.items():
+        if layer in name:
+            return name.replace(layer, ".qkv_proj."), [(tensor, {"loaded_shard_id": shard})]
+    return name, [(tensor, {})]
+
+
+def _load_own_heads(parameter: torch.Tensor, sinks: torch.Tensor) -> None:
+    """Load the sinks of this rank's heads, as the loader of vLLM 0.33 does; in 0.32 they have no loader."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    heads = sinks.chunk(get_tensor_model_parallel_world_size())
+    default_weight_loader(parameter, heads[get_tensor_model_parallel_rank()])
