@@ -58,7 +58,8 @@ CACHED_SESSIONS = 1 << 16
 KEPT_BYTES = 32 * KiB
 """Largest body of a sample that stays with its result, so that its prompt can be read."""
 LISTED_BYTES = 8  # of a token and its logprob
-CONCURRENCY = {"cuda": Concurrency(MAX_SEQUENCES, MAX_SEQUENCES), "cpu": Concurrency(96, LONE_SEQUENCES)}
+_SHARED = {"cuda": MAX_SEQUENCES, "cpu": 96}
+CONCURRENCY = {device: Concurrency(_SHARED[device], alone) for device, alone in LONE_SEQUENCES.items()}
 """Default of the setting sample_concurrency. On a CPU a step takes longer with more sequences."""
 _log = logging.getLogger(__name__)
 
