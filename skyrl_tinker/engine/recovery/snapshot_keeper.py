@@ -62,6 +62,7 @@ class SnapshotKeeper:
     _keep_sampled: KeepSampled
     _storage: Storage
     _recovery: Recovery
+    _saves_until: Callable[[ModelKey, int], bool]
 
     def __post_init__(self) -> None:
         self.work = UnkeptWork()
@@ -83,12 +84,17 @@ class SnapshotKeeper:
     def would_help(self) -> bool:
         """True if a snapshot would make a replay shorter and none is being written."""
         written = all(task.done() for task in self._writing.values())
-        return written and self.work.any_ready
+        return written and bool(self._ready())
 
     @property
     def owed(self) -> bool:
         """True if a snapshot is to be tried: one that failed is not before its model has run again."""
-        return any(map(self._is_untried, self.work.ready()))
+        return any(map(self._is_untried, self._ready()))
+
+    def _ready(self) -> dict[ModelKey, Unkept]:
+        """Return the models that a snapshot would help: one with an unfinished save before it is not kept."""
+        ready = self.work.ready().items()
+        return {model: each for model, each in ready if not self._saves_until(model, each.clean_at)}
 
     def _is_untried(self, model: ModelKey) -> bool:
         return self._tried.get(model) != self.work.by_model[model].clean_at
@@ -128,7 +134,7 @@ class SnapshotKeeper:
         """
         if not self.would_help:
             return
-        ready = self.work.ready()
+        ready = self._ready()
         order = {model: (self._is_untried(model), self.work.replay_s_of(model)) for model in ready}
         models = nlargest(MODELS_AT_ONCE, order, key=order.__getitem__)
         room = self._trainer.captured

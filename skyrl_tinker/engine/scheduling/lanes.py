@@ -9,7 +9,7 @@ from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.scheduling.row_work import PASSES, Work, cost, model_of, work_of
 from skyrl_tinker.store.futures.queue import IN_WINDOW, QueuedRow, window_failure
 
-STORAGE = frozenset({RequestKind.SAVE_WEIGHTS, RequestKind.SAVE_WEIGHTS_EXTERNAL, RequestKind.LOAD_WEIGHTS})
+CHECKPOINTS = frozenset({RequestKind.SAVE_WEIGHTS, RequestKind.SAVE_WEIGHTS_EXTERNAL})
 _LOAD, _PENDING = RequestKind.LOAD_WEIGHTS, FutureStatus.PENDING  # Python 3.11 takes 0.1 us for a member
 
 
@@ -46,8 +46,7 @@ class _Lane:
     parked: dict[int, QueuedRow] = field(default_factory=dict)
     works: dict[int, Work] = field(default_factory=dict)  # of the parked rows
     refusals: dict[int, str] = field(default_factory=dict)  # seq_id -> error found by the API
-    storage_blocked: bool = False  # a save is being written: no other save and no load begins
-    publishing: int = 0  # saves for samplers being written: no load begins, which would become the snapshot
+    saving: dict[int, RequestKind] = field(default_factory=dict)  # seq_id -> kind of saves not answered yet
     writing: set[int] = field(default_factory=set)  # ids of saves whose weights the ranks hold
     loads: dict[int, bool] = field(default_factory=dict)  # id of a load next in turn -> its files are here
     held: int = 0  # number of holders: while there are any, nothing begins
@@ -239,19 +238,21 @@ class Lanes:
         lane = self._changing(model)
         lane.held = max(0, lane.held - 1)  # it may be a new lane by now, without holders
 
-    def block_storage(self, model: ModelKey) -> None:
-        """Make saves and loads of this model wait until `unblock_storage`; the rest goes on."""
-        self._changing(model).storage_blocked = True
+    def save_began(self, row: QueuedRow) -> None:
+        """Make loads of this model wait until `save_ended`: after a load the save could not be repeated.
 
-    def unblock_storage(self, model: ModelKey) -> None:
-        self._changing(model).storage_blocked = False
+        So do other saves of a checkpoint while one is written; the rest goes on.
+        """
+        model, seq_id = _position(row)
+        self._changing(model).saving[seq_id] = row.kind
 
-    def publish_began(self, model: ModelKey) -> None:
-        """Make loads of this model wait until `publish_ended`: after a load it could not be repeated."""
-        self._changing(model).publishing += 1
+    def save_ended(self, row: QueuedRow) -> None:
+        model, seq_id = _position(row)
+        self._changing(model).saving.pop(seq_id, None)
 
-    def publish_ended(self, model: ModelKey) -> None:
-        self._changing(model).publishing -= 1
+    def saves_until(self, model: ModelKey, seq_id: int) -> bool:
+        """Return whether a save up to this seq_id is not answered yet: no snapshot may replace it."""
+        return any(each <= seq_id for each in self._lane(model).saving)
 
     def write_began(self, row: QueuedRow) -> None:
         """Make saves for samplers wait until `write_ended`: the ranks hold one copy of this model at most."""
@@ -264,7 +265,7 @@ class Lanes:
         """Return True while files of this model are written or fetched, or a retry of it waits."""
         lane = self._lane(model)
         fetching = not all(lane.loads.values())
-        return lane.storage_blocked or lane.publishing > 0 or lane.held > 0 or fetching
+        return bool(lane.saving) or lane.held > 0 or fetching
 
     def invalidate_window(self, model: ModelKey, why: str) -> None:
         """Make the next optim_step of this model fail with this reason; the first reason stays."""
@@ -361,11 +362,11 @@ def _waits_for_files(lane: _Lane, first: QueuedRow) -> bool:
 
 
 def _waits_for_saves(lane: _Lane, first: QueuedRow) -> bool:
-    if lane.publishing and first.kind is RequestKind.LOAD_WEIGHTS:
-        return True
-    if lane.writing and first.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
-        return True
-    return lane.storage_blocked and first.kind in STORAGE
+    if first.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
+        return bool(lane.writing)
+    if first.kind is RequestKind.LOAD_WEIGHTS:
+        return bool(lane.saving)
+    return first.kind in CHECKPOINTS and not CHECKPOINTS.isdisjoint(lane.saving.values())
 
 
 def _passes(lane: _Lane, budget: int) -> list[QueuedRow]:

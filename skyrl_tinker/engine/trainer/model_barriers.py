@@ -1,8 +1,9 @@
 """Barriers that run alone: creation, load, save and export of one model."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import Failure
@@ -25,7 +26,7 @@ from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 
-Work = Callable[[], Awaitable[object]]
+Work = Callable[[], Coroutine[Any, Any, object]]
 """Work of a task that may end before it begins: a coroutine, made before, would be lost with it."""
 
 

@@ -207,12 +207,12 @@ class UnitExecution:
         for save in saves:
             self._lanes.write_began(save.row)
         publishing = await self._sampler_saves.publish(saves, self._start_write, self._background.create_task)
-        for model, task in publishing.items():
-            self._lanes.publish_began(model)
-            task.add_done_callback(partial(self._publish_ended, model))
+        for save in saves:
+            self._lanes.save_began(save.row)
+            publishing[save.model.key].add_done_callback(partial(self._save_ended, save.row))
 
-    def _publish_ended(self, model: ModelKey, _: "asyncio.Task[bool]") -> None:
-        self._lanes.publish_ended(model)
+    def _save_ended(self, row: QueuedRow, _: "asyncio.Task[Any]") -> None:
+        self._lanes.save_ended(row)
         self._woken.set()
 
     async def _run_barrier(self, row: QueuedRow, *, recorded: bool = False) -> None:
@@ -231,8 +231,8 @@ class UnitExecution:
                 self._curves.drop(model_of(row))
                 self._background.create_task(self._remove_replaced(model_of(row)))
         if result.write is not None:
-            self._lanes.block_storage(model_of(row))
-            self._start_write(row, self._finish_write(model_of(row), result.write))
+            self._lanes.save_began(row)
+            self._start_write(row, result.write()).add_done_callback(partial(self._save_ended, row))
 
     def _end(
         self,
@@ -310,14 +310,6 @@ class UnitExecution:
         task = self._background.create_task(work)
         self._pending.follow(row.id, task)
         return task
-
-    async def _finish_write(self, model: ModelKey, write: Work) -> None:
-        """Write a save in the background: the model trains on, but neither saves nor loads."""
-        try:
-            await write()
-        finally:
-            self._lanes.unblock_storage(model)
-            self._woken.set()
 
     async def _remove_replaced(self, model: ModelKey) -> None:
         await self._commits.drain()
