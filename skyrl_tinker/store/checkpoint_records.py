@@ -96,15 +96,6 @@ def find(
     return _find_named(conn, or_(within(reach), SavedCheckpoint.public), model_id, kind, name)
 
 
-def find_of_any_owner(
-    conn: Connection, model_id: ModelId, kind: CheckpointKind, name: str
-) -> CheckpointRow | None:
-    """Return a checkpoint of any owner: for the engine, before it saves."""
-    named = {"model_id": model_id, "kind": kind, "name": name, "now": database_time(conn)}
-    row = _OF_ANY_OWNER.row(conn, named)
-    return None if row is None else checkpoint_from_row(conn, row)
-
-
 def by_id(conn: Connection, checkpoint_id: int) -> CheckpointRow | None:
     """Return a checkpoint, None if it is deleted or expired."""
     rows = _select(conn, SavedCheckpoint.id == checkpoint_id, *is_live(conn))
@@ -218,9 +209,6 @@ _REPLACE = Prepared(
     .values(deleted_at=bindparam("at"))
 )
 _BY_ID = Prepared(WITH_MODEL.where(SavedCheckpoint.id == bindparam("of")))
-_OF_ANY_OWNER = Prepared(
-    _IN_ORDER.where(Model.model_id == bindparam("model_id"), *_KIND_AND_NAME, *_live(_NOW))
-)
 _DIRECTORIES = Prepared(select(SavedCheckpoint.directory).where(_OF_MODEL))
 _GARBAGE = Prepared(
     _IN_ORDER.where(

@@ -13,6 +13,7 @@ import numpy as np
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import (
+    ALL_OWNERS,
     ModelKey,
     OwnerId,
     SamplingSessionId,
@@ -40,7 +41,7 @@ from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
 from skyrl_tinker.engine.scheduling.slots import Concurrency, SampleTurn, Slots
 from skyrl_tinker.engine.scheduling.throughput import EndRate
 from skyrl_tinker.engine.telemetry.engine_metrics import OPENAI, Metrics
-from skyrl_tinker.errors import NotFoundError, StateLostError, StorageAwayError
+from skyrl_tinker.errors import StateLostError, StorageAwayError
 from skyrl_tinker.inference.constants import LONE_SEQUENCES, MAX_SEQUENCES
 from skyrl_tinker.protocol.protobuf import pass_results, sample_results
 from skyrl_tinker.protocol.queue_views import SHOWN, SamplingView
@@ -331,9 +332,7 @@ def _session_version(
     conn: Connection, session: SamplingSessionId
 ) -> tuple[SamplingSessionRow, WeightVersion | None]:
     """Read the session and its version, None for the base model."""
-    row = sampling_sessions.get(conn, session)
-    if row is None:
-        raise NotFoundError(f"no sampling session {session}")
+    row = sampling_sessions.require(conn, ALL_OWNERS, session)
     if row.version_id is None:
         return row, None
     if row.follows is not None:

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.domain.ids import CheckpointKind
+from skyrl_tinker.domain.ids import ALL_OWNERS, CheckpointKind
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.engine.outbox import (
     RETRY_S,
@@ -153,7 +153,7 @@ class SaveFlow(ABC, Generic[S]):
     async def _require_new(self, path: TinkerPath) -> None:
         existing = await read_persistently(
             self._store,
-            lambda conn: checkpoint_records.find_of_any_owner(conn, path.model_id, path.kind, path.name),
+            lambda conn: checkpoint_records.find(conn, ALL_OWNERS, path.model_id, path.kind, path.name),
         )
         if existing is not None:
             replacing = ", or save with overwrite" if path.kind is CheckpointKind.WEIGHTS else ""

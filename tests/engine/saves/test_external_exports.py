@@ -15,7 +15,7 @@ import orjson
 import pyrage
 import pytest
 
-from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelKey, RequestKind
+from skyrl_tinker.domain.ids import ALL_OWNERS, CheckpointKind, FutureStatus, ModelId, ModelKey, RequestKind
 from skyrl_tinker.domain.manifest import FILE_NAME, read_manifest, verify_files
 from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.engine import outbox
@@ -48,7 +48,7 @@ async def save(world: World, model: ModelId, seq_id: int) -> Accepted:
 
 async def found(world: World, model: ModelId) -> CheckpointRow | None:
     with reading(world.store) as conn:
-        return checkpoint_records.find_of_any_owner(conn, model, EXTERNAL, "a")
+        return checkpoint_records.find(conn, ALL_OWNERS, model, EXTERNAL, "a")
 
 
 def left(world: World) -> list[Path]:

@@ -16,7 +16,15 @@ import pytest
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
-from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelKey, ModelState, RequestKind
+from skyrl_tinker.domain.ids import (
+    ALL_OWNERS,
+    CheckpointKind,
+    FutureStatus,
+    ModelId,
+    ModelKey,
+    ModelState,
+    RequestKind,
+)
 from skyrl_tinker.domain.values import Failure, LoraSpec, PassItem
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.colocation.placement import Separate
@@ -469,7 +477,7 @@ async def test_a_save_that_was_being_written_has_the_weights_of_its_turn(world: 
         world.workers.disk.set()
     await all_done(after, saving)
     with reading(world.store) as conn:
-        row = checkpoint_records.find_of_any_owner(conn, model, CheckpointKind.WEIGHTS, "0001")
+        row = checkpoint_records.find(conn, ALL_OWNERS, model, CheckpointKind.WEIGHTS, "0001")
     assert row is not None
     assert orjson.loads((Path(row.directory) / "steps.json").read_bytes()) == expected(1, 1)
     await train(after, model, 8, 1)
@@ -500,7 +508,7 @@ async def test_a_save_that_died_before_it_was_recorded_leaves_no_second_copy(wor
     failing = False
     await all_done(engine, saving)
     with reading(world.store) as conn:
-        row = checkpoint_records.find_of_any_owner(conn, model, CheckpointKind.WEIGHTS, "a")
+        row = checkpoint_records.find(conn, ALL_OWNERS, model, CheckpointKind.WEIGHTS, "a")
     assert row is not None
     saves = leftovers.list_saves(world.root)
     leftovers.remove(await world.store.write(partial(leftovers.list_abandoned, saves=saves)))  # at a start
