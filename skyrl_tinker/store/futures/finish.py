@@ -14,7 +14,7 @@ from skyrl_tinker.domain.ids import Effect, FutureStatus, ModelKey, ModelState, 
 from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.store.database.abstract_database import after_commit
 from skyrl_tinker.store.database.prepared import Prepared
-from skyrl_tinker.store.database.rows import database_time
+from skyrl_tinker.store.database.rows import database_time, values_of
 from skyrl_tinker.store.database.tables import Future, Model, Request, Result
 from skyrl_tinker.store.futures.record import NewFuture, insert_future
 
@@ -23,6 +23,7 @@ NO_USAGE = Usage()
 _log = logging.getLogger(__name__)
 
 _ENDED = "status", "finished_at", "error", "category"
+_RAN = "unit", "effect", "row_budget"
 _LIVE = (ModelState.CREATING, ModelState.READY)
 
 
@@ -33,11 +34,11 @@ def _ending(*columns: str) -> Prepared:
     return Prepared(update(Future).where(*pending).values(values).returning(Future.id))
 
 
-_END, _END_RAN = _ending(*_ENDED), _ending(*_ENDED, "unit", "effect", "row_budget")
+_END, _END_RAN = _ending(*_ENDED), _ending(*_ENDED, *_RAN)
 _RECORD = Prepared(
     update(Future)
     .where(Future.id == bindparam("future_id"))
-    .values({name: bindparam(name) for name in ("unit", "effect", "row_budget")})
+    .values({name: bindparam(name) for name in _RAN})
 )
 _RESULT = Prepared(
     insert(Result), ("future_id", "content_type", "body", "input_tokens", "cached_tokens", "output_tokens")
@@ -59,7 +60,7 @@ NOTHING_RAN: Mapping[int, Ran] = MappingProxyType({})
 
 def record(conn: Connection, future_id: int, ran: Ran) -> None:
     """Record that a request ran, whether or not it has its result already."""
-    _RECORD.send(conn, {"future_id": future_id, **_columns(ran)})
+    _RECORD.send(conn, {"future_id": future_id, **values_of(ran)})
 
 
 def succeed(
@@ -127,8 +128,7 @@ def _answer(
     conn: Connection, future_id: int, content_type: str, body: bytes, usage: Usage, *, keep_body: bool
 ) -> None:
     key = {"future_id": future_id}
-    tokens = {name: getattr(usage, name) for name in ("input_tokens", "cached_tokens", "output_tokens")}
-    _RESULT.send(conn, {**key, **tokens, "content_type": content_type, "body": body})
+    _RESULT.send(conn, {**key, **values_of(usage), "content_type": content_type, "body": body})
     if not keep_body:
         _DROP_BODY.send(conn, key)
 
@@ -146,7 +146,7 @@ def _end(
     sent = [
         (
             future_id,
-            _END_RAN.send(conn, {"future_id": future_id, **end, **_columns(each)})
+            _END_RAN.send(conn, {"future_id": future_id, **end, **values_of(each)})
             if each
             else _END.send(conn, {"future_id": future_id, **end}),
         )
@@ -157,7 +157,3 @@ def _end(
         if each := ran[future_id]:
             record(conn, future_id, each)
     return ended
-
-
-def _columns(ran: Ran) -> dict[str, Any]:
-    return {"unit": ran.unit, "effect": ran.effect, "row_budget": ran.row_budget}
