@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Protocol
 
 from skyrl_tinker.config import Phases, Settings
@@ -19,66 +19,55 @@ _log = logging.getLogger(__name__)
 _SWITCHES = {PhaseState.SAMPLING: PhaseState.TO_TRAINING, PhaseState.TRAINING: PhaseState.TO_SAMPLING}
 
 
-class Placement(Protocol):
-    """Contexts around every use of trainer or samplers; they wait for the phase of that side."""
+_FREE: AbstractAsyncContextManager[None] = nullcontext()
+_AWAKE: AbstractAsyncContextManager[bool] = nullcontext(True)
+
+
+class Placement:
+    """Contexts around every use of trainer or samplers; they wait for the phase of that side.
+
+    On separate devices, as here, there are no phases: both sides work at any time.
+    """
 
     def training(self) -> AbstractAsyncContextManager[None]:
         """Enclose a unit of trainer work. Inside, the trainer's state is on its devices."""
+        return _FREE
 
     def sampling(self) -> AbstractAsyncContextManager[None]:
         """Enclose a sample. A long one pauses during the trainer's phase and then goes on."""
+        return _FREE
 
     def awake(self) -> AbstractAsyncContextManager[None]:
         """Enclose work that must not pause: changes of adapters, weights, replicas. Samplers are awake."""
+        return _FREE
 
     def updating(self) -> AbstractAsyncContextManager[bool]:
         """Enclose the replacement of all weights, which may happen before the samplers' caches wake.
 
         Yields whether samplers are awake. If not, only their weights are, and they go on after the update.
         """
+        return _AWAKE
 
     @property
     def asleep(self) -> bool:
-        """True while samples pause because it is not their phase."""
+        """True while samplers pause because it is not their phase."""
+        return False
 
     @property
     def trains(self) -> bool:
         """True while the trainer's contexts open without a wait."""
+        return True
 
     @property
     def totals(self) -> Mapping[PhaseState, PhaseTotals]:
         """Phases and switches so far, without the current one."""
+        return {}
 
     async def run(self, samplers: "Sleeper") -> None:
         """Alternate phases until it is cancelled. Before and after, only the samplers' contexts open."""
 
 
-class Separate:
-    """Placement on separate devices: both sides work at any time."""
-
-    asleep = False
-    trains = True
-    totals: Mapping[PhaseState, PhaseTotals] = MappingProxyType({})
-    _free: AbstractAsyncContextManager[None] = nullcontext()
-    _awake: AbstractAsyncContextManager[bool] = nullcontext(True)
-
-    def training(self) -> AbstractAsyncContextManager[None]:
-        return self._free
-
-    def sampling(self) -> AbstractAsyncContextManager[None]:
-        return self._free
-
-    def awake(self) -> AbstractAsyncContextManager[None]:
-        return self._free
-
-    def updating(self) -> AbstractAsyncContextManager[bool]:
-        return self._awake
-
-    async def run(self, samplers: "Sleeper") -> None:
-        """Return at once: there are no phases."""
-
-
-SEPARATE = Separate()
+SEPARATE = Placement()
 
 
 class Movable(Protocol):
@@ -121,7 +110,7 @@ class _Side:
 
 
 @dataclass(eq=False)
-class Colocated:
+class Colocated(Placement):
     """Placement on shared devices. The first phase is the samplers': trainer offloaded, samplers awake."""
 
     _trainer: Movable

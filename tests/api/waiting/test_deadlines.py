@@ -14,7 +14,7 @@ from skyrl_tinker.config import Settings, Timeouts
 from skyrl_tinker.domain.ids import ModelKey, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine import gaps
-from skyrl_tinker.engine.colocation.placement import Separate
+from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.gaps import NOTED_S, QUIET_S
 from skyrl_tinker.store import model_records, server_state
 from skyrl_tinker.store.database.tables import Future, Session
@@ -359,7 +359,7 @@ async def test_requests_have_their_time_again_after_the_machine_was_suspended(
     assert "this sample was not done within 86400 s" in await server_failure(made, request_id)
 
 
-class Elsewhere(Separate):
+class Elsewhere(Placement):
     """The trainer has its turn when `mine` is set; `asked` counts the units that wait for it."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from skyrl_tinker.config import Phases
 from skyrl_tinker.engine.colocation.phases import IDLE_S, PhaseState, PhaseView, due_in
-from skyrl_tinker.engine.colocation.placement import AwakeLock, Colocated, Separate
+from skyrl_tinker.engine.colocation.placement import AwakeLock, Colocated, Placement
 from tests.engine.support.simulation import now, simulated
 
 LIMITS = Phases(min_s=0.2, max_s=10.0)
@@ -277,7 +277,7 @@ async def test_fresh_processes_begin_with_the_samplers_phase_whenever_the_last_o
 
 
 async def test_separate_parts_never_wait() -> None:
-    placement = Separate()
+    placement = Placement()
     async with placement.training(), placement.sampling(), placement.awake(), AwakeLock(placement):
         await placement.run(Devices())
     async with placement.updating() as awake:

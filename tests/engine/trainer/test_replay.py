@@ -27,7 +27,7 @@ from skyrl_tinker.domain.ids import (
 )
 from skyrl_tinker.domain.values import Failure, LoraSpec, PassItem
 from skyrl_tinker.engine import outbox
-from skyrl_tinker.engine.colocation.placement import Separate
+from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.recovery import leftovers, parking, snapshot_keeper
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.recovery.unkept_work import MeanCost
@@ -919,12 +919,12 @@ async def test_samplers_on_the_same_devices_may_have_them_before_all_models_are_
     passes = [await journal.submit_pass(world.store, model, 8 - asleep) for model in models]
     loaded: list[int] = []  # before each context of the trainer
 
-    def training(_: Separate) -> AbstractAsyncContextManager[None]:
+    def training(_: Placement) -> AbstractAsyncContextManager[None]:
         loaded.append(len(after.workers.asked("load")))
         return nullcontext()
 
     world.patch.setattr(model_returns, "AT_ONCE", 2)
-    world.patch.setattr(Separate, "training", training)
+    world.patch.setattr(Placement, "training", training)
     after = world.new_engine()
     await all_done(after, *passes)
     assert loaded[: len(before)] == before
