@@ -20,6 +20,7 @@ class TrainDispatch:
     def __init__(self, drivers: Sequence[TrainerDriver], store: Store, metrics: Metrics) -> None:
         """`drivers`: one for each base model that is trained, at least one."""
         self.drivers = drivers
+        self._lanes = [driver.requests.lanes for driver in drivers]
         self._store = store
         self._metrics = metrics
         self._of = {name: driver for driver in drivers for name in driver.facts.names}
@@ -52,11 +53,11 @@ class TrainDispatch:
 
     def lane_statuses(self) -> dict[ModelKey, LaneStatus]:
         """Return the lanes with waiting rows."""
-        return {model: lane for each in self.drivers for model, lane in each.requests.lane_statuses().items()}
+        return {model: lane for lanes in self._lanes for model, lane in lanes.statuses().items()}
 
     def gaps(self) -> dict[ModelKey, Gap]:
         """Return the current gaps of lanes."""
-        return {model: gap for each in self.drivers for model, gap in each.requests.gaps().items()}
+        return {model: gap for lanes in self._lanes for model, gap in lanes.gaps().items()}
 
     async def expire(self, late: Sequence[tuple[QueuedRow, Failure]]) -> None:
         """Fail requests that waited too long; later ones go on, as after any failed request."""
@@ -66,8 +67,8 @@ class TrainDispatch:
 
     async def give_up(self, failures: Mapping[ModelKey, Failure]) -> None:
         """Fail all requests of these models with gaps, waiting and future ones."""
-        for driver in self.drivers:
-            if own := {model: failure for model, failure in failures.items() if driver.requests.knows(model)}:
+        for driver, lanes in zip(self.drivers, self._lanes, strict=True):
+            if own := {model: failure for model, failure in failures.items() if lanes.knows(model)}:
                 await driver.requests.give_up(own)
 
     def release(self, model: ModelKey, base_model: str) -> None:

@@ -158,7 +158,7 @@ class Publisher(SaveFlow[SamplerSave]):
             announcing: asyncio.Task[None] | None = None
             if (samplers := self._borrower(save)) is not None:
                 self._lent[save.row.id] = save
-                samplers.lend(save.version, save.captured)
+                samplers.swaps.lend(save.version, save.captured)
                 if not save.inflight:  # rollouts must not use weights of a save that may still fail
                     announcing = tasks.create_task(samplers.announce(save.version))
             started = time.monotonic()
@@ -175,7 +175,7 @@ class Publisher(SaveFlow[SamplerSave]):
         """Return the samplers if they take these weights from the ranks."""
         lends = save.version.kind == "full" and save.sampled_next
         samplers = self._samplers
-        return samplers if lends and samplers is not None and samplers.takes_captured else None
+        return samplers if lends and samplers and samplers.swaps.transport.takes_captured else None
 
     async def _begin(
         self, requests: Sequence[SamplerSaveRequest], captured: Mapping[ModelKey, CapturedState]
@@ -226,7 +226,7 @@ class Publisher(SaveFlow[SamplerSave]):
 
     async def _free(self, save: SamplerSave) -> None:
         if self._lent.pop(save.row.id, None) is not None and self._samplers is not None:
-            await self._samplers.end_loan(save.version)
+            await self._samplers.swaps.end_loan(save.version)
         await super()._free(save)
         self._written(save.row)
 

@@ -182,13 +182,9 @@ class ModelLifecycle:
         outcomes = self._close(model, failure)
         if request := self._unloading.pop(model, None):
             outcomes.append((request.id, json_answer({"model_id": (await self.row(model)).model_id})))
-        return self._end(model, ModelState.RELEASED, failure.message, outcomes)
-
-    def _end(
-        self, model: ModelKey, state: ModelState, reason: str, outcomes: Iterable[tuple[int, FutureOutcome]]
-    ) -> "asyncio.Future[None]":
         self._snapshots.pause(model)
-        end = partial(model_records.set_state, key=model, state=state, reason=reason)
+        released = ModelState.RELEASED
+        end = partial(model_records.set_state, key=model, state=released, reason=failure.message)
         return self._commits.add(UnitEnd(dict(outcomes), (end,)))
 
     async def _remove(self, model: ModelKey, committed: "asyncio.Future[None]") -> None:

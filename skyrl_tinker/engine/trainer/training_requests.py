@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import BaseModelFacts, Failure
 from skyrl_tinker.engine.outbox import FutureOutcome, Outbox
-from skyrl_tinker.engine.scheduling.lanes import Gap, Lanes, LaneStatus
+from skyrl_tinker.engine.scheduling.lanes import Lanes
 from skyrl_tinker.engine.scheduling.row_work import model_of
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.trainer.model_lifecycle import UNLOADED, ModelLifecycle
@@ -71,14 +71,6 @@ class TrainingRequests:
         if self._refusal is not None:
             await self.refuse(self._refusal)
 
-    def lane_statuses(self) -> dict[ModelKey, LaneStatus]:
-        """Return the lanes with waiting rows."""
-        return self.lanes.statuses()
-
-    def gaps(self) -> dict[ModelKey, Gap]:
-        """Return the current gaps of lanes."""
-        return self.lanes.gaps()
-
     async def expire(self, late: Sequence[tuple[QueuedRow, Failure]]) -> None:
         """Fail requests that waited too long; later ones go on, as after any failed request."""
         for row, failure in late:
@@ -104,10 +96,6 @@ class TrainingRequests:
         """Release a model whose session is over, once it has no runnable requests left."""
         self._models.release(model)
         self._woken.set()
-
-    def knows(self, model: ModelKey) -> bool:
-        """Return whether a model is in training here."""
-        return self.lanes.knows(model)
 
     @property
     def asked(self) -> bool:

@@ -91,7 +91,7 @@ async def test_what_is_cached_under_weights_is_found_under_them_alone_if_it_is_k
 
     async def swap(new: WeightVersion | None) -> None: ...
 
-    monkeypatch.setattr(samplers._swaps, "swap", swap)
+    monkeypatch.setattr(samplers.swaps, "swap", swap)
     full = WeightVersion(VersionId(1), "full", str(tmp_path))
     for source in (None, full, full, adapter(2, tmp_path), None):
         await samplers.sample(source, REQUEST)
