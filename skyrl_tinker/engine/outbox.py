@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec
 
 import orjson
 from sqlalchemy import Connection
@@ -26,6 +26,7 @@ from skyrl_tinker.store.store import Store
 
 RETRY_S, AWAY_S = 1.0, 5.0
 STATEMENT_TRIES = 3
+P = ParamSpec("P")
 _log = logging.getLogger(__name__)
 
 
@@ -92,7 +93,7 @@ class Outbox:
         """
         finished = dict(outcomes)
         if also or replayed or ran:
-            await persistently(lambda: self._send(finished, also, replayed, ran))
+            await persistently(self._send, finished, also, replayed, ran)
         elif finished:
             self._waiting |= finished
             if self._sending is None:
@@ -100,12 +101,12 @@ class Outbox:
             try:
                 await asyncio.shield(self._sending)
             except Exception:  # a commit was refused, perhaps for another call; finished futures stay so
-                await persistently(lambda: self._send(finished, ()))
+                await persistently(self._send, finished, ())
 
     async def _send_waiting(self) -> None:
         """Commit the outcomes of one iteration of the event loop together: many samples end at once."""
         self._sending, finished, self._waiting = None, self._waiting, {}
-        await persistently(lambda: self._send(finished, ()))
+        await persistently(self._send, finished, ())
 
     async def _send(
         self,
@@ -127,7 +128,7 @@ class Outbox:
             self._metrics.answered(future_id, outcome.category if isinstance(outcome, Failure) else "ok")
 
 
-async def persistently(op: Callable[[], Awaitable[T]]) -> T:
+async def persistently(work: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
     """Retry while the database fails, so that a failure delays requests but neither loses nor ends any.
 
     Raises StatementError if the database fails the statement each time.
@@ -135,7 +136,7 @@ async def persistently(op: Callable[[], Awaitable[T]]) -> T:
     failed = 0
     while True:
         try:
-            return await op()
+            return await work(*args, **kwargs)
         except OperationalError as error:
             failed += is_of_statement(error)
             if failed == STATEMENT_TRIES:
@@ -145,20 +146,15 @@ async def persistently(op: Callable[[], Awaitable[T]]) -> T:
             await asyncio.sleep(RETRY_S)
 
 
-async def when_possible(work: Callable[[], Awaitable[T]]) -> T:
+async def when_possible(work: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
     """Retry while a disk is full or storage is away: acknowledged work waits. Raises all other errors."""
     while True:
         try:
-            return await work()
+            return await work(*args, **kwargs)
         except (DiskFullError, StorageAwayError) as error:
             pause_s = RETRY_S if isinstance(error, DiskFullError) else AWAY_S
             _log.warning("tried again in %.0f s: %s", pause_s, error)
             await asyncio.sleep(pause_s)
-
-
-async def read_persistently(store: Store, op: Op[T]) -> T:
-    """Run `op` in one read transaction, and retry while the database fails. For few, small rows."""
-    return await persistently(lambda: store.read(op))
 
 
 def finish_all(

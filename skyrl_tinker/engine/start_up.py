@@ -25,7 +25,7 @@ from skyrl_tinker.engine.compose import (
     sampler_spec,
     trainer_spec,
 )
-from skyrl_tinker.engine.outbox import persistently, read_persistently
+from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.parity import startup_check
 from skyrl_tinker.engine.parity.probe import allowed_gap
 from skyrl_tinker.engine.recovery import leftovers, parking
@@ -98,7 +98,7 @@ class StartUp:
         await in_disk_thread(
             leftovers.remove, await self._write(partial(leftovers.list_abandoned, saves=saves))
         )
-        directories = await read_persistently(self._env.store, checkpoint_records.list_directories)
+        directories = await persistently(self._env.store.read, checkpoint_records.list_directories)
         recorded = [directory for directory, removed in directories.items() if not removed]
         await in_disk_thread(leftovers.sweep_unrecorded, root, recorded)
         versions = await self._write(partial(_settle_versions, ephemeral=ephemeral))
@@ -114,7 +114,7 @@ class StartUp:
             _log.warning("%d models wait, parked, until their base models are served again", parked)
 
     async def _write(self, op: Op[T]) -> T:
-        return await persistently(lambda: self._env.store.write(op))
+        return await persistently(self._env.store.write, op)
 
 
 async def _fingerprint(facts: BaseModelFacts) -> str | None:

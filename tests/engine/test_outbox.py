@@ -282,15 +282,15 @@ async def test_a_result_that_waits_for_its_commit_when_the_store_closes_is_on_di
 async def test_a_read_waits_for_a_database_that_fails_for_a_moment(store: Store, commits: Commits) -> None:
     read = failing_first(partial(server_state.get, key="k"), [UserError("no"), disk_error()])
     with pytest.raises(UserError):
-        await outbox.read_persistently(store, read)
+        await outbox.persistently(store.read, read)
     await store.write(put)
-    assert await outbox.read_persistently(store, read) == 1
+    assert await outbox.persistently(store.read, read) == 1
 
 
 async def test_a_statement_that_fails_each_time_is_named(store: Store, commits: Commits) -> None:
     read = Mock(side_effect=lambda conn: conn.execute(text("SELECT * FROM no_such")))
     with pytest.raises(StatementError, match=r"3 times \(no such table: no_such\): SELECT \* FROM no_such"):
-        await outbox.read_persistently(store, read)
+        await outbox.persistently(store.read, read)
     assert read.call_count == outbox.STATEMENT_TRIES
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.engine.outbox import read_persistently
+from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.scheduling.lanes import Gap, LaneStatus
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
@@ -35,7 +35,7 @@ class TrainDispatch:
         """
         await self.drivers[0].sweep()
         next_seqs = {model: seq for driver in self.drivers for model, seq in (await driver.resume()).items()}
-        return await read_persistently(self._store, lambda conn: queue.before_waiting(conn, next_seqs))
+        return await persistently(self._store.read, lambda conn: queue.before_waiting(conn, next_seqs))
 
     async def submit(self, rows: Sequence[QueuedRow]) -> None:
         """Accept requests, those of each model in the order of their arrival. They may arrive twice."""

@@ -140,7 +140,7 @@ class OpenAIRelay:
         used = Usage(usage["prompt_tokens"], cached, usage.get("completion_tokens") or 0)
         self._metrics.sampled_tokens(self._base_model, used.output_tokens, call.owner)
         add = partial(usage_records.add_openai, owner=call.owner, base_model=self._base_model, usage=used)
-        task = asyncio.create_task(persistently(lambda: self._store.write(add)))
+        task = asyncio.create_task(persistently(self._store.write, add))
         self._counting.add(task)
         task.add_done_callback(self._counting.discard)
 

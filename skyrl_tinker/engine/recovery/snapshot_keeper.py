@@ -22,7 +22,7 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.config import Recovery
 from skyrl_tinker.domain.ids import ModelKey, ModelState
-from skyrl_tinker.engine.outbox import persistently, read_persistently
+from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.recovery.unkept_work import Unkept, UnkeptWork
 from skyrl_tinker.engine.unit_commits import PendingWrites, UnitCommits, UnitEnd
 from skyrl_tinker.errors import SkyrlTinkerError, TrainerError
@@ -252,7 +252,7 @@ class SnapshotKeeper:
         except OSError as error:
             _log.warning("snapshots may stay that nobody needs, until the next start: %s", error)
             return
-        dead, snapshots = await persistently(lambda: self._store.fetch(kept))
+        dead, snapshots = await persistently(self._store.fetch, kept)
         for model in sorted(dead):
             await self.forget(model)
         recorded = {_name(Path(each)) for each in snapshots.values()}
@@ -262,7 +262,7 @@ class SnapshotKeeper:
 
     async def remove_replaced(self, model: ModelKey) -> None:
         """Remove files and bodies that the model's committed snapshot has replaced, and surplus forwards."""
-        row = await read_persistently(self._store, partial(snapshot_records.find, model=model))
+        row = await persistently(self._store.read, partial(snapshot_records.find, model=model))
         if row is None:
             await self._drop_bodies(model, 0)
         else:
@@ -282,7 +282,7 @@ class SnapshotKeeper:
         if (writing := self._writing.get(model)) is not None:
             await asyncio.wait([writing])
         async with self._forgetting:
-            await persistently(lambda: self._store.write(lambda conn: snapshot_records.drop(conn, model)))
+            await persistently(self._store.write, lambda conn: snapshot_records.drop(conn, model))
             await self._drop_bodies(model, ALL)
             self._dropped.pop(model, None)
             await self._remove(self._root / str(model))
@@ -320,7 +320,7 @@ class SnapshotKeeper:
         def op(conn: Connection) -> int | None:
             return unit_records.drop_bodies(conn, model, until, self._dropped.get(model, 0))
 
-        while (dropped := await persistently(lambda: self._store.write(op))) is None:
+        while (dropped := await persistently(self._store.write, op)) is None:
             pass
         self._dropped[model] = dropped
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -90,13 +91,12 @@ class EphemeralVersions:
         Call it before a snapshot is recorded: a replay from it could not make them again after a reboot.
         Raises OSError: the disk is full.
         """
-        versions = await persistently(
-            lambda: self._store.fetch(lambda conn: weight_versions.list_ephemeral_versions(conn, model))
-        )
+        find = partial(weight_versions.list_ephemeral_versions, model_key=model)
+        versions = await persistently(self._store.fetch, find)
         old = {version for version in versions[:-1] if self._idle_s(version) >= RECENT_S}
         awaited = set[VersionId]()
         if old:  # else it need not be known which versions all waiting samples want
-            awaited = await persistently(lambda: self._store.fetch(weight_versions.list_awaited_versions))
+            awaited = await persistently(self._store.fetch, weight_versions.list_awaited_versions)
         for version in versions:
             sampled = version not in old or self._idle_s(version) < RECENT_S  # perhaps meanwhile
             if sampled or version.id in awaited:

@@ -25,14 +25,7 @@ from skyrl_tinker.domain.ids import (
 from skyrl_tinker.domain.samples import SampleOutput, SampleRequest
 from skyrl_tinker.domain.units import KiB
 from skyrl_tinker.domain.values import BaseModelFacts, Usage, WeightVersion
-from skyrl_tinker.engine.outbox import (
-    FutureOutcome,
-    FutureResult,
-    Outbox,
-    failure_of,
-    persistently,
-    read_persistently,
-)
+from skyrl_tinker.engine.outbox import FutureOutcome, FutureResult, Outbox, failure_of, persistently
 from skyrl_tinker.engine.sampler.inflight_targets import KnownSources, SampleSource
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.listing import Listing
@@ -231,8 +224,8 @@ class SamplerDriver:
         if not rows:
             return {}
         if sum(row.body_bytes for row in rows) > OFF_LOOP_BYTES:
-            return await persistently(lambda: self._store.fetch(read))
-        return await read_persistently(self._store, read)
+            return await persistently(self._store.fetch, read)
+        return await persistently(self._store.read, read)
 
     async def _finish(self, row: QueuedRow, body: bytes) -> None:
         began_at = self._store.now()
@@ -286,7 +279,7 @@ class SamplerDriver:
         """Return the error of files that are gone: a start that brings a parked model back may make them."""
         assert row.sampling_session_id is not None
         find = partial(sampling_sessions.why_parked, session=row.sampling_session_id)
-        reason = await read_persistently(self._store, find)
+        reason = await persistently(self._store.read, find)
         return error if reason is None else StateLostError(f"{reason}; its unnamed weights may come with it")
 
     def _read(self, body: bytes) -> SampleRequest:
@@ -301,9 +294,8 @@ class SamplerDriver:
         async with self._looking_up:  # only one of a new session's samples asks the store
             while session not in self._sources:
                 self._dropped.clear()
-                row, version = await read_persistently(
-                    self._store, partial(_session_version, session=session)
-                )
+                find = partial(_session_version, session=session)
+                row, version = await persistently(self._store.read, find)
                 if version is not None and version.id in self._dropped:
                     continue
                 if version is not None and row.follows is not None:

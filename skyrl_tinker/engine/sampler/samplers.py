@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from skyrl_tinker.domain.ids import ModelKey, VersionId
@@ -95,7 +94,7 @@ class Samplers:
     async def await_files(self, source: SampleSource) -> None:
         """Wait until the files are here, however long storage is away. Raises StorageError."""
         with self._counted(source):
-            await when_possible(partial(self.fetch, source))
+            await when_possible(self.fetch, source)
 
     @property
     def replicas(self) -> int:

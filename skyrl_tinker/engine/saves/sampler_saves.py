@@ -22,7 +22,7 @@ from sqlalchemy import Connection
 from skyrl_tinker.domain.ids import CheckpointKind, ModelKey, VersionId
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.domain.values import Failure, WeightVersion
-from skyrl_tinker.engine.outbox import failure_of, persistently, read_persistently, when_possible
+from skyrl_tinker.engine.outbox import failure_of, persistently, when_possible
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor, ScoredProbe
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
@@ -93,7 +93,7 @@ class Publisher(SaveFlow[SamplerSave]):
 
     async def capture_rows(self, rows: Sequence[QueuedRow]) -> dict[int, SamplerSave | Failure]:
         """Capture the weights of each request, by future id, as `capture` does."""
-        requests = await read_persistently(self._store, partial(_requests, rows=rows))
+        requests = await persistently(self._store.read, partial(_requests, rows=rows))
         saves = await self.capture(requests)
         return {request.row.id: save for request, save in zip(requests, saves, strict=True)}
 
@@ -137,13 +137,13 @@ class Publisher(SaveFlow[SamplerSave]):
         The model must be in its state at this save. Raises TrainerError: the ranks are broken.
         """
         find = partial(weight_versions.version_of_save, model_key=model.key, future_id=row.id)
-        version = await read_persistently(self._store, find)
+        version = await persistently(self._store.read, find)
         if version is None or await in_disk_thread(Path(version.directory).exists):
             return
         try:
             captured = (await self._trainer.capture_weights({model.key: False}))[model.key]
             try:
-                await when_possible(partial(self._write_lost, captured, Path(version.directory)))
+                await when_possible(self._write_lost, captured, Path(version.directory))
             finally:
                 await captured.drop()
         except (StorageError, ExhaustedError) as error:
@@ -190,7 +190,7 @@ class Publisher(SaveFlow[SamplerSave]):
                     except Exception as error:  # also of a driver: it is the result of this request alone
                         failures[request.row.id] = failure_of(error)
                 fine = [request for request in requests if request.row.id not in failures]
-                numbers = await persistently(lambda: self._store.write(partial(_insert_versions, saves=fine)))
+                numbers = await persistently(self._store.write, partial(_insert_versions, saves=fine))
         except Exception as error:  # of the commit, or unforeseen: nobody else answers the requests
             return [failures.get(request.row.id) or failure_of(error) for request in requests]
         versions = {request.row.id: number for request, number in zip(fine, numbers, strict=True)}
@@ -253,7 +253,7 @@ class Publisher(SaveFlow[SamplerSave]):
                 await self._samplers.unload(save.version)
         await super()._remove(save)
         drop = partial(weight_versions.mark_dropped, version_id=save.version.id)
-        await persistently(lambda: self._store.write(drop))
+        await persistently(self._store.write, drop)
 
     async def _compare(self, scored: ScoredProbe, save: SamplerSave, publishing: asyncio.Task[bool]) -> None:
         if await publishing:

@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -29,7 +28,7 @@ from skyrl_tinker.engine.outbox import (
     failure_of,
     finish_all,
     json_answer,
-    read_persistently,
+    persistently,
     when_possible,
 )
 from skyrl_tinker.engine.unit_commits import PendingWrites, UnitCommits, UnitEnd
@@ -121,7 +120,7 @@ class SaveFlow(ABC, Generic[S]):
             size = await self._write_with_room(save)
             self._pending.note_here(save.row.id)
             if save.path is not None:
-                await when_possible(partial(in_transfer_thread, self._storage.store, save.directory))
+                await when_possible(in_transfer_thread, self._storage.store, save.directory)
             await self._commit(save, size)
         except TrainerError:
             await self._discard(save)
@@ -151,10 +150,8 @@ class SaveFlow(ABC, Generic[S]):
             raise
 
     async def _require_new(self, path: TinkerPath) -> None:
-        existing = await read_persistently(
-            self._store,
-            lambda conn: checkpoint_records.find(conn, ALL_OWNERS, path.model_id, path.kind, path.name),
-        )
+        named = ALL_OWNERS, path.model_id, path.kind, path.name
+        existing = await persistently(self._store.read, lambda conn: checkpoint_records.find(conn, *named))
         if existing is not None:
             replacing = ", or save with overwrite" if path.kind is CheckpointKind.WEIGHTS else ""
             raise UserError(f"checkpoint {path} exists: choose another name or delete it{replacing}")
@@ -176,7 +173,7 @@ class SaveFlow(ABC, Generic[S]):
             return await self._write(save)
         except DiskFullError:
             await asyncio.sleep(RETRY_S)
-        return await when_possible(lambda: self._write_again(save))
+        return await when_possible(self._write_again, save)
 
     async def _write_again(self, save: S) -> int:
         if not await in_disk_thread(save.directory.exists):
@@ -207,7 +204,7 @@ class SaveFlow(ABC, Generic[S]):
 
     async def _discard(self, save: S) -> None:
         """Delete the files of a failed save."""
-        if not await read_persistently(self._store, lambda conn: self._recorded(conn, save)):
+        if not await persistently(self._store.read, lambda conn: self._recorded(conn, save)):
             await self._remove(save)
 
     async def _remove(self, save: S) -> None:

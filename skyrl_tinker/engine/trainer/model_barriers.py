@@ -7,7 +7,7 @@ from typing import Any
 
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.engine.outbox import failure_of, read_persistently
+from skyrl_tinker.engine.outbox import failure_of, persistently
 from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.scheduling.lanes import Lanes
@@ -89,7 +89,7 @@ class ModelBarriers:
         return result
 
     async def _read(self, row: QueuedRow) -> bytes | None:
-        bodies = await read_persistently(self._store, lambda conn: queue.read_bodies(conn, [row.id]))
+        bodies = await persistently(self._store.read, lambda conn: queue.read_bodies(conn, [row.id]))
         return bodies.get(row.id)
 
     async def _fail(self, row: QueuedRow, model: ModelRow, failure: Failure) -> BarrierResult:

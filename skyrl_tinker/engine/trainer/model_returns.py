@@ -145,7 +145,7 @@ class ModelReturns:
         Waits while storage is away. Raises TrainerError if the ranks die: call it again on fresh ones.
         """
         self._tries.clear()
-        found = await persistently(lambda: self._store.fetch(self._read))
+        found = await persistently(self._store.fetch, self._read)
         for model in self._deadly.keys() - {history.model.key for history in found}:  # parked, or ended
             del self._deadly[model]
         failed = {model: DIE_EACH_TIME for model, deaths in self._deadly.items() if deaths >= WAKES}

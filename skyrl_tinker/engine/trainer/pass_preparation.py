@@ -73,10 +73,10 @@ class PassCoordinator:
         """Postpone the expiry of the sequence records that the pass used."""
         if ready.sequences:
             renewal = partial(stability_records.renew, ids=ready.sequences)
-            await persistently(lambda: self._store.write(renewal))
+            await persistently(self._store.write, renewal)
 
     async def _fetch(self, op: Op[T]) -> T:
-        return await persistently(lambda: self._store.fetch(op))
+        return await persistently(self._store.fetch, op)
 
     async def _references(self, read: Mapping[int, ReadRow]) -> References:
         rows = [row for row in read.values() if row.has_references]

@@ -242,7 +242,7 @@ class Replay:
         """Compare the logprobs with the delivered ones, if these are still stored."""
         ids = [row.request_id for row, _ in passed]
         read = partial(outcomes.find_many, request_ids=ids)
-        found = await persistently(lambda: self._store.fetch(read))
+        found = await persistently(self._store.fetch, read)
         delivered = {
             outcome.request_id: outcome.body
             for outcome in found
@@ -261,9 +261,7 @@ class Replay:
         if not rows:
             return
         ids = [row.id for row in rows]
-        bodies = await persistently(
-            lambda: self._store.fetch(lambda conn: unit_records.read_bodies(conn, ids))
-        )
+        bodies = await persistently(self._store.fetch, lambda conn: unit_records.read_bodies(conn, ids))
         left = {model_of(row): (row, step_item(row, bodies[row.id])) for row in rows}
         while left:
             outputs = await self._trainer.optim_step([step for _, step in left.values()])

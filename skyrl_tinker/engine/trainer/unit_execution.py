@@ -11,7 +11,7 @@ from typing import Any
 
 from skyrl_tinker.domain.ids import SAVES, Effect, FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure, PassOutput
-from skyrl_tinker.engine.outbox import AWAY_S, FutureOutcome, read_persistently
+from skyrl_tinker.engine.outbox import AWAY_S, FutureOutcome, persistently
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave
 from skyrl_tinker.engine.scheduling.lanes import Lanes
@@ -68,7 +68,7 @@ class UnitExecution:
         return own_s
 
     async def __aenter__(self) -> None:
-        self._units = itertools.count(await read_persistently(self._store, unit_records.next_unit))
+        self._units = itertools.count(await persistently(self._store.read, unit_records.next_unit))
         await self._background.__aenter__()
         self._background.create_task(self._commits.run())
 
