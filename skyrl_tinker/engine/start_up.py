@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Collection, Iterator
+from collections.abc import Awaitable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -191,22 +191,28 @@ class BaseProcesses:
 
     async def start(self, report: ReportParts) -> None:
         """Start trainer and samplers, those of the two that there are, concurrently."""
-        progress, runtime = Progress(self.parts, report), self.runtime
+        runtime, waiting_for = self.runtime, {*self.parts}
+
+        async def during(part: str, ready: Awaitable[None]) -> None:
+            await ready
+            _log.info("%s: ready", part)
+            waiting_for.discard(part)
+            await report(waiting_for)
+
         if runtime.trainer is not None or not self._settings.external_urls:
             await in_disk_thread(_require_weights, self._facts)
         shared: tuple[Gpu, ...] = ()
         async with asyncio.TaskGroup() as tasks:
             if runtime.trainer is not None:
                 self._to_end.append(runtime.trainer.shutdown)
-                starting = progress.during(self._part, self._start_trainer(runtime.trainer))
-                started = tasks.create_task(starting)
+                started = tasks.create_task(during(self._part, self._start_trainer(runtime.trainer)))
                 if self._settings.colocated:  # a sampler takes its memory at its start
                     await started
                     shared = await runtime.trainer.gpus()
             if runtime.samplers is not None:
                 spec = replace(self._spec, shared_gpus=shared)
                 servers = self._servers = launch_servers(self._settings, spec, self._to_end)
-                tasks.create_task(progress.during(self._sampler, self._await_servers(servers)))
+                tasks.create_task(during(self._sampler, self._await_servers(servers)))
         if runtime.samplers is not None:
             await self._open(runtime.samplers, servers)
 
@@ -267,21 +273,6 @@ class BaseProcesses:
             await servers.ready()
         except SamplerError as error:
             raise SamplerError(f"{self._sampler}: {error}") from error
-
-
-class Progress:
-    """Parts that a start waits for."""
-
-    def __init__(self, parts: Collection[str], report: ReportParts) -> None:
-        self._waiting_for = {*parts}
-        self._report = report
-
-    async def during(self, part: str, ready: Awaitable[None]) -> None:
-        """Wait for a part."""
-        await ready
-        _log.info("%s: ready", part)
-        self._waiting_for.discard(part)
-        await self._report(self._waiting_for)
 
 
 async def _restore(versions: Iterator[WeightVersion], spill: TmpfsSpill) -> None:

@@ -120,8 +120,8 @@ class Colocated(Placement):
     def __post_init__(self) -> None:
         self._sides = {PhaseState.TRAINING: _Side(), PhaseState.SAMPLING: _Side()}
         self._totals = {state: PhaseTotals() for state in PhaseState}
-        self._state = PhaseState.SAMPLING
-        self._sides[self._state].opened.set()
+        self.state = PhaseState.SAMPLING
+        self._sides[self.state].opened.set()
         self._updates = 0  # in their context or waiting for it
         self._updatable = asyncio.Event()  # set while the samplers' weights are awake
         self._updatable.set()
@@ -130,16 +130,12 @@ class Colocated(Placement):
         self._changed = asyncio.Event()
 
     @property
-    def state(self) -> PhaseState:
-        return self._state
-
-    @property
     def asleep(self) -> bool:
-        return self._state is not PhaseState.SAMPLING
+        return self.state is not PhaseState.SAMPLING
 
     @property
     def trains(self) -> bool:
-        return self._state is PhaseState.TRAINING
+        return self.state is PhaseState.TRAINING
 
     @property
     def totals(self) -> Mapping[PhaseState, PhaseTotals]:
@@ -159,7 +155,7 @@ class Colocated(Placement):
         self._updates += 1
         try:
             async with self._phase(PhaseState.SAMPLING, pinned=1, opened=self._updatable):
-                yield self._state is PhaseState.SAMPLING
+                yield self.state is PhaseState.SAMPLING
         finally:
             self._updates -= 1
             self._changed.set()
@@ -169,7 +165,7 @@ class Colocated(Placement):
             while True:
                 self._switch_if_due()
                 self._changed.clear()
-                if self._state in self._sides:
+                if self.state in self._sides:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(_finite(self._due_in())):
                             await self._changed.wait()
@@ -212,25 +208,25 @@ class Colocated(Placement):
     def _switch_if_due(self) -> None:
         """Begin a due switch immediately, not in a task: the next context might pin the phase again."""
         if self._due_in() <= TICK_S:
-            self._sides[self._state].opened.clear()
+            self._sides[self.state].opened.clear()
             self._updatable.clear()
             self._closed_at = self._clock()
-            self._set_state(_SWITCHES[self._state])
+            self._set_state(_SWITCHES[self.state])
         self._changed.set()
 
     def _due_in(self) -> float:
-        here = self._sides.get(self._state)
+        here = self._sides.get(self.state)
         if here is None or here.pinned or here.waiting:  # those that wait here are about to enter
             return math.inf
         there = self._sides[
-            PhaseState.TRAINING if self._state is PhaseState.SAMPLING else PhaseState.SAMPLING
+            PhaseState.TRAINING if self.state is PhaseState.SAMPLING else PhaseState.SAMPLING
         ]
         now = self._clock()
         view = PhaseView(now - self._since, here.idle(now, self._since), there.waited(now, self._closed_at))
         return due_in(view, self._limits)
 
     async def _switch(self, samplers: Sleeper) -> None:
-        if self._state is PhaseState.TO_TRAINING:
+        if self.state is PhaseState.TO_TRAINING:
             await samplers.sleep()
             await self._trainer.onload()
             self._open(PhaseState.TRAINING)
@@ -258,10 +254,10 @@ class Colocated(Placement):
 
     def _set_state(self, state: PhaseState) -> None:
         now = self._clock()
-        totals = self._totals[self._state]
+        totals = self._totals[self.state]
         totals.count += 1
         totals.seconds += now - self._since
-        self._state, self._since = state, now
+        self.state, self._since = state, now
 
 
 class AwakeLock:

@@ -1,6 +1,5 @@
 """Unnamed weights for sampling: their number, place and lifetime."""
 
-import asyncio
 import logging
 import shutil
 import time
@@ -9,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
-from weakref import WeakValueDictionary
 
 from sqlalchemy import Connection
 
@@ -23,6 +21,7 @@ from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.store import weight_versions
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.off_loop import in_disk_thread, in_transfer_thread
+from skyrl_tinker.system.turns import Turns
 
 RECENT_S = 60.0
 """Seconds after their last sample during which weights count as still sampled."""
@@ -46,7 +45,7 @@ class EphemeralVersions:
     _settings: Settings
 
     def __post_init__(self) -> None:
-        self._turns: WeakValueDictionary[VersionId, asyncio.Lock] = WeakValueDictionary()
+        self._turns = Turns()
         self._began_at = time.monotonic()
         self._moved: set[VersionId] = set()  # to disk, of those that are kept
 
@@ -125,8 +124,7 @@ class EphemeralVersions:
 
     async def _in_turn(self, work: Callable[[WeightVersion], T], version: WeightVersion) -> T:
         """Run work of the spill on a version, after earlier work on the same version."""
-        async with self._turns.setdefault(version.id, asyncio.Lock()):
-            return await in_transfer_thread(work, version)
+        return await self._turns.run(version.id, partial(in_transfer_thread, work, version))
 
     async def _enforce_cap(self, cap: int) -> None:
         """Drop versions, oldest first, until all are below the cap; the newest of each model stays."""

@@ -24,7 +24,7 @@ from skyrl_tinker.domain.ids import (
 )
 from skyrl_tinker.domain.samples import SampleOutput, SampleRequest
 from skyrl_tinker.domain.units import KiB
-from skyrl_tinker.domain.values import BaseModelFacts, Usage, WeightVersion
+from skyrl_tinker.domain.values import Usage, WeightVersion
 from skyrl_tinker.engine.outbox import FutureOutcome, FutureResult, Outbox, failure_of, persistently
 from skyrl_tinker.engine.sampler.inflight_targets import KnownSources, SampleSource
 from skyrl_tinker.engine.sampler.samplers import Samplers
@@ -85,6 +85,7 @@ class SamplerDriver:
     router_replay: bool = False
 
     def __post_init__(self, concurrency: Concurrency) -> None:
+        self.facts = self._samplers.facts
         self._tasks: dict[int, asyncio.Task[None]] = {}  # in flight, by future id
         self._starting: set[int] = set()  # their bodies are being read
         self._queued = SampleQueue(Slots(concurrency, lambda: self._samplers.cores))
@@ -98,10 +99,6 @@ class SamplerDriver:
         self._sources = KnownSources(CACHED_SESSIONS)
         self._looking_up = asyncio.Lock()
         self._dropped: set[VersionId] = set()  # while the store is asked for a source
-
-    @property
-    def facts(self) -> BaseModelFacts:
-        return self._samplers.facts
 
     def submit(self, rows: Sequence[QueuedRow]) -> None:
         self._queued.add(rows)
