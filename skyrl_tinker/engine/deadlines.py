@@ -63,16 +63,12 @@ class Deadlines:
         due = list(takewhile(lambda row: row.created_at + self._request_s <= now, self._limited()))
         if not due:
             return
-        samples = {row.id: self._late_sample() for row in due if row.kind is RequestKind.SAMPLE}
-        if samples:
+        late = Failure(f"this sample {self._waited}: the samplers are overloaded", "server")
+        if samples := {row.id: late for row in due if row.kind is RequestKind.SAMPLE}:
             await self._samples.end(samples)
         lanes = self._trainer.lane_statuses()
-        training = [(row, self._late(row, lanes.get(row.model_key))) for row in due if row.model_key]
-        if training:
+        if training := [(row, self._late(row, lanes.get(row.model_key))) for row in due if row.model_key]:
             await self._trainer.expire(training)
-
-    def _late_sample(self) -> Failure:
-        return Failure(f"this sample {self._waited}: the samplers are overloaded", "server")
 
     def _late(self, row: QueuedRow, lane: LaneStatus | None) -> Failure:
         """Return the failure of a late training request. `lane`: its model's, None if nothing waits in it."""

@@ -354,11 +354,8 @@ def _head(lane: _Lane, budget: int) -> list[QueuedRow]:
         return []
     if first.kind in PASSES:
         return _passes(lane, budget)
-    return [] if _waits_for_saves(lane, first) or _waits_for_files(lane, first) else [first]
-
-
-def _waits_for_files(lane: _Lane, first: QueuedRow) -> bool:
-    return first.kind is _LOAD and not lane.loads.get(first.id, False)
+    without_files = first.kind is _LOAD and not lane.loads.get(first.id, False)
+    return [] if without_files or _waits_for_saves(lane, first) else [first]
 
 
 def _waits_for_saves(lane: _Lane, first: QueuedRow) -> bool:

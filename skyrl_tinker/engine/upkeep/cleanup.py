@@ -76,8 +76,10 @@ class Cleanup:
             await step.tried()
 
     async def _end_expired_sessions(self) -> None:
+        detail = f"no heartbeat for {self._timeout_s:.0f} s"
         for session in await self._expired_sessions():
-            await self._end_session(session)
+            for model in await self._store.write(partial(_finish, session=session, detail=detail)):
+                self._trainer.release(model.key, model.base_model)
 
     async def _expired_sessions(self) -> list[SessionId]:
         """Return the sessions without a heartbeat.
@@ -92,12 +94,6 @@ class Cleanup:
         return await self._store.fetch(
             lambda conn: session_records.list_expired(conn, now, timeout_s, self._parked_s)
         )
-
-    async def _end_session(self, session: SessionId) -> None:
-        detail = f"no heartbeat for {self._timeout_s:.0f} s"
-        models = await self._store.write(lambda conn: _finish(conn, session, detail))
-        for model in models:
-            self._trainer.release(model.key, model.base_model)
 
     async def _end_samples(self) -> None:
         """Stop samples of finished sessions: nobody waits for them, and they may take minutes."""
