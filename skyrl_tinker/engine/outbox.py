@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec
 
@@ -11,40 +10,28 @@ import orjson
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker.domain.values import Failure, Usage
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import DiskFullError, SkyrlTinkerError, StatementError, StorageAwayError, cut
 from skyrl_tinker.redaction import redact, without_paths
-from skyrl_tinker.store import stability_records
 from skyrl_tinker.store.database.abstract_database import is_of_statement
 from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import finish
-from skyrl_tinker.store.futures.finish import JSON_TYPE, NO_USAGE, NOTHING_RAN, Ran
-from skyrl_tinker.store.stability_records import SequenceRecord
+from skyrl_tinker.store.futures.finish import (
+    JSON_TYPE,
+    NOTHING_RAN,
+    FutureOutcome,
+    FutureResult,
+    Ran,
+    finish_all,
+)
 from skyrl_tinker.store.store import Store
 
 RETRY_S, AWAY_S = 1.0, 5.0
 STATEMENT_TRIES = 3
 P = ParamSpec("P")
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class FutureResult:
-    """Result as the bytes for the client, its tokens, and the records to keep of its sequences.
-
-    `keep_body`: that of the request stays, to be read.
-    """
-
-    content_type: str
-    body: bytes
-    records: tuple[SequenceRecord, ...] = ()
-    usage: Usage = NO_USAGE
-    keep_body: bool = False
-
-
-FutureOutcome = FutureResult | Failure
 
 
 def json_answer(value: Mapping[str, Any]) -> FutureResult:
@@ -155,32 +142,3 @@ async def when_possible(work: Callable[P, Awaitable[T]], *args: P.args, **kwargs
             pause_s = RETRY_S if isinstance(error, DiskFullError) else AWAY_S
             _log.warning("tried again in %.0f s: %s", pause_s, error)
             await asyncio.sleep(pause_s)
-
-
-def finish_all(
-    conn: Connection,
-    outcomes: Mapping[int, FutureOutcome],
-    replayed: Collection[int] = (),
-    ran: Mapping[int, Ran] = NOTHING_RAN,
-) -> None:
-    """Finish futures, by id. The bodies of those in `replayed` stay; `ran` is recorded for each."""
-    results: dict[int, FutureResult] = {}
-    for future_id, outcome in outcomes.items():
-        if isinstance(outcome, Failure):
-            keep_body = future_id in replayed
-            finish.fail(conn, future_id, outcome, keep_body=keep_body, ran=ran.get(future_id))
-        else:
-            results[future_id] = outcome
-    if results:
-        _succeed(conn, results, replayed, ran)
-
-
-def _succeed(
-    conn: Connection, results: Mapping[int, FutureResult], replayed: Collection[int], ran: Mapping[int, Ran]
-) -> None:
-    stored = {id_: (result.content_type, result.body, result.usage) for id_, result in results.items()}
-    kept = {*replayed, *(id_ for id_, result in results.items() if result.keep_body)}
-    ended = finish.succeed_all(conn, stored, kept, ran)
-    records = {future_id: results[future_id].records for future_id in ended if results[future_id].records}
-    if records:
-        stability_records.add(conn, records)

@@ -19,7 +19,7 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.domain.ids import FutureStatus
 from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.engine import outbox
-from skyrl_tinker.engine.outbox import FutureOutcome, FutureResult, Outbox, failure_of, json_answer
+from skyrl_tinker.engine.outbox import Outbox, failure_of, json_answer
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import DiskFullError, StateLostError, StatementError, UserError
 from skyrl_tinker.store import server_state, stability_records
@@ -28,6 +28,7 @@ from skyrl_tinker.store.database.sqlite_database import WalCheckpointer
 from skyrl_tinker.store.database.tables import Result
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import outcomes, queue
+from skyrl_tinker.store.futures.finish import FutureOutcome, FutureResult
 from skyrl_tinker.store.futures.outcomes import Outcome
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.replay import unit_records

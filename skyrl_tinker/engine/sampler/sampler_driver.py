@@ -25,7 +25,7 @@ from skyrl_tinker.domain.ids import (
 from skyrl_tinker.domain.samples import SampleOutput, SampleRequest
 from skyrl_tinker.domain.units import KiB
 from skyrl_tinker.domain.values import Usage, WeightVersion
-from skyrl_tinker.engine.outbox import FutureOutcome, FutureResult, Outbox, failure_of, persistently
+from skyrl_tinker.engine.outbox import Outbox, failure_of, persistently
 from skyrl_tinker.engine.sampler.inflight_targets import KnownSources, SampleSource
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.listing import Listing
@@ -41,6 +41,7 @@ from skyrl_tinker.protocol.queue_views import SHOWN, SamplingView
 from skyrl_tinker.protocol.stored_requests import sample_from_body
 from skyrl_tinker.store import sampling_sessions, session_records, weight_versions
 from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.finish import FutureOutcome, FutureResult
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.sampling_sessions import SamplingSessionRow
 from skyrl_tinker.store.stability_records import RoutingRecord, SequenceRecord

@@ -23,20 +23,14 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import ALL_OWNERS, CheckpointKind
 from skyrl_tinker.domain.tinker_path import TinkerPath
-from skyrl_tinker.engine.outbox import (
-    RETRY_S,
-    failure_of,
-    finish_all,
-    json_answer,
-    persistently,
-    when_possible,
-)
+from skyrl_tinker.engine.outbox import RETRY_S, failure_of, json_answer, persistently, when_possible
 from skyrl_tinker.engine.unit_commits import PendingWrites, UnitCommits, UnitEnd
 from skyrl_tinker.errors import DiskFullError, TrainerError, UserError
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
 from skyrl_tinker.storage.storage_port import Storage
 from skyrl_tinker.store import checkpoint_records, model_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint, expiry
+from skyrl_tinker.store.futures.finish import finish_all
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store

@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import ModelKey, ModelState
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.engine.outbox import FutureOutcome, Outbox, json_answer, persistently
+from skyrl_tinker.engine.outbox import Outbox, json_answer, persistently
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.recovery import parking
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
@@ -26,6 +26,7 @@ from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.finish import FutureOutcome
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.replay import unit_records

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from skyrl_tinker.domain.ids import Effect, ModelKey
 from skyrl_tinker.domain.values import Failure, StepItem, StepOutput
-from skyrl_tinker.engine.outbox import FutureOutcome, json_answer, persistently
+from skyrl_tinker.engine.outbox import json_answer, persistently
 from skyrl_tinker.engine.scheduling.lanes import Lanes
 from skyrl_tinker.engine.scheduling.row_work import model_of
 from skyrl_tinker.engine.trainer.step_curves import TakenStep
 from skyrl_tinker.protocol.stored_requests import OptimStepBody
 from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.finish import FutureOutcome
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup

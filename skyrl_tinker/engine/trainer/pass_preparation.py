@@ -8,13 +8,14 @@ from typing import TypeVar
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain.values import Failure, ForwardBackward, PassItem, PassOutput, Usage
-from skyrl_tinker.engine.outbox import FutureOutcome, FutureResult, failure_of, persistently
+from skyrl_tinker.engine.outbox import failure_of, persistently
 from skyrl_tinker.engine.scheduling.planner import Pass
 from skyrl_tinker.engine.trainer.pass_items import ReadRow, References, attempt
 from skyrl_tinker.protocol.protobuf import pass_results
 from skyrl_tinker.store import stability_records
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.finish import FutureOutcome, FutureResult
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.off_loop import off_loop

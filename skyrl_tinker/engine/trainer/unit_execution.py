@@ -11,7 +11,7 @@ from typing import Any
 
 from skyrl_tinker.domain.ids import SAVES, Effect, FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure, PassOutput
-from skyrl_tinker.engine.outbox import AWAY_S, FutureOutcome, persistently
+from skyrl_tinker.engine.outbox import AWAY_S, persistently
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave
 from skyrl_tinker.engine.scheduling.lanes import Lanes
@@ -25,6 +25,7 @@ from skyrl_tinker.engine.trainer.step_curves import EndedWindows, StepCurves
 from skyrl_tinker.engine.unit_commits import PendingWrites, UnitCommits, UnitEnd
 from skyrl_tinker.errors import StorageAwayError, TrainerError
 from skyrl_tinker.redaction import without_paths
+from skyrl_tinker.store.futures.finish import FutureOutcome
 from skyrl_tinker.store.futures.queue import QueuedRow, window_failure
 from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.store import Store
