@@ -105,7 +105,7 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
         for runtime in runtimes
         if runtime.trainer is not None
     ]
-    training = TrainDispatch([driver for driver, _ in halves], store, metrics)
+    training = TrainDispatch([driver for driver, _ in halves], store)
     openai = [
         _openai_server(store, metrics, *each, driver) for each, driver in zip(sampled, drivers, strict=True)
     ]

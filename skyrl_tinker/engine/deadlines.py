@@ -11,9 +11,9 @@ from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.bases.train_dispatch import TrainDispatch
 from skyrl_tinker.engine.gaps import Gaps
 from skyrl_tinker.engine.outbox import Outbox
-from skyrl_tinker.engine.scheduling.lanes import LaneStatus
 from skyrl_tinker.engine.suspends import Suspends
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.protocol.queue_views import LaneView
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 
@@ -70,7 +70,7 @@ class Deadlines:
         if training := [(row, self._late(row, lanes.get(row.model_key))) for row in due if row.model_key]:
             await self._trainer.expire(training)
 
-    def _late(self, row: QueuedRow, lane: LaneStatus | None) -> Failure:
+    def _late(self, row: QueuedRow, lane: LaneView | None) -> Failure:
         """Return the failure of a late training request. `lane`: its model's, None if nothing waits in it."""
         if lane is None or (row.seq_id or 0) < lane.next_seq:
             return Failure(

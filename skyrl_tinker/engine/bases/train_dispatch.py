@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.outbox import persistently
-from skyrl_tinker.engine.scheduling.lanes import Gap, LaneStatus
-from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.engine.scheduling.lanes import Gap
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
-from skyrl_tinker.protocol.queue_views import TrainingView
+from skyrl_tinker.protocol.queue_views import LaneView, TrainingView
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
@@ -17,12 +16,11 @@ from skyrl_tinker.store.store import Store
 class TrainDispatch:
     """Models of base models that are not trained here are at the first driver: they are parked, or fail."""
 
-    def __init__(self, drivers: Sequence[TrainerDriver], store: Store, metrics: Metrics) -> None:
+    def __init__(self, drivers: Sequence[TrainerDriver], store: Store) -> None:
         """`drivers`: one for each base model that is trained, at least one."""
         self.drivers = drivers
         self._lanes = [driver.requests.lanes for driver in drivers]
         self._store = store
-        self._metrics = metrics
         self._of = {name: driver for driver in drivers for name in driver.facts.names}
 
     def _driver(self, base_model: str | None) -> TrainerDriver:
@@ -43,15 +41,13 @@ class TrainDispatch:
         for row in rows:
             by_driver.setdefault(self._driver(row.base_model), []).append(row)
         for driver, own in by_driver.items():
-            looked_up = await driver.requests.look_up(own)
-            self._metrics.arrived(own)  # no other task runs between this and the lanes
-            await driver.requests.submit(own, looked_up)
+            await driver.requests.submit(own)
 
     def views(self) -> dict[str, TrainingView]:
         """Return the queues by the name of their base model."""
         return {driver.facts.name: driver.view() for driver in self.drivers}
 
-    def lane_statuses(self) -> dict[ModelKey, LaneStatus]:
+    def lane_statuses(self) -> dict[ModelKey, LaneView]:
         """Return the lanes with waiting rows."""
         return {model: lane for lanes in self._lanes for model, lane in lanes.statuses().items()}
 

@@ -7,23 +7,11 @@ from dataclasses import dataclass, field, replace
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, OwnerId, RequestKind, SessionId
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.scheduling.row_work import PASSES, Work, cost, model_of, work_of
+from skyrl_tinker.protocol.queue_views import LaneView
 from skyrl_tinker.store.futures.queue import IN_WINDOW, QueuedRow, window_failure
 
 CHECKPOINTS = frozenset({RequestKind.SAVE_WEIGHTS, RequestKind.SAVE_WEIGHTS_EXTERNAL})
 _LOAD, _PENDING = RequestKind.LOAD_WEIGHTS, FutureStatus.PENDING  # Python 3.11 takes 0.1 us for a member
-
-
-@dataclass(frozen=True, slots=True)
-class LaneStatus:
-    """State of a lane with waiting rows. `lowest`: the first seq_id that has arrived.
-
-    `storage_blocked`: the next row waits until a save is written, or the files of its checkpoint are here.
-    """
-
-    session_id: SessionId
-    next_seq: int
-    lowest: int
-    storage_blocked: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +120,9 @@ class Lanes:
         model, seq_id = _position(row)
         return seq_id in self._lane(model).parked
 
-    def statuses(self) -> dict[ModelKey, LaneStatus]:
+    def statuses(self) -> dict[ModelKey, LaneView]:
         """Return the state of every lane with waiting rows."""
-        return {model: _status(lane) for model, lane in self._open.items() if lane.parked}
+        return {model: _view(lane) for model, lane in self._open.items() if lane.parked}
 
     def gaps(self) -> dict[ModelKey, Gap]:
         """Return the current gap of each lane that has one."""
@@ -304,15 +292,11 @@ def _position(row: QueuedRow) -> tuple[ModelKey, int]:
     return model_of(row), row.seq_id
 
 
-def _status(lane: _Lane) -> LaneStatus:
+def _view(lane: _Lane) -> LaneView:
     lowest = lane.next_seq if lane.next_seq in lane.parked else min(lane.parked)
     first = lane.parked[lowest]
-    return LaneStatus(
-        first.session_id,
-        lane.next_seq,
-        lowest,
-        _waits_for_saves(lane, first) or lane.loads.get(first.id) is False,
-    )
+    held = _waits_for_saves(lane, first) or lane.loads.get(first.id) is False
+    return LaneView(lane.next_seq, lowest, held, first.session_id)
 
 
 def _gap(lane: _Lane) -> Gap | None:

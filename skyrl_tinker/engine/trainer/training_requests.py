@@ -21,14 +21,6 @@ from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 
 
-@dataclass(frozen=True, slots=True)
-class LookedUp:
-    """Errors with which the API has failed rows, by row id, and failures of the models that have ended."""
-
-    refusals: Mapping[int, str]
-    closed: Mapping[ModelKey, Failure]
-
-
 @dataclass(eq=False)
 class TrainingRequests:
     """Training requests on their way to the lanes. `woken`: set when there may be work."""
@@ -47,23 +39,21 @@ class TrainingRequests:
         """Why nothing is trained, for the requests that wait."""
         self._refusal: str | None = None  # why they fail
 
-    async def look_up(self, rows: Sequence[QueuedRow]) -> LookedUp:
-        """Return the data that `submit` needs; call that immediately, as models may end meanwhile."""
+    async def submit(self, rows: Sequence[QueuedRow]) -> None:
+        """Accept training requests in the order of their arrival."""
         failed = [row for row in rows if row.status is FutureStatus.FAILED]
         refusals = await self._store.read(partial(_refusals, rows=failed)) if failed else {}
-        return LookedUp(refusals, await self._models.closed({model_of(row) for row in rows}))
-
-    async def submit(self, rows: Sequence[QueuedRow], looked_up: LookedUp) -> None:
-        """Accept training requests in the order of their arrival."""
+        ended = await self._models.closed({model_of(row) for row in rows})
+        self._metrics.arrived(rows)  # no other task runs between this and the lanes
         refused: list[tuple[int, FutureOutcome]] = []
         for row in rows:
-            closed = looked_up.closed.get(model_of(row))
+            closed = ended.get(model_of(row))
             if row.kind is RequestKind.UNLOAD_MODEL:
                 self._models.unload(row)
             elif closed is None and self.lanes.ended(row):
                 refused.append((row.id, UNLOADED))
             elif closed is None:
-                self.lanes.add(row, looked_up.refusals.get(row.id))
+                self.lanes.add(row, refusals.get(row.id))
             elif row.status is FutureStatus.PENDING:
                 refused.append((row.id, closed))
         await self._outbox.send(refused)

@@ -333,7 +333,7 @@ def test_a_lane_stands_until_the_files_of_its_load_are_here() -> None:
     (load,) = lanes.start_fetches()
     assert (load, lanes.start_fetches()) == (row(2, RequestKind.LOAD_WEIGHTS), [])
     assert lanes.under_way(MODEL)
-    assert lanes.statuses()[MODEL].storage_blocked
+    assert lanes.statuses()[MODEL].held
     assert set(heads(lanes)) == {other}
     lanes.fetch_ended(load)
     assert not lanes.under_way(MODEL)
