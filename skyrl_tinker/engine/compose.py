@@ -127,7 +127,7 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
         samples,
         Intake(store, bell, training, samples, metrics),
         Cleanup(store, training, samples, is_loading, versions, settings, storage),
-        Deadlines(store, metrics, training, samples, outbox, gaps, settings.timeouts.request_s),
+        Deadlines(store, metrics, training, samples, gaps, settings.timeouts.request_s),
         _make_http_server(env, runtimes, training, samples, openai, BaseSwitch(bases)),
         make_span_export(settings, store, metrics),
     )

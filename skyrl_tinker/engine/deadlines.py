@@ -10,7 +10,6 @@ from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.bases.train_dispatch import TrainDispatch
 from skyrl_tinker.engine.gaps import Gaps
-from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.engine.suspends import Suspends
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.protocol.queue_views import LaneView
@@ -29,7 +28,6 @@ class Deadlines:
     _metrics: Metrics
     _trainer: TrainDispatch
     _samples: SampleDispatch
-    _outbox: Outbox
     _gaps: Gaps
     _request_s: float
 

@@ -96,7 +96,6 @@ class Waiting:
             metrics,
             self.training,
             self.samples,
-            outbox,
             Gaps(store, self.bell, self.training, self.settings.timeouts.gap_s),
             self.settings.timeouts.request_s,
         )
