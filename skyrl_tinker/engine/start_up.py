@@ -16,7 +16,7 @@ from skyrl_tinker.domain.values import BaseModelFacts, Gpu, WeightVersion
 from skyrl_tinker.domain.weight_files import are_here, require_whole
 from skyrl_tinker.engine.bases.base_memory import base_memory
 from skyrl_tinker.engine.bases.base_runtime import BaseRuntime, ReportParts
-from skyrl_tinker.engine.colocation.placement import SEPARATE, make_placement
+from skyrl_tinker.engine.colocation.placement import SEPARATE, Colocated
 from skyrl_tinker.engine.compose import (
     Environment,
     log_suffix,
@@ -176,7 +176,9 @@ class BaseProcesses:
             spec = trainer_spec(settings, env.directories, facts, niceness)
             trainer = TrainerGroup.launch(spec, env.ray.require_alive)
             trainer.follow(partial(env.metrics.activity.ranks, facts.name))
-        placement = SEPARATE if trainer is None else make_placement(settings, trainer)
+        placement = SEPARATE
+        if trainer is not None and settings.colocated:
+            placement = Colocated(trainer, settings.phases)
         if facts.sampleable:
             clock, token = env.store.now, self._spec.token
             fleet = make_fleet(settings, token, placement, facts.directory, shutdowns, clock)

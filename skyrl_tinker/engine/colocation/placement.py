@@ -7,10 +7,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Protocol
 
-from skyrl_tinker.config import Phases, Settings
+from skyrl_tinker.config import Phases
 from skyrl_tinker.engine.colocation.phases import PhaseState, PhaseTotals, PhaseView, due_in
 
 TICK_S = 0.001
@@ -166,8 +165,9 @@ class Colocated(Placement):
                 self._switch_if_due()
                 self._changed.clear()
                 if self.state in self._sides:
+                    due_s = self._due_in()
                     with suppress(TimeoutError):
-                        async with asyncio.timeout(_finite(self._due_in())):
+                        async with asyncio.timeout(None if math.isinf(due_s) else due_s):
                             await self._changed.wait()
                 else:
                     await self._switch(samplers)
@@ -218,9 +218,7 @@ class Colocated(Placement):
         here = self._sides.get(self.state)
         if here is None or here.pinned or here.waiting:  # those that wait here are about to enter
             return math.inf
-        there = self._sides[
-            PhaseState.TRAINING if self.state is PhaseState.SAMPLING else PhaseState.SAMPLING
-        ]
+        there = self._sides[PhaseState.TRAINING if self.state is PhaseState.SAMPLING else PhaseState.SAMPLING]
         now = self._clock()
         view = PhaseView(now - self._since, here.idle(now, self._since), there.waited(now, self._closed_at))
         return due_in(view, self._limits)
@@ -266,7 +264,6 @@ class AwakeLock:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self._lock = asyncio.Lock()
-        self._awake: AbstractAsyncContextManager[None] | None = None
 
     @property
     def held(self) -> bool:
@@ -278,33 +275,8 @@ class AwakeLock:
         async with self._lock, self._placement.updating() as awake:
             yield awake
 
-    async def __aenter__(self) -> None:
-        """Acquire the lock first: waiting for it must not keep the samplers awake."""
-        await self._lock.acquire()
-        awake = self._placement.awake()
-        try:
-            await awake.__aenter__()
-        except BaseException:  # a wait that was cancelled, or failed, must leave the lock to the others
-            self._lock.release()
-            raise
-        self._awake = awake
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        awake, self._awake = self._awake, None
-        assert awake is not None
-        try:
-            await awake.__aexit__(kind, error, trace)
-        finally:
-            self._lock.release()
-
-
-def _finite(seconds: float) -> float | None:
-    return None if math.isinf(seconds) else seconds
-
-
-def make_placement(settings: Settings, trainer: Movable) -> Placement:
-    if settings.colocated:
-        return Colocated(trainer, settings.phases)
-    return SEPARATE
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        """Hold the lock; waiting for it does not keep the samplers awake."""
+        async with self._lock, self._placement.awake():
+            yield

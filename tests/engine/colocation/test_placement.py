@@ -65,7 +65,7 @@ class Devices:
             assert (self.onloaded, self.awake) == (True, False)
 
     async def change(self, seconds: float) -> None:
-        async with self.changing:
+        async with self.changing.hold():
             before = self.switches
             await asyncio.sleep(seconds)
             assert (self.onloaded, self.awake) == (False, True)
@@ -278,7 +278,7 @@ async def test_fresh_processes_begin_with_the_samplers_phase_whenever_the_last_o
 
 async def test_separate_parts_never_wait() -> None:
     placement = Placement()
-    async with placement.training(), placement.sampling(), placement.awake(), AwakeLock(placement):
+    async with placement.training(), placement.sampling(), placement.awake(), AwakeLock(placement).hold():
         await placement.run(Devices())
     async with placement.updating() as awake:
         assert awake

@@ -120,7 +120,7 @@ async def test_an_adapter_that_a_sampler_has_lost_is_loaded_again(tmp_path: Path
 async def test_a_save_does_not_wait_for_a_change_of_all_samplers(tmp_path: Path) -> None:
     replica, version = Replica("stop"), adapter(1, tmp_path)
     samplers = samplers_of(replica)
-    async with samplers._adapters._fleet.changing:
+    async with samplers._adapters._fleet.changing.hold():
         await asyncio.wait_for(samplers.load(version), 60)
     assert replica.loads == []
     await samplers.sample(version, REQUEST)
