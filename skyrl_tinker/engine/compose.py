@@ -55,7 +55,7 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.host_memory import host_memory
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
-from skyrl_tinker.weight_sync.factory import CHUNK_BYTES, TransportName, backend_of, choose, make_transport
+from skyrl_tinker.weight_sync.factory import CHUNK_BYTES, TRANSPORTS, TransportName, choose, make_transport
 from skyrl_tinker.weight_sync.transport import LOOPBACK, NoSenders
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ def trainer_spec(
         gradient_checkpointing=settings.gradient_checkpointing,
         network_interface=settings.network_interface,
         start_niceness=start_niceness,
-        expandable_segments=backend_of(_transport_name(settings)) != "ipc",
+        expandable_segments=TRANSPORTS[_transport_name(settings)].backend != "ipc",
         memory_root=str(directories.ephemeral_dir),
     )
 
@@ -285,7 +285,7 @@ def sampler_spec(
         router_replay=settings.router_replay,
         reasoning_parser=settings.reasoning_parser,
         tool_parser=settings.tool_parser,
-        weight_backend=backend_of(_transport_name(settings)),
+        weight_backend=TRANSPORTS[_transport_name(settings)].backend,
         keeps_cache=settings.inflight_cache == "keep",
         gpu_memory_utilization=settings.gpu_memory_utilization,
         network_interface=settings.network_interface,
