@@ -242,9 +242,9 @@ class SamplerDriver:
                 request = await off_loop(len(body), lambda: self._read(body))
                 output = await self._sample(row, source, request)
             replicas.extend(output.replicas)
-            self._metrics.sampled(self.facts.name, output, row.owner_id)
-            records = _records(row, request, output) if request.record_stability_info else ()
             sampled = sum(len(sequence.tokens) for sequence in output.sequences)
+            self._metrics.sampled(self.facts.name, sampled, row.owner_id)
+            records = _records(row, request, output) if request.record_stability_info else ()
             usage = Usage(len(request.prompt), output.cached_tokens, sampled)
             listed = request.listed + sampled * (1 + request.topk_sample_logprobs)
             result = await off_loop(

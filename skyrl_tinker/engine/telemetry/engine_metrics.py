@@ -8,7 +8,6 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from skyrl_tinker.domain.ids import FutureStatus, OwnerId, RequestKind
-from skyrl_tinker.domain.samples import SampleOutput
 from skyrl_tinker.domain.values import Failure, PassOutput
 from skyrl_tinker.engine.scheduling.row_work import PASSES
 from skyrl_tinker.engine.scheduling.throughput import TokenMeter
@@ -221,10 +220,7 @@ class Metrics:
             self._trained.labels(base_model, row.kind).inc(size)
             self.owners.trained(row.owner_id, size)
 
-    def sampled(self, base_model: str, output: SampleOutput, owner: OwnerId | None) -> None:
-        self.sampled_tokens(base_model, sum(len(each.tokens) for each in output.sequences), owner)
-
-    def sampled_tokens(self, base_model: str, count: int, owner: OwnerId | None) -> None:
+    def sampled(self, base_model: str, count: int, owner: OwnerId | None) -> None:
         self._sampled.labels(base_model).inc(count)
         self.sampled_meter.add(count)
         self.owners.sampled(owner, count)

@@ -19,7 +19,7 @@ from skyrl_tinker.domain.ids import ALL_OWNERS, CheckpointKind, FutureStatus, Mo
 from skyrl_tinker.domain.manifest import FILE_NAME, read_manifest, verify_files
 from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.engine import outbox
-from skyrl_tinker.engine.saves import external_exports, save_flow
+from skyrl_tinker.engine.saves import external_exports
 from skyrl_tinker.engine.saves.external_exports import Export, complete_export, finish_export
 from skyrl_tinker.errors import StorageError, TrainerError
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveWeightsBody
@@ -100,7 +100,6 @@ class HeldEnds:
         self._full = full
         self._finish = external_exports.finish_export
         world.patch.setattr(external_exports, "finish_export", self)
-        world.patch.setattr(save_flow, "RETRY_S", 0.01)
         world.patch.setattr(outbox, "RETRY_S", 0.01)
 
     def __call__(self, *args: Any) -> int:

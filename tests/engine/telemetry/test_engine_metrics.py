@@ -12,7 +12,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from skyrl_tinker.config import Settings
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, OwnerId, RequestId, RequestKind
-from skyrl_tinker.domain.samples import SampledSequence, SampleOutput
 from skyrl_tinker.domain.values import PassOutput
 from skyrl_tinker.engine.bases.base_statuses import BaseStatuses
 from skyrl_tinker.engine.colocation.placement import SEPARATE
@@ -25,7 +24,6 @@ from skyrl_tinker.store.store import Store
 from tests.engine.support.rows import queued
 
 MODEL = ModelKey(1)
-FOUR = SampleOutput((SampledSequence((1, 2, 3, 4), (0.0,) * 4, "length"),))
 
 
 def read(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
@@ -88,7 +86,7 @@ async def worked_for(metrics: Metrics, owner: OwnerId | None) -> None:
     metrics.arrived([row])
     metrics.passed("tiny", [row], [PassOutput(RequestId("1"), (np.zeros(7, np.float32),), {})])
     metrics.answered(row.id, "ok")
-    metrics.sampled("tiny", FOUR, owner)
+    metrics.sampled("tiny", 4, owner)
     metrics.counted("completion", "ok", owner)
 
 
@@ -134,7 +132,7 @@ async def test_an_owner_without_a_name_yet_gets_it_later() -> None:
     metrics = Metrics(name)
     for _ in range(3):
         await metrics.owners.know([OwnerId(1)])
-        metrics.sampled("tiny", FOUR, OwnerId(1))
+        metrics.sampled("tiny", 4, OwnerId(1))
     assert read(metrics, "owner_sampled_tokens_total") == {(OTHERS,): 4, ("alice",): 8}
 
 
