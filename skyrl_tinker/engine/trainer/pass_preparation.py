@@ -1,11 +1,9 @@
 """Forward and forward_backward: from stored bodies to response protobufs. Heavy parts run in threads."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
-
-from sqlalchemy import Connection
 
 from skyrl_tinker.domain.values import Failure, ForwardBackward, PassItem, PassOutput, Usage
 from skyrl_tinker.engine.outbox import failure_of, persistently
@@ -23,7 +21,6 @@ from skyrl_tinker.training.trainer_group import PassResult, PreparedPass, Traine
 
 REPLAYED = "replayed_tokens:sum"
 T = TypeVar("T")
-ReadBodies = Callable[[Connection, Sequence[int]], Mapping[int, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +42,13 @@ class PassCoordinator:
         self._trainer = trainer
         self._router_replay = router_replay
 
-    async def prepare(self, unit: Pass, read_bodies: ReadBodies = queue.read_bodies) -> ReadyPass:
-        """Make the batch; needs no rank, so it may run during the previous unit."""
+    async def prepare(self, unit: Pass, *, ended: bool = False) -> ReadyPass:
+        """Make the batch; needs no rank, so it may run during the previous unit.
+
+        `ended`: of requests that have finished, too.
+        """
         ids = [row.id for row in unit.rows]
-        bodies = await self._fetch(lambda conn: read_bodies(conn, ids))
+        bodies = await self._fetch(lambda conn: queue.read_bodies(conn, ids, ended=ended))
         size = sum(map(len, bodies.values()))
         read, unread = await off_loop(size, lambda: self._read(unit.rows, bodies))
         references = await self._references(read)

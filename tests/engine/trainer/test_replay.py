@@ -44,7 +44,7 @@ from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBo
 from skyrl_tinker.store import checkpoint_records, model_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.console import step_points
-from skyrl_tinker.store.futures import cancellation
+from skyrl_tinker.store.futures import cancellation, queue
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.replay import snapshot_records, unit_records
@@ -525,7 +525,7 @@ async def bodies_of(world: World, model: ModelId) -> int:
     key = await journal.key_of(world.store, model)
     with reading(world.store) as conn:
         ids = [row.row.id for row in unit_records.ran_after(conn, key, 0)]
-        return len(unit_records.read_bodies(conn, ids))
+        return len(queue.read_bodies(conn, ids, ended=True))
 
 
 async def test_idle_models_are_kept_and_only_what_came_later_is_replayed(world: World) -> None:
